@@ -1,0 +1,68 @@
+"""Texts for what is wrong in a model's configuration.
+
+Each function returns a list of problems, empty when all is well, so that a configuration reports all of them at once.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+
+def positive(values: Mapping[str, int | float]) -> list[str]:
+    """Report each named value that is not above zero.
+
+    >>> positive({"embed": 0, "seq": 8})
+    ['embed is 0; it must be at least 1. Use embed=1 or more.']
+    """
+    return [
+        f"{name} is {value}; it must be at least 1. Use {name}=1 or more."
+        if isinstance(value, int)
+        else f"{name} is {value}; it must be above 0. Use a small positive number such as {name}=1e-5."
+        for name, value in values.items()
+        if not value > 0
+    ]
+
+
+def choice(name: str, value: str, allowed: Sequence[str]) -> list[str]:
+    """Report a value that is not one of those allowed, with the nearest that is.
+
+    >>> choice("norm", "layer_norm", ("layernorm", "rmsnorm"))
+    ["norm is 'layer_norm'; allowed are 'layernorm', 'rmsnorm'. Use norm='layernorm'."]
+    """
+    if value in allowed:
+        return []
+    near = (*difflib.get_close_matches(value, allowed, n=1, cutoff=0.0), allowed[0])[0]
+    return [f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}. Use {name}={near!r}."]
+
+
+def multiple(name: str, value: int, of_name: str, of: int) -> list[str]:
+    """Report a value that another does not divide, with the nearest multiples.
+
+    >>> multiple("embed", 50, "num_heads", 4)
+    ['embed 50 is not a multiple of num_heads 4: 50 % 4 = 2. Use embed=48 or embed=52.']
+    """
+    if value % of == 0:
+        return []
+    below, above = value - value % of, value + of - value % of
+    uses = " or ".join(f"{name}={near}" for near in (below, above) if near > 0)
+    return [f"{name} {value} is not a multiple of {of_name} {of}: {value} % {of} = {value % of}. Use {uses}."]
+
+
+def dropout_rate(name: str, value: float) -> list[str]:
+    """Report a dropout rate outside [0, 1).
+
+    >>> dropout_rate("dropout", 1.0)
+    ['dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.']
+    """
+    if 0 <= value < 1:
+        return []
+    return [f"{name} is {value}; it must be at least 0 and below 1. Use {name}=0.0 to switch it off."]
+
+
+def refuse(owner: str, problems: Sequence[str]) -> None:
+    """Raise one ValueError that lists every problem; do nothing when there is none.
+
+    Raises:
+      ValueError: if `problems` is not empty.
+    """
+    if problems:
+        raise ValueError("\n".join([f"{owner}:", *(f"  {problem}" for problem in problems)]))

@@ -1,0 +1,356 @@
+"""A causal decoder of the GPT and Llama families in nnx: `DecoderConfig` is the factory, `Decoder` the model.
+
+Blocks are stacked along the dim layers, whether a scan walks over them or they are unrolled, so both have the same
+parameters. The model names dims and knows no mesh; `layers.py` has its parts, `huggingface.py` loads pretrained ones.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+from jax.ad_checkpoint import checkpoint_name
+
+from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
+from shardtrain.models import checks
+from shardtrain.models.layers import Attentions, Dims, Linear, Norm, Norms, at_use, attend, normal, rotate
+
+Positions = Literal["learned", "rotary"]
+Activations = Literal["gelu", "swiglu"]
+Remats = Literal["none", "weights", "dots", "outputs", "full"]
+Dtypes = Literal["float32", "bfloat16"]
+
+STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
+TABLE = (VOCAB, EMBED)
+BLOCK_OUTPUT = "block_output"
+
+
+def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in ("sharding_constraint", "convert_element_type")
+
+
+REMAT_POLICIES: dict[str, Callable[..., bool]] = {
+    "weights": _not_gathered,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "outputs": jax.checkpoint_policies.save_only_these_names(BLOCK_OUTPUT),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and options of a decoder; called with `nnx.Rngs` it builds the model.
+
+    Args:
+      vocab: number of tokens in the vocabulary.
+      seq: largest number of positions.
+      embed: features of the residual stream.
+      num_layers: number of blocks.
+      num_heads: query heads.
+      num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
+      head_dim: features of a head; None: embed // num_heads.
+      mlp: hidden features of the feed-forward; None: 4 * embed.
+      positions: a learned table, or rotated queries and keys.
+      theta: base of the rotary wavelengths.
+      norm: before each half of a block and before the head.
+      eps: added to the variance in the norms.
+      activation: "gelu" (tanh approximation, as GPT-2) or "swiglu" (a second, gating projection).
+      bias: whether projections and layer norms have biases (the head has none).
+      tied: whether the head is the embedding table.
+      dropout: rate on the embedding and on the outputs of attention and feed-forward. It needs a "dropout" stream.
+      remat: what the backward pass computes again. "none": nothing. "weights": only casts and gathers of weights, so
+        that no gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
+        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but a block's input.
+      scan: walk over the blocks with `jax.lax.scan` (compile time does not grow with num_layers), or unroll them.
+      dtype: compute dtype; parameters, norms, softmax and logits are float32.
+      attention: see `shardtrain.models.layers.attend`.
+
+    Raises:
+      ValueError: listing every option that is out of range or does not fit another.
+
+    >>> config = DecoderConfig(vocab=256, seq=32, embed=64, num_layers=2, num_heads=4)
+    >>> config.sizes["head_dim"], config.sizes["mlp"]
+    (16, 256)
+    """
+
+    vocab: int
+    seq: int
+    embed: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp: int | None = None
+    positions: Positions = "learned"
+    theta: float = 10_000.0
+    norm: Norms = "layernorm"
+    eps: float = 1e-5
+    activation: Activations = "gelu"
+    bias: bool = True
+    tied: bool = True
+    dropout: float = 0.0
+    remat: Remats = "none"
+    scan: bool = True
+    dtype: Dtypes = "float32"
+    attention: Attentions = "auto"
+
+    def __post_init__(self):
+        checks.refuse("DecoderConfig", _problems(self))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim, by name, with the defaults filled in."""
+        return {
+            VOCAB: self.vocab,
+            SEQ: self.seq,
+            EMBED: self.embed,
+            LAYERS: self.num_layers,
+            HEADS: self.num_heads,
+            KV_HEADS: self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            HEAD_DIM: self.embed // self.num_heads if self.head_dim is None else self.head_dim,
+            MLP: 4 * self.embed if self.mlp is None else self.mlp,
+        }
+
+    def __call__(self, rngs: nnx.Rngs) -> "Decoder":
+        """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
+        return Decoder(self, rngs=rngs)
+
+
+def _problems(config: DecoderConfig) -> list[str]:
+    """What is wrong with a configuration; the relations between sizes only once each is positive."""
+    counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
+    found = checks.positive({name: value for name, value in counts.items() if value is not None})
+    if not found:
+        sizes = config.sizes
+        found += checks.multiple("num_heads", config.num_heads, "num_kv_heads", sizes[KV_HEADS])
+        if config.head_dim is None:
+            found += checks.multiple("embed", config.embed, "num_heads", config.num_heads)
+        if config.positions == "rotary" and not found:
+            found += checks.multiple("head_dim", sizes[HEAD_DIM], "the two of a rotary pair,", 2)
+    found += checks.positive({"theta": float(config.theta), "eps": float(config.eps)})
+    found += checks.dropout_rate("dropout", config.dropout)
+    choices = {f.name: get_args(f.type) for f in fields(config) if get_args(f.type) and f.name not in counts}
+    for name, allowed in choices.items():
+        found += checks.choice(name, getattr(config, name), allowed)
+    return found
+
+
+class Attention(nnx.Module):
+    """Causal self-attention from the normed stream (batch, seq, embed) back to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.q = _linear(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
+        self.k = _linear(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
+        self.v = _linear(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
+        self.o = _linear(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        q_BTHK = with_logical_constraint(self.q(x_BTD), (BATCH, SEQ, HEADS, HEAD_DIM))
+        k_BSHK = with_logical_constraint(self.k(x_BTD), (BATCH, SEQ, KV_HEADS, HEAD_DIM))
+        v_BSHK = with_logical_constraint(self.v(x_BTD), (BATCH, SEQ, KV_HEADS, HEAD_DIM))
+        if self.config.positions == "rotary":
+            q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
+        y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
+        return with_logical_constraint(self.o(y_BTHK), STREAM)
+
+
+class FeedForward(nnx.Module):
+    """Two or three projections around an activation, from (batch, seq, embed) back to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.up = _linear(config, (EMBED,), (MLP,), rngs)
+        self.gate = _linear(config, (EMBED,), (MLP,), rngs) if config.activation == "swiglu" else None
+        self.down = _linear(config, (MLP,), (EMBED,), rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP))
+        if self.gate is None:
+            h_BTF = jax.nn.gelu(h_BTF, approximate=True)
+        else:
+            h_BTF = h_BTF * jax.nn.silu(with_logical_constraint(self.gate(x_BTD), (BATCH, SEQ, MLP)))
+        return with_logical_constraint(self.down(h_BTF), STREAM)
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block. It holds parameters only: the key of its dropout is an argument."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = _norm(config)
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        halves = (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
+        for (norm, layer), dropout_key in zip(halves, keys, strict=True):
+            h_BTD = layer(with_logical_constraint(norm(x_BTD), (BATCH, SEQ, EMBED)))
+            h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
+            x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
+        return x_BTD
+
+
+class Decoder(nnx.Module):
+    """Token ids to logits. `nnx.view(decoder, deterministic=True)` is the same model with dropout off.
+
+    A pipeline calls its three parts one by one: `embed`, then `run` on shares of `blocks`, then `logits`.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        table = partial(normal, sizes=config.sizes, std=0.02, rngs=rngs)
+        self.embedding = table(TABLE)
+        self.positions = table((SEQ, EMBED)) if config.positions == "learned" else None
+        self.blocks = _stacked_blocks(config, rngs)
+        self.final_norm = _norm(config)
+        self.head = None if config.tied else _linear(config, (EMBED,), (VOCAB,), rngs, bias=False)
+        self.dropout = nnx.Dropout(config.dropout)
+        self.rngs = rngs["dropout"].fork() if config.dropout else None
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Predict the next token at every position.
+
+        Args:
+          tokens_BT: int token ids below `vocab`; T is at most `seq`. An id out of range gives NaN.
+
+        Returns:
+          Logits (batch, seq, vocab), float32.
+
+        Raises:
+          ValueError: if T is above `seq`.
+        """
+        # One gathered table for both uses: their gradients are then summed before they are reduced over devices.
+        table_VD = at_use(self.embedding, TABLE, self.config.dtype)
+        first, keys = self.dropout_keys()
+        x_BTD = self.run(self.blocks, self.embed(tokens_BT, first, table_VD), keys)
+        return self.logits(x_BTD, table_VD)
+
+    def dropout_keys(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Draw the key of the embedding's dropout and the keys of the blocks, (None, None) where it is off."""
+        if self.rngs is None or self.dropout.deterministic:
+            return None, None
+        keys = jax.random.split(self.rngs(), self.config.num_layers + 1)
+        return keys[0], keys[1:]
+
+    def embed(
+        self, tokens_BT: jax.Array, key: jax.Array | None, table_VD: jax.Array | None = None
+    ) -> jax.Array:
+        """Look up tokens and positions: the residual stream that enters the first block."""
+        if tokens_BT.shape[1] > self.config.seq:
+            raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
+        if table_VD is None:
+            table_VD = at_use(self.embedding, TABLE, self.config.dtype)
+        x_BTD = jnp.take(table_VD, tokens_BT, axis=0)
+        if self.positions is not None:
+            x_BTD += at_use(self.positions, (SEQ, EMBED), self.config.dtype)[: tokens_BT.shape[1]]
+        x_BTD = with_logical_constraint(x_BTD, STREAM)
+        return with_logical_constraint(self.dropout(x_BTD, rngs=key), STREAM)
+
+    def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
+        """Send the residual stream through stacked blocks (all, or a pipeline stage's share of them)."""
+        run_block = Block.__call__
+        if self.config.remat != "none":
+            policy = REMAT_POLICIES[self.config.remat]
+            run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not self.config.scan)
+        if self.config.scan:
+            return jax.lax.scan(
+                lambda x, block: (run_block(block[0], x, block[1]), None), x_BTD, (blocks, keys)
+            )[0]
+        for block, key in _unstacked((blocks, keys)):
+            x_BTD = run_block(block, x_BTD, key)
+        return x_BTD
+
+    def logits(self, x_BTD: jax.Array, table_VD: jax.Array | None = None) -> jax.Array:
+        """Norm the residual stream and score it against the vocabulary; rounded to the compute dtype, then float32."""
+        x_BTD = with_logical_constraint(self.final_norm(x_BTD), (BATCH, SEQ, EMBED))
+        if self.head is not None:
+            logits_BTV = self.head(x_BTD)
+        else:
+            table_VD = at_use(self.embedding, TABLE, self.config.dtype) if table_VD is None else table_VD
+            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD)
+        return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+
+
+def _linear(
+    config: DecoderConfig, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None
+) -> Linear:
+    """A projection initialised as in GPT-2: what writes to the residual stream starts smaller."""
+    std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
+    bias = config.bias if bias is None else bias
+    return Linear(into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs)
+
+
+def _norm(config: DecoderConfig) -> Norm:
+    return Norm(config.norm, config.embed, eps=config.eps, bias=config.bias, dtype=config.dtype)
+
+
+def _stacked_blocks(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: LAYERS})
+    def stack(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
+
+    return stack(nnx.Rngs(params=rngs.params()))
+
+
+def _unstacked(tree: Any) -> list[Any]:
+    """The slices of a pytree along the first dim of its leaves; by `split`, whose gradient is one concatenation."""
+    leaves, treedef = jax.tree.flatten(tree)
+    num_slices = leaves[0].shape[0]
+    pieces = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * num_slices)] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, slices) for slices in zip(*pieces, strict=True)]
+
+
+def too_long(num_tokens: int, seq: int) -> str:
+    """The error for more tokens than positions."""
+    return (
+        f"tokens of length {num_tokens} were given to a decoder of seq={seq} positions. "
+        f"Give at most {seq} tokens, or build it with seq={num_tokens}."
+    )
+
+
+def flops_per_token(config: DecoderConfig) -> int:
+    """Floating-point operations that training spends on one token, forward and backward: 6 N + 12 L H K T.
+
+    N counts the weights of matrix products: the blocks' kernels and the head (tied or not), not the lookup table, nor
+    norms and biases. L H K T are num_layers, num_heads, head_dim and seq; scores are counted in full, as is usual,
+    though half of them are masked. Recomputation by remat is not counted, so this is what MFU divides by.
+
+    Returns:
+      Flops per token, with every sequence of length `seq`.
+
+    References:
+      Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
+
+    >>> flops_per_token(gpt2())
+    854438400
+    """
+    size = config.sizes
+    heads_and_kv = 2 * size[HEADS] + 2 * size[KV_HEADS]
+    num_projections = 3 if config.activation == "swiglu" else 2
+    per_block = size[EMBED] * (heads_and_kv * size[HEAD_DIM] + num_projections * size[MLP])
+    num_weights = size[LAYERS] * per_block + size[EMBED] * size[VOCAB]
+    return 6 * num_weights + 12 * size[LAYERS] * size[HEADS] * size[HEAD_DIM] * size[SEQ]
+
+
+def gpt2(**changes: Any) -> DecoderConfig:
+    """GPT-2 small, 124 million parameters; pass vocab=50304 to split the vocabulary over devices."""
+    config = DecoderConfig(vocab=50257, seq=1024, embed=768, num_layers=12, num_heads=12)
+    return replace(config, **changes)
+
+
+def llama_small(**changes: Any) -> DecoderConfig:
+    """A Llama of GPT-2's size: rotary positions, root-mean-square norm, swiglu, grouped-query attention, no biases."""
+    config = DecoderConfig(
+        vocab=32_000, seq=2048, embed=768, num_layers=12, num_heads=12, num_kv_heads=4, mlp=2048,
+        positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False,
+    )  # fmt: skip
+    return replace(config, **changes)

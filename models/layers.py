@@ -1,0 +1,119 @@
+"""Layers the nnx models share: a linear map over named dims, norms, rotary positions, attention.
+
+Parameters are float32. Each names its dims; where it is used it is cast to the compute dtype and constrained to those
+dims again, so that a sharded parameter is gathered in the compute dtype instead of the activations being reduced.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain.axes import EMBED
+
+Dims = tuple[str, ...]
+Norms = Literal["layernorm", "rmsnorm"]
+Attentions = Literal["auto", "xla", "cudnn"]
+
+
+def parameter(values: jax.Array, dims: Dims) -> nnx.Param:
+    """A parameter that names its dims; only its user shards it, so that it can be made with or without a mesh."""
+    return nnx.Param(values, out_sharding=dims, eager_sharding=False)
+
+
+def normal(dims: Dims, *, sizes: Mapping[str, int], std: float, rngs: nnx.Rngs) -> nnx.Param:
+    """A float32 parameter over `dims` drawn from a normal distribution."""
+    return parameter(std * jax.random.normal(rngs.params(), [sizes[dim] for dim in dims], jnp.float32), dims)
+
+
+def at_use(parameter: nnx.Param | jax.Array, dims: Dims, dtype: str) -> jax.Array:
+    """Cast a parameter to the compute dtype and constrain it to its own dims (here a sharded one is gathered)."""
+    return with_logical_constraint(parameter[...].astype(dtype), dims)
+
+
+class Linear(nnx.Module):
+    """A linear map from the last dims of its input, `into`, to `out`, with a bias over `out` if asked for."""
+
+    def __init__(
+        self,
+        into: Dims,
+        out: Dims,
+        *,
+        sizes: Mapping[str, int],
+        std: float,
+        bias: bool,
+        dtype: str,
+        rngs: nnx.Rngs,
+    ):
+        self.into, self.out, self.dtype = into, out, dtype
+        self.kernel = normal((*into, *out), sizes=sizes, std=std, rngs=rngs)
+        self.bias = parameter(jnp.zeros([sizes[dim] for dim in out]), out) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = at_use(self.kernel, (*self.into, *self.out), self.dtype)
+        y = jnp.tensordot(x, kernel, axes=len(self.into))
+        return y if self.bias is None else y + at_use(self.bias, self.out, self.dtype)
+
+
+class Norm(nnx.Module):
+    """Layer or root-mean-square norm over embed, computed in float32; only a layer norm can have a bias."""
+
+    def __init__(self, kind: Norms, embed: int, *, eps: float, bias: bool, dtype: str):
+        self.kind, self.eps, self.dtype = kind, eps, dtype
+        self.scale = parameter(jnp.ones(embed), (EMBED,))
+        has_bias = bias and kind == "layernorm"
+        self.bias = parameter(jnp.zeros(embed), (EMBED,)) if has_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        if self.kind == "layernorm":
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        x = x * at_use(self.scale, (EMBED,), "float32")
+        if self.bias is not None:
+            x = x + at_use(self.bias, (EMBED,), "float32")
+        return x.astype(self.dtype)
+
+
+def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
+    """Rotate feature pairs (k, k + K/2) by angle t * theta**(-2k/K): scores then depend on distances alone.
+
+    Args:
+      x_BTHK: queries or keys of positions 0 to T-1; K is even.
+      theta: base of the geometric series of wavelengths.
+
+    Returns:
+      The rotated array, same shape and dtype; the angles are float32.
+
+    References:
+      Su et al., RoFormer, https://arxiv.org/abs/2104.09864, section 3.2.2, with the pairing that Llama uses.
+    """
+    half = x_BTHK.shape[-1] // 2
+    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_T1K = (jnp.arange(x_BTHK.shape[1], dtype=jnp.float32)[:, None] * frequency_K)[:, None, :]
+    cos, sin = jnp.cos(angle_T1K), jnp.sin(angle_T1K)
+    low, high = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: Attentions) -> jax.Array:
+    """Causal scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
+
+    Args:
+      q_BTHK: queries.
+      k_BSHK: keys; their number of heads divides that of the queries.
+      v_BSHK: values, shaped as the keys.
+      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" on a GPU in 16 bits with a head_dim
+        that it takes (a multiple of 8, at most 128), else "xla".
+
+    Returns:
+      The context, shaped and typed as `q_BTHK`.
+    """
+    if kind == "auto":
+        half_precision = q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
+        fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128
+        kind = "cudnn" if half_precision and fits and jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, is_causal=True, implementation=kind)

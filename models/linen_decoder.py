@@ -1,0 +1,165 @@
+"""The GPT-2 kind of `decoder.Decoder` in linen: the same parameter tree, dims and numbers.
+
+A model in linen's own style, for those who use linen; the other options of `DecoderConfig` are in nnx alone.
+"""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
+from shardtrain.models import checks
+from shardtrain.models.decoder import DecoderConfig, too_long
+from shardtrain.models.layers import attend
+
+STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
+SAME = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True, "tied": True}
+"""The options that this model has one value of."""
+
+
+class LinenDecoder(nn.Module):
+    """Token ids to logits; `config` is a `DecoderConfig` with the options in `SAME`, equal heads, and no remat.
+
+    >>> decoder = LinenDecoder(DecoderConfig(vocab=16, seq=8, embed=4, num_layers=2, num_heads=2))
+    >>> tokens = jnp.zeros((1, 8), jnp.int32)
+    >>> decoder.apply(decoder.init(jax.random.key(0), tokens), tokens).shape
+    (1, 8, 16)
+    """
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, tokens_BT: jax.Array, train: bool = False) -> jax.Array:
+        """Predict the next token at every position.
+
+        Args:
+          tokens_BT: int token ids below `vocab`; T is at most `seq`.
+          train: whether dropout is on; it draws from the stream "dropout".
+
+        Returns:
+          Logits (batch, seq, vocab), float32.
+
+        Raises:
+          ValueError: for an option that this model does not have, or if T is above `seq`.
+        """
+        config = self.config
+        checks.refuse("LinenDecoder", _unlike(config))
+        if tokens_BT.shape[1] > config.seq:
+            raise ValueError(too_long(tokens_BT.shape[1], config.seq))
+        table_VD = _weight(self, "embedding", (VOCAB, EMBED), config)
+        positions_TD = _weight(self, "positions", (SEQ, EMBED), config)
+        x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + positions_TD[: tokens_BT.shape[1]]
+        x_BTD = nn.Dropout(config.dropout, deterministic=not train)(with_logical_constraint(x_BTD, STREAM))
+        stacked = nn.scan(
+            LinenBlock,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=config.num_layers,
+            unroll=1 if config.scan else config.num_layers,
+            metadata_params={nn.PARTITION_NAME: LAYERS},
+        )
+        x_BTD, _ = stacked(config, train, name="blocks")(with_logical_constraint(x_BTD, STREAM), None)
+        x_BTD = with_logical_constraint(_norm("final_norm", config)(x_BTD), (BATCH, SEQ, EMBED))
+        logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD).astype(jnp.float32)
+        return with_logical_constraint(logits_BTV, (BATCH, SEQ, VOCAB))
+
+
+class LinenBlock(nn.Module):
+    """Pre-norm residual block, a body for `nn.scan`."""
+
+    config: DecoderConfig
+    train: bool
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
+        parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
+        for norm_name, layer, name in parts:
+            h_BTD = with_logical_constraint(_norm(norm_name, self.config)(x_BTD), (BATCH, SEQ, EMBED))
+            h_BTD = with_logical_constraint(layer(self.config, name=name)(h_BTD), STREAM)
+            h_BTD = nn.Dropout(self.config.dropout, deterministic=not self.train)(h_BTD)
+            x_BTD = with_logical_constraint(x_BTD + h_BTD, STREAM)
+        return x_BTD, None
+
+
+class LinenAttention(nn.Module):
+    """Causal self-attention."""
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        dims = (BATCH, SEQ, HEADS, HEAD_DIM)
+        q_BTHK, k_BSHK, v_BSHK = (
+            with_logical_constraint(
+                LinenLinear(self.config, (EMBED,), (HEADS, HEAD_DIM), name=name)(x_BTD), dims
+            )
+            for name in ("q", "k", "v")
+        )
+        y_BTHK = with_logical_constraint(attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention), dims)
+        return LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o")(y_BTHK)
+
+
+class LinenFeedForward(nn.Module):
+    """Two projections around a gelu."""
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = LinenLinear(self.config, (EMBED,), (MLP,), name="up")(x_BTD)
+        h_BTF = jax.nn.gelu(with_logical_constraint(h_BTF, (BATCH, SEQ, MLP)), approximate=True)
+        return LinenLinear(self.config, (MLP,), (EMBED,), name="down")(h_BTF)
+
+
+class LinenLinear(nn.Module):
+    """A linear map from the dims `into`, the last of its input, to `out`, with a bias."""
+
+    config: DecoderConfig
+    into: tuple[str, ...]
+    out: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        std = 0.02 / math.sqrt(2 * self.config.num_layers) if self.out == (EMBED,) else 0.02
+        kernel = _weight(self, "kernel", (*self.into, *self.out), self.config, nn.initializers.normal(std))
+        bias = _weight(self, "bias", self.out, self.config, nn.initializers.zeros)
+        return jnp.tensordot(x, kernel, axes=len(self.into)) + bias
+
+
+def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
+    """Linen's own layer norm, float32 inside, with the numbers of `layers.Norm`."""
+    return nn.LayerNorm(
+        epsilon=config.eps,
+        dtype=jnp.dtype(config.dtype),
+        use_fast_variance=False,
+        scale_init=nn.with_partitioning(nn.initializers.ones, (EMBED,)),
+        bias_init=nn.with_partitioning(nn.initializers.zeros, (EMBED,)),
+        name=name,
+    )
+
+
+def _weight(
+    module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig, init: Any = None
+) -> jax.Array:
+    """A float32 parameter, cast to the compute dtype and constrained to its dims where it is used."""
+    init = nn.initializers.normal(0.02) if init is None else init
+    value = module.param(
+        name, nn.with_partitioning(init, dims), [config.sizes[dim] for dim in dims], jnp.float32
+    )
+    return with_logical_constraint(value.astype(config.dtype), dims)
+
+
+def _unlike(config: DecoderConfig) -> list[str]:
+    """What of a configuration this model does not have."""
+    heads = config.sizes[HEADS]
+    only = {**SAME, "num_kv_heads": heads, "remat": "none"}
+    given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads}
+    return [
+        f"{name} is {given[name]!r}; the linen model has {value!r} only. Use {name}={value!r}, or Decoder."
+        for name, value in only.items()
+        if given[name] != value
+    ]

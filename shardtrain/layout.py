@@ -1,0 +1,366 @@
+"""How a model lies on a mesh: axis sizes, and rules that give each dim its axes. No jax.
+
+A model names dims, a layout gives dims their axes, and `resolve` joins the two and refuses gaps:
+replication is written (`()`), never inferred. Also reads and writes the files of `meshes/`.
+Next: `mesh.py` (the jax mesh), `sharding.py` (shardings of a pytree).
+"""
+
+import difflib
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from shardtrain import axes
+
+Rules = Mapping[str, tuple[str, ...]]
+Spec = tuple[tuple[str, ...], ...]
+"""For each dim of an array, the axes that shard it (empty: not sharded)."""
+
+BUILT_AXES = (axes.DATA, axes.FSDP, axes.TENSOR)
+"""Axes that may be larger than 1 today; the others are known words only."""
+
+PARAMETER_RULES: Rules = {
+    axes.SEQ: (),
+    axes.EMBED: (axes.FSDP,),
+    axes.HEADS: (axes.TENSOR,),
+    axes.KV_HEADS: (axes.TENSOR,),
+    axes.HEAD_DIM: (),
+    axes.MLP: (axes.TENSOR,),
+    axes.VOCAB: (axes.TENSOR,),
+    axes.LAYERS: (),
+    axes.EXPERTS: (axes.EXPERT,),
+    axes.HEIGHT: (),
+    axes.WIDTH: (),
+    axes.CHANNELS_IN: (axes.FSDP,),
+    axes.CHANNELS_OUT: (axes.TENSOR,),
+}
+"""Parameters, gradients and optimizer state: Megatron's split over tensor, ZeRO's over fsdp."""
+
+ACTIVATION_RULES: Rules = {
+    axes.BATCH: (axes.DATA, axes.FSDP),
+    axes.SEQ: (),
+    axes.RESIDUAL_SEQ: (),
+    axes.EMBED: (),
+    axes.HEADS: (axes.TENSOR,),
+    axes.KV_HEADS: (axes.TENSOR,),
+    axes.HEAD_DIM: (),
+    axes.MLP: (axes.TENSOR,),
+    axes.VOCAB: (axes.TENSOR,),
+    axes.LAYERS: (),
+    axes.EXPERTS: (axes.EXPERT,),
+    axes.HEIGHT: (),
+    axes.WIDTH: (),
+    axes.CHANNELS_IN: (),
+    axes.CHANNELS_OUT: (axes.TENSOR,),
+}
+"""Activations, and weights where they are used: `embed` is whole there, so fsdp gathers it."""
+
+
+def near(name: str, allowed: Iterable[str]) -> str:
+    """`name` quoted, with the nearest allowed names, or all of them where none is near.
+
+    >>> near("embd", ["embed", "mlp"])
+    "'embd' (did you mean 'embed'?)"
+    """
+    allowed = list(allowed)
+    close = difflib.get_close_matches(name, allowed, n=2)
+    if close:
+        return f"{name!r} (did you mean {' or '.join(map(repr, close))}?)"
+    return f"{name!r} (known: {', '.join(allowed)})"
+
+
+def problems_error(asked: str, problems: Sequence[str]) -> ValueError:
+    """One error that lists every problem, one a line."""
+    return ValueError(asked + ":" + "".join(f"\n  - {problem}" for problem in problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Axis sizes, and the rules that give each dim its axes.
+
+    Args:
+      mesh: axis -> size; axes that are not named have size 1, one size may be -1 (the rest).
+      zero: what `fsdp` shards. 3: parameters, gradients and optimizer state; 2: gradients and
+        optimizer state; 1: optimizer state (Rajbhandari et al. 2020, ZeRO, section 5).
+      sequence_sharded: activations between blocks are sharded over tensor along the sequence
+        (Korthikanti et al. 2022, section 4.2.2).
+      parameters: dim -> axes for parameters, where they differ from `PARAMETER_RULES`.
+      activations: dim -> axes for activations, where they differ from `ACTIVATION_RULES`.
+      unnamed: what to do with a parameter whose dims have no names: "refuse" or "replicate".
+
+    Raises:
+      ValueError: an unknown axis, a bad size or option; all of them at once.
+
+    >>> Layout(mesh={"data": 2, "tensor": 4}).batch_axes
+    ('data', 'fsdp')
+    """
+
+    mesh: Mapping[str, int] = field(default_factory=lambda: {axes.DATA: -1})
+    zero: int = 3
+    sequence_sharded: bool = False
+    parameters: Rules = field(default_factory=dict)
+    activations: Rules = field(default_factory=dict)
+    unnamed: str = "refuse"
+
+    def __post_init__(self) -> None:
+        problems = [*mesh_problems(self.mesh)]
+        for table in ("parameters", "activations"):
+            rules = {dim: tuple(value) for dim, value in getattr(self, table).items()}
+            object.__setattr__(self, table, rules)
+            for dim, dim_axes in rules.items():
+                problems += [
+                    f"rule {table}.{dim}: axis {near(axis, axes.AXES)}"
+                    for axis in dim_axes
+                    if axis not in axes.AXES
+                ]
+                problems += [
+                    f"rule {table}.{dim}: axis {a!r} stands {n} times" for a, n in repeated(dim_axes)
+                ]
+        if self.zero not in (1, 2, 3):
+            problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
+        if self.unnamed not in ("refuse", "replicate"):
+            problems.append(f"unnamed is {self.unnamed!r}; allowed: 'refuse' or 'replicate'")
+        if problems:
+            raise problems_error("this layout cannot be used", problems)
+
+    @property
+    def sharded_rules(self) -> Rules:
+        """dim -> axes of whatever is fully sharded: optimizer state, and parameters at zero=3."""
+        return {**PARAMETER_RULES, **self.parameters}
+
+    @property
+    def parameter_rules(self) -> Rules:
+        """dim -> axes of the parameters as they are stored."""
+        if self.zero == 3:
+            return self.sharded_rules
+        return {d: tuple(a for a in dim_axes if a != axes.FSDP) for d, dim_axes in self.sharded_rules.items()}
+
+    @property
+    def activation_rules(self) -> Rules:
+        """dim -> axes of activations, and of weights where they are used."""
+        residual = (axes.TENSOR,) if self.sequence_sharded else ()
+        return {**ACTIVATION_RULES, axes.RESIDUAL_SEQ: residual, **self.activations}
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that share out the examples of a batch."""
+        return self.activation_rules[axes.BATCH]
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The batch axes over which parameters are whole: each index computes a gradient of its own."""
+        sharding = {axis for dim_axes in self.parameter_rules.values() for axis in dim_axes}
+        return tuple(axis for axis in self.batch_axes if axis not in sharding)
+
+
+def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
+    """What is wrong with these axis sizes, one sentence each."""
+    problems = [f"axis {near(axis, axes.AXES)}" for axis in mesh if axis not in axes.AXES]
+    for axis, size in mesh.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            problems.append(f"axis {axis!r} has size {size!r}; allowed: a whole number from 1, or -1 (the rest)")
+        elif axis in axes.AXES and axis not in BUILT_AXES and size != 1:
+            problems.append(
+                f"axis {axis!r} has size {size}, but is not built yet; use {axis}=1 (built: {', '.join(BUILT_AXES)})"
+            )
+    rest = [axis for axis, size in mesh.items() if size == -1]
+    if len(rest) > 1:
+        problems.append(f"axes {rest} are all -1; at most one can be the rest")
+    return problems
+
+
+def repeated(names: Iterable[str]) -> list[tuple[str, int]]:
+    """The names that stand more than once, with their counts."""
+    return [(name, n) for name, n in Counter(names).items() if n > 1]
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read axis sizes such as `data=2,fsdp=-1`.
+
+    Raises:
+      ValueError: a part that is not `axis=number`, an axis given twice.
+
+    >>> parse_mesh("data=2,fsdp=-1")
+    {'data': 2, 'fsdp': -1}
+    """
+    sizes: dict[str, int] = {}
+    problems = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        axis, equals, size = (p.strip() for p in part.partition("="))
+        if not equals or not size.lstrip("-").isdigit():
+            problems.append(f"{part!r} is not AXIS=NUMBER, as in data=2")
+        elif axis in sizes:
+            problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}")
+        else:
+            sizes[axis] = int(size)
+    if problems:
+        raise problems_error(f"mesh {text!r} cannot be read", problems)
+    return sizes
+
+
+def axis_sizes(layout: Layout, num_devices: int) -> dict[str, int]:
+    """The size of every axis, with -1 replaced by what `num_devices` leaves.
+
+    Raises:
+      ValueError: the sizes do not multiply to `num_devices`.
+
+    >>> axis_sizes(Layout(mesh={"data": 2, "tensor": -1}), 8)["tensor"]
+    4
+    """
+    sizes = {axis: layout.mesh.get(axis, 1) for axis in axes.AXES}
+    asked = ",".join(f"{axis}={size}" for axis, size in layout.mesh.items())
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if rest and num_devices % fixed == 0:
+        sizes[rest[0]] = num_devices // fixed
+    if math.prod(sizes.values()) != num_devices:
+        raise ValueError(mesh_size_text(asked, fixed, bool(rest), num_devices))
+    return sizes
+
+
+def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> str:
+    """The error for a mesh that does not use exactly the devices there are."""
+    divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+    change = f"make the sizes multiply to {num_devices} (its divisors: {divisors}), or let one size be -1"
+    if has_rest:
+        change = f"make the other sizes multiply to a divisor of {num_devices} ({divisors})"
+    needs = f"a multiple of {fixed}" if has_rest else f"{fixed}"
+    return (
+        f"mesh {asked!r} needs {needs} device{'s' if needs != '1' else ''}, and there are {num_devices}; {change}."
+        " On a CPU, --cpu-devices N simulates N devices."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """The dims and shape of one array: what `resolve` needs to know of it.
+
+    Args:
+      dims: one name a dim; None where the array has no names at all.
+      shape: sizes in elements.
+    """
+
+    dims: tuple[str | None, ...] | None
+    shape: tuple[int, ...]
+
+
+def resolve(
+    arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], *, unnamed: str = "refuse"
+) -> dict[str, Spec]:
+    """Join dims and rules: the axes of every dim of every array.
+
+    Args:
+      arrays: path -> dims and shape.
+      rules: dim -> axes.
+      sizes: axis -> size.
+      unnamed: "refuse" arrays without names, or "replicate" them.
+
+    Returns:
+      path -> for each dim, the axes that shard it.
+
+    Raises:
+      ValueError: lists every unknown dim, every axis used twice in an array, every size that does
+        not divide and every array without names, each with the change to make.
+
+    >>> arrays = {"up": Named(dims=("embed", "mlp"), shape=(64, 256))}
+    >>> resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 4})
+    {'up': (('fsdp',), ('tensor',))}
+    """
+    specs, problems = {}, []
+    for path, named in arrays.items():
+        if named.dims is None and (unnamed == "replicate" or not named.shape):
+            specs[path] = ((),) * len(named.shape)
+            continue
+        found = array_problems(path, named, rules, sizes)
+        problems += found
+        if not found:
+            specs[path] = tuple(rules[dim] for dim in named.dims or () if dim is not None)
+    if problems:
+        raise problems_error(f"the layout does not fit the model ({len(problems)} problems)", problems)
+    return specs
+
+
+def array_problems(path: str, named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
+    """What keeps this array from being placed, one sentence each."""
+    if named.dims is None:
+        return [
+            f"{path} has shape {named.shape} but its dims have no names; name them in the model"
+            ' (out_sharding=("embed", "mlp") in nnx, nn.with_partitioning in linen),'
+            ' or set unnamed = "replicate" in the layout'
+        ]
+    if len(named.dims) != len(named.shape):
+        return [f"{path} has {len(named.shape)} dims {named.shape} but {len(named.dims)} names {named.dims}"]
+    problems = [
+        f"{path}: dim {i} (size {named.shape[i]}) has no name; name it, with a rule of () where it is replicated"
+        for i, dim in enumerate(named.dims)
+        if dim is None
+    ]
+    unknown = [dim for dim in named.dims if dim is not None and dim not in rules]
+    problems += [f"{path}: no rule for dim {near(dim, rules)}" for dim in unknown]
+    if problems:
+        return problems
+    used = [(axis, dim) for dim in named.dims if dim is not None for axis in rules[dim]]
+    for axis, _ in repeated(axis for axis, _ in used):
+        dims = [dim for a, dim in used if a == axis]
+        problems.append(
+            f"{path}: axis {axis!r} shards {' and '.join(map(repr, dims))} of one array;"
+            f" give one of them another rule, as {dims[-1]} = []"
+        )
+    for dim, size in zip(named.dims, named.shape, strict=True):
+        total = math.prod(sizes.get(axis, 1) for axis in rules[dim or ""])
+        if size % total:
+            problems.append(indivisible_text(path, dim or "", size, rules[dim or ""], total))
+    return problems
+
+
+def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], total: int) -> str:
+    """The error for a dim whose size its axes do not divide.
+
+    >>> indivisible_text("q", "heads", 6, ["tensor"], 4)
+    "q: dim 'heads' of size 6 cannot be split over axes ['tensor'] of total size 4: 6 % 4 = 2. Use a total of 2, a size of 4 or 8, or the rule heads = []"
+    """
+    down, up = size - size % total, size - size % total + total
+    options = f"a size of {down} or {up}" if down else f"a size of {up}"
+    return (
+        f"{path}: dim {dim!r} of size {size} cannot be split over axes {list(dim_axes)} of total size {total}:"
+        f" {size} % {total} = {size % total}. Use a total of {math.gcd(size, total)}, {options},"
+        f" or the rule {dim} = []"
+    )
+
+
+def read_layout(path: Path) -> Layout:
+    """Read a layout from a TOML file: the fields of `Layout` by their names.
+
+    Raises:
+      ValueError: not TOML, an unknown key, or a layout that `Layout` refuses.
+    """
+    known = [f.name for f in fields(Layout)]
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not a layout in TOML: {error}") from error
+    if unknown := [key for key in values if key not in known]:
+        raise problems_error(f"{path} cannot be read", [f"unknown key {near(key, known)}" for key in unknown])
+    try:
+        return Layout(**values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout as TOML that `read_layout` reads back to an equal one."""
+    lines = [
+        f"zero = {layout.zero}",
+        f"sequence_sharded = {str(layout.sequence_sharded).lower()}",
+        f'unnamed = "{layout.unnamed}"',
+        "\n[mesh]",
+        *(f"{axis} = {size}" for axis, size in layout.mesh.items()),
+    ]
+    for table in ("parameters", "activations"):
+        rules = getattr(layout, table)
+        if rules:
+            lines += [f"\n[{table}]", *(f"{dim} = {list(a)}".replace("'", '"') for dim, a in rules.items())]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,76 @@
+"""Losses as (sum, count): summed over their examples or tokens, never averaged.
+
+So the gradient of any split of a batch, uneven or with empty parts, adds up to that of the whole.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Batch = Mapping[str, jax.Array]
+Apply = Callable[..., Any]
+Loss = Callable[[Apply, Batch], tuple[Any, ...]]
+"""(apply, batch) -> (sum, count), or (sum, count, metrics) with metrics: name -> (sum, count)."""
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax cross-entropy, summed.
+
+    Written with a comparison instead of a gather, so that logits sharded over the vocabulary stay so.
+
+    Args:
+      logits: float (..., V).
+      targets: integer (...), from 0 to V - 1.
+      weights: float (...); 0 leaves a target out. By default all are 1.
+
+    Returns:
+      (sum in nats, count), float32 scalars; count is the sum of the weights.
+
+    >>> total, count = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]))
+    >>> round(float(total / count), 4)  # log(4)
+    1.3863
+    """
+    logits = logits.astype(jnp.float32)
+    classes = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    target_logits = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
+    losses = jax.nn.logsumexp(logits, -1) - target_logits
+    weights = jnp.ones_like(losses) if weights is None else weights.astype(jnp.float32)
+    # where, not a product: a padding row may hold anything, also an infinite loss
+    return jnp.where(weights > 0, losses * weights, 0).sum(), weights.sum()
+
+
+def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of each next token.
+
+    Args:
+      apply: tokens int32 (B, T) -> logits (B, T, V).
+      batch: "tokens" int32 (B, T + 1); "weights" float32 (B,).
+
+    Returns:
+      (sum in nats, number of tokens).
+    """
+    logits = apply(batch["tokens"][:, :-1])
+    targets = batch["tokens"][:, 1:]
+    return cross_entropy(logits, targets, jnp.broadcast_to(batch["weights"][:, None], targets.shape))
+
+
+def classification_loss(
+    apply: Apply, batch: Batch
+) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    """Cross-entropy of each example's class, with the accuracy as a metric.
+
+    Args:
+      apply: image (B, ...) -> logits (B, V).
+      batch: "image"; "label" int32 (B,); "weights" float32 (B,).
+
+    Returns:
+      (sum in nats, number of examples, {"accuracy": (right ones, number of examples)}).
+    """
+    logits = apply(batch["image"])
+    total, count = cross_entropy(logits, batch["label"], batch["weights"])
+    right = (jnp.argmax(logits, -1) == batch["label"]) * batch["weights"]
+    return total, count, {"accuracy": (right.sum(), count)}

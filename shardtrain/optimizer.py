@@ -1,0 +1,245 @@
+"""Optimizers and learning-rate schedules of optax by name, with what a model's dims tell them.
+
+An optimizer is any `optax.GradientTransformation`; these are the usual ones, typed for a run file
+and the command line. Next: `step.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from shardtrain import axes
+from shardtrain.layout import problems_error
+from shardtrain.model import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A learning rate over the steps of a run.
+
+    Args:
+      name: constant; cosine (Loshchilov and Hutter 2017); wsd: warmup, stable, decay (Hu et al.
+        2024, MiniCPM); inverse_sqrt: after the warmup falls as 1/sqrt(step) (Vaswani et al. 2017).
+      peak: the highest learning rate.
+      warmup: steps of linear rise from 0.
+      final: what is left at the end, as a share of the peak (cosine, wsd).
+      decay: wsd only: the share of the run's steps in which it falls.
+
+    Raises:
+      ValueError: lists every value out of range.
+    """
+
+    name: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    peak: float = 1e-3
+    warmup: int = 0
+    final: float = 0.1
+    decay: float = 0.2
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.name not in SCHEDULES:
+            problems.append(f"name is {self.name!r}; allowed: {', '.join(SCHEDULES)}")
+        if self.peak <= 0:
+            problems.append(f"peak is {self.peak}; it must be above 0")
+        if self.warmup < 0:
+            problems.append(f"warmup is {self.warmup} steps; it must be 0 or more")
+        problems += [
+            f"{name} is {value}; it must lie between 0 and 1"
+            for name, value in (("final", self.final), ("decay", self.decay))
+            if not 0 <= value <= 1
+        ]
+        if problems:
+            raise problems_error("this schedule cannot be used", problems)
+
+
+def _constant(schedule: Schedule, steps: int) -> optax.Schedule:
+    return optax.constant_schedule(schedule.peak)
+
+
+def _cosine(schedule: Schedule, steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(schedule.peak, max(steps, 1), alpha=schedule.final)
+
+
+def _wsd(schedule: Schedule, steps: int) -> optax.Schedule:
+    falling = max(round(schedule.decay * (steps + schedule.warmup)), 1)
+    decay = optax.linear_schedule(schedule.peak, schedule.peak * schedule.final, falling)
+    return optax.join_schedules([optax.constant_schedule(schedule.peak), decay], [max(steps - falling, 0)])
+
+
+def _inverse_sqrt(schedule: Schedule, steps: int) -> optax.Schedule:
+    start = max(schedule.warmup, 1)
+    return lambda step: schedule.peak * (start / (step + start)) ** 0.5
+
+
+SCHEDULES: dict[str, Callable[[Schedule, int], optax.Schedule]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "inverse_sqrt": _inverse_sqrt,
+}
+
+
+def make_schedule(schedule: Schedule, steps: int) -> optax.Schedule:
+    """step -> learning rate, for a run of `steps` steps.
+
+    >>> rate = make_schedule(Schedule(name="cosine", peak=1.0, warmup=10, final=0.0), 110)
+    >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 60, 110)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    after_warmup = SCHEDULES[schedule.name](schedule, max(steps - schedule.warmup, 0))
+    if not schedule.warmup:
+        return after_warmup
+    rise = optax.linear_schedule(0.0, schedule.peak, schedule.warmup)
+    return optax.join_schedules([rise, after_warmup], [schedule.warmup])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """An optimizer by name.
+
+    Args:
+      name: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024; matrices
+        of the blocks by Muon, the rest by AdamW).
+      learning_rate: its schedule.
+      weight_decay: decoupled; it falls on arrays of two and more dims, `layers` not counted.
+      b1: decay of the first moment; the momentum of sgd and muon.
+      b2: decay of the second moment (adamw, lamb, lion, muon's AdamW).
+      eps: added to the denominator (adamw, lamb, muon's AdamW).
+      clip: the greatest global norm of a gradient; None does not clip.
+
+    Raises:
+      ValueError: lists every value out of range.
+    """
+
+    name: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = "adamw"
+    learning_rate: Schedule = Schedule()
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.name not in OPTIMIZERS:
+            problems.append(f"name is {self.name!r}; allowed: {', '.join(OPTIMIZERS)}")
+        problems += [
+            f"{name} is {value}; it must lie in [0, 1)"
+            for name, value in (("b1", self.b1), ("b2", self.b2))
+            if not 0 <= value < 1
+        ]
+        if self.weight_decay < 0:
+            problems.append(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        if self.clip is not None and self.clip <= 0:
+            problems.append(f"clip is {self.clip}; it must be above 0, or None for no clipping")
+        if problems:
+            raise problems_error("this optimizer cannot be used", problems)
+
+
+def _is_names(x: Any) -> bool:
+    return x is None or isinstance(x, tuple)
+
+
+def decayed(dims: Tree) -> Any:
+    """Which parameters weight decay falls on: matrices and above, not biases, gains or scalars.
+
+    >>> decayed({"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed")})
+    {'gain': False, 'up': True}
+    """
+    return jax.tree.map(
+        lambda names: names is None or sum(name != axes.LAYERS for name in names) >= 2, dims, is_leaf=_is_names
+    )
+
+
+def muon_dims(dims: Tree) -> Any:
+    """Which parameters Muon takes, and which of their dims are the two sides of the matrix.
+
+    The side with `embed` is one, all other dims together are the other; `layers` is a batch dim.
+    Embeddings and heads (`vocab`), tables of positions (`seq`) and vectors are left to AdamW.
+    """
+
+    def numbers(names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:
+        kept = [i for i, name in enumerate(names or ()) if name != axes.LAYERS]
+        if names is None or len(kept) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
+            return None
+        split = -1 if names[kept[-1]] == axes.EMBED else 1
+        return MuonDimensionNumbers(tuple(kept[:split]), tuple(kept[split:]))
+
+    return jax.tree.map(numbers, dims, is_leaf=_is_names)
+
+
+Maker = Callable[[Optimizer, optax.Schedule, Tree], optax.GradientTransformation]
+
+
+def _adamw(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed(dims))
+
+
+def _sgd(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.add_decayed_weights(o.weight_decay, mask=decayed(dims)), optax.sgd(rate, momentum=o.b1 or None)
+    )
+
+
+def _lion(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return optax.lion(rate, o.b1, o.b2, weight_decay=o.weight_decay, mask=decayed(dims))
+
+
+def _adafactor(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    # without a rate optax's adafactor ends in scale(-1): the decay is negative too, the rate comes last
+    return optax.chain(
+        optax.adafactor(None),
+        optax.add_decayed_weights(-o.weight_decay, mask=decayed(dims)),
+        optax.scale_by_schedule(rate),
+    )
+
+
+def _lamb(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return optax.lamb(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed(dims))
+
+
+def _muon(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return muon(
+        rate,
+        beta=o.b1,
+        weight_decay=o.weight_decay,
+        weight_decay_mask=decayed(dims),
+        adam_b1=o.b1,
+        adam_b2=o.b2,
+        adam_weight_decay=o.weight_decay,
+        muon_weight_dimension_numbers=lambda _: muon_dims(dims),
+        consistent_rms=0.2,
+    )
+
+
+OPTIMIZERS: dict[str, Maker] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "lamb": _lamb,
+    "muon": _muon,
+}
+
+
+def make_optimizer(
+    optimizer: Optimizer | optax.GradientTransformation, steps: int, dims: Tree
+) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
+    """The optax transformation of a run, and its learning rate if that is known.
+
+    Args:
+      optimizer: by name, or an optax transformation, which is taken as it is.
+      steps: the steps of the run, for the schedule.
+      dims: the model's dims: they tell weight decay and Muon what is a matrix.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return optimizer, None
+    rate = make_schedule(optimizer.learning_rate, steps)
+    update = OPTIMIZERS[optimizer.name](optimizer, rate, dims)
+    if optimizer.clip is not None:
+        update = optax.chain(optax.clip_by_global_norm(optimizer.clip), update)
+    return update, rate

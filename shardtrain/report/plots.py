@@ -1,0 +1,244 @@
+"""Pictures of a run, and the one door to matplotlib (extra `plots`).
+
+matplotlib is imported where a picture is drawn, without pyplot, so that no backend or style of the process changes.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardtrain.metrics import read_jsonl
+from shardtrain.report.progress import loss_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps int64 (N,) and values float64 (N,), nan where a value was not finite."""
+
+TRAIN_COLOUR = "#2f6db3"
+HELDOUT_COLOUR = "#d1495b"
+INK = "#22262b"
+QUIET_INK = "#6b737c"
+GRID = "#e6e8eb"
+
+
+def installed() -> bool:
+    """Whether the extra `plots` is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> Path:
+    """Draw the training and held-out losses of a run over its steps.
+
+    Training is a light line with a smoothed one over it. Where losses span decades the axis is logarithmic; the
+    first hundredth of the steps may start above the picture.
+
+    Args:
+        jsonl_path: what `metrics.JsonLines` wrote, with `train/loss`, `heldout/loss` or both.
+        png_path: the picture to write; its folder is made.
+        title: the line on top.
+
+    Returns:
+        The picture's path.
+
+    Raises:
+        ValueError: no line has a loss, a line is no record, or matplotlib is not installed.
+    """
+    records = read_jsonl(jsonl_path)
+    train, heldout = series(records, "train/loss"), series(records, "heldout/loss")
+    if not train[0].size and not heldout[0].size:
+        raise ValueError(_no_losses(jsonl_path, len(records)))
+    figure = _figure()
+    axes = figure.add_axes((0.085, 0.115, 0.885, 0.68))
+    _draw_losses(axes, train, heldout)
+    _scale(axes, train, heldout)
+    _dress(axes)
+    figure.text(0.085, 0.935, title, fontsize=14, fontweight="bold", color=INK, parse_math=False)
+    subtitle = final_values(train, heldout)
+    figure.text(0.085, 0.875, subtitle, fontsize=min(10, 1000 / len(subtitle)), color=QUIET_INK)
+    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png_path, format="png")
+    return Path(png_path)
+
+
+def series(records: Sequence[dict[str, float]], name: str) -> Series:
+    """The steps and values of one metric, in order of step; what is not finite becomes nan.
+
+    Args:
+        records: as `metrics.read_jsonl` returns them.
+        name: the metric; lines without it are passed over.
+
+    Returns:
+        steps int64 (N,), values float64 (N,).
+    """
+    points = [(int(record["step"]), record[name]) for record in records if name in record]
+    points.sort(key=lambda point: point[0])
+    steps = np.array([step for step, _ in points], np.int64)
+    values = np.array([value for _, value in points], np.float64)
+    return steps, np.where(np.isfinite(values), values, np.nan)
+
+
+def smooth(values: np.ndarray, half_window: int) -> np.ndarray:
+    """A centred running mean over the finite values.
+
+    The window reaches no further than a quarter of the way back to the start, so that the steep first steps are not
+    flattened; at the end it keeps its past half.
+
+    Args:
+        values: float64 (N,), nan where there is none.
+        half_window: values to each side; 0 changes nothing.
+
+    Returns:
+        float64 (N,), nan where `values` is.
+    """
+    index = np.arange(values.size)
+    half = np.minimum(half_window, index // 4)
+    low, high = index - half, np.minimum(index + half + 1, values.size)
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    means = (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)
+    return np.where(finite, means, np.nan)
+
+
+def spans_decades(values: np.ndarray) -> bool:
+    """Whether values ask for a logarithmic axis: all finite ones positive, the largest over 20 times the smallest."""
+    finite = values[np.isfinite(values)]
+    return bool(finite.size and finite.min() > 0 and finite.max() > 20 * finite.min())
+
+
+def limits(values: np.ndarray) -> tuple[float, float]:
+    """The lower and upper end of an axis that shows all finite values, with room around them.
+
+    Args:
+        values: float64 (N,), of which any may be nan; they are multiplied apart where `spans_decades`.
+
+    Returns:
+        (low, high), low < high; (0, 1) where nothing is finite.
+    """
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(finite.max())
+    if spans_decades(values):
+        return low / 1.3, high * 1.3
+    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def final_values(train: Series, heldout: Series) -> str:
+    """The line under the title: first and last losses, the lowest held-out one, how many were not finite.
+
+    Args:
+        train: steps (N,) and losses (N,).
+        heldout: steps (M,) and losses (M,).
+
+    Returns:
+        One line of text.
+    """
+    parts = [f"step {max(int(steps[-1]) for steps, _ in (train, heldout) if steps.size):,}"]
+    if train[0].size:
+        parts.append(f"training {_first_to_last(train[1])}")
+    if heldout[0].size:
+        parts.append(f"held-out {_first_to_last(heldout[1])}{_lowest(*heldout)}")
+    num_lost = int(np.isnan(train[1]).sum())
+    parts += [f"not finite: {num_lost:,} of {train[1].size:,}"] if num_lost else []
+    return "  ·  ".join(parts)
+
+
+def _first_to_last(losses: np.ndarray) -> str:
+    first, last = loss_text(losses[0]), loss_text(losses[-1])
+    return last if losses.size == 1 else f"{first} → {last}"
+
+
+def _lowest(steps: np.ndarray, losses: np.ndarray) -> str:
+    if not np.isfinite(losses).any() or (lowest := int(np.nanargmin(losses))) == losses.size - 1:
+        return ""
+    return f" (lowest {loss_text(losses[lowest])} at step {steps[lowest]:,})"
+
+
+def _figure() -> "Figure":
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(_missing_matplotlib()) from error
+    figure = Figure(figsize=(9, 5), dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw_losses(axes: "Axes", train: Series, heldout: Series) -> None:
+    steps, losses = train
+    half_window = losses.size // 50
+    # A line through one point is invisible, so short runs have markers.
+    marker = "o" if losses.size <= 30 else None
+    if half_window:
+        axes.plot(steps, losses, color=TRAIN_COLOUR, alpha=0.25, linewidth=0.9)
+    if losses.size:
+        smoothed = smooth(losses, half_window)
+        label = "training, smoothed" if half_window else "training"
+        axes.plot(
+            steps, smoothed, color=TRAIN_COLOUR, linewidth=1.8, marker=marker, markersize=4, label=label
+        )
+    if heldout[0].size:
+        style = {"marker": "o", "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
+        axes.plot(*heldout, color=HELDOUT_COLOUR, linewidth=1.2, label="held-out", zorder=3, **style)
+
+
+def _scale(axes: "Axes", train: Series, heldout: Series) -> None:
+    from matplotlib.ticker import LogLocator
+
+    steps = np.concatenate([train[0], heldout[0]])
+    # The first hundredth falls so steeply that it would squeeze all else; the subtitle has its value.
+    shown = np.concatenate([train[1][train[1].size // 100 :], heldout[1]])
+    low, high = limits(shown)
+    if spans_decades(shown):
+        axes.set_yscale("log")
+        axes.set_ylabel("loss (log scale)")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    else:
+        axes.set_ylabel("loss")
+    axes.set_ylim(low, high)
+    margin = 0.02 * (steps.max() - steps.min()) or 1.0
+    axes.set_xlim(steps.min() - margin, steps.max() + margin)
+
+
+def _dress(axes: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_xlabel("step")
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_color(QUIET_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=QUIET_INK, length=0, labelsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    # Above the picture, where it covers no curve.
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=2, frameon=False, fontsize=9.5, labelcolor=INK
+    )
+
+
+def _no_losses(jsonl_path: Path | str, num_lines: int) -> str:
+    return (
+        f"a loss curve of {jsonl_path} was asked for, but none of its {num_lines} lines has 'train/loss' or "
+        "'heldout/loss'. Point it to the metrics of a run that has logged at least one step."
+    )
+
+
+def _missing_matplotlib() -> str:
+    return (
+        "a loss curve was asked for, but matplotlib is not installed. It comes with the extra 'plots': "
+        "install shardtrain[plots], or leave the picture out."
+    )

@@ -1,0 +1,207 @@
+"""Progress of a run on the terminal: a live bar, or plain lines where there is no terminal.
+
+Owns how numbers and times look there. Files of metrics are in `metrics.py`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+from shardtrain.metrics import Rate
+
+
+class Progress(Protocol):
+    """What a loop tells the person who waits; a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show that `step` is done.
+
+        Args:
+            step: steps done since the start of the run, resumed or not.
+            values: as in the sinks; `train/loss`, `heldout/loss` and `<unit>_per_second` are shown, others left out.
+        """
+        ...
+
+    def note(self, text: str) -> None:
+        """Say something (a checkpoint saved, a warning) without breaking the bar."""
+        ...
+
+
+def progress(
+    *,
+    total_steps: int,
+    start_step: int = 0,
+    unit: str = "tokens",
+    console: Console | None = None,
+    plain_every_seconds: float = 10.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Progress:
+    """Choose the bar on a terminal, plain lines elsewhere.
+
+    Args:
+        total_steps: steps of the whole run.
+        start_step: steps done before a resume.
+        unit: what is counted per second; the values hold it as `<unit>_per_second`.
+        console: where to write; None is standard output. `Console(quiet=True)` for ranks that should be silent.
+        plain_every_seconds: plain lines are at least so far apart, but for the first, the last and those with a
+            held-out loss; 0 writes each update.
+        clock: seconds, never backwards.
+
+    Returns:
+        A `Progress` to be entered with `with`.
+    """
+    console = console or Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Bar(console, total_steps, start_step, unit, clock)
+    return PlainLines(console, total_steps, unit, plain_every_seconds, clock)
+
+
+class PlainLines:
+    """Progress as lines: `step 120/1000  loss 2.3412  heldout 2.4012  12.3k tokens/s  left 1m20s`."""
+
+    def __init__(
+        self, console: Console, total_steps: int, unit: str, every_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self._console = console
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._status = _Status(total_steps, unit)
+        self._written_seconds = -math.inf
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        now_seconds = self._clock()
+        self._status.update(step, values, now_seconds)
+        due = now_seconds - self._written_seconds >= self._every_seconds
+        if due or "heldout/loss" in values or step >= self._status.total_steps:
+            self._written_seconds = now_seconds
+            self.note(self._status.line(heldout="heldout/loss" in values))
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Bar:
+    """Progress as a live bar, with the last held-out loss beside the loss."""
+
+    def __init__(
+        self, console: Console, total_steps: int, start_step: int, unit: str, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
+        self._status = _Status(total_steps, unit)
+        self._rich = RichProgress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            get_time=clock,
+            refresh_per_second=4,
+        )
+        self._task = self._rich.add_task("", total=total_steps, completed=start_step)
+
+    def __enter__(self) -> Self:
+        self._rich.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._rich.stop()
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        self._status.update(step, values, self._clock())
+        self._rich.update(self._task, completed=step, description="  ".join(self._status.parts(heldout=True)))
+
+    def note(self, text: str) -> None:
+        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Status:
+    """The newest value of each thing shown, and the time left."""
+
+    def __init__(self, total_steps: int, unit: str) -> None:
+        self.total_steps = total_steps
+        self._unit = unit
+        self._step: int | None = None
+        self._values: dict[str, float] = {}
+        self._steps = Rate()
+
+    def update(self, step: int, values: Mapping[str, float], now_seconds: float) -> None:
+        done = step - self._step if self._step is not None else 0
+        self._steps = self._steps.after(now_seconds=now_seconds, units=done)
+        self._step = step
+        self._values |= values
+
+    def line(self, *, heldout: bool) -> str:
+        return "  ".join([f"step {self._step}/{self.total_steps}", *self.parts(heldout=heldout)])
+
+    def parts(self, *, heldout: bool) -> list[str]:
+        parts = []
+        if "train/loss" in self._values:
+            parts.append(f"loss {loss_text(self._values['train/loss'])}")
+        if heldout and "heldout/loss" in self._values:
+            parts.append(f"heldout {loss_text(self._values['heldout/loss'])}")
+        if f"{self._unit}_per_second" in self._values:
+            parts.append(f"{count_text(self._values[f'{self._unit}_per_second'])} {self._unit}/s")
+        if self._step is not None and self._steps.per_second:
+            left_seconds = max(0, self.total_steps - self._step) / self._steps.per_second
+            parts.append(f"left {duration_text(left_seconds)}")
+        return parts
+
+
+def loss_text(value: float) -> str:
+    """A loss with four decimals, or in powers of ten where those would hide it.
+
+    Example:
+        >>> loss_text(2.34117), loss_text(0.00001234), loss_text(float("nan"))
+        ('2.3412', '1.234e-05', 'nan')
+    """
+    plain = value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value)
+    return f"{value:.4f}" if plain else f"{value:.3e}"
+
+
+def count_text(value: float) -> str:
+    """A count or a rate with three digits and a letter for its thousands.
+
+    Example:
+        >>> count_text(12_345), count_text(999.9), count_text(5)
+        ('12.3k', '1.00k', '5.00')
+    """
+    for factor, letter in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T")):
+        scaled = value / factor
+        for decimals in (2, 1, 0):
+            if abs(round(scaled, decimals)) < 10 ** (3 - decimals):
+                return f"{scaled:.{decimals}f}{letter}"
+    return f"{value:.2e}"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in its two largest units.
+
+    Example:
+        >>> duration_text(42), duration_text(80), duration_text(7_500), duration_text(273_600)
+        ('42s', '1m20s', '2h05m', '3d04h')
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d{hour:02d}h"
+    if hours:
+        return f"{hours}h{minute:02d}m"
+    return f"{minutes}m{second:02d}s" if minutes else f"{second}s"

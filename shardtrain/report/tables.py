@@ -1,0 +1,88 @@
+"""Small tables and lines for people: of shardings, of meshes, of anything with a header and rows.
+
+What is in them is the caller's. A table goes to a console with `console.print(table(...))`, or to a file as text.
+"""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:
+    """A table for a rich console; columns of numbers stand to the right.
+
+    Args:
+        header: the name of each column.
+        rows: as many cells as columns in each; written with `str`, never read as markup.
+        title: a line above the table.
+
+    Returns:
+        A rich table, for `console.print` or `table_text`.
+
+    Raises:
+        ValueError: rows have more or fewer cells than the header; all of them are named.
+    """
+    wrong = [(number, len(row)) for number, row in enumerate(rows) if len(row) != len(header)]
+    if wrong:
+        raise ValueError(_uneven_rows(header, wrong))
+    result = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for number, name in enumerate(header):
+        numeric = bool(rows) and all(isinstance(row[number], int | float) for row in rows)
+        result.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*(Text(str(cell)) for cell in row))
+    return result
+
+
+def table_text(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> str:
+    """The same table as text, as wide as it needs to be, without colours.
+
+    Args:
+        header: the name of each column.
+        rows: as many cells as columns in each.
+        title: a line above the table.
+
+    Returns:
+        Lines without trailing blanks, the last one ended.
+
+    Raises:
+        ValueError: rows have more or fewer cells than the header.
+    """
+    file = io.StringIO()
+    console = Console(file=file, width=10_000, color_system=None, force_terminal=False)
+    console.print(table(header, rows, title=title))
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def mesh_line(sizes: Mapping[str, int]) -> str:
+    """A mesh in one line: the axes that are longer than 1, and the devices.
+
+    Args:
+        sizes: the size of each axis, slowest first.
+
+    Returns:
+        The line, without its end.
+
+    Example:
+        >>> mesh_line({"pipeline": 1, "data": 2, "fsdp": 1, "tensor": 4})
+        'data=2 tensor=4 (8 devices)'
+        >>> mesh_line({"data": 1})
+        '1 device'
+    """
+    num_devices = math.prod(sizes.values())
+    axes = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    return f"{axes} ({num_devices} devices)" if axes else "1 device"
+
+
+def _uneven_rows(header: Sequence[str], wrong: Sequence[tuple[int, int]]) -> str:
+    cells = ", ".join(f"row {number} has {length}" for number, length in wrong)
+    return (
+        f"a table with the {len(header)} columns {tuple(header)} was asked for, but {cells}. "
+        f"Give each row {len(header)} cells."
+    )

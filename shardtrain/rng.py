@@ -1,0 +1,64 @@
+"""Keys whose draws depend on the sample, not on where it is computed.
+
+A draw whose first dim is the batch gives row r the numbers of global row `first_row + r`; so a
+dropout mask is the same for any mesh, microbatch count or share of the batch.
+"""
+
+import functools
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import define_prng_impl
+
+
+def step_key(seed: jax.Array, step: jax.Array) -> jax.Array:
+    """The key of one step: a function of the seed and the step counter alone."""
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Array:
+    """A key for the rows `first_row .. first_row + num_rows - 1` of a batch.
+
+    Args:
+      key: an ordinary typed key (threefry).
+      first_row: uint32 scalar, the global row where these rows begin.
+      num_rows: how many rows a computation with this key holds.
+
+    Returns:
+      A typed key. Draws of shape `(num_rows, ...)` are keyed row by row with the global row; draws
+      of any other leading size are the same everywhere. `split` and `fold_in` keep the rows.
+    """
+    data = jnp.append(jax.random.key_data(key), jnp.asarray(first_row, jnp.uint32))
+    return jax.random.wrap_key_data(data, impl=_row_impl(num_rows))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _row_impl(num_rows: int) -> Hashable:
+    def with_row(keys: jax.Array, row: jax.Array) -> jax.Array:
+        data = jax.random.key_data(keys)
+        return jnp.concatenate([data, jnp.broadcast_to(row, (*data.shape[:-1], 1))], -1)
+
+    def base(data: jax.Array) -> jax.Array:
+        return jax.random.wrap_key_data(data[:-1])
+
+    def seed(number: jax.Array) -> jax.Array:
+        return with_row(jax.random.key(number), jnp.uint32(0))
+
+    def split(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return with_row(jax.random.split(base(data), shape), data[-1])
+
+    def fold_in(data: jax.Array, number: jax.Array) -> jax.Array:
+        return with_row(jax.random.fold_in(base(data), number), data[-1])
+
+    def random_bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+        dtype = jnp.dtype(f"uint{bit_width}")
+        if not shape or shape[0] != num_rows:
+            return jax.random.bits(base(data), shape, dtype)
+        rows = data[-1] + jnp.arange(num_rows, dtype=jnp.uint32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(base(data), rows)
+        return jax.vmap(lambda key: jax.random.bits(key, shape[1:], dtype))(keys)
+
+    return define_prng_impl(
+        key_shape=(3,), seed=seed, split=split, random_bits=random_bits, fold_in=fold_in, name=f"rows{num_rows}"
+    )

@@ -1,0 +1,142 @@
+"""The loss curve is a PNG with both curves in it; what is drawn is checked as arrays."""
+
+import math
+import sys
+
+import matplotlib
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from shardtrain.metrics import JsonLines
+from shardtrain.report.plots import (
+    HELDOUT_COLOUR,
+    TRAIN_COLOUR,
+    final_values,
+    limits,
+    loss_curve,
+    series,
+    smooth,
+    spans_decades,
+)
+
+
+def write_metrics(path, train, heldout=()):
+    sink = JsonLines(path, resume_after=None)
+    for step, loss in train:
+        sink.write(step, {"train/loss": loss})
+    for step, loss in heldout:
+        sink.write(step, {"heldout/loss": loss})
+    sink.close()
+    return path
+
+
+def num_pixels(png_path, colour):
+    image = matplotlib.image.imread(png_path)
+    assert image.shape == (750, 1350, 4)
+    return int((np.abs(image[..., :3] - np.array(to_rgb(colour))).max(axis=-1) < 0.02).sum())
+
+
+def draw(tmp_path, train, heldout=()):
+    path = write_metrics(tmp_path / "metrics.jsonl", train, heldout)
+    png_path = loss_curve(path, tmp_path / "report" / "loss.png", title="a run with $ and _")
+    assert png_path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    return png_path
+
+
+def test_both_curves_are_drawn(tmp_path):
+    train = [(step, 2 + 5 / step) for step in range(1, 201)]
+    heldout = [(step, 2.1 + 5 / step) for step in range(50, 201, 50)]
+    png_path = draw(tmp_path, train, heldout)
+    assert num_pixels(png_path, TRAIN_COLOUR) > 1000
+    assert num_pixels(png_path, HELDOUT_COLOUR) > 1000
+
+
+def test_without_heldout_losses_there_is_no_curve_of_them(tmp_path):
+    png_path = draw(tmp_path, [(1, 3.0), (2, 2.0)])
+    assert num_pixels(png_path, TRAIN_COLOUR) > 500
+    assert num_pixels(png_path, HELDOUT_COLOUR) == 0
+
+
+def test_one_point_is_visible(tmp_path):
+    blank = num_pixels(draw(tmp_path, [(7, math.nan)]), TRAIN_COLOUR)
+    assert num_pixels(draw(tmp_path, [(7, 3.2)]), TRAIN_COLOUR) > blank + 20
+
+
+@pytest.mark.parametrize("losses", [[math.nan, 2.0, math.inf, 1.0], [math.nan] * 3, [0.0] * 3, [-1.0, 30.0]])
+def test_odd_losses_are_drawn(tmp_path, losses):
+    draw(tmp_path, list(enumerate(losses)), [(2, math.nan)])
+
+
+def test_drawing_changes_no_style_and_no_backend(tmp_path):
+    before = dict(matplotlib.rcParams)
+    draw(tmp_path, [(1, 3.0), (2, 2.0)])
+    assert dict(matplotlib.rcParams) == before
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_series_is_in_order_of_step_with_nan_for_what_is_not_finite():
+    records = [{"step": 3, "a": 1.0}, {"step": 1, "a": math.inf}, {"step": 2, "b": 5.0}]
+    steps, values = series(records, "a")
+    np.testing.assert_array_equal(steps, [1, 3])
+    np.testing.assert_array_equal(values, [np.nan, 1.0])
+
+
+def test_smoothing_keeps_the_start_and_the_gaps():
+    values = np.array([100.0, 50.0, 25.0, 12.0, np.nan, 6.0, 2.0, 4.0, 6.0, 2.0])
+    smoothed = smooth(values, 2)
+    np.testing.assert_array_equal(smoothed[:4], values[:4])
+    np.testing.assert_allclose(
+        smoothed[4:], [np.nan, 4.0, 4.0, 4.0, 3.6, 4.0][:1] + [4.0, 4.0, 4.0, 3.5, 4.0]
+    )
+    np.testing.assert_array_equal(smooth(values, 0), values)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([1.0, 19.0], False), ([1.0, 21.0, np.nan], True), ([0.0, 21.0], False), ([np.nan], False), ([], False)],
+)
+def test_only_positive_losses_over_decades_ask_for_a_logarithm(values, expected):
+    assert spans_decades(np.array(values)) is expected
+
+
+def test_limits_hold_all_values():
+    assert limits(np.array([1.0, np.nan, 2.0])) == (0.94, 2.06)
+    assert limits(np.array([1.0, 100.0])) == (1 / 1.3, 130.0)
+    assert limits(np.array([2.0])) == (1.9, 2.1)
+    assert limits(np.array([0.0])) == (-1.0, 1.0)
+    assert limits(np.array([np.nan])) == (0.0, 1.0)
+
+
+def test_the_subtitle_has_the_final_values():
+    train = (np.array([1, 500, 1000]), np.array([10.8, np.nan, 2.34117]))
+    heldout = (np.array([500, 1000]), np.array([2.25, 2.4]))
+    assert final_values(train, heldout) == (
+        "step 1,000  ·  training 10.8000 → 2.3412  ·  held-out 2.2500 → 2.4000 (lowest 2.2500 at step 500)"
+        "  ·  not finite: 1 of 3"
+    )
+    none = (np.array([], int), np.array([]))
+    assert final_values((np.array([1]), np.array([3.0])), none) == "step 1  ·  training 3.0000"
+
+
+def test_metrics_without_a_loss_are_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "grad_norm": 2.0}\n')
+    with pytest.raises(ValueError) as error:
+        loss_curve(path, tmp_path / "loss.png", title="t")
+    assert str(error.value) == (
+        f"a loss curve of {path} was asked for, but none of its 1 lines has 'train/loss' or 'heldout/loss'. "
+        "Point it to the metrics of a run that has logged at least one step."
+    )
+
+
+def test_a_missing_matplotlib_names_its_extra(tmp_path, monkeypatch):
+    path = write_metrics(tmp_path / "metrics.jsonl", [(1, 2.0)])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError) as error:
+        loss_curve(path, tmp_path / "loss.png", title="t")
+    assert str(error.value) == (
+        "a loss curve was asked for, but matplotlib is not installed. It comes with the extra 'plots': "
+        "install shardtrain[plots], or leave the picture out."
+    )

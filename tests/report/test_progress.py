@@ -1,0 +1,166 @@
+"""Plain lines and the bar, written to a string under a fake clock; numbers and times by value."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from shardtrain.report.progress import Bar, PlainLines, count_text, duration_text, loss_text, progress
+
+
+class Clock:
+    def __init__(self):
+        self.now_seconds = 0.0
+
+    def __call__(self):
+        return self.now_seconds
+
+
+def plain(**options):
+    file, clock = io.StringIO(), Clock()
+    shown = progress(console=Console(file=file, force_terminal=False, width=40), clock=clock, **options)
+    return shown, file, clock
+
+
+def test_plain_lines_by_value():
+    shown, file, clock = plain(total_steps=1000, plain_every_seconds=0)
+    with shown:
+        shown.update(100, {"train/loss": 2.5})
+        clock.now_seconds = 2.0
+        shown.update(
+            120, {"train/loss": 2.34117, "heldout/loss": 2.4, "tokens_per_second": 12_345, "grad_norm": 1}
+        )
+        clock.now_seconds = 4.0
+        shown.update(140, {"train/loss": 2.25})
+        shown.note("saved checkpoint [140] at step 140")
+    assert file.getvalue().splitlines() == [
+        "step 100/1000  loss 2.5000",
+        "step 120/1000  loss 2.3412  heldout 2.4000  12.3k tokens/s  left 1m28s",
+        "step 140/1000  loss 2.2500  12.3k tokens/s  left 1m26s",
+        "saved checkpoint [140] at step 140",
+    ]
+
+
+def test_plain_lines_are_spaced_in_time_but_for_first_heldout_and_last():
+    shown, file, clock = plain(total_steps=6, plain_every_seconds=10)
+    with shown:
+        for step, now_seconds in enumerate((0.0, 4.0, 8.0, 12.0, 13.0, 14.0), start=1):
+            clock.now_seconds = now_seconds
+            shown.update(step, {"heldout/loss": 3.0} if step == 3 else {"train/loss": 2.0})
+    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/6", "3/6", "6/6"]
+
+
+def test_plain_lines_come_again_once_the_time_is_over():
+    shown, file, clock = plain(total_steps=100, plain_every_seconds=10)
+    with shown:
+        for step in range(1, 31):
+            clock.now_seconds += 1
+            shown.update(step, {"train/loss": 2.0})
+    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/100", "11/100", "21/100"]
+
+
+def test_another_unit():
+    shown, file, _ = plain(total_steps=10, unit="images", plain_every_seconds=0)
+    with shown:
+        shown.update(1, {"images_per_second": 250.0, "tokens_per_second": 1.0})
+    assert file.getvalue() == "step 1/10  250 images/s\n"
+
+
+def test_time_left_of_a_resumed_run_counts_its_own_steps():
+    shown, file, clock = plain(total_steps=1000, start_step=900, plain_every_seconds=0)
+    with shown:
+        shown.update(901, {})
+        clock.now_seconds = 1.0
+        shown.update(902, {})
+    assert file.getvalue().splitlines()[-1] == "step 902/1000  left 1m38s"
+
+
+def bar(monkeypatch, width=80, **options):
+    monkeypatch.setenv("TERM", "xterm")
+    file, clock = io.StringIO(), Clock()
+    console = Console(file=file, force_terminal=True, width=width, height=20, color_system=None)
+    return progress(console=console, clock=clock, **options), file, clock
+
+
+def test_the_bar_shows_losses_rate_and_times(monkeypatch):
+    shown, file, clock = bar(monkeypatch, total_steps=1000, start_step=80)
+    assert isinstance(shown, Bar)
+    with shown:
+        shown.update(100, {"train/loss": 2.5, "heldout/loss": 2.4})
+        clock.now_seconds = 2.0
+        shown.update(120, {"train/loss": 2.34117, "tokens_per_second": 12_345})
+    last = file.getvalue().rpartition("\r")[2]
+    assert " 120/1000 " in last
+    assert "loss 2.3412  heldout 2.4000  12.3k tokens/s  left 1m28s 0:00:02" in last
+
+
+def test_a_note_stands_above_the_bar(monkeypatch):
+    shown, file, _ = bar(monkeypatch, total_steps=10)
+    with shown:
+        shown.update(1, {"train/loss": 2.0})
+        shown.note("saved [1]")
+    text = file.getvalue()
+    assert text.index("saved [1]\n") < text.rindex("1/10")
+
+
+def test_the_choice_follows_the_terminal(monkeypatch):
+    shown, _, _ = plain(total_steps=1)
+    assert isinstance(shown, PlainLines)
+    monkeypatch.setenv("TERM", "dumb")
+    dumb = Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(progress(total_steps=1, console=dumb), PlainLines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.34117, "2.3412"),
+        (0.0, "0.0000"),
+        (-1.5, "-1.5000"),
+        (0.00001234, "1.234e-05"),
+        (1_234_567.0, "1.235e+06"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_loss_text(value, text):
+    assert loss_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.00"),
+        (5, "5.00"),
+        (12.34, "12.3"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (999.4, "999"),
+        (999.9, "1.00k"),
+        (12_345, "12.3k"),
+        (999_600, "1.00M"),
+        (3.2e9, "3.20G"),
+        (5e15, "5.00e+15"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_count_text(value, text):
+    assert count_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0s"),
+        (59.7, "1m00s"),
+        (80, "1m20s"),
+        (3599.6, "1h00m"),
+        (7_500, "2h05m"),
+        (86_400, "1d00h"),
+        (273_600, "3d04h"),
+        (float("inf"), "?"),
+        (float("nan"), "?"),
+    ],
+)
+def test_duration_text(seconds, text):
+    assert duration_text(seconds) == text
