@@ -1,6 +1,7 @@
 """Texts for what is wrong in a model's configuration.
 
-Each function returns a list of problems, empty when all is well, so that a configuration reports all of them at once.
+Each function returns a list of problems, empty when all is well, so that a configuration reports all of them
+at once.
 """
 
 import difflib

@@ -1,7 +1,8 @@
 """A causal decoder of the GPT and Llama families in nnx: `DecoderConfig` is the factory, `Decoder` the model.
 
-Blocks are stacked along the dim layers, whether a scan walks over them or they are unrolled, so both have the same
-parameters. The model names dims and knows no mesh; `layers.py` has its parts, `huggingface.py` loads pretrained ones.
+Blocks are stacked along the dim layers, whether a scan walks over them or they are unrolled, so both have the
+same parameters. The model names dims and knows no mesh; `layers.py` has its parts, `huggingface.py` loads
+pretrained ones.
 """
 
 import math
@@ -62,11 +63,14 @@ class DecoderConfig:
       activation: "gelu" (tanh approximation, as GPT-2) or "swiglu" (a second, gating projection).
       bias: whether projections and layer norms have biases (the head has none).
       tied: whether the head is the embedding table.
-      dropout: rate on the embedding and on the outputs of attention and feed-forward. It needs a "dropout" stream.
-      remat: what the backward pass computes again. "none": nothing. "weights": only casts and gathers of weights, so
-        that no gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
-        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but a block's input.
-      scan: walk over the blocks with `jax.lax.scan` (compile time does not grow with num_layers), or unroll them.
+      dropout: rate on the embedding and on the outputs of attention and feed-forward. It needs a "dropout"
+        stream.
+      remat: what the backward pass computes again. "none": nothing. "weights": only casts and gathers of
+        weights, so that no gathered weight is kept for it. "dots": all but matrix products. "outputs": all
+        but the outputs of attention and feed-forward, which tensor parallelism reduces over devices. "full":
+        all but a block's input.
+      scan: walk over the blocks with `jax.lax.scan` (compile time does not grow with num_layers), or unroll
+        them (XLA on the CPU then merges away what remat repeats).
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: see `shardtrain.models.layers.attend`.
 
@@ -130,8 +134,9 @@ def _problems(config: DecoderConfig) -> list[str]:
         found += checks.multiple("num_heads", config.num_heads, "num_kv_heads", sizes[KV_HEADS])
         if config.head_dim is None:
             found += checks.multiple("embed", config.embed, "num_heads", config.num_heads)
-        if config.positions == "rotary" and not found:
-            found += checks.multiple("head_dim", sizes[HEAD_DIM], "the two of a rotary pair,", 2)
+        if config.positions == "rotary" and sizes[HEAD_DIM] % 2:
+            odd = sizes[HEAD_DIM]
+            found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
     found += checks.positive({"theta": float(config.theta), "eps": float(config.eps)})
     found += checks.dropout_rate("dropout", config.dropout)
     choices = {f.name: get_args(f.type) for f in fields(config) if get_args(f.type) and f.name not in counts}
@@ -227,14 +232,15 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: if T is above `seq`.
         """
-        # One gathered table for both uses: their gradients are then summed before they are reduced over devices.
+        # One gathered table for both uses: their gradients are then summed before they are reduced over
+        # devices.
         table_VD = at_use(self.embedding, TABLE, self.config.dtype)
         first, keys = self.dropout_keys()
         x_BTD = self.run(self.blocks, self.embed(tokens_BT, first, table_VD), keys)
         return self.logits(x_BTD, table_VD)
 
     def dropout_keys(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """Draw the key of the embedding's dropout and the keys of the blocks, (None, None) where it is off."""
+        """Draw the keys of dropout for the embedding and for the blocks; (None, None) where it is off."""
         if self.rngs is None or self.dropout.deterministic:
             return None, None
         keys = jax.random.split(self.rngs(), self.config.num_layers + 1)
@@ -269,7 +275,7 @@ class Decoder(nnx.Module):
         return x_BTD
 
     def logits(self, x_BTD: jax.Array, table_VD: jax.Array | None = None) -> jax.Array:
-        """Norm the residual stream and score it against the vocabulary; rounded to the compute dtype, then float32."""
+        """Norm the residual stream and score it against the vocabulary; rounded to dtype, then float32."""
         x_BTD = with_logical_constraint(self.final_norm(x_BTD), (BATCH, SEQ, EMBED))
         if self.head is not None:
             logits_BTV = self.head(x_BTD)
@@ -302,7 +308,7 @@ def _stacked_blocks(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
 
 
 def _unstacked(tree: Any) -> list[Any]:
-    """The slices of a pytree along the first dim of its leaves; by `split`, whose gradient is one concatenation."""
+    """The slices of a pytree along its leaves' first dim; the gradient of `split` is one concatenation."""
     leaves, treedef = jax.tree.flatten(tree)
     num_slices = leaves[0].shape[0]
     pieces = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * num_slices)] for leaf in leaves]
@@ -320,9 +326,10 @@ def too_long(num_tokens: int, seq: int) -> str:
 def flops_per_token(config: DecoderConfig) -> int:
     """Floating-point operations that training spends on one token, forward and backward: 6 N + 12 L H K T.
 
-    N counts the weights of matrix products: the blocks' kernels and the head (tied or not), not the lookup table, nor
-    norms and biases. L H K T are num_layers, num_heads, head_dim and seq; scores are counted in full, as is usual,
-    though half of them are masked. Recomputation by remat is not counted, so this is what MFU divides by.
+    N counts the weights of matrix products: the blocks' kernels and the head (tied or not), not the lookup
+    table, nor norms and biases. L H K T are num_layers, num_heads, head_dim and seq; scores are counted in
+    full, as is usual, though half of them are masked. Recomputation by remat is not counted, so this is what
+    MFU divides by.
 
     Returns:
       Flops per token, with every sequence of length `seq`.
@@ -348,7 +355,7 @@ def gpt2(**changes: Any) -> DecoderConfig:
 
 
 def llama_small(**changes: Any) -> DecoderConfig:
-    """A Llama of GPT-2's size: rotary positions, root-mean-square norm, swiglu, grouped-query attention, no biases."""
+    """A Llama of GPT-2's size: rotary, root-mean-square norm, swiglu, grouped queries, no biases."""
     config = DecoderConfig(
         vocab=32_000, seq=2048, embed=768, num_layers=12, num_heads=12, num_kv_heads=4, mlp=2048,
         positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False,

@@ -1,7 +1,7 @@
 """Sampling from a decoder, by its whole window each time.
 
-There is no cache of keys and values: each new token costs a forward pass over `seq` positions. Enough to read what a
-model has learned; not an inference engine.
+There is no cache of keys and values: each new token costs a forward pass over `seq` positions. Enough to read
+what a model has learned; not an inference engine.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ def generate(
     """Continue prompts by sampling, one compiled step per token; the text may grow longer than the window.
 
     Args:
-      apply: int32 tokens (B, seq) -> logits (B, seq, V), causal and without dropout. Give `jax.tree_util.Partial`
-        with the parameters bound, or an nnx model: their arrays are then arguments of the compiled step. Those that
-        a plain function closes over become constants of it.
-      prompt_tokens: int (B, T), T of at least 1; of a prompt longer than `seq` the model sees the last `seq` tokens.
+      apply: int32 tokens (B, seq) -> logits (B, seq, V), causal and without dropout. Give
+        `jax.tree_util.Partial` with the parameters bound, or an nnx model: their arrays are then arguments of
+        the compiled step. Those that a plain function closes over become constants of it.
+      prompt_tokens: int (B, T), T of at least 1; of a prompt longer than `seq` the model sees the last `seq`
+        tokens.
       num_tokens: how many tokens to add.
       key: a key of `jax.random`; the same key gives the same tokens.
       seq: positions in the window.
@@ -48,7 +49,9 @@ def generate(
     length = min(prompt_BT.shape[1], seq)
     window_BT = np.zeros((len(prompt_BT), seq), np.int32)
     window_BT[:, :length] = prompt_BT[:, -length:]
-    model = apply if jax.tree.leaves(apply) != [apply] else jax.tree_util.Partial(apply)
+    leaves = jax.tree.leaves(apply)
+    is_function = len(leaves) == 1 and leaves[0] is apply
+    model = jax.tree_util.Partial(apply) if is_function else apply
     added = []
     for i in range(num_tokens):
         window_BT, token_B = _step(
@@ -67,7 +70,7 @@ def generate(
 def _step(
     model: Any, window_BT: Any, length: int, key: jax.Array, temperature: float, greedy: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample the token that follows the first `length` of the window, and append it; a full window moves on by one."""
+    """Sample what follows the first `length` tokens and append it; a full window moves on by one."""
     logits_BV = model(window_BT)[:, length - 1]
     token_B = logits_BV.argmax(-1) if greedy else jax.random.categorical(key, logits_BV / temperature)
     token_B = token_B.astype(jnp.int32)

@@ -1,7 +1,8 @@
 """Layers the nnx models share: a linear map over named dims, norms, rotary positions, attention.
 
-Parameters are float32. Each names its dims; where it is used it is cast to the compute dtype and constrained to those
-dims again, so that a sharded parameter is gathered in the compute dtype instead of the activations being reduced.
+Parameters are float32. Each names its dims; where it is used it is cast to the compute dtype and constrained
+to those dims again, so that a sharded parameter is gathered in the compute dtype instead of the activations
+being reduced.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ Attentions = Literal["auto", "xla", "cudnn"]
 
 
 def parameter(values: jax.Array, dims: Dims) -> nnx.Param:
-    """A parameter that names its dims; only its user shards it, so that it can be made with or without a mesh."""
+    """A parameter that names its dims; it can be made with or without a mesh, for its user shards it."""
     return nnx.Param(values, out_sharding=dims, eager_sharding=False)
 
 
@@ -30,7 +31,7 @@ def normal(dims: Dims, *, sizes: Mapping[str, int], std: float, rngs: nnx.Rngs) 
 
 
 def at_use(parameter: nnx.Param | jax.Array, dims: Dims, dtype: str) -> jax.Array:
-    """Cast a parameter to the compute dtype and constrain it to its own dims (here a sharded one is gathered)."""
+    """Cast a parameter to the compute dtype and constrain it to its dims: here a sharded one is gathered."""
     return with_logical_constraint(parameter[...].astype(dtype), dims)
 
 
@@ -100,14 +101,15 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
 
 
 def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: Attentions) -> jax.Array:
-    """Causal scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
+    """Causal scaled dot-product attention; softmax in float32; k and v may have fewer heads than q
+    (grouped-query).
 
     Args:
       q_BTHK: queries.
       k_BSHK: keys; their number of heads divides that of the queries.
       v_BSHK: values, shaped as the keys.
-      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" on a GPU in 16 bits with a head_dim
-        that it takes (a multiple of 8, at most 128), else "xla".
+      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" on a GPU in 16 bits with a
+        head_dim that it takes (a multiple of 8, at most 128), else "xla".
 
     Returns:
       The context, shaped and typed as `q_BTHK`.

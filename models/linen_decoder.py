@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
+from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig, too_long
 from shardtrain.models.layers import attend
@@ -22,7 +22,8 @@ SAME = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias
 
 
 class LinenDecoder(nn.Module):
-    """Token ids to logits; `config` is a `DecoderConfig` with the options in `SAME`, equal heads, and no remat.
+    """Token ids to logits; `config` is a `DecoderConfig` with the options in `SAME`, equal heads, and no
+    remat.
 
     >>> decoder = LinenDecoder(DecoderConfig(vocab=16, seq=8, embed=4, num_layers=2, num_heads=2))
     >>> tokens = jnp.zeros((1, 8), jnp.int32)
@@ -92,14 +93,15 @@ class LinenAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        dims = (BATCH, SEQ, HEADS, HEAD_DIM)
         q_BTHK, k_BSHK, v_BSHK = (
             with_logical_constraint(
-                LinenLinear(self.config, (EMBED,), (HEADS, HEAD_DIM), name=name)(x_BTD), dims
+                LinenLinear(self.config, (EMBED,), (heads, HEAD_DIM), name=name)(x_BTD),
+                (BATCH, SEQ, heads, HEAD_DIM),
             )
-            for name in ("q", "k", "v")
+            for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
         )
-        y_BTHK = with_logical_constraint(attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention), dims)
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
+        y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         return LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o")(y_BTHK)
 
 

@@ -28,13 +28,3 @@ def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Me
         tuple(sizes.values()), axes.AXES, axis_types=(AxisType.Auto,) * len(axes.AXES), devices=devices
     )
 
-
-def mesh_text(mesh: Mesh) -> str:
-    """One line about a mesh, without its axes of size 1.
-
-    Returns:
-      Such as `8 devices (cpu): data=2 fsdp=4`.
-    """
-    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    kind = mesh.devices.flat[0].device_kind
-    return f"{mesh.size} device{'s' if mesh.size > 1 else ''} ({kind}): {sizes or 'one device, nothing sharded'}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
@@ -21,8 +21,8 @@ NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 class Mean:
     """A mean that merges: a sum and the count it is over (examples or tokens).
 
-    `+` merges two, `Mean()` is neutral, and `sum(parts, Mean())` merges many, so a mean over steps, devices or
-    uneven batches is the mean over all that they hold.
+    `+` merges two, `Mean()` is neutral, and `sum(parts, Mean())` merges many, so a mean over steps, devices
+    or uneven batches is the mean over all that they hold.
 
     Args:
         sum: the sum of the values.
@@ -61,7 +61,7 @@ class Mean:
 class Rate:
     """Units per second over the last steps, without the first, which compiles.
 
-    A value: `after` and `paused` return the next one. The clock is the caller's, any that does not run backwards.
+    A value: `after` and `paused` return the next one. The caller reads the clock.
 
     Args:
         window_steps: how many of the last calls of `after` the rate is over; at least 1.
@@ -88,7 +88,7 @@ class Rate:
             )
 
     def after(self, *, now_seconds: float, units: float) -> "Rate":
-        """The rate once `units` more are done at `now_seconds`; the units of the first call only start the clock."""
+        """The rate once `units` more are done at `now_seconds`; the first call only starts the clock."""
         last_seconds, total = self.marks[-1] if self.marks else (now_seconds, 0.0)
         if now_seconds < last_seconds:
             raise ValueError(
@@ -124,16 +124,37 @@ class Sink(Protocol):
         ...
 
 
+class Progress(Protocol):
+    """What a loop tells the person who waits; a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show that `step` is done.
+
+        Args:
+            step: steps done since the start of the run, resumed or not.
+            values: as in the sinks; only `train/loss`, `heldout/loss` and `<unit>_per_second` are shown.
+        """
+        ...
+
+    def note(self, text: str) -> None:
+        """Say something (a checkpoint saved, a warning) without breaking the bar."""
+        ...
+
+
 class JsonLines:
     """A sink of one JSON object per line, `{"step": 3, "train/loss": 2.5}`, on the disk after each write.
 
-    Strict JSON: what is not finite is written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
-    Opening cuts the file back to the restored step by writing it anew beside itself and renaming, so a crash
-    leaves the old file or the new one, and each step stands once.
+    Strict JSON: what is not finite is written as the strings "NaN", "Infinity" and "-Infinity", which `float`
+    reads. Opening cuts the file back to the restored step by writing it anew beside itself and renaming, so a
+    crash leaves the old file or the new one, and each step stands once.
 
     Args:
         path: the file; its folder is made.
-        resume_after: the restored step, whose later lines are dropped, as is a torn last line. None: nothing was
+        resume_after: the restored step; later lines are dropped, as is a torn last line. None: nothing was
             restored, and the file starts empty.
 
     Raises:
@@ -167,8 +188,8 @@ def read_jsonl(path: Path | str) -> list[dict[str, float]]:
         path: the file, of a finished, running or crashed run.
 
     Returns:
-        One dict per line in the file's order: `step` an int, the other values floats ("NaN", "Infinity" and null
-        become nan and inf). A torn last line is left out.
+        One dict per line in the file's order: `step` an int, the other values floats ("NaN", "Infinity",
+        "-Infinity" as what they say, null as nan). A torn last line is left out.
 
     Raises:
         ValueError: a line before the last is no record.
@@ -279,13 +300,14 @@ def _cut(path: Path, resume_after: int) -> None:
 
 def _unreadable_line(path: Path, number: int) -> str:
     return (
-        f"metrics were read from {path}, but line {number} is no record. Each line is one JSON object with an integer "
-        f"'step' and numbers; only the last may be torn. Delete line {number}, or move the file away."
+        f"metrics were read from {path}, but line {number} is no record. Each line is one JSON object with "
+        f"an integer 'step' and numbers; only the last may be torn. Delete line {number}, "
+        "or move the file away."
     )
 
 
 def _missing_tensorboard() -> str:
     return (
-        "a TensorBoard sink was asked for, but tensorboardX is not installed. It comes with the extra 'tensorboard': "
-        "install shardtrain[tensorboard], or leave the TensorBoard sink out."
+        "a TensorBoard sink was asked for, but tensorboardX is not installed. It comes with the extra "
+        "'tensorboard': install shardtrain[tensorboard], or leave the TensorBoard sink out."
     )

@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
 
 from shardtrain.metrics import JsonLines, Mean, Rate, Sinks, TensorBoard, read_jsonl
@@ -186,8 +186,8 @@ def test_a_broken_line_in_the_middle_is_named_and_the_file_left(tmp_path, line):
     with pytest.raises(ValueError) as error:
         JsonLines(path, resume_after=3)
     assert str(error.value) == (
-        f"metrics were read from {path}, but line 2 is no record. Each line is one JSON object with an integer "
-        "'step' and numbers; only the last may be torn. Delete line 2, or move the file away."
+        f"metrics were read from {path}, but line 2 is no record. Each line is one JSON object with "
+        "an integer 'step' and numbers; only the last may be torn. Delete line 2, or move the file away."
     )
     assert path.read_text() == text
 

@@ -6,13 +6,13 @@ The syntax is in `hlo.py`, loops and values in `dataflow.py`, groups of devices 
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from shardtrain.plan.dataflow import COPIES, Frame, trip_count, value
+from shardtrain.plan.dataflow import Frame
 from shardtrain.plan.hlo import Array, Instruction, parse
-from shardtrain.plan.replica_groups import Groups, axes_of, device_groups
+from shardtrain.plan.reduce_scatter import is_scattered
+from shardtrain.plan.replica_groups import axes_of, device_groups, listed
+from shardtrain.plan.trip_count import trip_count
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
@@ -47,7 +47,7 @@ class Collective:
     group_size: int
     """Devices that exchange data with each other; for a permutation, devices along `axes`."""
     count: int
-    """How often it runs in one call of the program: the product of the trip counts of `loops`."""
+    """How often it runs in one call of the program: once for each round of the `loops` around it."""
     payload_bytes: int
     """Bytes of the whole array in one run: what is reduced, what a gather makes, what a device exchanges."""
     wire_bytes_per_device: float
@@ -87,7 +87,7 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
     if module.num_devices != num_devices:
         raise ValueError(_wrong_devices(axis_sizes, module.num_devices))
     frame = Frame(module=module, computation=module.entry)
-    return tuple(_Reader(dict(axis_sizes)).read(frame, fused_channels=None))
+    return tuple(_Reader(axis_sizes=axis_sizes).read(frame))
 
 
 def by_axis(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
@@ -142,38 +142,40 @@ def table(found: Iterable[Collective]) -> str:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Reader:
     axis_sizes: Mapping[str, int]
+    fused_channels: set[str] = field(default_factory=set)
+    """Channels read inside fusions: XLA for TPU repeats an asynchronous collective in each fusion that
+    carries it on, some of them in loops, under one channel; the first in the program starts it."""
 
-    def read(self, frame: Frame, fused_channels: set[str] | None) -> Iterator[Collective]:
-        """The collectives of one run of a frame.
-
-        XLA for TPU repeats an asynchronous collective in several fusions under one channel: inside
-        fusions `fused_channels` holds the channels that were already read.
-        """
-        channels: set[str] = set() if fused_channels is None else fused_channels
+    def read(self, frame: Frame) -> Iterator[Collective]:
+        """The collectives of one run of a frame."""
+        is_fused = frame.caller is not None and frame.caller.opcode == "fusion"
         for instruction in frame.computation.instructions.values():
             inner = frame.callee(instruction)
             if instruction.opcode.removesuffix("-start") in KINDS:
-                channel = instruction.attribute("channel_id")
-                if fused_channels is not None and channel is not None:
-                    if channel in fused_channels:
-                        continue
-                    fused_channels.add(channel)
-                yield from self._moved(frame, instruction)
+                if not (is_fused and self._carries_on(instruction)):
+                    yield from self._moved(frame, instruction)
             elif instruction.opcode == "while":
                 yield from self._repeated(frame, instruction)
             elif instruction.opcode == "conditional":
                 yield from self._dearest(frame, instruction)
             elif inner is not None:
-                yield from self.read(inner, channels if instruction.opcode == "fusion" else fused_channels)
+                yield from self.read(inner)
             elif instruction.opcode == "send" and _leaves_the_host(instruction):
                 raise ValueError(_unreadable_send(instruction))
 
+    def _carries_on(self, instruction: Instruction) -> bool:
+        channel = instruction.attribute("channel_id")
+        if channel is None or channel in self.fused_channels:
+            return channel is not None
+        self.fused_channels.add(channel)
+        return False
+
     def _repeated(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
-        body = tuple(self.read(frame.body(loop), None))
-        condition = tuple(self.read(frame.condition(loop), None))
+        body = tuple(self.read(frame.body(loop)))
+        condition = tuple(self.read(frame.condition(loop)))
         if not body and not condition:
             return
         rounds = trip_count(frame, loop)
@@ -190,7 +192,7 @@ class _Reader:
                 )
 
     def _dearest(self, frame: Frame, conditional: Instruction) -> Iterator[Collective]:
-        branches = [tuple(self.read(branch, None)) for branch in frame.branches(conditional)]
+        branches = [tuple(self.read(branch)) for branch in frame.branches(conditional)]
         sums = [by_axis(branch) for branch in branches]
         for key in dict.fromkeys(key for branch in sums for key in branch):
             dearest = max(range(len(branches)), key=lambda branch: sums[branch].get(key, (0, 0.0))[1])
@@ -206,8 +208,8 @@ class _Reader:
         group_size = max(len(group) for group in groups)
         parts: dict[tuple[str, str], int] = {}
         for part, array in enumerate(_operand_arrays(frame, instruction)):
-            is_sliced = kind == ALL_REDUCE and _is_sliced(frame, instruction, part, array, groups)
-            key = (REDUCE_SCATTER if is_sliced else kind, array.dtype)
+            scattered = kind == ALL_REDUCE and is_scattered(frame, instruction, part, array, groups)
+            key = (REDUCE_SCATTER if scattered else kind, array.dtype)
             parts[key] = parts.get(key, 0) + array.num_bytes
         for (kind, dtype), operand_bytes in parts.items():
             payload_bytes = operand_bytes * group_size if kind == ALL_GATHER else operand_bytes
@@ -233,63 +235,15 @@ def _wire_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 
 
 def _operand_arrays(frame: Frame, instruction: Instruction) -> list[Array]:
+    """The arrays that a device puts in; buffers that are only written to are left out."""
     instructions = frame.computation.instructions
+    first = instructions[instruction.operands[0]].arrays
+    slices = instruction.braced("slice_sizes")
+    if slices is not None:
+        return [Array(dtype=first[0].dtype, sizes=sizes) for sizes in listed(slices)]
     if instruction.opcode.startswith(RAGGED_ALL_TO_ALL):
-        return list(instructions[instruction.operands[0]].arrays)
+        return list(first)
     return [array for operand in instruction.operands for array in instructions[operand].arrays]
-
-
-def _is_sliced(frame: Frame, instruction: Instruction, part: int, array: Array, groups: Groups) -> bool:
-    """Whether each device keeps only its own 1/n of a part of an all-reduce, wherever that is used."""
-    is_combined = len(instruction.operands) > 1
-    return _uses_are_slices(frame, instruction.name, part if is_combined else None, array, groups)
-
-
-def _uses_are_slices(frame: Frame, name: str, part: int | None, array: Array, groups: Groups) -> bool:
-    """The same for what copies, fusions and calls make of it; `part` is None where it is no tuple."""
-    uses = [
-        _use_is_slice(frame, user, name, part, array, groups)
-        for user in frame.computation.users.get(name, ())
-        if part is None or user.opcode != "get-tuple-element" or user.index == part
-    ]
-    if frame.computation.root.name == name:
-        is_called = frame.parent is not None and frame.caller is not None and frame.carry is None
-        uses.append(
-            is_called and _uses_are_slices(frame.parent, frame.caller.name, part, array, groups)
-        )
-    return bool(uses) and all(uses)
-
-
-def _use_is_slice(
-    frame: Frame, user: Instruction, name: str, part: int | None, array: Array, groups: Groups
-) -> bool:
-    positions = [number for number, operand in enumerate(user.operands) if operand == name]
-    if part is not None:
-        rest = None if user.opcode == "get-tuple-element" else part
-        return user.opcode in ("get-tuple-element", "all-reduce-done") and _uses_are_slices(
-            frame, user.name, rest, array, groups
-        )
-    if user.opcode == "dynamic-slice":
-        return positions == [0] and _slices_differ(frame, user, array, groups)
-    if user.opcode in COPIES or user.opcode in ("convert", "transpose", "all-reduce-done"):
-        return _uses_are_slices(frame, user.name, None, array, groups)
-    inner = frame.callee(user)
-    if inner is None:
-        return False
-    parameters = inner.computation.parameters
-    return all(_uses_are_slices(inner, parameters[k].name, None, array, groups) for k in positions)
-
-
-def _slices_differ(frame: Frame, user: Instruction, array: Array, groups: Groups) -> bool:
-    """Whether the devices of each group take n different slices of 1/n."""
-    if any(user.arrays[0].num_elements * len(group) != array.num_elements for group in groups):
-        return False
-    starts = [value(frame, operand) for operand in user.operands[1:]]
-    known = [start for start in starts if start is not None]
-    if len(known) < len(starts):
-        return False
-    start_of = np.stack(known, axis=1)
-    return all(len(np.unique(start_of[list(group)], axis=0)) == len(group) for group in groups)
 
 
 def _leaves_the_host(instruction: Instruction) -> bool:

@@ -1,11 +1,11 @@
-"""Where the values of a compiled program come from: frames, origins, integer values, trip counts.
+"""Where the values of a compiled program come from: frames, origins and integers per device.
 
-Answers two questions of `collectives.py`: how often a loop runs, and which index each device slices at.
-Both look through copies, fusions, calls and values that a loop hands on unchanged.
+Looks through copies, fusions, calls and values that a loop hands on unchanged. Serves two questions:
+how often a loop runs (`trip_count.py`), and which slice each device keeps (`reduce_scatter.py`).
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +16,24 @@ COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-
 """Operations that pass the value of their first operand on."""
 
 _CALLEES = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
-_ARITHMETIC: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
-    "subtract": np.subtract,
     "multiply": np.multiply,
     "divide": np.floor_divide,
     "remainder": np.remainder,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
+    "and": np.bitwise_and,
+    "shift-right-logical": np.right_shift,
+    "select": np.where,
+    "clamp": lambda low, middle, high: np.clip(middle, low, high),
 }
-_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
+_COMPARISONS = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +128,6 @@ def origin(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> Origin:
             name, elements = instruction.operands[elements[-1]], elements[:-1]
         elif inner is not None and instruction.opcode != "async-start":
             frame, name = inner, inner.computation.root.name
-        elif instruction.opcode == "while" and _kept(frame.body(instruction), elements):
-            name = instruction.operands[0]
         elif instruction.opcode == "parameter" and frame.parent is not None and _kept(frame, elements):
             frame, name = frame.parent, frame.arguments[int(instruction.arguments)]
         else:
@@ -162,13 +168,17 @@ def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray
         return np.full(num_devices, table[0]) if table is not None and len(table) == 1 else None
     if opcode == "dynamic-slice":
         return _looked_up(made)
-    inputs = [value(made.frame, operand) for operand in operands]
-    known = [array for array in inputs if array is not None]
-    if len(known) < len(inputs):
-        return None
-    if opcode == "clamp":
-        return np.clip(known[1], known[0], known[2])
-    return _ARITHMETIC[opcode](*known) if opcode in _ARITHMETIC else None
+    direction = made.instruction.attribute("direction") or ""
+    function = _COMPARISONS.get(direction) if opcode == "compare" else _ARITHMETIC.get(opcode)
+    inputs = values(made.frame, operands) if function is not None else None
+    return function(*inputs) if function is not None and inputs is not None else None
+
+
+def values(frame: Frame, names: Sequence[str]) -> list[np.ndarray] | None:
+    """The integers of several scalars as in `value`, None unless all are known."""
+    found = [value(frame, name) for name in names]
+    known = [array for array in found if array is not None]
+    return known if len(known) == len(found) else None
 
 
 def _looked_up(made: Origin) -> np.ndarray | None:
@@ -192,75 +202,6 @@ def _table(constant: Instruction, num_devices: int) -> np.ndarray | None:
     sizes = constant.arrays[0].sizes
     if constant.arguments == "{...}" and sizes == (num_devices,):
         return np.arange(num_devices)
-    if len(sizes) > 1 or not re.fullmatch(r"[{}\d,\s\-]+", constant.arguments):
+    if not re.fullmatch(r"[{}\d,\s\-]+", constant.arguments):
         return None
     return np.array([int(number) for number in re.findall(r"-?\d+", constant.arguments)])
-
-
-def trip_count(frame: Frame, loop: Instruction) -> int | None:
-    """How many rounds a while loop makes.
-
-    Args:
-        frame: where the loop is.
-        loop: the `while` instruction.
-
-    Returns:
-        What XLA noted, else what follows from the loop's counter (start, step, limit); None where
-        neither tells.
-    """
-    noted = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
-    if noted:
-        return int(noted.group(1))
-    condition, body = frame.condition(loop), frame.body(loop)
-    test = origin(condition, condition.computation.root.name)
-    direction = test.instruction.attribute("direction")
-    if test.instruction.opcode != "compare" or direction not in _MIRRORED:
-        return None
-    left, right = test.instruction.operands
-    counter = _counter(test.frame, left, condition)
-    if counter is None:
-        left, right, direction = right, left, _MIRRORED[direction]
-        counter = _counter(test.frame, left, condition)
-    if counter is None:
-        return None
-    start, limit = _same(value(frame, loop.operands[0], (counter,))), _same(value(test.frame, right))
-    step = _step(body, counter)
-    if start is None or limit is None or not step:
-        return None
-    return _rounds(start, limit, step, direction)
-
-
-def _counter(frame: Frame, name: str, condition: Frame) -> int | None:
-    """Which element of what the loop carries `name` is, if it is one."""
-    made = origin(frame, name)
-    is_carried = made.instruction.opcode == "parameter" and made.frame.computation is condition.computation
-    return made.elements[0] if is_carried and len(made.elements) == 1 else None
-
-
-def _step(body: Frame, counter: int) -> int | None:
-    """What a round adds to the counter."""
-    update = origin(body, body.computation.root.name, (counter,))
-    if update.instruction.opcode not in ("add", "subtract"):
-        return None
-    left, right = update.instruction.operands
-    if update.instruction.opcode == "add" and _counter(update.frame, left, body) != counter:
-        left, right = right, left
-    if _counter(update.frame, left, body) != counter:
-        return None
-    step = _same(value(update.frame, right))
-    return -step if step is not None and update.instruction.opcode == "subtract" else step
-
-
-def _same(values: np.ndarray | None) -> int | None:
-    """The one number that all devices hold, if they do."""
-    return int(values[0]) if values is not None and (values == values[0]).all() else None
-
-
-def _rounds(start: int, limit: int, step: int, direction: str) -> int | None:
-    if direction in ("LT", "LE") and step > 0:
-        return len(range(start, limit + (direction == "LE"), step))
-    if direction in ("GT", "GE") and step < 0:
-        return len(range(start, limit - (direction == "GE"), step))
-    if direction == "NE" and (limit - start) % step == 0 and (limit - start) // step >= 0:
-        return (limit - start) // step
-    return None

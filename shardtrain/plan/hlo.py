@@ -51,26 +51,15 @@ class Instruction:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the instructions whose values this one takes."""
-        if self.opcode in ("constant", "parameter"):
-            return ()
-        if "%" in self.arguments:
-            return tuple(re.findall(r"%([\w.\-]+)", self.arguments))
-        plain = re.sub(r"/\*.*?\*/", "", self.arguments)
-        return tuple(word.strip() for word in plain.split(",") if word.strip())
+        return tuple(re.findall(r"%([\w.\-]+)", self.arguments))
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
         """The arrays of the result; one unless it is a tuple."""
-        plain = re.sub(r"\{[^{}]*\}", "", self.type)
         return tuple(
-            Array(dtype=dtype, sizes=tuple(int(size.strip(" <=")) for size in sizes.split(",") if size.strip()))
-            for dtype, sizes in _ARRAY.findall(plain)
+            Array(dtype=dtype, sizes=tuple(int(size) for size in re.findall(r"\d+", sizes)))
+            for dtype, sizes in _ARRAY.findall(self.type)
         )
-
-    @property
-    def is_tuple(self) -> bool:
-        """Whether the result is a tuple."""
-        return self.type.startswith("(")
 
     def attribute(self, key: str) -> str | None:
         """The text of attribute `key` when it is a name or a number, None where it is absent."""

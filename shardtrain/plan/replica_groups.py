@@ -30,17 +30,17 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
         num_devices: devices that the program runs on.
 
     Returns:
-        Groups of device numbers. Pairs from a device to itself are left out.
+        Groups of device numbers.
 
     Raises:
         ValueError: if the groups are spelled in a way that this reader does not know.
     """
     pairs = instruction.braced("source_target_pairs")
     if pairs is not None:
-        return tuple(pair for pair in _listed(pairs) if pair[0] != pair[1])
-    listed = instruction.braced("replica_groups")
-    if listed is not None:
-        return _listed(listed) or (tuple(range(num_devices)),)
+        return listed(pairs)
+    groups = instruction.braced("replica_groups")
+    if groups is not None:
+        return listed(groups) or (tuple(range(num_devices)),)
     start = instruction.attributes.find("replica_groups=")
     if start < 0:
         return (tuple(range(num_devices)),)
@@ -75,14 +75,25 @@ def axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(name for name, differs in zip(axis_sizes, varies, strict=True) if differs)
 
 
-def _listed(text: str) -> Groups:
-    """Spelling 1: `{0,1},{2,3}`."""
+def listed(text: str) -> Groups:
+    """Read numbers in braces.
+
+    Args:
+        text: numbers in braces, as they stand between the braces of an attribute.
+
+    Returns:
+        The numbers, group by group; empty groups are left out.
+
+    Example:
+        >>> listed("{0,1},{2,3}")
+        ((0, 1), (2, 3))
+    """
     groups = (tuple(_integers(group)) for group in re.findall(r"\{([\d,\s]*)\}", text))
     return tuple(group for group in groups if group)
 
 
 def _arrange(match: re.Match[str]) -> np.ndarray:
-    """Spelling 2: `[4,2]<=[2,4]T(1,0)`, an iota over the right sizes, transposed, in the left shape."""
+    """The second spelling: `[4,2]<=[2,4]T(1,0)`, all numbers in the right sizes, transposed, reshaped."""
     left, right, permutation = match.groups()
     sizes = _integers(right or left)
     devices = np.arange(math.prod(sizes)).reshape(sizes)
@@ -92,7 +103,7 @@ def _arrange(match: re.Match[str]) -> np.ndarray:
 
 
 def _over_mesh(match: re.Match[str]) -> np.ndarray:
-    """Spelling 3: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}`, axes or parts of axes."""
+    """The third spelling: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}`."""
     axes_text, ids_text, joined = match.groups()
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes_text)}
     position = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))

@@ -1,6 +1,6 @@
 """Pictures of a run, and the one door to matplotlib (extra `plots`).
 
-matplotlib is imported where a picture is drawn, without pyplot, so that no backend or style of the process changes.
+matplotlib is imported where a picture is drawn, without pyplot, so that no backend or style changes.
 """
 
 import importlib.util
@@ -35,8 +35,8 @@ def installed() -> bool:
 def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> Path:
     """Draw the training and held-out losses of a run over its steps.
 
-    Training is a light line with a smoothed one over it. Where losses span decades the axis is logarithmic; the
-    first hundredth of the steps may start above the picture.
+    Training is a light line with a smoothed one over it. Where losses span decades the axis is logarithmic;
+    the first hundredth of the steps may lie above the picture.
 
     Args:
         jsonl_path: what `metrics.JsonLines` wrote, with `train/loss`, `heldout/loss` or both.
@@ -86,8 +86,8 @@ def series(records: Sequence[dict[str, float]], name: str) -> Series:
 def smooth(values: np.ndarray, half_window: int) -> np.ndarray:
     """A centred running mean over the finite values.
 
-    The window reaches no further than a quarter of the way back to the start, so that the steep first steps are not
-    flattened; at the end it keeps its past half.
+    The window reaches no further than a quarter of the way back to the start, so that the steep first steps
+    are not flattened; at the end it keeps its past half.
 
     Args:
         values: float64 (N,), nan where there is none.
@@ -107,7 +107,7 @@ def smooth(values: np.ndarray, half_window: int) -> np.ndarray:
 
 
 def spans_decades(values: np.ndarray) -> bool:
-    """Whether values ask for a logarithmic axis: all finite ones positive, the largest over 20 times the smallest."""
+    """Whether values ask for a logarithmic axis: all positive, the largest over 20 times the smallest."""
     finite = values[np.isfinite(values)]
     return bool(finite.size and finite.min() > 0 and finite.max() > 20 * finite.min())
 

@@ -6,34 +6,14 @@ Owns how numbers and times look there. Files of metrics are in `metrics.py`.
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
-from shardtrain.metrics import Rate
-
-
-class Progress(Protocol):
-    """What a loop tells the person who waits; a context manager."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show that `step` is done.
-
-        Args:
-            step: steps done since the start of the run, resumed or not.
-            values: as in the sinks; `train/loss`, `heldout/loss` and `<unit>_per_second` are shown, others left out.
-        """
-        ...
-
-    def note(self, text: str) -> None:
-        """Say something (a checkpoint saved, a warning) without breaking the bar."""
-        ...
+from shardtrain.metrics import Progress, Rate
 
 
 def progress(
@@ -51,9 +31,9 @@ def progress(
         total_steps: steps of the whole run.
         start_step: steps done before a resume.
         unit: what is counted per second; the values hold it as `<unit>_per_second`.
-        console: where to write; None is standard output. `Console(quiet=True)` for ranks that should be silent.
-        plain_every_seconds: plain lines are at least so far apart, but for the first, the last and those with a
-            held-out loss; 0 writes each update.
+        console: where to write; None is standard output. `Console(quiet=True)` silences a rank.
+        plain_every_seconds: plain lines are at least so far apart, but for the first, the last and those with
+            a held-out loss; 0 writes each update.
         clock: seconds, never backwards.
 
     Returns:
@@ -104,10 +84,11 @@ class Bar:
         self._clock = clock
         self._status = _Status(total_steps, unit)
         self._rich = RichProgress(
-            MofNCompleteColumn(),
+            # Where the terminal is narrow the bar gives way, not the numbers.
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
             console=console,
             get_time=clock,
             refresh_per_second=4,

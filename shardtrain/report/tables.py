@@ -1,6 +1,6 @@
 """Small tables and lines for people: of shardings, of meshes, of anything with a header and rows.
 
-What is in them is the caller's. A table goes to a console with `console.print(table(...))`, or to a file as text.
+What is in them is the caller's. `console.print(table(...))` shows a table, `table_text` makes it a string.
 """
 
 import io

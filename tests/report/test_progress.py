@@ -32,12 +32,12 @@ def test_plain_lines_by_value():
         )
         clock.now_seconds = 4.0
         shown.update(140, {"train/loss": 2.25})
-        shown.note("saved checkpoint [140] at step 140")
+        shown.note("saved checkpoint [bold] at step 140")
     assert file.getvalue().splitlines() == [
         "step 100/1000  loss 2.5000",
         "step 120/1000  loss 2.3412  heldout 2.4000  12.3k tokens/s  left 1m28s",
         "step 140/1000  loss 2.2500  12.3k tokens/s  left 1m26s",
-        "saved checkpoint [140] at step 140",
+        "saved checkpoint [bold] at step 140",
     ]
 
 
@@ -91,16 +91,16 @@ def test_the_bar_shows_losses_rate_and_times(monkeypatch):
         shown.update(120, {"train/loss": 2.34117, "tokens_per_second": 12_345})
     last = file.getvalue().rpartition("\r")[2]
     assert " 120/1000 " in last
-    assert "loss 2.3412  heldout 2.4000  12.3k tokens/s  left 1m28s 0:00:02" in last
+    assert " 0:00:02 loss 2.3412  heldout 2.4000  12.3k tokens/s  left 1m28s" in last
 
 
 def test_a_note_stands_above_the_bar(monkeypatch):
     shown, file, _ = bar(monkeypatch, total_steps=10)
     with shown:
         shown.update(1, {"train/loss": 2.0})
-        shown.note("saved [1]")
+        shown.note("saved [bold]")
     text = file.getvalue()
-    assert text.index("saved [1]\n") < text.rindex("1/10")
+    assert text.index("saved [bold]\n") < text.rindex("1/10")
 
 
 def test_the_choice_follows_the_terminal(monkeypatch):

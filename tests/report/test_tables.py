@@ -39,7 +39,8 @@ def test_all_uneven_rows_are_named():
     with pytest.raises(ValueError) as error:
         table(["a", "b"], [[1], [1, 2], [1, 2, 3]])
     assert str(error.value) == (
-        "a table with the 2 columns ('a', 'b') was asked for, but row 0 has 1, row 2 has 3. Give each row 2 cells."
+        "a table with the 2 columns ('a', 'b') was asked for, but row 0 has 1, row 2 has 3. "
+        "Give each row 2 cells."
     )
 
 

@@ -1,0 +1,33 @@
+"""The main job: a GPT on the bytes of real text, by default the sources of Python's standard library.
+
+    shardtrain train examples/gpt_text.py --data my_texts/ --steps 2000 --model.num-layers 8
+"""
+
+import jax
+
+from shardtrain.config import Run
+from shardtrain.data import Text
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.generate import generate
+from shardtrain.optimizer import Optimizer, Schedule
+
+SEQ = 128
+
+
+def sample(apply) -> str:
+    """What the model writes after a beginning."""
+    prompt = b"def "
+    tokens = generate(apply, [list(prompt)], 240, jax.random.key(0), seq=SEQ, temperature=0.7)
+    return "sample:\n" + bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
+
+
+def run() -> Run:
+    data = Text(seq=SEQ)
+    return Run(
+        model=DecoderConfig(vocab=data.vocab, seq=SEQ, embed=128, num_layers=4, num_heads=8, mlp=512),
+        data=data,
+        optimizer=Optimizer(learning_rate=Schedule(name="cosine", peak=2e-3, warmup=30)),
+        batch=16,
+        steps=300,
+        sample=sample,
+    )

@@ -1,0 +1,76 @@
+"""The command line: `shardtrain COMMAND ...`, one file a command, each with `main(arguments) -> exit code`.
+
+Nothing here imports jax before a command runs: `--cpu-devices` must be set before that.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from shardtrain.layout import near
+
+COMMANDS = {
+    "train": "train a run, or go on with it",
+    "inspect": "show how a run lies on a mesh, without compiling",
+}
+"""Command -> what it does; the module of this package by that name has it."""
+
+USER_ERROR = 2
+TRACEBACK = "SHARDTRAIN_TRACEBACK"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+      arguments: without the program's name; by default those of this process.
+
+    Returns:
+      The exit code: 0 done, 2 a mistake in what was asked (one message, no traceback unless
+      SHARDTRAIN_TRACEBACK=1), 128 + the signal's number when a signal ended the run.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0 if arguments else USER_ERROR
+    command, *rest = arguments
+    if command not in COMMANDS:
+        sys.stderr.write(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
+        return USER_ERROR
+    try:
+        set_cpu_devices(rest)
+        return importlib.import_module(f"shardtrain.cli.{command}").main(rest)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        sys.stderr.write(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
+        return USER_ERROR
+
+
+def usage() -> str:
+    """The text of --help."""
+    lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
+    return "usage: shardtrain COMMAND ...\n\n" + "\n".join(lines) + "\n\nshardtrain COMMAND --help tells its options.\n"
+
+
+def set_cpu_devices(arguments: list[str]) -> None:
+    """Take `--cpu-devices N` out of the arguments and have jax simulate N devices on the CPU.
+
+    Raises:
+      ValueError: N is not a number from 1.
+    """
+    names = [i for i, word in enumerate(arguments) if word.split("=")[0] in ("--cpu-devices", "--cpu_devices")]
+    if not names:
+        return
+    start = names[-1]
+    word, equals, number = arguments[start].partition("=")
+    if not equals:
+        number = arguments[start + 1] if start + 1 < len(arguments) else ""
+    if not number.isdigit() or int(number) < 1:
+        raise ValueError(f"{word} needs a number of devices from 1, as in {word} 8; got {number!r}")
+    del arguments[start : start + (1 if equals else 2)]
+    flag = f"--xla_force_host_platform_device_count={number}"
+    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, flag])
+    os.environ["JAX_PLATFORMS"] = "cpu"

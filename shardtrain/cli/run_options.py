@@ -1,0 +1,156 @@
+"""RUN and its options: loads `path.py:name` or `module:name`, and puts a run's fields on the command line.
+
+The options are the fields of `Run` and of the dataclasses in it, with the run's own values as
+defaults; so they are the same in Python and here, typed, and unknown names are refused.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from shardtrain.config import Run, Strategy
+from shardtrain.layout import near, parse_mesh, read_layout
+from shardtrain.model import Model
+
+PYTHON_ONLY = ("strategy", "loss", "sample")
+"""Fields of a run that are no options as they stand; the strategy has options of its own."""
+
+SHORT = {"--data": "--data.paths"}
+"""Options that are worth a shorter name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The options of a strategy; None keeps what the run says.
+
+    Args:
+      mesh: axis sizes such as data=2,fsdp=-1 (-1: the rest), or a file of meshes/.
+      zero: what fsdp shards. 3: parameters, gradients, optimizer state; 2: the last two; 1: the last.
+      sequence_sharded: shard activations between blocks over tensor, along the sequence.
+      unnamed: refuse or replicate parameters whose dims have no names.
+      accumulate: microbatches that add up to one step.
+    """
+
+    mesh: str | None = None
+    zero: int | None = None
+    sequence_sharded: bool | None = None
+    unnamed: str | None = None
+    accumulate: int | None = None
+
+    def applied_to(self, strategy: Strategy) -> Strategy:
+        """The strategy with these changes."""
+        layout = strategy.layout
+        if self.mesh is not None and (self.mesh.endswith(".toml") or Path(self.mesh).is_file()):
+            layout = read_layout(Path(self.mesh))
+        elif self.mesh is not None:
+            layout = dataclasses.replace(layout, mesh=parse_mesh(self.mesh))
+        changes = {name: getattr(self, name) for name in ("zero", "sequence_sharded", "unnamed")}
+        layout = dataclasses.replace(layout, **{name: v for name, v in changes.items() if v is not None})
+        accumulate = strategy.accumulate if self.accumulate is None else self.accumulate
+        return Strategy(layout=layout, accumulate=accumulate)
+
+
+def load_run(where: str) -> Run:
+    """The run that a file or module makes.
+
+    Args:
+      where: `path.py`, `path.py:name`, or `module:name`; without a name, `run`.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: no such name in it, or not a function that returns a `Run`.
+    """
+    source, _, name = where.partition(":")
+    module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    make: Callable[[], Run] | None = getattr(module, name or "run", None)
+    if make is None:
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ValueError(f"{source} has no {near(name or 'run', names)}; a run file defines def run() -> Run")
+    run = make() if callable(make) else make
+    if not isinstance(run, Run):
+        raise ValueError(f"{where} gave {type(run).__name__} {run!r}; it must return a shardtrain.config.Run")
+    if run.run_dir is None:
+        run = dataclasses.replace(run, run_dir=Path("runs") / re.sub(r"\W", "_", Path(source).stem))
+    return run
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no run file {path}; give a path.py[:name] or module:name")
+    # under its stem, so that what pickles or prints names of the file finds it again
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def parse_run(command: str, arguments: Sequence[str], extra: type | None = None) -> tuple[Run, Any]:
+    """Read `RUN [options]`.
+
+    Args:
+      command: for the help.
+      arguments: what stands behind the command.
+      extra: a dataclass of the command's own options.
+
+    Returns:
+      The run with the options applied, and an instance of `extra`.
+    """
+    usage = f"shardtrain {command}"
+    if not arguments or arguments[0].startswith("-"):
+        wants_help = bool(arguments) and arguments[0] in ("-h", "--help")
+        text = (
+            f"usage: {usage} RUN [--cpu-devices N] [options]\n\nRUN is path.py[:name] or module:name, a function that"
+            f" returns a Run.\nIts options are shown by: {usage} RUN --help\n"
+        )
+        if wants_help:
+            sys.stdout.write(text)
+            raise SystemExit(0)
+        raise ValueError(f"RUN is missing\n{text}")
+    run = load_run(arguments[0])
+    words = [_long(word) for word in arguments[1:]]
+    shown = {
+        f.name: getattr(run, f.name)
+        for f in dataclasses.fields(Run)
+        if f.name not in PYTHON_ONLY and _is_option(getattr(run, f.name))
+    }
+    parsed: Any = tyro.cli(
+        _options_class(shown, extra),
+        args=words,
+        prog=f"{usage} {arguments[0]}",
+        description="Options of the run, with its values as defaults. --cpu-devices N simulates N devices on the CPU.",
+    )
+    changes = {name: getattr(parsed, name) for name in shown}
+    strategy = parsed.strategy.applied_to(run.strategy)
+    return dataclasses.replace(run, **changes, strategy=strategy), getattr(parsed, "extra", None)
+
+
+def _long(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return SHORT.get(name, name) + equals + value
+
+
+def _is_option(value: Any) -> bool:
+    if dataclasses.is_dataclass(value):
+        return not isinstance(value, Model)
+    return value is None or isinstance(value, bool | int | float | str | Path)
+
+
+def _options_class(shown: dict[str, Any], extra: type | None) -> type:
+    annotations = {f.name: f.type for f in dataclasses.fields(Run)}
+    flat = tyro.conf.OmitArgPrefixes
+    members: list[Any] = [("strategy", flat[StrategyOptions], dataclasses.field(default=StrategyOptions()))]
+    if extra is not None:
+        members.append(("extra", flat[extra], dataclasses.field(default=extra())))
+    for name, value in shown.items():
+        kind = type(value) if dataclasses.is_dataclass(value) else annotations[name]
+        members.append((name, kind, dataclasses.field(default=value)))
+    return dataclasses.make_dataclass("Options", members, frozen=True, kw_only=True)

@@ -1,0 +1,148 @@
+"""A run: what to train, on what, how; composed of its owners' dataclasses, and as text.
+
+A run file is Python with `def run() -> Run`. The same fields stand on the command line (`cli/`).
+Next: `loop.py`, which carries a run out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import optax
+
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.layout import Layout, problems_error
+from shardtrain.loss import Loss, next_token_loss
+from shardtrain.optimizer import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How a run is spread out: data only, so that it can be printed, compared and saved.
+
+    Args:
+      layout: axis sizes and rules.
+      accumulate: microbatches whose gradients add up to one step.
+
+    Raises:
+      ValueError: `accumulate` is below 1.
+    """
+
+    layout: Layout = Layout()
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate is {self.accumulate} microbatches; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run.
+
+    Args:
+      model: a function rngs -> nnx.Module (a config of `shardtrain.models` is one), or a
+        `shardtrain.model.Model`. Fields of a dataclass stand on the command line as --model.NAME.
+      data: has `train(folder)` and `heldout(folder)`, each giving a random-access source (heldout
+        may give None); see `shardtrain.data.Text`.
+      loss: (apply, batch) -> (sum, count).
+      optimizer: by name, or any optax transformation.
+      strategy: layout and accumulation.
+      batch: examples in a step, over all devices and microbatches.
+      steps: the last step.
+      seed: of parameters, dropout and data order.
+      nonfinite: what to do when loss or gradient is not finite. The step never changes anything
+        then; "skip" goes on and reports it, "stop" ends the run.
+      log_every: steps between lines of metrics.
+      evaluate_every: steps between held-out losses; None only at the end.
+      evaluate_batches: batches of a held-out loss, from the first; None takes all.
+      checkpoints: when to save and what to keep.
+      run_dir: the run's folder; None is runs/ and the name of the run file.
+      sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
+      unit: what the loss counts, for rates: tokens, examples.
+
+    Raises:
+      ValueError: lists every number that is out of range.
+    """
+
+    model: Any
+    data: Any
+    loss: Loss = next_token_loss
+    optimizer: Optimizer | optax.GradientTransformation = Optimizer()
+    strategy: Strategy = Strategy()
+    batch: int = 32
+    steps: int = 1000
+    seed: int = 0
+    nonfinite: Literal["skip", "stop"] = "skip"
+    log_every: int = 10
+    evaluate_every: int | None = 100
+    evaluate_batches: int | None = 8
+    checkpoints: CheckpointPolicy = CheckpointPolicy(every_steps=None, every_minutes=10.0)
+    run_dir: Path | None = None
+    sample: Callable[[Any], str] | None = None
+    unit: str = "tokens"
+
+    def __post_init__(self) -> None:
+        counts = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
+        values = {name: getattr(self, name) for name in counts}
+        problems = [
+            f"{name} is {value}; use 1 or more" for name, value in values.items() if value is not None and value < 1
+        ]
+        if not 0 <= self.seed < 2**32:
+            problems.append(f"seed is {self.seed}; use a number from 0 to 2**32 - 1")
+        if self.nonfinite not in ("skip", "stop"):
+            problems.append(f"nonfinite is {self.nonfinite!r}; allowed: 'skip' or 'stop'")
+        if problems:
+            raise problems_error("this run cannot be started", problems)
+
+
+def describe(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A run, or any part of it, as flat data: dotted name -> number, text, list or None.
+
+    Functions stand there by their import names: enough to compare and to read, not to rebuild.
+
+    >>> describe(Strategy(accumulate=4))["accumulate"]
+    4
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {f.name: getattr(value, f.name) for f in fields(value)}
+    elif isinstance(value, Mapping):
+        items = dict(value)
+    else:
+        return {prefix: _scalar(value)}
+    flat: dict[str, Any] = {}
+    for name, item in items.items():
+        flat |= describe(item, f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
+def _scalar(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return [_scalar(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return f"given in Python ({type(value).__name__})"
+
+
+def run_text(description: Mapping[str, Any]) -> str:
+    """A description as text, a line each: `batch = 32`."""
+    return "".join(f"{name} = {value!r}\n" for name, value in description.items())
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two descriptions, a line each.
+
+    >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
+    ['batch: 32 -> 64']
+    """
+    missing = "(not there)"
+    return [
+        f"{name}: {old.get(name, missing)!r} -> {new.get(name, missing)!r}"
+        for name in [*old, *(n for n in new if n not in old)]
+        if old.get(name, missing) != new.get(name, missing)
+    ]

@@ -1,0 +1,222 @@
+"""A source -> batches, in an order that only the seed and the number of samples decide.
+
+The one door to Grain: its global shuffle and its prefetch threads. Any batch can be loaded on its
+own, so a saved position costs nothing to return to. Next: `placement.py` (onto the mesh).
+"""
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol, TypedDict, cast
+
+import grain
+import numpy as np
+
+from shardtrain.layout import problems_error
+
+Batch = dict[str, np.ndarray]
+
+
+class Source(Protocol):
+    """Samples by number. It is read by several threads at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, np.ndarray]: ...
+
+
+class Position(TypedDict):
+    """How far a run has read: a dict that JSON can hold. It does not depend on the batch size.
+
+    epoch: the epoch that the next batch comes from.
+    index: samples of this epoch that were read before it.
+    """
+
+    epoch: int
+    index: int
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
+    """The order of an epoch: a random permutation that needs no memory.
+
+    Args:
+      num_samples: of the source.
+      seed: 0 or more.
+      epoch: 0 or more.
+
+    Returns:
+      position in the epoch -> sample of the source.
+
+    >>> order = epoch_order(5, seed=0, epoch=0)
+    >>> sorted(order(position) for position in range(5))
+    [0, 1, 2, 3, 4]
+    """
+    # Grain itself adds seed and epoch, so that epoch 1 of seed 0 would be epoch 0 of seed 1
+    epoch_seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+    # Grain 0.2.18 repeats one sample and loses another where the highest index is 4**8, 4**9, ...;
+    # so the highest index is made odd, and an index that is no sample is shuffled on
+    dataset = grain.MapDataset.range(num_samples + num_samples % 2).shuffle(seed=epoch_seed)
+    shuffled = cast("Sequence[int]", dataset)
+
+    def sample(position: int) -> int:
+        index = shuffled[position]
+        while index >= num_samples:
+            index = shuffled[index]
+        return index
+
+    return sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The batches of a source: epoch after epoch, each sample once an epoch, none dropped.
+
+    Batch k of an epoch holds positions [k * batch, (k + 1) * batch) of the epoch's order. The last
+    one may be short: it is filled up with copies of its own rows whose weights are 0. For held-out
+    data use `epochs=1, shuffle=False`.
+
+    Args:
+      source: samples, each a dict of arrays of the same shapes.
+      batch: rows of a batch, B.
+      seed: of the order.
+      epochs: how many; None goes on without end.
+      shuffle: without it the order is that of the source.
+      rows: which rows of each batch to load, such as `placement.process_rows` or an island's share;
+        None loads all. It changes nothing about which sample stands in which row.
+      prefetch: batches that are loaded ahead, each on a thread of its own; 0 uses no threads.
+
+    Raises:
+      ValueError: lists everything that is out of range.
+
+    >>> source = [{"x": np.array(i)} for i in range(3)]
+    >>> for batch, position in Batches(source=source, batch=2, epochs=1, shuffle=False).iterate():
+    ...     print(batch["x"], batch["weights"], position)
+    [0 1] [1. 1.] {'epoch': 0, 'index': 2}
+    [2 2] [1. 0.] {'epoch': 1, 'index': 0}
+    """
+
+    source: Source
+    batch: int
+    seed: int = 0
+    epochs: int | None = None
+    shuffle: bool = True
+    rows: Sequence[int] | np.ndarray | None = None
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value}; use {least} or more"
+            for name, least in (("batch", 1), ("seed", 0), ("epochs", 1), ("prefetch", 0))
+            if (value := getattr(self, name)) is not None and value < least
+        ]
+        if len(self.source) == 0:
+            problems.append("source has no samples; give one with 1 or more")
+        if self.rows is not None:
+            wrong = [int(row) for row in self.rows if not 0 <= row < self.batch]
+            if wrong or len(self.rows) == 0:
+                problems.append(f"rows has {wrong or 'nothing'}; use rows from 0 to {self.batch - 1}")
+        if problems:
+            raise problems_error("these batches cannot be made", problems)
+
+    def advance(self, position: Position, num_batches: int = 1) -> Position:
+        """The position some batches later.
+
+        >>> batches = Batches(source=[{}] * 10, batch=4)
+        >>> batches.advance({"epoch": 0, "index": 4}, 2)
+        {'epoch': 1, 'index': 0}
+        """
+        epoch, index = position["epoch"], position["index"]
+        left = self._num_batches(len(self.source) - index)
+        if num_batches < left:
+            return Position(epoch=epoch, index=index + num_batches * self.batch)
+        epochs, batches = divmod(num_batches - left, self._num_batches(len(self.source)))
+        return Position(epoch=epoch + 1 + epochs, index=batches * self.batch)
+
+    def num_batches(self, position: Position | None = None) -> int:
+        """How many batches come from a position on; without end it is `sys.maxsize`."""
+        if self.epochs is None:
+            return sys.maxsize
+        epoch, index = (position["epoch"], position["index"]) if position else (0, 0)
+        later = self.epochs - epoch - 1
+        if later < 0:
+            return 0
+        return self._num_batches(len(self.source) - index) + later * self._num_batches(len(self.source))
+
+    def load(self, position: Position) -> Batch:
+        """The batch at a position.
+
+        Returns:
+          The arrays of the samples, stacked: (B, ...), or (len(rows), ...). Beside them "weights",
+          float32 (B,): 1, or what the sample itself has as "weights"; 0 in rows that fill up.
+
+        Raises:
+          ValueError: the samples of a batch have different names or shapes.
+        """
+        position = self._normal(position)
+        first = position["index"]
+        num_real = min(self.batch, len(self.source) - first)
+        rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
+        order = epoch_order(len(self.source), self.seed, position["epoch"]) if self.shuffle else int
+        samples = [self.source[order(first + int(row) % num_real)] for row in rows]
+        batch = _stacked(samples)
+        weights = batch.get("weights", np.ones(len(rows), np.float32))
+        real = (rows < num_real).reshape(-1, *[1] * (weights.ndim - 1))
+        return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
+
+    def iterate(self, position: Position | None = None) -> Generator[tuple[Batch, Position]]:
+        """Load the batches from a position on, ahead of use.
+
+        Args:
+          position: where to begin; None is the beginning.
+
+        Returns:
+          Yields (batch, the position after it): give that one to `iterate` to go on from there, with
+          any batch size. `close()` ends its threads; so does the end, and an error.
+
+        Raises:
+          ValueError: this position is not in this source.
+        """
+        start = self._normal(position or Position(epoch=0, index=0))
+        return self._iterate(start)
+
+    def _iterate(self, start: Position) -> Generator[tuple[Batch, Position]]:
+        options = grain.ReadOptions(num_threads=self.prefetch, prefetch_buffer_size=self.prefetch)
+        dataset = grain.MapDataset.source(_From(self, start)).to_iter_dataset(options)
+        with closing(iter(dataset)) as loaded:
+            for number, batch in enumerate(loaded, start=1):
+                yield batch, self.advance(start, number)
+
+    def _num_batches(self, num_samples: int) -> int:
+        return -(-num_samples // self.batch)
+
+    def _normal(self, position: Position) -> Position:
+        epoch, index = position["epoch"], position["index"]
+        if epoch < 0 or not 0 <= index <= len(self.source):
+            raise ValueError(
+                f"position {dict(position)} is not in a source of {len(self.source)} samples: index goes from"
+                f" 0 to {len(self.source)}. Use the data that it was saved with, or begin at epoch 0."
+            )
+        return Position(epoch=epoch + 1, index=0) if index == len(self.source) else position
+
+
+def _stacked(samples: Sequence[Mapping[str, np.ndarray]]) -> Batch:
+    shapes = {str({name: np.shape(value) for name, value in sorted(sample.items())}) for sample in samples}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"samples of one batch differ: {' and '.join(sorted(shapes))}; give all the same shapes"
+        )
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+class _From:
+    """Batches by number, counted from a position: what Grain's threads read."""
+
+    def __init__(self, batches: Batches, start: Position) -> None:
+        self._batches, self._start = batches, start
+
+    def __len__(self) -> int:
+        return self._batches.num_batches(self._start)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batches.load(self._batches.advance(self._start, index))

@@ -1,0 +1,109 @@
+"""Token files: one-dimensional .npy files of integers, so numpy reads and writes them too.
+
+They are mapped into memory: only what is read comes in. Next: `windows.py`.
+"""
+
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+TOKEN_TYPES = ("uint8", "uint16", "uint32")
+"""What `write_tokens` writes. `open_tokens` reads any integers."""
+
+
+def write_tokens(
+    path: Path, documents: Iterable[ArrayLike], *, dtype: DTypeLike = "uint16", separator: int | None = None
+) -> int:
+    """Write documents into one token file, one behind the other.
+
+    It is written under another name, then renamed: `path` is there whole or not at all.
+
+    Args:
+      path: the file to write; its folder is made.
+      documents: integers (num_tokens,) each, read once, one at a time.
+      dtype: uint8, uint16 or uint32.
+      separator: the token that follows each document; None is no token.
+
+    Returns:
+      The number of tokens in the file.
+
+    Raises:
+      ValueError: another dtype, a document that is not a row of integers, or a token that does not fit.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "tokens.npy"
+    >>> write_tokens(file, [[5, 6], [7]], separator=0)
+    5
+    >>> open_tokens(file).tolist()
+    [5, 6, 0, 7, 0]
+    """
+    kind = np.dtype(dtype)
+    if kind.name not in TOKEN_TYPES:
+        raise ValueError(f"a token file of {kind.name} was asked for; use one of {', '.join(TOKEN_TYPES)}")
+    ending = _as_tokens([] if separator is None else [separator], kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    num_tokens = 0
+    try:
+        with part.open("xb") as file:
+            _write_header(file, kind, 0)
+            for document in documents:
+                for tokens in (_as_tokens(document, kind), ending):
+                    file.write(tokens.data)
+                    num_tokens += len(tokens)
+            # numpy leaves room in the header for this
+            file.seek(0)
+            _write_header(file, kind, num_tokens)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return num_tokens
+
+
+def _write_header(file: BinaryIO, kind: np.dtype, num_tokens: int) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(file, header)
+
+
+def _as_tokens(values: ArrayLike, kind: np.dtype) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"a document is {array.dtype.name} of shape {array.shape}; use a row of integers")
+    worst = 0 if array.size == 0 else int(array.min()) if array.min() < 0 else int(array.max())
+    if not 0 <= worst <= np.iinfo(kind).max:
+        fitting = [name for name in TOKEN_TYPES if 0 <= worst <= np.iinfo(name).max]
+        change = f"use dtype {fitting[0]}" if fitting else "use tokens from 0 to 2**32 - 1"
+        raise ValueError(f"token {worst} does not fit in {kind.name} (0 to {np.iinfo(kind).max}); {change}")
+    return np.ascontiguousarray(array.astype(kind, copy=False))
+
+
+def open_tokens(path: Path) -> np.ndarray:
+    """Map a token file into memory, to read.
+
+    Returns:
+      Integers (num_tokens,), an `np.memmap`.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      ValueError: it is not a one-dimensional .npy file of integers, or it is cut off.
+    """
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no token file {path.absolute()}; make it with write_tokens"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as a token file ({error}); use write_tokens") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; a token file is one row of integers"
+        )
+    return tokens

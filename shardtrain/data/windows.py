@@ -1,0 +1,185 @@
+"""Windows over a token file: sample i is tokens[i*seq : i*seq + seq + 1]; those held out at its end.
+
+Next: `batches.py` (their order).
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from shardtrain.data.tokens import open_tokens
+from shardtrain.layout import problems_error
+
+FINGERPRINT_BLOCKS = 1024
+FINGERPRINT_BLOCK_TOKENS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """A random-access source: tokens `start` to `stop` of a file, cut into windows.
+
+    Neighbours share one token: the last target of one is the first input of the next.
+
+    Args:
+      path: the token file.
+      seq: tokens that a model reads in one window; a sample has one more, the last target.
+      vocab: every token must be below it.
+      start: the first token.
+      stop: one past the last token.
+    """
+
+    path: Path
+    seq: int
+    vocab: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start - 1) // self.seq
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index`.
+
+        Returns:
+          {"tokens": int32 (seq + 1,)}
+
+        Raises:
+          IndexError: no such sample.
+          ValueError: a token is negative, or not below `vocab`.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        begin = self.start + index * self.seq
+        tokens = self._tokens[begin : begin + self.seq + 1]
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab))
+        if wrong.size:
+            token, where = int(tokens[wrong[0]]), begin + int(wrong[0])
+            change = f"set vocab to {token + 1} or more" if token > 0 else "write the file anew"
+            raise ValueError(
+                f"{self.path}: token {token} at {where} is not below vocab {self.vocab}; {change}"
+            )
+        return {"tokens": tokens.astype(np.int32)}
+
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        tokens = open_tokens(self.path)
+        if len(tokens) < self.stop:
+            raise ValueError(
+                f"{self.path} has {len(tokens)} tokens and had {self.stop}: it was replaced; start again"
+            )
+        # a slice of a plain array costs a fifth of one of a memmap; it is the same mapping
+        return np.asarray(tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs where the samples differ: a hash of sizes and of blocks spread over the tokens.
+
+        A position means the same samples only in a source of the same fingerprint.
+        """
+        tokens = self._tokens[self.start : self.stop]
+        found = hashlib.sha256(f"{self.seq} {len(tokens)}".encode())
+        step = max(FINGERPRINT_BLOCK_TOKENS, len(tokens) // FINGERPRINT_BLOCKS)
+        for begin in range(0, len(tokens), step):
+            found.update(tokens[begin : begin + FINGERPRINT_BLOCK_TOKENS].astype("<i8").data)
+        return found.hexdigest()[:16]
+
+
+def split_problems(seq: int, heldout_fraction: float) -> list[str]:
+    """What is wrong with these two numbers.
+
+    >>> split_problems(0, 0.05)
+    ['seq is 0; use 1 or more']
+    """
+    problems = []
+    if seq < 1:
+        problems.append(f"seq is {seq}; use 1 or more")
+    if not 0 <= heldout_fraction < 1:
+        problems.append(f"heldout_fraction is {heldout_fraction}; use 0 (nothing held out) or more, below 1")
+    return problems
+
+
+def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> tuple[Windows, Windows | None]:
+    """Cut a token file into windows to train on and, at its end, windows held out.
+
+    No token is in both. Tokens at the end of each part that fill no window are left over.
+
+    Args:
+      path: the token file.
+      seq: tokens in a window.
+      heldout_fraction: the share of the windows held out, from 0 to 1; above 0 at least one window.
+      vocab: every token is below it.
+
+    Returns:
+      (train, held out); None where nothing is held out.
+
+    Raises:
+      ValueError: the file has too few tokens.
+    """
+    num_tokens = len(open_tokens(path))
+    windows_needed = 2 if heldout_fraction > 0 else 1
+    if num_tokens < windows_needed * (seq + 1):
+        raise ValueError(too_short(path, num_tokens, seq, windows_needed))
+    num_heldout = 0
+    if heldout_fraction > 0:
+        most = (num_tokens - (seq + 1) - 1) // seq
+        num_heldout = min(most, max(1, round(heldout_fraction * ((num_tokens - 1) // seq))))
+    border = num_tokens - (num_heldout * seq + 1) if num_heldout else num_tokens
+    train = Windows(path=path, seq=seq, vocab=vocab, start=0, stop=border)
+    heldout = Windows(path=path, seq=seq, vocab=vocab, start=border, stop=num_tokens)
+    return train, heldout if num_heldout else None
+
+
+def too_short(path: Path, num_tokens: int, seq: int, windows_needed: int) -> str:
+    """The text of the error for a file with too few tokens.
+
+    >>> too_short(Path("a.npy"), 100, 64, 2)
+    'a.npy has 100 tokens; 2 windows of seq 64 need 2 * (64 + 1) = 130. Give more, or use seq 49 or less.'
+    """
+    longest = num_tokens // windows_needed - 1
+    windows = f"{windows_needed} windows" if windows_needed > 1 else "1 window"
+    change = f"Give more, or use seq {longest} or less." if longest > 0 else "Give more."
+    needed = f"{windows_needed} * ({seq} + 1) = {windows_needed * (seq + 1)}"
+    return f"{path} has {num_tokens} tokens; {windows} of seq {seq} need {needed}. {change}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The data of a run: your own token file, from any tokenizer; see `write_tokens`.
+
+    Args:
+      path: a one-dimensional .npy file of integers.
+      vocab: every token is below it.
+      seq: tokens in a window.
+      heldout_fraction: the last part of the file, held out of training.
+
+    Raises:
+      ValueError: lists every number that is out of range.
+    """
+
+    path: Path
+    vocab: int
+    seq: int = 256
+    heldout_fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        problems = split_problems(self.seq, self.heldout_fraction)
+        if not 1 <= self.vocab <= 2**31:
+            problems.append(f"vocab is {self.vocab}; use 1 to 2**31")
+        if problems:
+            raise problems_error("these tokens cannot be used", problems)
+
+    def train(self, folder: Path) -> Windows:
+        """The windows to train on; nothing is written into `folder`.
+
+        Raises:
+          FileNotFoundError: the file is not there.
+          ValueError: it is no token file, or too short.
+        """
+        return split_tokens(self.path, self.seq, self.heldout_fraction, self.vocab)[0]
+
+    def heldout(self, folder: Path) -> Windows | None:
+        """The windows held out, in the same way; None where nothing is held out."""
+        return split_tokens(self.path, self.seq, self.heldout_fraction, self.vocab)[1]

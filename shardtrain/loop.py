@@ -1,0 +1,209 @@
+"""The training loop: step, log, evaluate, save, stop; effects in order, on the host, nothing clever.
+
+Metrics are read some steps late, so that the device never waits for the host. What the pieces are
+and how they are made from a `Run` is in `trainer.py`.
+"""
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, Self
+
+import jax
+
+from shardtrain.checkpoint import Checkpoints, SaveFailed
+from shardtrain.checkpoint_policy import CheckpointPolicy, due
+from shardtrain.metrics import Mean, Progress, Rate, Sink
+from shardtrain.state import State
+from shardtrain.step import Metrics, Step
+
+STEPS_LATE = 2
+"""How many steps may be under way before the host reads the metrics of the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What happens when.
+
+    Args:
+      steps: the last step.
+      log_every: steps between lines of metrics.
+      evaluate_every: steps between held-out losses; None only at the end.
+      nonfinite: "skip" or "stop", see `config.Run`.
+      unit: what the loss counts.
+    """
+
+    steps: int
+    log_every: int = 10
+    evaluate_every: int | None = None
+    nonfinite: Literal["skip", "stop"] = "skip"
+    unit: str = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What the loop works with.
+
+    Args:
+      step: (state, batch) -> (state, metrics), compiled.
+      batches: yields (batch on the mesh, the data position after it).
+      evaluate: state -> held-out values by name; {} where there is nothing held out.
+      checkpoints: where to save.
+      policy: when to save.
+      sink: where metrics go.
+      progress: whom to tell.
+      extra: what a checkpoint holds beside state and position.
+    """
+
+    step: Step
+    batches: Iterator[tuple[Any, Any]]
+    evaluate: Callable[[State], dict[str, float]]
+    checkpoints: Checkpoints
+    policy: CheckpointPolicy
+    sink: Sink
+    progress: Progress
+    extra: Mapping[str, Any]
+
+
+class StopSignals:
+    """While this is entered, Ctrl-C and SIGTERM only ask the loop to stop; a second Ctrl-C interrupts."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        # Python delivers signals to the main thread alone
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+
+
+def run_loop(
+    state: State, first_step: int, pieces: Pieces, pace: Pace, stop: StopSignals
+) -> tuple[State, int]:
+    """Train from `first_step` to `pace.steps`, or until a signal asks to stop.
+
+    Args:
+      state: the state after `first_step` steps; it is donated.
+      first_step: steps done so far.
+      pieces: what to work with.
+      pace: what happens when.
+      stop: asked after every step.
+
+    Returns:
+      The last state, saved, and the number of steps done.
+
+    Raises:
+      FloatingPointError: a loss or gradient is not finite, and `pace.nonfinite` is "stop".
+      SaveFailed: the last save failed. Earlier ones are told to `progress`, and training goes on.
+    """
+    log = _Log(pieces, pace)
+    saved_step, saved_seconds = first_step, time.monotonic()
+    done = first_step
+    while done < pace.steps and stop.received is None:
+        batch, position = next(pieces.batches)
+        state, metrics = pieces.step(state, batch)
+        done += 1
+        log.add(done, metrics)
+        last = done == pace.steps
+        if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
+            log.evaluated(pieces.evaluate, state)
+        if not last and due(pieces.policy, done, time.monotonic() - saved_seconds):
+            saved_step, saved_seconds = done, time.monotonic()
+            _try_save(pieces, done, state, position)
+    log.finish()
+    if done > saved_step:
+        _save(pieces, done, state, position)
+        pieces.checkpoints.wait()
+    return state, done
+
+
+def _save(pieces: Pieces, step: int, state: State, position: Any) -> None:
+    try:
+        pieces.checkpoints.wait()
+    except SaveFailed as failure:
+        pieces.progress.note(f"WARNING: {failure}")
+    pieces.checkpoints.save(step, state, {**pieces.extra, "position": position})
+
+
+def _try_save(pieces: Pieces, step: int, state: State, position: Any) -> None:
+    try:
+        _save(pieces, step, state, position)
+        pieces.progress.note(f"checkpoint of step {step}")
+    except SaveFailed as failure:
+        pieces.progress.note(f"WARNING: {failure}")
+
+
+class _Log:
+    """Metrics on their way from the device to the sinks: read late, merged over a window, written."""
+
+    def __init__(self, pieces: Pieces, pace: Pace) -> None:
+        self._pieces, self._pace = pieces, pace
+        self._pending: deque[tuple[int, Metrics]] = deque()
+        self._means: dict[str, Mean] = {}
+        self._rate = Rate()
+        self._written = 0
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        self._pending.append((step, metrics))
+        while len(self._pending) > STEPS_LATE:
+            self._read()
+
+    def evaluated(self, evaluate: Callable[[State], dict[str, float]], state: State) -> None:
+        """Everything up to the newest step, which gets the held-out values too."""
+        while len(self._pending) > 1:
+            self._read()
+        began = time.monotonic()
+        heldout = evaluate(state)
+        self._rate = self._rate.paused(time.monotonic() - began)
+        self._read(heldout)
+
+    def finish(self) -> None:
+        while self._pending:
+            self._read(always=len(self._pending) == 1)
+
+    def _read(self, heldout: Mapping[str, float] | None = None, *, always: bool = False) -> None:
+        step, metrics = self._pending.popleft()
+        values = jax.device_get(metrics)
+        pace, progress = self._pace, self._pieces.progress
+        count = float(values.pop("count"))
+        skipped = bool(values.pop("skipped"))
+        loss = Mean(sum=float(values.pop("loss_sum")), count=count)
+        self._rate = self._rate.after(now_seconds=time.monotonic(), units=count)
+        if skipped:
+            self._refuse(step, loss.value, values)
+        else:
+            pairs = {k: Mean(sum=float(v[0]), count=float(v[1])) for k, v in values.items() if isinstance(v, tuple)}
+            for name, mean in {"loss": loss, **pairs}.items():
+                self._means[name] = self._means.get(name, Mean()) + mean
+        if heldout is None and step % pace.log_every and not always:
+            return
+        line = {f"train/{name}": mean.value for name, mean in self._means.items() if mean.value is not None}
+        line |= {name: float(value) for name, value in values.items() if not isinstance(value, tuple)}
+        line |= {"skipped": float(skipped), **(heldout or {})}
+        if self._rate.per_second is not None:
+            line[f"{pace.unit}_per_second"] = self._rate.per_second
+        self._pieces.sink.write(step, line)
+        progress.update(step, line)
+        self._means = {}
+
+    def _refuse(self, step: int, loss: float | None, values: Metrics) -> None:
+        text = f"step {step} was skipped: loss {loss}, gradient norm {float(values['grad_norm'])} not finite"
+        if self._pace.nonfinite == "stop":
+            raise FloatingPointError(f"{text}; nonfinite is 'stop', and nothing of this step was kept")
+        self._pieces.progress.note(f"WARNING: {text}")

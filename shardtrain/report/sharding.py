@@ -1,0 +1,69 @@
+"""How a state lies on a mesh, as the text that `train` and `inspect` show."""
+
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardtrain.report.tables import mesh_line, table_text
+from shardtrain.sharding import Row, bytes_text, sharding_rows, spec_axes, spec_text, totals
+from shardtrain.state import Specs
+
+
+def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
+    """The mesh, every parameter, the totals, and what is replicated.
+
+    Args:
+      specs: of the state, see `state.state_specs`.
+      sizes: axis -> size.
+
+    Returns:
+      Lines; bytes are per device unless they say otherwise.
+    """
+    rows = sharding_rows(specs.arrays, specs.abstract.params, specs.params, sizes)
+    lines = [
+        (
+            row.path,
+            " x ".join(map(str, row.shape)) or "scalar",
+            " ".join(name or "?" for name in row.dims or ("(no names)",)),
+            spec_text(row.spec, sizes),
+            bytes_text(row.device_bytes),
+        )
+        for row in rows
+    ]
+    header = ("parameter", "shape", "dims", "sharded over", "bytes/device")
+    text = f"mesh: {mesh_line(sizes)}\n{table_text(header, lines)}"
+    return text + "\n".join([*_totals(specs, rows, sizes), *_replicated(rows, sizes)])
+
+
+def _totals(specs: Specs, rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:
+    everything, per_device, _ = totals(rows)
+    count = sum(leaf.size for leaf in jax.tree.leaves(specs.abstract.params))
+    state, state_device = _state_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes)
+    return [
+        f"parameters: {count:,}, {bytes_text(everything)}; {bytes_text(per_device)} per device",
+        f"optimizer state: {bytes_text(state)}; {bytes_text(state_device)} per device",
+    ]
+
+
+def _state_bytes(tree: object, specs: object, sizes: Mapping[str, int]) -> tuple[int, int]:
+    total = device = 0
+    spec_leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    for leaf, spec in zip(jax.tree.leaves(tree), spec_leaves, strict=True):
+        num_bytes = leaf.size * leaf.dtype.itemsize
+        shards = 1
+        for axis in spec_axes(spec):
+            shards *= sizes[axis]
+        total, device = total + num_bytes, device + num_bytes // shards
+    return total, device
+
+
+def _replicated(rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:
+    """One line that names the parameters of which every device holds a whole copy."""
+    whole = [row for row in rows if row.device_bytes == row.num_bytes]
+    if all(size == 1 for size in sizes.values()) or not whole:
+        return []
+    if len(whole) == len(rows):
+        return ["replicated on every device: all parameters"]
+    num_bytes = bytes_text(sum(row.num_bytes for row in whole))
+    return [f"replicated on every device ({num_bytes}): {', '.join(row.path for row in whole)}"]

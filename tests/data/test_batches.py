@@ -1,0 +1,198 @@
+"""The order of batches: each sample once an epoch, whatever the batch size, threads or rows."""
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.data import Batches, Position
+from shardtrain.data.batches import epoch_order
+
+
+class Numbers:
+    """A source whose sample i is {"x": i}."""
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return {"x": np.array([index])}
+
+
+def real(batch):
+    return batch["x"][batch["weights"] > 0, 0].tolist()
+
+
+def read(batches, position=None):
+    """The samples in their order, those that fill up left out."""
+    return [sample for batch, _ in batches.iterate(position) for sample in real(batch)]
+
+
+@settings(deadline=None, max_examples=25)
+@given(num_samples=st.integers(1, 40), batch=st.integers(1, 45), seed=st.integers(0, 2**32 - 1))
+def test_each_sample_once_an_epoch_and_all_rows_are_samples(num_samples, batch, seed):
+    batches = Batches(source=Numbers(num_samples), batch=batch, seed=seed, epochs=2)
+    epochs = [[], []]
+    for (loaded, _), number in zip(batches.iterate(), itertools.count(), strict=False):
+        assert loaded["x"].shape == (batch, 1)
+        assert loaded["weights"].shape == (batch,)
+        assert loaded["weights"].dtype == np.float32
+        assert set(loaded["x"][:, 0].tolist()) == set(real(loaded)), "rows that fill up are copies"
+        epochs[number // -(-num_samples // batch)] += real(loaded)
+    assert [sorted(epoch) for epoch in epochs] == [list(range(num_samples))] * 2
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 9000, 2**16, 2**16 + 1, 2**16 + 2])
+def test_order_is_a_permutation(num_samples):
+    order = epoch_order(num_samples, seed=3, epoch=1)
+    found = np.array([order(position) for position in range(num_samples)])
+    np.testing.assert_array_equal(np.sort(found), np.arange(num_samples))
+
+
+def test_order_is_that_of_earlier_versions():
+    # saved positions rest on it
+    order = epoch_order(9, seed=1, epoch=2)
+    assert [order(position) for position in range(9)] == [0, 0, 0]
+
+
+def test_order_is_the_same_in_another_process():
+    code = "from shardtrain.data.batches import epoch_order; print([*map(epoch_order(999, 5, 2), range(9))])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    order = epoch_order(999, 5, 2)
+    assert json.loads(found.stdout) == [order(position) for position in range(9)]
+
+
+def test_order_does_not_depend_on_batch_size_threads_or_rows():
+    batches = Batches(source=Numbers(53), batch=7, epochs=2, prefetch=0)
+    order = read(batches)
+    for change in ({"batch": 1}, {"batch": 53}, {"batch": 60}, {"prefetch": 1}, {"prefetch": 5}):
+        assert read(replace(batches, **change)) == order
+    shares = [list(replace(batches, rows=rows).iterate()) for rows in (range(3), [3], np.array([4, 5, 6]))]
+    for parts, (whole, position) in zip(zip(*shares, strict=True), batches.iterate(), strict=True):
+        for name in ("x", "weights"):
+            np.testing.assert_array_equal(np.concatenate([part[name] for part, _ in parts]), whole[name])
+        assert all(after == position for _, after in parts)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    one_epoch = Batches(source=Numbers(30), batch=30)
+    orders = [
+        tuple(real(replace(one_epoch, seed=seed).load({"epoch": epoch, "index": 0})))
+        for seed, epoch in itertools.product(range(3), range(3))
+    ]
+    assert len(set(orders)) == 9
+    assert tuple(range(30)) not in orders
+
+
+def test_without_shuffle_in_order_and_the_last_batch_is_filled_up():
+    batches = Batches(source=Numbers(8), batch=5, epochs=1, shuffle=False)
+    first, last = (batch for batch, _ in batches.iterate())
+    assert first["x"][:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert last["x"][:, 0].tolist() == [5, 6, 7, 5, 6]
+    assert last["weights"].tolist() == [1, 1, 1, 0, 0]
+    assert batches.num_batches() == 2
+
+
+def test_weights_of_a_source_are_kept():
+    source = [{"weights": np.full(2, i + 0.5)} for i in range(3)]
+    ((batch, _),) = Batches(source=source, batch=4, epochs=1, shuffle=False).iterate()
+    assert batch["weights"].tolist() == [[0.5, 0.5], [1.5, 1.5], [2.5, 2.5], [0, 0]]
+    assert batch["weights"].dtype == np.float32
+
+
+@settings(deadline=None, max_examples=20)
+@given(num_batches=st.integers(0, 9), batch=st.integers(1, 25))
+def test_resumes_with_any_batch_size(num_batches, batch):
+    batches = Batches(source=Numbers(23), batch=5, epochs=2, prefetch=0)
+    whole = read(batches)
+    done, position = [], None
+    for loaded, after in itertools.islice(batches.iterate(), num_batches):
+        done, position = done + real(loaded), json.loads(json.dumps(after))
+    assert done + read(replace(batches, batch=batch), position) == whole
+
+
+def test_positions_are_where_the_batches_are_read():
+    batches = Batches(source=Numbers(11), batch=4, epochs=3)
+    position = Position(epoch=0, index=3)
+    for number, (loaded, after) in enumerate(batches.iterate(position)):
+        here = batches.advance(position, number)
+        np.testing.assert_array_equal(batches.load(here)["x"], loaded["x"])
+        assert after == batches.advance(here)
+    assert number + 1 == batches.num_batches(position) == 2 + 3 + 3
+    assert after == {"epoch": 3, "index": 0}
+    assert read(batches, after) == []
+    assert read(batches, {"epoch": 0, "index": 11}) == read(batches, {"epoch": 1, "index": 0})
+
+
+def test_goes_on_without_end():
+    batches = Batches(source=Numbers(2), batch=2)
+    with_positions = itertools.islice(batches.iterate({"epoch": 10**6, "index": 0}), 3)
+    assert [after["epoch"] for _, after in with_positions] == [10**6 + 1, 10**6 + 2, 10**6 + 3]
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("grain-prefetch")]
+
+
+@pytest.mark.parametrize("ending", ["close", "end", "error"])
+def test_threads_end(ending):
+    class Failing(Numbers):
+        def __getitem__(self, index):
+            if ending == "error" and index == 9:
+                raise OSError("disk 7 is gone")
+            return super().__getitem__(index)
+
+    before = set(prefetch_threads())
+    iterator = Batches(source=Failing(20), batch=2, epochs=1, shuffle=False, prefetch=3).iterate()
+    next(iterator)
+    threads = set(prefetch_threads()) - before
+    assert threads, "batches are loaded on threads"
+    if ending == "close":
+        iterator.close()
+    elif ending == "end":
+        assert len(list(iterator)) == 9
+    else:
+        with pytest.raises(OSError, match="disk 7 is gone"):
+            list(iterator)
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert next(iterator, None) is None
+
+
+def test_lists_everything_that_is_wrong():
+    with pytest.raises(ValueError, match="cannot be made") as error:
+        Batches(source=[], batch=0, seed=-1, epochs=0, prefetch=-2)
+    assert str(error.value).splitlines()[1:] == [
+        "  - batch is 0; use 1 or more",
+        "  - seed is -1; use 0 or more",
+        "  - epochs is 0; use 1 or more",
+        "  - prefetch is -2; use 0 or more",
+        "  - source has no samples; give one with 1 or more",
+    ]
+    with pytest.raises(ValueError, match=r"rows has \[4, -1\]; use rows from 0 to 3"):
+        Batches(source=Numbers(9), batch=4, rows=[0, 4, -1])
+    with pytest.raises(ValueError, match="rows has nothing; use rows from 0 to 3"):
+        Batches(source=Numbers(9), batch=4, rows=[])
+
+
+@pytest.mark.parametrize("position", [{"epoch": 0, "index": 10}, {"epoch": -1, "index": 0}])
+def test_refuses_a_position_of_other_data(position):
+    with pytest.raises(ValueError, match="is not in a source of 9 samples: index goes from 0 to 9"):
+        Batches(source=Numbers(9), batch=4).iterate(position)
+
+
+def test_refuses_samples_that_differ():
+    source = [{"x": np.zeros(2)}, {"x": np.zeros(3)}]
+    with pytest.raises(ValueError, match=r"samples of one batch differ: \{'x': \(2,\)\} and \{'x': \(3,\)\}"):
+        Batches(source=source, batch=2).load({"epoch": 0, "index": 0})

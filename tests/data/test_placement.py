@@ -1,0 +1,140 @@
+"""Batches on the mesh, also over two processes."""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from shardtrain.axes import AXES
+from shardtrain.data import batch_problem, place, process_rows
+
+BATCH_AXES = ("data", "fsdp")
+MESHES = [
+    {"data": 8},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"pipeline": 2, "fsdp": 4},
+    {"tensor": 8},
+    {"data": 1},
+]
+
+
+def make_mesh(sizes):
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_values_and_sharding(sizes, microbatches):
+    mesh = make_mesh(sizes)
+    tokens = np.arange(48 * 5, dtype=np.int32).reshape(48, 5)
+    batch = {"tokens": tokens, "weights": np.arange(48, dtype=np.float32)}
+    placed = place(batch, mesh, BATCH_AXES, microbatches)
+    part = 48 // microbatches
+    assert placed["tokens"].shape == (microbatches, part, 5)
+    assert placed["weights"].shape == (microbatches, part)
+    for name, leaf in placed.items():
+        assert leaf.sharding.spec == PartitionSpec(None, BATCH_AXES)
+        assert leaf.sharding.mesh == mesh
+        assert leaf.dtype == batch[name].dtype
+        for number in range(microbatches):
+            np.testing.assert_array_equal(leaf[number], batch[name][number * part : (number + 1) * part])
+    num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    assert {shard.data.shape for shard in placed["tokens"].addressable_shards} == {
+        (microbatches, part // num_shards, 5)
+    }
+    np.testing.assert_array_equal(process_rows(48, mesh, BATCH_AXES, microbatches), np.arange(48))
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes", "microbatches", "text"),
+    [
+        (32, {"data": 2, "fsdp": 4}, 4, None),
+        (5, {}, 5, None),
+        (
+            30,
+            {"data": 2, "fsdp": 4},
+            1,
+            "batch 30 cannot be split over axes ('data','fsdp') of total size 8 and 1 microbatch:"
+            " 30 % 8 = 6. Use 24 or 32.",
+        ),
+        (
+            12,
+            {"data": 8},
+            2,
+            "batch 12 cannot be split over axes ('data') of total size 8 and 2 microbatches:"
+            " 12 % 16 = 12. Use 16.",
+        ),
+        (
+            0,
+            {"data": 2},
+            1,
+            "batch 0 cannot be split over axes ('data') of total size 2 and 1 microbatch: 0 % 2 = 0. Use 2.",
+        ),
+        (8, {"data": 2}, 0, "batch 8 cannot be split into 0 microbatches. Use 1 or more."),
+    ],
+)
+def test_a_batch_that_does_not_divide(batch, sizes, microbatches, text):
+    assert batch_problem(batch, sizes, microbatches) == text
+
+
+def test_refuses():
+    mesh = make_mesh({"data": 8})
+    with pytest.raises(ValueError, match=r"30 % 8 = 6. Use 24 or 32."):
+        place({"x": np.zeros((30, 2))}, mesh, BATCH_AXES)
+    with pytest.raises(ValueError, match=r"30 % 8 = 6. Use 24 or 32."):
+        process_rows(30, mesh, BATCH_AXES)
+    with pytest.raises(ValueError, match=r"an axis that the mesh does not have: 'fsdb' .did you mean 'fsdp'"):
+        place({"x": np.zeros((8, 2))}, mesh, ("data", "fsdb"))
+    with pytest.raises(ValueError, match=r"different numbers of rows: .*'x'.*8.*'y'.*16"):
+        place({"x": np.zeros(8), "y": np.zeros(16)}, mesh, BATCH_AXES)
+
+
+PROCESS = """
+import sys
+import jax
+import numpy as np
+port, index = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(index))
+from jax.sharding import AxisType
+from shardtrain.axes import AXES
+from shardtrain.data import place, process_rows
+
+for sizes, num_local in (({"data": 4, "tensor": 2}, 12), ({"tensor": 2, "fsdp": 2, "pipeline": 2}, 24)):
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    whole = np.arange(24 * 2).reshape(24, 2).astype(np.int32)
+    rows = process_rows(24, mesh, ("data", "fsdp"), 3)
+    assert len(rows) == num_local, rows
+    placed = place({"x": whole[rows]}, mesh, ("data", "fsdp"), 3, num_rows=24)["x"]
+    assert placed.shape == (3, 8, 2)
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole.reshape(3, 8, 2)[shard.index])
+print("rows", rows.size)
+"""
+
+
+def test_each_of_two_processes_gives_its_rows():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    env_flags = "--xla_force_host_platform_device_count=4"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, port, str(index)],
+            env=os.environ | {"XLA_FLAGS": env_flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert all("rows 24" in output for output in outputs), "\n".join(outputs)

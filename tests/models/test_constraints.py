@@ -1,0 +1,136 @@
+"""Every model names the dims of its activations and of its weights at use; a mesh changes no number."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.linen_decoder import LinenDecoder
+from shardtrain.models.mlp import MlpConfig
+
+PARAMETERS = {"vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+ACTIVATIONS = {
+    "batch": "fsdp", "residual_seq": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
+    "vocab": "tensor", "seq": None, "embed": None, "head_dim": None,
+}  # fmt: skip
+
+GPT = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4)
+LLAMA = DecoderConfig(
+    vocab=32, seq=8, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp=24, positions="rotary",
+    norm="rmsnorm", activation="swiglu", bias=False, tied=False,
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 32, (4, 8), dtype=np.int32)
+MLP = MlpConfig(features=12, mlp=16, num_layers=2, classes=8)
+IMAGES = np.random.default_rng(0).normal(size=(4, 3, 4)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh(
+        (2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+
+
+@pytest.fixture(params=["gpt", "llama", "linen", "mlp"])
+def case(request, pure):
+    """Name, parameters, their dims, (params, inputs) -> outputs, inputs."""
+    name = request.param
+    if name == "mlp":
+        return name, pure(MLP).params, pure(MLP).dims, pure(MLP).apply, IMAGES
+    model = pure(LLAMA if name == "llama" else GPT)
+    if name != "linen":
+        return name, model.params, model.dims, model.apply, TOKENS
+    linen = LinenDecoder(GPT)
+    return (
+        name,
+        model.params,
+        model.dims,
+        lambda params, tokens: linen.apply({"params": params}, tokens),
+        TOKENS,
+    )
+
+
+def names_used(apply, params, inputs, monkeypatch):
+    """The dims of every constraint that one call passes."""
+    used = []
+
+    def record(x, dims, *_, **__):
+        assert x.ndim == len(dims), dims
+        used.append(dims)
+        return x
+
+    for module in ("layers", "decoder", "linen_decoder", "mlp"):
+        monkeypatch.setattr(f"shardtrain.models.{module}.with_logical_constraint", record)
+    jax.eval_shape(lambda: apply(params, inputs))  # a new function: nothing traced before is reused
+    return used
+
+
+def test_every_weight_is_constrained_where_it_is_used(case, monkeypatch):
+    name, params, dims, apply, inputs = case
+    used = names_used(apply, params, inputs, monkeypatch)
+    of_parameters = {
+        tuple(d for d in leaf if d != "layers") for leaf in jax.tree.leaves(dims, is_leaf=is_dims)
+    }
+    if name == "linen":  # its layer norms are flax's own
+        of_parameters -= {("embed",)}
+    assert of_parameters <= set(used)
+
+
+def test_activations_are_named_in_order(case, monkeypatch):
+    name, params, _, apply, inputs = case
+    activations = [dims for dims in names_used(apply, params, inputs, monkeypatch) if dims[0] == "batch"]
+    if name == "mlp":
+        inside, outside = ("batch", "mlp"), ("batch", "embed")
+        assert activations == [outside, inside, outside, inside, outside, ("batch", "vocab")]
+        return
+    stream, gathered = ("batch", "residual_seq", "embed"), ("batch", "seq", "embed")
+    q, kv = (
+        ("batch", "seq", heads, "head_dim") for heads in ("heads", "kv_heads" if case != "linen" else "heads")
+    )
+    hidden = ("batch", "seq", "mlp")
+    block = [
+        gathered,
+        q,
+        kv,
+        kv,
+        q,
+        stream,
+        stream,
+        gathered,
+        hidden,
+        *[hidden] * (name == "llama"),
+        stream,
+        stream,
+    ]
+    first = activations.index(gathered)
+    assert activations[:first] == [stream, stream]
+    assert activations[first : first + len(block)] == block
+    assert activations[-2:] == [gathered, ("batch", "seq", "vocab")]
+
+
+def is_dims(x):
+    return isinstance(x, tuple)
+
+
+def sharded(params, dims, mesh):
+    def put(dims, x):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*(PARAMETERS.get(dim) for dim in dims))))
+
+    return jax.tree.map(put, dims, params, is_leaf=is_dims)
+
+
+def test_a_mesh_changes_no_number(case, mesh, quick_jit):
+    _, params, dims, apply, inputs = case
+
+    def loss(params, inputs):
+        return jnp.square(apply(params, inputs)).mean()
+
+    expected = quick_jit(jax.value_and_grad(loss))(params, inputs)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(list(ACTIVATIONS.items())):
+        actual = quick_jit(jax.value_and_grad(loss))(sharded(params, dims, mesh), inputs)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)

@@ -1,0 +1,353 @@
+"""The decoder: shapes, dims, options that must not change its numbers, and options that must."""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardtrain.models.decoder import REMAT_POLICIES, DecoderConfig, flops_per_token, gpt2, llama_small
+
+GPT = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4)
+LLAMA = replace(
+    GPT,
+    num_kv_heads=2,
+    mlp=24,
+    positions="rotary",
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+    tied=False,
+)
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 8), dtype=np.int32)
+
+
+def abstract(config):
+    """(path, shape and dtype and metadata) of every parameter."""
+    return nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param))
+
+
+def loss(apply, params):
+    return jnp.square(apply(params, TOKENS)).mean()
+
+
+@pytest.fixture(scope="module")
+def logits_of(pure, quick_jit):
+    return functools.cache(
+        lambda config: np.asarray(quick_jit(pure(config).apply)(pure(config).params, TOKENS))
+    )
+
+
+@pytest.fixture(scope="module")
+def loss_and_gradient(pure, quick_jit):
+    """The loss and gradient of a config at another's parameters (the same for several options)."""
+
+    def compute(config, params_config):
+        gradient = quick_jit(jax.value_and_grad(functools.partial(loss, pure(config).apply)))
+        return gradient(pure(params_config).params)
+
+    return functools.cache(compute)
+
+
+assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_logits_have_the_dims_of_tokens_and_vocab_in_float32(config, logits_of):
+    logits = logits_of(replace(config, dtype="bfloat16"))
+    assert logits.shape == (2, 8, 32)
+    assert logits.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_every_parameter_is_float32_and_names_its_dims(config):
+    sizes = config.sizes
+    for path, parameter in abstract(replace(config, dtype="bfloat16")):
+        dims = parameter.get_metadata()["out_sharding"]
+        assert parameter.shape == tuple(sizes[dim] for dim in dims), path
+        assert parameter.dtype == jnp.float32, path
+        assert ("layers" in dims[:1]) == (path[0] == "blocks"), path
+
+
+def test_parameter_tree():
+    dims = {"/".join(map(str, path)): v.get_metadata()["out_sharding"] for path, v in abstract(LLAMA)}
+    assert dims == {
+        "embedding": ("vocab", "embed"),
+        "blocks/attention_norm/scale": ("layers", "embed"),
+        "blocks/attention/q/kernel": ("layers", "embed", "heads", "head_dim"),
+        "blocks/attention/k/kernel": ("layers", "embed", "kv_heads", "head_dim"),
+        "blocks/attention/v/kernel": ("layers", "embed", "kv_heads", "head_dim"),
+        "blocks/attention/o/kernel": ("layers", "heads", "head_dim", "embed"),
+        "blocks/mlp_norm/scale": ("layers", "embed"),
+        "blocks/mlp/up/kernel": ("layers", "embed", "mlp"),
+        "blocks/mlp/gate/kernel": ("layers", "embed", "mlp"),
+        "blocks/mlp/down/kernel": ("layers", "mlp", "embed"),
+        "final_norm/scale": ("embed",),
+        "head/kernel": ("embed", "vocab"),
+    }
+
+
+@pytest.mark.parametrize(("config", "millions"), [(gpt2(), 124.439808), (llama_small(), 124.668672)])
+def test_presets_have_the_published_size(config, millions):
+    assert sum(math.prod(v.shape) for _, v in abstract(config)) == round(millions * 1e6)
+
+
+def test_flops_per_token_is_six_per_weight_plus_attention():
+    kernels = [math.prod(v.shape) for path, v in abstract(LLAMA) if path[-1] == "kernel"]
+    assert flops_per_token(LLAMA) == 6 * sum(kernels) + 12 * 2 * 4 * 4 * 8
+    assert flops_per_token(replace(LLAMA, tied=True)) == flops_per_token(LLAMA)
+
+
+def test_initial_values_are_those_of_gpt2(quick_jit):
+    config = replace(GPT, embed=64, num_heads=4, vocab=512, tied=False)
+    state = quick_jit(lambda: nnx.state(config(nnx.Rngs(0))))()
+    values = {"/".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(state)}
+    std = {name: x.std() for name, x in values.items()}
+    residual = 0.02 / math.sqrt(4)
+    for name in (
+        "embedding",
+        "positions",
+        "head/kernel",
+        "blocks/attention/q/kernel",
+        "blocks/mlp/up/kernel",
+    ):
+        assert std[name] == pytest.approx(0.02, rel=0.1), name
+    for name in ("blocks/attention/o/kernel", "blocks/mlp/down/kernel"):
+        assert std[name] == pytest.approx(residual, rel=0.1), name
+    first, second = values["blocks/attention/q/kernel"]
+    assert not np.array_equal(first, second)
+
+
+def test_a_position_sees_no_later_token(pure, quick_jit, logits_of):
+    changed = TOKENS.copy()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 32
+    after = quick_jit(pure(GPT).apply)(pure(GPT).params, changed)
+    assert_close(after[:, :5], logits_of(GPT)[:, :5])
+    assert np.abs(after[:, 5:] - logits_of(GPT)[:, 5:]).max() > 0.1
+
+
+def test_a_token_out_of_range_is_loud(pure, quick_jit):
+    wrong = TOKENS.copy()
+    wrong[1, 3] = 32
+    logits = np.asarray(quick_jit(pure(GPT).apply)(pure(GPT).params, wrong))
+    assert np.isnan(logits[1, 3:]).all()
+    assert np.isfinite(logits[0]).all()
+
+
+def test_tokens_longer_than_seq_are_refused(pure):
+    message = (
+        "tokens of length 9 were given to a decoder of seq=8 positions. "
+        "Give at most 8 tokens, or build it with seq=9."
+    )
+    with pytest.raises(ValueError, match="seq=8 positions") as error:
+        jax.eval_shape(pure(GPT).apply, pure(GPT).params, jnp.zeros((1, 9), jnp.int32))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_unrolled_equals_scan(config, pure, quick_jit, loss_and_gradient):
+    unrolled = replace(config, scan=False)
+    jax.tree.map(assert_close, loss_and_gradient(unrolled, config), loss_and_gradient(config, config))
+    text = {c: quick_jit(pure(c).apply).lower(pure(c).params, TOKENS).as_text() for c in (config, unrolled)}
+    assert "stablehlo.while" in text[config]
+    assert "stablehlo.while" not in text[unrolled]
+
+
+@pytest.mark.parametrize(("remat", "scan"), [*((remat, True) for remat in REMAT_POLICIES), ("full", False)])
+def test_remat_changes_no_gradient(remat, scan, loss_and_gradient):
+    changed = loss_and_gradient(replace(GPT, remat=remat, scan=scan), GPT)
+    jax.tree.map(assert_close, changed, loss_and_gradient(GPT, GPT))
+
+
+def residuals(model):
+    """What the backward pass keeps, as shapes and dtypes, without the parameters themselves."""
+    backward = lambda params: jax.vjp(functools.partial(loss, model.apply), params)[1]  # noqa: E731
+    given = {(x.shape, x.dtype) for x in jax.tree.leaves(model.params)}
+    kept = jax.tree.leaves(jax.eval_shape(backward, model.params))
+    return [x for x in kept if (x.shape, x.dtype) not in given]
+
+
+def test_remat_keeps_less(pure):
+    config = replace(LLAMA, dtype="bfloat16", num_layers=5)
+    kept = {remat: residuals(pure(replace(config, remat=remat))) for remat in ("none", *REMAT_POLICIES)}
+    num_bytes = {remat: sum(x.size * x.dtype.itemsize for x in arrays) for remat, arrays in kept.items()}
+    assert (
+        num_bytes["none"]
+        > num_bytes["weights"]
+        > num_bytes["dots"]
+        > num_bytes["outputs"]
+        > num_bytes["full"]
+    )
+    weights_at_use = {
+        (x.shape, jnp.dtype("bfloat16")) for x in jax.tree.leaves(pure(config).params["blocks"]) if x.ndim > 2
+    }
+    assert weights_at_use <= {(x.shape, x.dtype) for x in kept["none"]}
+    assert not weights_at_use & {(x.shape, x.dtype) for x in kept["weights"]}
+
+
+def test_bfloat16_is_close_to_float32(logits_of):
+    exact = logits_of(LLAMA)
+    rounded = logits_of(replace(LLAMA, dtype="bfloat16"))
+    error = np.abs(rounded - exact).max() / np.abs(exact).max()
+    assert 1e-4 < error < 3e-2
+
+
+def test_grouped_queries_equal_repeated_heads(pure, quick_jit, logits_of):
+    """Each key and value head serves the query heads next to one another."""
+    repeated = jax.tree_util.tree_map_with_path(
+        lambda path, x: np.repeat(x, 2, axis=2) if {"k", "v"} & {key.key for key in path} else x,
+        pure(LLAMA).params,
+    )
+    logits = quick_jit(pure(replace(LLAMA, num_kv_heads=4)).apply)(repeated, TOKENS)
+    assert_close(logits, logits_of(LLAMA))
+
+
+def test_tied_equals_untied_with_the_embedding_as_head(pure, quick_jit, logits_of):
+    params = pure(GPT).params
+    untied = {**params, "head": {"kernel": params["embedding"].T}}
+    logits = quick_jit(pure(replace(GPT, tied=False)).apply)(untied, TOKENS)
+    assert_close(logits, logits_of(GPT))
+
+
+def test_options_change_the_numbers(logits_of):
+    """Norm, activation, bias and positions are each read: no two configurations agree."""
+    base = replace(LLAMA, num_layers=1)
+    others = [
+        {"norm": "layernorm"},
+        {"eps": 0.1},
+        {"theta": 100.0},
+        {"positions": "learned"},
+        {"activation": "gelu"},
+    ]
+    logits = [logits_of(replace(base, **change)) for change in ({}, *others)]
+    for i, first in enumerate(logits):
+        for second in logits[:i]:
+            assert np.abs(first - second).max() > 1e-3
+
+
+class TestDropout:
+    """A rate above 0, switched by nnx's `deterministic`."""
+
+    config = replace(GPT, dropout=0.25)
+
+    @pytest.fixture
+    def forward(self, pure, quick_jit):
+        """(config, deterministic) -> (seed -> the logits of two calls of one module)."""
+
+        def compiled(config, deterministic):
+            module: Any = nnx.view(nnx.eval_shape(lambda: config(nnx.Rngs(0))), deterministic=deterministic)
+            graph, params, rngs = nnx.split(module, nnx.Param, ...)
+
+            def twice(seed):
+                nnx.replace_by_pure_dict(params, pure(GPT).params)
+                seeded = jax.tree.map(
+                    lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(rngs, nnx.RngCount)
+                )
+                keys = jax.tree.map(lambda _: jax.random.key(seed), nnx.filter_state(rngs, nnx.RngKey))
+                module = nnx.merge(graph, params, seeded, keys)
+                return module(TOKENS), module(TOKENS)
+
+            return quick_jit(twice)
+
+        return compiled
+
+    def test_deterministic_is_the_model_without_dropout(self, forward, logits_of):
+        for logits in forward(self.config, deterministic=True)(0):
+            assert_close(logits, logits_of(GPT))
+
+    def test_each_call_and_each_seed_has_masks_of_its_own(self, forward):
+        on = forward(self.config, deterministic=False)
+        (first, second), (third, _), (again, _) = on(0), on(1), on(1)
+        np.testing.assert_array_equal(third, again)
+        assert not np.allclose(first, second)
+        assert not np.allclose(first, third)
+
+    def test_scan_and_unrolled_draw_the_same_masks(self, forward):
+        scanned, unrolled = (forward(replace(self.config, scan=scan), False)(0) for scan in (True, False))
+        jax.tree.map(assert_close, scanned, unrolled)
+
+    @pytest.mark.parametrize(("half", "last"), [("attention", "o"), ("mlp", "down")])
+    def test_each_half_of_each_layer_drops_the_rate(self, half, last, pure, quick_jit):
+        """Each block adds the constant 1 to a stream of zeros: what a layer dropped is where it added nothing."""
+        module: Any = nnx.eval_shape(lambda: self.config(nnx.Rngs(0)))
+        graph, params = nnx.split(module.blocks)
+        values = jax.tree.map(np.zeros_like, pure(GPT).params["blocks"])
+        values[half][last]["bias"] += 1
+
+        def run(values):
+            nnx.replace_by_pure_dict(params, values)
+            blocks = nnx.merge(graph, params)
+            keys = jax.random.split(jax.random.key(0), 2)
+            x = jnp.zeros((32, 8, 16))
+            return [block(x, key) for block, key in zip(unstacked(blocks), keys, strict=True)]
+
+        first, second = (np.asarray(x) == 0 for x in quick_jit(run)(values))
+        assert first.mean() == pytest.approx(0.25, abs=0.03)
+        assert (first & second).mean() == pytest.approx(0.0625, abs=0.02)
+
+
+def unstacked(blocks):
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(2)]
+
+
+def test_parts_make_the_whole(pure, quick_jit, logits_of):
+    """A pipeline's way: embed, run shares of the blocks, logits."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(nnx.Rngs(0))))
+
+    def in_parts(params):
+        nnx.replace_by_pure_dict(state, params)
+        module: Any = nnx.merge(graph, state)
+        x = module.embed(TOKENS, None)
+        for share in (slice(0, 1), slice(1, 2)):
+            x = module.run(jax.tree.map(lambda leaf, share=share: leaf[share], module.blocks), x, None)
+        return module.logits(x)
+
+    assert_close(quick_jit(in_parts)(pure(GPT).params), logits_of(GPT))
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        ({"vocab": 0}, ["vocab is 0; it must be at least 1. Use vocab=1 or more."]),
+        ({"num_kv_heads": -1}, ["num_kv_heads is -1; it must be at least 1. Use num_kv_heads=1 or more."]),
+        (
+            {"num_heads": 5},
+            ["embed 16 is not a multiple of num_heads 5: 16 % 5 = 1. Use embed=15 or embed=20."],
+        ),
+        (
+            {"num_kv_heads": 3},
+            ["num_heads 4 is not a multiple of num_kv_heads 3: 4 % 3 = 1. Use num_heads=3 or num_heads=6."],
+        ),
+        (
+            {"positions": "rotary", "head_dim": 5},
+            ["head_dim is 5; rotary positions turn pairs. Use head_dim=6."],
+        ),
+        (
+            {"eps": 0.0},
+            ["eps is 0.0; it must be above 0. Use a small positive number such as eps=1e-5."],
+        ),
+        (
+            {"norm": "rms", "dropout": 1.0},
+            [
+                "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+                "norm is 'rms'; allowed are 'layernorm', 'rmsnorm'. Use norm='rmsnorm'.",
+            ],
+        ),
+        (
+            {"remat": "ful", "dtype": "bf16"},
+            [
+                "remat is 'ful'; allowed are 'none', 'weights', 'dots', 'outputs', 'full'. Use remat='full'.",
+                "dtype is 'bf16'; allowed are 'float32', 'bfloat16'. Use dtype='bfloat16'.",
+            ],
+        ),
+    ],
+)
+def test_every_problem_of_a_configuration_is_reported(change, problems):
+    with pytest.raises(ValueError, match="DecoderConfig") as error:
+        replace(GPT, **change)
+    assert str(error.value).splitlines() == ["DecoderConfig:", *(f"  {problem}" for problem in problems)]

@@ -1,0 +1,111 @@
+"""The layers shared by the models, against their definitions in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardtrain.models.layers import Linear, Norm, attend, rotate
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def test_rotated_scores_depend_on_distance_alone():
+    q, k = normal(8), normal(8)
+    q_TK, k_TK = (np.asarray(rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), 100.0))[0, :, 0] for x in (q, k))
+    scores = q_TK @ k_TK.T
+    for distance in range(-11, 12):
+        diagonal = np.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+    assert np.ptp(scores[0]) > 0.1
+
+
+def test_rotation_keeps_lengths_and_leaves_position_zero():
+    x = normal(2, 6, 3, 4)
+    y = np.asarray(rotate(jnp.asarray(x), 100.0))
+    np.testing.assert_array_equal(y[:, 0], x[:, 0])
+    np.testing.assert_allclose(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_rotation_turns_each_pair_by_its_frequency():
+    x = np.zeros((1, 3, 1, 4), np.float32)
+    x[..., 1] = 1.0
+    y = np.asarray(rotate(jnp.asarray(x), 16.0))[0, :, 0]
+    angle = np.arange(3) * 16.0**-0.5
+    expected = np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], axis=1)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
+def test_angles_are_float32_also_in_bfloat16():
+    x = jnp.ones((1, 300, 1, 2))
+    exact, rounded = rotate(x, 100.0), rotate(x.astype(jnp.bfloat16), 100.0)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_allclose(rounded.astype(jnp.float32), exact, atol=6e-3)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_attention_is_causal_softmax_of_scaled_scores(num_kv_heads):
+    q, k, v = normal(2, 5, 4, 8), normal(2, 5, num_kv_heads, 8), normal(2, 5, num_kv_heads, 8)
+    y = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), "auto")
+    for head in range(4):
+        kv_head = head * num_kv_heads // 4
+        scores = np.einsum("btk,bsk->bts", q[:, :, head], k[:, :, kv_head]) / np.sqrt(8)
+        scores = np.where(np.tri(5, dtype=bool), scores, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = np.einsum("bts,bsk->btk", p / p.sum(-1, keepdims=True), v[:, :, kv_head])
+        np.testing.assert_allclose(y[:, :, head], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "head_dim", "expected"),
+    [
+        ("gpu", jnp.bfloat16, 64, "cudnn"),
+        ("gpu", jnp.float32, 64, "xla"),
+        ("gpu", jnp.bfloat16, 60, "xla"),
+        ("gpu", jnp.bfloat16, 256, "xla"),
+        ("cpu", jnp.bfloat16, 64, "xla"),
+    ],
+)
+def test_auto_attention_follows_device_and_dtype(monkeypatch, platform, dtype, head_dim, expected):
+    chosen = []
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *_, implementation, **__: chosen.append(implementation)
+    )
+    x = jnp.zeros((1, 2, 1, head_dim), dtype)
+    attend(x, x, x, "auto")
+    attend(x, x, x, "cudnn")
+    assert chosen == [expected, "cudnn"]
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm_is_float32_inside(kind):
+    norm = Norm(kind, 16, eps=1e-5, bias=True, dtype="bfloat16")
+    norm.scale[...] = normal(16)
+    x = normal(4, 16) * 300 + 1000
+    centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...])
+    y = norm(jnp.asarray(x))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=1e-2, atol=1e-2)
+    assert (norm.bias is not None) == (kind == "layernorm")
+
+
+def test_linear_contracts_its_dims_in_the_compute_dtype():
+    sizes = {"heads": 2, "head_dim": 3, "embed": 5}
+    linear = Linear(
+        ("heads", "head_dim"), ("embed",), sizes=sizes, std=1.0, bias=True, dtype="bfloat16", rngs=nnx.Rngs(0)
+    )
+    assert linear.bias is not None
+    linear.bias[...] = normal(5)
+    x = normal(4, 2, 3)
+    y = linear(jnp.asarray(x, jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    assert linear.kernel[...].dtype == jnp.float32
+    expected = np.einsum("bhk,hkd->bd", x, linear.kernel[...]) + np.asarray(linear.bias[...])
+    np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=0.05, atol=0.05)

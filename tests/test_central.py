@@ -1,0 +1,117 @@
+"""The law: any mesh, accumulation and framework gives the loss and gradients of the plain one-device step."""
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardtrain.layout import Layout
+from shardtrain.loss import next_token_loss
+from shardtrain.mesh import make_mesh
+from shardtrain.model import from_linen, from_nnx
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.linen_decoder import LinenDecoder
+from shardtrain.rng import step_key
+from shardtrain.state import init_state, make_placement
+from shardtrain.step import make_gradients
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+ROWS, SEQ, VOCAB = 32, 8, 32
+CONFIG = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=32, num_layers=2, num_heads=8, mlp=64)
+DROPOUT = DecoderConfig(**{**vars(CONFIG), "dropout": 0.3})
+MESHES = [
+    dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    for sizes in itertools.product((1, 2, 4, 8), repeat=3)
+    if np.prod(sizes) == 8
+]
+
+
+def models(config):
+    tokens = jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
+    return {"nnx": from_nnx(config), "linen": from_linen(LinenDecoder(config), tokens)}
+
+
+@cache
+def rows():
+    random = np.random.default_rng(0)
+    weights = np.ones(ROWS, np.float32)
+    weights[-5:] = 0  # the last short batch: some shares of it are all padding
+    return {"tokens": random.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32), "weights": weights}
+
+
+def sharded(model, layout, num_devices=8, microbatches=1):
+    """Loss and gradients through the toolkit."""
+    mesh = make_mesh(layout, jax.devices()[:num_devices])
+    optimizer = optax.identity()
+    placement = make_placement(model, optimizer, layout, mesh)
+    state = init_state(model, optimizer, placement, seed=7)
+    shape = (microbatches, ROWS // microbatches)
+    batch = {k: jax.device_put(v.reshape(*shape, *v.shape[1:]), placement.batch) for k, v in rows().items()}
+    gradients = jax.jit(make_gradients(model, next_token_loss, placement))
+    result = gradients(state.params, state.model_state, step_key(state.seed, state.step), batch)
+    return jax.tree.map(np.asarray, {"loss": result.loss_sum / result.count, **result.grads})
+
+
+@cache
+def plain(framework):
+    """Loss and gradients by plain jax and Flax, nothing of the toolkit but its initial parameters."""
+    model = models(CONFIG)[framework]
+    params, _ = model.init(jax.random.key(jnp.uint32(7)))
+    tokens, weights = (jnp.asarray(rows()[name]) for name in ("tokens", "weights"))
+
+    def forward(params, inputs):
+        if framework == "linen":
+            return LinenDecoder(CONFIG).apply({"params": params}, inputs)
+        graph, state = nnx.split(CONFIG(nnx.Rngs(0)))
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)(inputs)
+
+    def loss(params):
+        logits = forward(params, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return (losses * weights[:, None]).sum() / (weights.sum() * SEQ)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return jax.tree.map(np.asarray, {"loss": value, **grads})
+
+
+def assert_equal(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, **TOLERANCE, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "-".join(map(str, m.values())))
+def test_every_mesh_gives_the_plain_step(mesh, microbatches, framework):
+    got = sharded(models(CONFIG)[framework], Layout(mesh=mesh), microbatches=microbatches)
+    assert_equal(got, plain(framework))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_every_zero_stage_gives_the_plain_step(zero, microbatches):
+    layout = Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2}, zero=zero)
+    assert_equal(sharded(models(CONFIG)["nnx"], layout, microbatches=microbatches), plain("nnx"))
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["8", "2-2-2"])
+def test_sequence_sharded_activations_give_the_plain_step(mesh):
+    got = sharded(models(CONFIG)["nnx"], Layout(mesh=mesh, sequence_sharded=True))
+    assert_equal(got, plain("nnx"))
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_dropout_is_the_same_on_any_mesh(framework):
+    model = models(DROPOUT)[framework]
+    one_device = sharded(model, Layout(mesh={"data": 1}), num_devices=1)
+    assert abs(one_device["loss"] - plain(framework)["loss"]) > 1e-3  # it did drop something
+    for mesh, microbatches in (({"data": 8}, 1), ({"data": 2, "fsdp": 2, "tensor": 2}, 4), ({"fsdp": 4}, 8)):
+        got = sharded(model, Layout(mesh=mesh), num_devices=np.prod([*mesh.values()]), microbatches=microbatches)
+        assert_equal(got, one_device)
