@@ -31,8 +31,12 @@ TABLE = (VOCAB, EMBED)
 BLOCK_OUTPUT = "block_output"
 
 
+CHEAP = ("sharding_constraint", "convert_element_type", "concatenate", "stack", "reshape", "broadcast_in_dim")
+"""Steps between a stored weight and its use: what gathers, casts and joins."""
+
+
 def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in ("sharding_constraint", "convert_element_type")
+    return primitive.name not in CHEAP
 
 
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
@@ -65,8 +69,8 @@ class DecoderConfig:
       tied: whether the head is the embedding table.
       dropout: rate on the embedding and on the outputs of attention and feed-forward. It needs a "dropout"
         stream.
-      remat: what the backward pass computes again. "none": nothing. "weights": only casts and gathers of
-        weights, so that no gathered weight is kept for it. "dots": all but matrix products. "outputs": all
+      remat: what the backward pass computes again. "none": nothing. "weights": only what casts or moves
+        numbers, so that no gathered weight is kept for it. "dots": all but matrix products. "outputs": all
         but the outputs of attention and feed-forward, which tensor parallelism reduces over devices. "full":
         all but a block's input.
       scan: walk over the blocks with `jax.lax.scan` (compile time does not grow with num_layers), or unroll
@@ -98,7 +102,7 @@ class DecoderConfig:
     bias: bool = True
     tied: bool = True
     dropout: float = 0.0
-    remat: Remats = "none"
+    remat: Remats = "weights"
     scan: bool = True
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
@@ -156,14 +160,33 @@ class Attention(nnx.Module):
         self.o = _linear(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        q_BTHK = with_logical_constraint(self.q(x_BTD), (BATCH, SEQ, HEADS, HEAD_DIM))
-        k_BSHK = with_logical_constraint(self.k(x_BTD), (BATCH, SEQ, KV_HEADS, HEAD_DIM))
-        v_BSHK = with_logical_constraint(self.v(x_BTD), (BATCH, SEQ, KV_HEADS, HEAD_DIM))
+        q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
         if self.config.positions == "rotary":
             q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         return with_logical_constraint(self.o(y_BTHK), STREAM)
+
+    def projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values by one product, whose gradient is then reduced over devices once.
+
+        Beside each key and value head stand the query heads that share it: all are split over devices alike.
+        """
+        sizes = self.config.sizes
+        group = (sizes[KV_HEADS], -1, sizes[HEAD_DIM])
+        kernels = [linear.cast().reshape(sizes[EMBED], *group) for linear in (self.q, self.k, self.v)]
+        kernel = with_logical_constraint(jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM))
+        y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
+        parts = jnp.split(y, [kernel.shape[2] - 2, kernel.shape[2] - 1], axis=3)
+        q_BTHK, k_BSHK, v_BSHK = (
+            linear.shifted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]))
+            for linear, part in zip((self.q, self.k, self.v), parts, strict=True)
+        )
+        return (
+            with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)),
+            with_logical_constraint(k_BSHK, (BATCH, SEQ, KV_HEADS, HEAD_DIM)),
+            with_logical_constraint(v_BSHK, (BATCH, SEQ, KV_HEADS, HEAD_DIM)),
+        )
 
 
 class FeedForward(nnx.Module):
@@ -175,11 +198,14 @@ class FeedForward(nnx.Module):
         self.down = _linear(config, (MLP,), (EMBED,), rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP))
         if self.gate is None:
-            h_BTF = jax.nn.gelu(h_BTF, approximate=True)
+            h_BTF = jax.nn.gelu(with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP)), approximate=True)
         else:
-            h_BTF = h_BTF * jax.nn.silu(with_logical_constraint(self.gate(x_BTD), (BATCH, SEQ, MLP)))
+            # one product for both, as for queries, keys and values
+            kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
+            y = jnp.tensordot(x_BTD, with_logical_constraint(kernel, (EMBED, None, MLP)), 1)
+            y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
+            h_BTF = self.up.shifted(y[:, :, 0]) * jax.nn.silu(self.gate.shifted(y[:, :, 1]))
         return with_logical_constraint(self.down(h_BTF), STREAM)
 
 
@@ -197,7 +223,7 @@ class Block(nnx.Module):
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         halves = (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
         for (norm, layer), dropout_key in zip(halves, keys, strict=True):
-            h_BTD = layer(with_logical_constraint(norm(x_BTD), (BATCH, SEQ, EMBED)))
+            h_BTD = layer(whole_seq(norm(x_BTD)))
             h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
             x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
         return x_BTD
@@ -276,13 +302,23 @@ class Decoder(nnx.Module):
 
     def logits(self, x_BTD: jax.Array, table_VD: jax.Array | None = None) -> jax.Array:
         """Norm the residual stream and score it against the vocabulary; rounded to dtype, then float32."""
-        x_BTD = with_logical_constraint(self.final_norm(x_BTD), (BATCH, SEQ, EMBED))
+        x_BTD = whole_seq(self.final_norm(x_BTD))
         if self.head is not None:
             logits_BTV = self.head(x_BTD)
         else:
             table_VD = at_use(self.embedding, TABLE, self.config.dtype) if table_VD is None else table_VD
             logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD)
         return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+
+
+def whole_seq(x_BTD: jax.Array) -> jax.Array:
+    """A norm's output, computed where the residual stream lies, then gathered along the sequence if it is sharded.
+
+    Both are said, so that the backward pass reduces the norm's bias from shards; and it has a name,
+    so that remat "weights" keeps it instead of gathering it again.
+    """
+    x_BTD = with_logical_constraint(with_logical_constraint(x_BTD, STREAM), (BATCH, SEQ, EMBED))
+    return checkpoint_name(x_BTD, "whole_seq")
 
 
 def _linear(

@@ -1,7 +1,7 @@
 """Weights of Hugging Face's GPT-2 and Llama families into `Decoder` parameters, and back.
 
-Pure numpy on state dicts (name -> array); reading files is the user's. Each family is a table of places, read in
-both directions; every value comes through unchanged. `huggingface_config.py` reads the options.
+Pure numpy on state dicts (name -> array); reading files is the user's. Each family is a table of places, read
+in both directions; every value comes through unchanged. `huggingface_config.py` reads the options.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json of the GPT-2 or Llama family as a `DecoderConfig`; no option is lost silently."""
+"""A Hugging Face config.json of the GPT-2 or Llama family as a `DecoderConfig`; no option is lost."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -55,7 +55,14 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = at_use(self.kernel, (*self.into, *self.out), self.dtype)
-        y = jnp.tensordot(x, kernel, axes=len(self.into))
+        return self.shifted(jnp.tensordot(x, kernel, axes=len(self.into)))
+
+    def cast(self) -> jax.Array:
+        """The kernel in the compute dtype, sharded as it is stored: to be joined with others and gathered."""
+        return self.kernel[...].astype(self.dtype)
+
+    def shifted(self, y: jax.Array) -> jax.Array:
+        """A product with the kernel, with the bias added if there is one."""
         return y if self.bias is None else y + at_use(self.bias, self.out, self.dtype)
 
 

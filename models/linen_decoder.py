@@ -10,10 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
+from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.decoder import DecoderConfig, too_long
+from shardtrain.models.decoder import BLOCK_OUTPUT, REMAT_POLICIES, DecoderConfig, too_long
 from shardtrain.models.layers import attend
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
@@ -22,8 +23,7 @@ SAME = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias
 
 
 class LinenDecoder(nn.Module):
-    """Token ids to logits; `config` is a `DecoderConfig` with the options in `SAME`, equal heads, and no
-    remat.
+    """Token ids to logits; `config` is a `DecoderConfig` with the options in `SAME` and equal heads.
 
     >>> decoder = LinenDecoder(DecoderConfig(vocab=16, seq=8, embed=4, num_layers=2, num_heads=2))
     >>> tokens = jnp.zeros((1, 8), jnp.int32)
@@ -55,8 +55,11 @@ class LinenDecoder(nn.Module):
         positions_TD = _weight(self, "positions", (SEQ, EMBED), config)
         x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + positions_TD[: tokens_BT.shape[1]]
         x_BTD = nn.Dropout(config.dropout, deterministic=not train)(with_logical_constraint(x_BTD, STREAM))
+        block = LinenBlock
+        if config.remat != "none":
+            block = nn.remat(block, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan)
         stacked = nn.scan(
-            LinenBlock,
+            block,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             length=config.num_layers,
@@ -64,7 +67,7 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: LAYERS},
         )
         x_BTD, _ = stacked(config, train, name="blocks")(with_logical_constraint(x_BTD, STREAM), None)
-        x_BTD = with_logical_constraint(_norm("final_norm", config)(x_BTD), (BATCH, SEQ, EMBED))
+        x_BTD = whole_seq(_norm("final_norm", config)(x_BTD))
         logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD).astype(jnp.float32)
         return with_logical_constraint(logits_BTV, (BATCH, SEQ, VOCAB))
 
@@ -79,8 +82,9 @@ class LinenBlock(nn.Module):
     def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
-            h_BTD = with_logical_constraint(_norm(norm_name, self.config)(x_BTD), (BATCH, SEQ, EMBED))
+            h_BTD = whole_seq(_norm(norm_name, self.config)(x_BTD))
             h_BTD = with_logical_constraint(layer(self.config, name=name)(h_BTD), STREAM)
+            h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
             h_BTD = nn.Dropout(self.config.dropout, deterministic=not self.train)(h_BTD)
             x_BTD = with_logical_constraint(x_BTD + h_BTD, STREAM)
         return x_BTD, None
@@ -158,7 +162,7 @@ def _weight(
 def _unlike(config: DecoderConfig) -> list[str]:
     """What of a configuration this model does not have."""
     heads = config.sizes[HEADS]
-    only = {**SAME, "num_kv_heads": heads, "remat": "none"}
+    only = {**SAME, "num_kv_heads": heads}
     given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads}
     return [
         f"{name} is {given[name]!r}; the linen model has {value!r} only. Use {name}={value!r}, or Decoder."

@@ -113,8 +113,7 @@ def run_loop(
       SaveFailed: the last save failed. Earlier ones are told to `progress`, and training goes on.
     """
     log = _Log(pieces, pace)
-    saved_step, saved_seconds = first_step, time.monotonic()
-    done = first_step
+    done, saved_seconds = first_step, time.monotonic()
     while done < pace.steps and stop.received is None:
         batch, position = next(pieces.batches)
         state, metrics = pieces.step(state, batch)
@@ -124,26 +123,29 @@ def run_loop(
         if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
             log.evaluated(pieces.evaluate, state)
         if not last and due(pieces.policy, done, time.monotonic() - saved_seconds):
-            saved_step, saved_seconds = done, time.monotonic()
-            _try_save(pieces, done, state, position)
+            saved_seconds = time.monotonic()
+            _save(pieces, done, state, position)
     log.finish()
-    if done > saved_step:
-        _save(pieces, done, state, position)
-        pieces.checkpoints.wait()
+    if done > first_step:
+        _wait(pieces)
+        if pieces.checkpoints.latest() != done:
+            pieces.checkpoints.save(done, state, {**pieces.extra, "position": position})
+            pieces.checkpoints.wait()
     return state, done
 
 
-def _save(pieces: Pieces, step: int, state: State, position: Any) -> None:
+def _wait(pieces: Pieces) -> None:
     try:
         pieces.checkpoints.wait()
     except SaveFailed as failure:
         pieces.progress.note(f"WARNING: {failure}")
-    pieces.checkpoints.save(step, state, {**pieces.extra, "position": position})
 
 
-def _try_save(pieces: Pieces, step: int, state: State, position: Any) -> None:
+def _save(pieces: Pieces, step: int, state: State, position: Any) -> None:
+    """Save, or say why not: a run goes on without a checkpoint that could not be written."""
+    _wait(pieces)
     try:
-        _save(pieces, step, state, position)
+        pieces.checkpoints.save(step, state, {**pieces.extra, "position": position})
         pieces.progress.note(f"checkpoint of step {step}")
     except SaveFailed as failure:
         pieces.progress.note(f"WARNING: {failure}")

@@ -217,6 +217,10 @@ class _StrictRules(tuple):
         yield from ((dim, dim_axes or None) for dim, dim_axes in rules.items())
 
 
+_RULES_IN_USE: Any = jax.make_user_context(default_value=None)
+"""Part of the key of jax's trace caches: without it a block traced under one layout is used in another."""
+
+
 @contextmanager
 def activation_rules(rules: Rules, mesh: Mesh) -> Iterator[None]:
     """While a function is traced under this, its `nn.with_logical_constraint` follow these rules.
@@ -228,7 +232,12 @@ def activation_rules(rules: Rules, mesh: Mesh) -> Iterator[None]:
     Raises:
       ValueError: (at the constraint) a dim without a rule, or an axis used twice in one array.
     """
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(_StrictRules(rules.items())):
+    pairs = tuple(rules.items())
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        nn.logical_axis_rules(_StrictRules(pairs)),
+        _RULES_IN_USE(pairs),
+    ):
         yield
 
 

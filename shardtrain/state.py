@@ -78,7 +78,9 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Sta
 
 def _init(model: Model, optimizer: optax.GradientTransformation, seed: jax.Array) -> State:
     params, model_state = model.init(jax.random.key(seed))
-    return State(jnp.int32(0), seed, params, model_state, optimizer.init(params))
+    state = State(jnp.int32(0), seed, params, model_state, optimizer.init(params))
+    # weak types do not survive a checkpoint, and results of another dtype would follow from that
+    return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)
 
 
 def state_specs(

@@ -4,7 +4,6 @@ Each piece can be made and used alone, see the README; here they are put togethe
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -226,7 +225,7 @@ def _ending(
     if run.sample is not None:
         sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), state.params, state.model_state))
         say(console, sample)
-    say(console, f"run folder: {os.path.relpath(folder)}")
+    say(console, f"run folder: {folder}")
     return sample
 
 

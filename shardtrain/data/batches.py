@@ -60,6 +60,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
     shuffled = cast("Sequence[int]", dataset)
 
     def sample(position: int) -> int:
+        assert 0 <= position < num_samples, (position, num_samples)
         index = shuffled[position]
         while index >= num_samples:
             index = shuffled[index]

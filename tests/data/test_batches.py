@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -38,7 +36,7 @@ def read(batches, position=None):
     return [sample for batch, _ in batches.iterate(position) for sample in real(batch)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(num_samples=st.integers(1, 40), batch=st.integers(1, 45), seed=st.integers(0, 2**32 - 1))
 def test_each_sample_once_an_epoch_and_all_rows_are_samples(num_samples, batch, seed):
     batches = Batches(source=Numbers(num_samples), batch=batch, seed=seed, epochs=2)
@@ -59,17 +57,10 @@ def test_order_is_a_permutation(num_samples):
     np.testing.assert_array_equal(np.sort(found), np.arange(num_samples))
 
 
-def test_order_is_that_of_earlier_versions():
+def test_order_is_the_same_in_every_process_and_version():
     # saved positions rest on it
     order = epoch_order(9, seed=1, epoch=2)
-    assert [order(position) for position in range(9)] == [0, 0, 0]
-
-
-def test_order_is_the_same_in_another_process():
-    code = "from shardtrain.data.batches import epoch_order; print([*map(epoch_order(999, 5, 2), range(9))])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    order = epoch_order(999, 5, 2)
-    assert json.loads(found.stdout) == [order(position) for position in range(9)]
+    assert [order(position) for position in range(9)] == [7, 2, 4, 0, 5, 1, 3, 6, 8]
 
 
 def test_order_does_not_depend_on_batch_size_threads_or_rows():
@@ -110,8 +101,8 @@ def test_weights_of_a_source_are_kept():
     assert batch["weights"].dtype == np.float32
 
 
-@settings(deadline=None, max_examples=20)
-@given(num_batches=st.integers(0, 9), batch=st.integers(1, 25))
+@settings(deadline=None, max_examples=12)
+@given(num_batches=st.integers(0, 10), batch=st.integers(1, 25))
 def test_resumes_with_any_batch_size(num_batches, batch):
     batches = Batches(source=Numbers(23), batch=5, epochs=2, prefetch=0)
     whole = read(batches)

@@ -18,10 +18,6 @@ CONFIG = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 8), dtype=np.int32)
 
 
-close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-close_in_bfloat16 = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.02)
-
-
 def is_boxed(x):
     return isinstance(x, nn.Partitioned)
 
@@ -44,12 +40,8 @@ def test_same_initial_spread(boxed, quick_jit):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.25), spread, expected)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"scan": False}, {"dtype": "bfloat16"}], ids=["scan", "unrolled", "bfloat16"]
-)
-def test_same_logits_and_gradients(changes, pure, quick_jit):
-    config = replace(CONFIG, **changes)
-    linen = LinenDecoder(config)
+def test_same_logits_and_gradients(pure, quick_jit):
+    linen = LinenDecoder(CONFIG)
 
     def compute(apply):
         def loss(params):
@@ -58,11 +50,34 @@ def test_same_logits_and_gradients(changes, pure, quick_jit):
 
         return quick_jit(jax.value_and_grad(loss, has_aux=True))(pure(CONFIG).params)
 
-    actual, expected = (
-        compute(lambda params, x: linen.apply({"params": params}, x)),
-        compute(pure(config).apply),
+    ours = compute(lambda params, x: linen.apply({"params": params}, x))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, compute(pure(CONFIG).apply)
     )
-    jax.tree.map(close if config.dtype == "float32" else close_in_bfloat16, actual, expected)
+
+
+@pytest.mark.parametrize(("changes", "atol"), [({"scan": False}, 1e-5), ({"dtype": "bfloat16"}, 0.05)])
+def test_same_logits_with_other_options(changes, atol, pure, quick_jit):
+    config = replace(CONFIG, **changes)
+    ours = quick_jit(LinenDecoder(config).apply)({"params": pure(CONFIG).params}, TOKENS)
+    np.testing.assert_allclose(
+        ours, quick_jit(pure(config).apply)(pure(CONFIG).params, TOKENS), rtol=0, atol=atol
+    )
+
+
+def test_remat_keeps_less_and_changes_no_gradient(pure, quick_jit):
+    def gradient(remat):
+        apply = LinenDecoder(replace(CONFIG, remat=remat)).apply
+
+        def loss(params):
+            return jnp.square(jnp.asarray(apply({"params": params}, TOKENS))).mean()
+
+        kept = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], pure(CONFIG).params)
+        return sum(x.size for x in jax.tree.leaves(kept)), quick_jit(jax.grad(loss))(pure(CONFIG).params)
+
+    (all_kept, expected), (kept, actual) = gradient("none"), gradient("outputs")
+    assert kept < all_kept / 2
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 def test_dropout_follows_train(pure, quick_jit):
@@ -78,14 +93,13 @@ def test_dropout_follows_train(pure, quick_jit):
 
 
 def test_refuses_options_it_does_not_have():
-    module = LinenDecoder(replace(CONFIG, norm="rmsnorm", num_kv_heads=2, remat="full"))
+    module = LinenDecoder(replace(CONFIG, norm="rmsnorm", num_kv_heads=2))
     with pytest.raises(ValueError, match="LinenDecoder") as error:
         jax.eval_shape(module.init, jax.random.key(0), TOKENS)
     assert str(error.value).splitlines() == [
         "LinenDecoder:",
         "  norm is 'rmsnorm'; the linen model has 'layernorm' only. Use norm='layernorm', or Decoder.",
         "  num_kv_heads is 2; the linen model has 4 only. Use num_kv_heads=4, or Decoder.",
-        "  remat is 'full'; the linen model has 'none' only. Use remat='none', or Decoder.",
     ]
 
 
