@@ -1,6 +1,6 @@
 """The main job: a GPT on the bytes of real text, by default the sources of Python's standard library.
 
-    shardtrain train examples/gpt_text.py --data my_texts/ --steps 2000 --model.num-layers 8
+shardtrain train examples/gpt_text.py --data my_texts/ --steps 2000 --model.num-layers 8
 """
 
 import jax

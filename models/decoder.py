@@ -312,7 +312,7 @@ class Decoder(nnx.Module):
 
 
 def whole_seq(x_BTD: jax.Array) -> jax.Array:
-    """A norm's output, computed where the residual stream lies, then gathered along the sequence if it is sharded.
+    """A norm's output, computed where the residual stream lies, then gathered along a sharded sequence.
 
     Both are said, so that the backward pass reduces the norm's bias from shards; and it has a name,
     so that remat "weights" keeps it instead of gathering it again.

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.decoder import BLOCK_OUTPUT, REMAT_POLICIES, DecoderConfig, too_long
+from shardtrain.models.decoder import BLOCK_OUTPUT, REMAT_POLICIES, DecoderConfig, too_long, whole_seq
 from shardtrain.models.layers import attend
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)

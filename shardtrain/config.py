@@ -7,6 +7,7 @@ Next: `loop.py`, which carries a run out.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
 import optax
@@ -87,7 +88,9 @@ class Run:
         counts = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
         values = {name: getattr(self, name) for name in counts}
         problems = [
-            f"{name} is {value}; use 1 or more" for name, value in values.items() if value is not None and value < 1
+            f"{name} is {value}; use 1 or more"
+            for name, value in values.items()
+            if value is not None and value < 1
         ]
         if not 0 <= self.seed < 2**32:
             problems.append(f"seed is {self.seed}; use a number from 0 to 2**32 - 1")
@@ -120,12 +123,12 @@ def describe(value: Any, prefix: str = "") -> dict[str, Any]:
 def _scalar(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return [_scalar(item) for item in value]
     if isinstance(value, Path):
         return str(value)
-    if hasattr(value, "__qualname__"):
+    if isinstance(value, FunctionType):
         return f"{value.__module__}:{value.__qualname__}"
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return [_scalar(item) for item in value]
     return f"given in Python ({type(value).__name__})"
 
 

@@ -161,10 +161,13 @@ def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
     problems = [f"axis {near(axis, axes.AXES)}" for axis in mesh if axis not in axes.AXES]
     for axis, size in mesh.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            problems.append(f"axis {axis!r} has size {size!r}; allowed: a whole number from 1, or -1 (the rest)")
+            problems.append(
+                f"axis {axis!r} has size {size!r}; allowed: a whole number from 1, or -1 (the rest)"
+            )
         elif axis in axes.AXES and axis not in BUILT_AXES and size != 1:
             problems.append(
-                f"axis {axis!r} has size {size}, but is not built yet; use {axis}=1 (built: {', '.join(BUILT_AXES)})"
+                f"axis {axis!r} has size {size}, but is not built yet;"
+                f" use {axis}=1 (built: {', '.join(BUILT_AXES)})"
             )
     rest = [axis for axis, size in mesh.items() if size == -1]
     if len(rest) > 1:
@@ -227,9 +230,9 @@ def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> 
     change = f"make the sizes multiply to {num_devices} (its divisors: {divisors}), or let one size be -1"
     if has_rest:
         change = f"make the other sizes multiply to a divisor of {num_devices} ({divisors})"
-    needs = f"a multiple of {fixed}" if has_rest else f"{fixed}"
+    needs = f"a multiple of {fixed} devices" if has_rest else f"{fixed} device{'s' if fixed > 1 else ''}"
     return (
-        f"mesh {asked!r} needs {needs} device{'s' if needs != '1' else ''}, and there are {num_devices}; {change}."
+        f"mesh {asked!r} needs {needs}, and there are {num_devices}; {change}."
         " On a CPU, --cpu-devices N simulates N devices."
     )
 
@@ -294,7 +297,8 @@ def array_problems(path: str, named: Named, rules: Rules, sizes: Mapping[str, in
     if len(named.dims) != len(named.shape):
         return [f"{path} has {len(named.shape)} dims {named.shape} but {len(named.dims)} names {named.dims}"]
     problems = [
-        f"{path}: dim {i} (size {named.shape[i]}) has no name; name it, with a rule of () where it is replicated"
+        f"{path}: dim {i} (size {named.shape[i]}) has no name;"
+        " name it, with a rule of () where it is replicated"
         for i, dim in enumerate(named.dims)
         if dim is None
     ]
@@ -319,14 +323,14 @@ def array_problems(path: str, named: Named, rules: Rules, sizes: Mapping[str, in
 def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], total: int) -> str:
     """The error for a dim whose size its axes do not divide.
 
-    >>> indivisible_text("q", "heads", 6, ["tensor"], 4)
-    "q: dim 'heads' of size 6 cannot be split over axes ['tensor'] of total size 4: 6 % 4 = 2. Use a total of 2, a size of 4 or 8, or the rule heads = []"
+    >>> print(indivisible_text("q", "heads", 6, ["tensor"], 4).partition("Use ")[2])
+    a total of 2, a size of 4 or 8, or the rule heads = []
     """
     down, up = size - size % total, size - size % total + total
     options = f"a size of {down} or {up}" if down else f"a size of {up}"
     return (
-        f"{path}: dim {dim!r} of size {size} cannot be split over axes {list(dim_axes)} of total size {total}:"
-        f" {size} % {total} = {size % total}. Use a total of {math.gcd(size, total)}, {options},"
+        f"{path}: dim {dim!r} of size {size} cannot be split over axes {list(dim_axes)}"
+        f" of total size {total}: {size} % {total} = {size % total}. Use a total of {math.gcd(size, total)}, {options},"
         f" or the rule {dim} = []"
     )
 

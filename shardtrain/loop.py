@@ -190,7 +190,9 @@ class _Log:
         if skipped:
             self._refuse(step, loss.value, values)
         else:
-            pairs = {k: Mean(sum=float(v[0]), count=float(v[1])) for k, v in values.items() if isinstance(v, tuple)}
+            pairs = {
+                k: Mean(sum=float(v[0]), count=float(v[1])) for k, v in values.items() if isinstance(v, tuple)
+            }
             for name, mean in {"loss": loss, **pairs}.items():
                 self._means[name] = self._means.get(name, Mean()) + mean
         if heldout is None and step % pace.log_every and not always:

@@ -1,6 +1,7 @@
 """From a layout to a jax Mesh over the devices of this island. Next: `sharding.py`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -9,7 +10,7 @@ from shardtrain import axes
 from shardtrain.layout import Layout, axis_sizes
 
 
-def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a layout: all six axes, slowest first, placed by the topology jax knows.
 
     Args:
@@ -27,4 +28,3 @@ def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Me
     return jax.make_mesh(
         tuple(sizes.values()), axes.AXES, axis_types=(AxisType.Auto,) * len(axes.AXES), devices=devices
     )
-

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -38,6 +38,9 @@ class Model:
     dims: Tree
 
 
+Factory = Callable[[nnx.Rngs], nnx.Module]
+
+
 def as_model(model: Any) -> Model:
     """A `Model` as it is, and an nnx factory through `from_nnx`.
 
@@ -57,11 +60,11 @@ def as_model(model: Any) -> Model:
             " give the function that makes it: lambda rngs: MyModule(..., rngs=rngs)"
         )
     if callable(model):
-        return from_nnx(model)
+        return from_nnx(cast("Factory", model))
     raise TypeError(f"model is {model!r}; allowed: a Model, or a function rngs -> nnx.Module")
 
 
-def from_nnx(factory: Callable[[nnx.Rngs], nnx.Module]) -> Model:
+def from_nnx(factory: Factory) -> Model:
     """The pure functions of an nnx module.
 
     Args:
@@ -92,8 +95,8 @@ def from_nnx(factory: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             graphs[train], _filled(variables, params), _seeded(rngs, rng), _filled(rest, model_state)
         )
         outputs = module(*inputs)
-        _, _, _, model_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
-        return outputs, _plain(model_state)
+        _, _, _, changed = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        return outputs, _plain(changed)
 
     dims = _nested(
         (path, _names(v.get_metadata().get("out_sharding"))) for path, v in nnx.to_flat_state(variables)
@@ -155,7 +158,7 @@ def from_linen(module: nn.Module, *inputs: Any, rng_streams: tuple[str, ...] = (
     """
     names = inspect.signature(type(module).__call__).parameters
 
-    def mode(train: bool) -> dict[str, bool]:
+    def mode(train: bool) -> dict[str, Any]:
         return {
             name: value for name, value in (("train", train), ("deterministic", not train)) if name in names
         }

@@ -151,7 +151,9 @@ def decayed(dims: Tree) -> Any:
     {'gain': False, 'up': True}
     """
     return jax.tree.map(
-        lambda names: names is None or sum(name != axes.LAYERS for name in names) >= 2, dims, is_leaf=_is_names
+        lambda names: names is None or sum(name != axes.LAYERS for name in names) >= 2,
+        dims,
+        is_leaf=_is_names,
     )
 
 

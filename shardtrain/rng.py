@@ -48,7 +48,7 @@ def _row_impl(num_rows: int) -> Hashable:
     def split(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return with_row(jax.random.split(base(data), shape), data[-1])
 
-    def fold_in(data: jax.Array, number: jax.Array) -> jax.Array:
+    def fold_in(data: jax.Array, number: jax.Array | int) -> jax.Array:
         return with_row(jax.random.fold_in(base(data), number), data[-1])
 
     def random_bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
@@ -60,5 +60,10 @@ def _row_impl(num_rows: int) -> Hashable:
         return jax.vmap(lambda key: jax.random.bits(key, shape[1:], dtype))(keys)
 
     return define_prng_impl(
-        key_shape=(3,), seed=seed, split=split, random_bits=random_bits, fold_in=fold_in, name=f"rows{num_rows}"
+        key_shape=(3,),
+        seed=seed,
+        split=split,
+        random_bits=random_bits,
+        fold_in=fold_in,
+        name=f"rows{num_rows}",
     )

@@ -166,9 +166,7 @@ def init_state(
     return create(jnp.uint32(seed))
 
 
-def restorable_state(
-    model: Model, optimizer: optax.GradientTransformation, placement: Placement
-) -> State:
+def restorable_state(model: Model, optimizer: optax.GradientTransformation, placement: Placement) -> State:
     """Shapes, dtypes and shardings of the state: what `Checkpoints.restore` reads into."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

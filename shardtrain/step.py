@@ -86,7 +86,9 @@ def make_gradients(
         num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
         batch = jax.tree.map(lambda x: x.reshape(x.shape[0], num_replicas, -1, *x.shape[2:]), batch)
         batch = place(batch, jax.tree.map(lambda _: PartitionSpec(None, replica_axes, row_axes), batch))
-        first_rows = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32) * (num_rows // num_replicas)
+        first_rows = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32) * (
+            num_rows // num_replicas
+        )
         replica_specs = jax.tree.map(
             lambda spec: PartitionSpec(replica_axes, *spec),
             placement.params,
@@ -104,9 +106,7 @@ def make_gradients(
         with activation_rules(rules, mesh):
             first = jax.tree.map(lambda x: x[0], inputs)
             (loss_sum, (count, metrics, _)), grads = jax.eval_shape(grad, params, model_state, key, *first)
-            zeros = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads)
-            )
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
             zeros = (*zeros[:3], place(zeros[3], replica_specs))
             (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
 
@@ -127,7 +127,9 @@ def make_gradients(
 class _Bound:
     """A model bound to its parameters and rng: what a loss calls. Keeps the state the call leaves."""
 
-    def __init__(self, model: Model, params: Any, model_state: Any, rng: jax.Array, train: bool = True) -> None:
+    def __init__(
+        self, model: Model, params: Any, model_state: Any, rng: jax.Array, train: bool = True
+    ) -> None:
         self.model, self.params, self.rng, self.train = model, params, rng, train
         self.model_state = model_state
 

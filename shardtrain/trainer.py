@@ -30,8 +30,8 @@ from shardtrain.state import Placement, State, init_state, make_placement, resto
 from shardtrain.step import make_evaluate, make_step
 
 RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
-CHECKPOINTS, TENSORBOARD, DATA = "checkpoints", "tensorboard", "data"
-"""What lies in a run folder."""
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+"""What lies in a run folder, beside the token files of `data.Text`."""
 
 
 class Parts(NamedTuple):
@@ -91,7 +91,7 @@ def train(run: Run, console: Console | None = None) -> Trained:
     folder = run.run_dir or Path("runs/run")
     parts = make_parts(run)
     batch_axes = run.strategy.layout.batch_axes
-    source, heldout = run.data.train(folder / DATA), run.data.heldout(folder / DATA)
+    source, heldout = run.data.train(folder), run.data.heldout(folder)
     batches = Batches(source=source, batch=run.batch, seed=run.seed)
     # a batch that cannot be split is refused here, before anything is compiled
     place(batches.load({"epoch": 0, "index": 0}), parts.mesh, batch_axes, run.strategy.accumulate)
@@ -113,7 +113,9 @@ def train(run: Run, console: Console | None = None) -> Trained:
         for note in notes:
             say(console, note)
         if first_step >= run.steps:
-            say(console, f"all {run.steps} steps are done; for more give a larger --steps, or a new --run-dir")
+            say(
+                console, f"all {run.steps} steps are done; for more give a larger --steps, or a new --run-dir"
+            )
         bar = stack.enter_context(
             progress(total_steps=run.steps, start_step=first_step, unit=run.unit, console=console)
         )
@@ -187,9 +189,7 @@ def _on_mesh(
         yield place(batch, mesh, batch_axes, accumulate), after
 
 
-def _evaluation(
-    run: Run, parts: Parts, heldout: Any, bar: Progress
-) -> Callable[[State], dict[str, float]]:
+def _evaluation(run: Run, parts: Parts, heldout: Any, bar: Progress) -> Callable[[State], dict[str, float]]:
     """state -> held-out values; the same rows each time, padded to whole batches with weight 0."""
     if heldout is None:
         return lambda state: {}
@@ -201,7 +201,9 @@ def _evaluation(
     def values(state: State) -> dict[str, float]:
         found = []
         for number in range(last):
-            batch = batches.load(batches.advance({"epoch": 0, "index": 0}, number) if number else {"epoch": 0, "index": 0})
+            batch = batches.load(
+                batches.advance({"epoch": 0, "index": 0}, number) if number else {"epoch": 0, "index": 0}
+            )
             found.append(evaluate(state, place(batch, parts.mesh, layout.batch_axes, 1)))
         means: dict[str, Mean] = {}
         for metrics in jax.device_get(found):
@@ -219,7 +221,10 @@ def _ending(
     if (folder / METRICS).stat().st_size and plots.installed():
         plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
     if stop.received is not None:
-        say(console, f"stopped by {stop.received.name} after step {step}, which is saved; the same command goes on")
+        say(
+            console,
+            f"stopped by {stop.received.name} after step {step}, which is saved; the same command goes on",
+        )
         return None
     sample = None
     if run.sample is not None:

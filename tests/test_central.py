@@ -1,7 +1,9 @@
 """The law: any mesh, accumulation and framework gives the loss and gradients of the plain one-device step."""
 
 import itertools
+import math
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +22,18 @@ from shardtrain.rng import step_key
 from shardtrain.state import init_state, make_placement
 from shardtrain.step import make_gradients
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+RTOL, ATOL = 1e-5, 1e-6
 ROWS, SEQ, VOCAB = 32, 8, 32
 CONFIG = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=32, num_layers=2, num_heads=8, mlp=64)
 DROPOUT = DecoderConfig(**{**vars(CONFIG), "dropout": 0.3})
 MESHES = [
     dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
     for sizes in itertools.product((1, 2, 4, 8), repeat=3)
-    if np.prod(sizes) == 8
+    if math.prod(sizes) == 8
 ]
 
 
+@cache
 def models(config):
     tokens = jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
     return {"nnx": from_nnx(config), "linen": from_linen(LinenDecoder(config), tokens)}
@@ -44,12 +47,19 @@ def rows():
     return {"tokens": random.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32), "weights": weights}
 
 
+@cache
+def initial(model):
+    """The state before the first step, made once (`test_state.py` shows that it is the same on any mesh)."""
+    layout = Layout(mesh={"data": 1})
+    placement = make_placement(model, optax.identity(), layout, make_mesh(layout, jax.devices()[:1]))
+    return jax.tree.map(np.asarray, init_state(model, optax.identity(), placement, seed=7))
+
+
 def sharded(model, layout, num_devices=8, microbatches=1):
     """Loss and gradients through the toolkit."""
     mesh = make_mesh(layout, jax.devices()[:num_devices])
-    optimizer = optax.identity()
-    placement = make_placement(model, optimizer, layout, mesh)
-    state = init_state(model, optimizer, placement, seed=7)
+    placement = make_placement(model, optax.identity(), layout, mesh)
+    state = jax.device_put(initial(model), placement.state)
     shape = (microbatches, ROWS // microbatches)
     batch = {k: jax.device_put(v.reshape(*shape, *v.shape[1:]), placement.batch) for k, v in rows().items()}
     gradients = jax.jit(make_gradients(model, next_token_loss, placement))
@@ -61,7 +71,7 @@ def sharded(model, layout, num_devices=8, microbatches=1):
 def plain(framework):
     """Loss and gradients by plain jax and Flax, nothing of the toolkit but its initial parameters."""
     model = models(CONFIG)[framework]
-    params, _ = model.init(jax.random.key(jnp.uint32(7)))
+    params = jax.tree.map(jnp.asarray, initial(model).params)
     tokens, weights = (jnp.asarray(rows()[name]) for name in ("tokens", "weights"))
 
     def forward(params, inputs):
@@ -72,7 +82,7 @@ def plain(framework):
         return nnx.merge(graph, state)(inputs)
 
     def loss(params):
-        logits = forward(params, tokens[:, :-1])
+        logits: Any = forward(params, tokens[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return (losses * weights[:, None]).sum() / (weights.sum() * SEQ)
 
@@ -83,7 +93,7 @@ def plain(framework):
 def assert_equal(got, expected):
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, **TOLERANCE, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a, b, RTOL, ATOL, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
@@ -113,5 +123,7 @@ def test_dropout_is_the_same_on_any_mesh(framework):
     one_device = sharded(model, Layout(mesh={"data": 1}), num_devices=1)
     assert abs(one_device["loss"] - plain(framework)["loss"]) > 1e-3  # it did drop something
     for mesh, microbatches in (({"data": 8}, 1), ({"data": 2, "fsdp": 2, "tensor": 2}, 4), ({"fsdp": 4}, 8)):
-        got = sharded(model, Layout(mesh=mesh), num_devices=np.prod([*mesh.values()]), microbatches=microbatches)
+        got = sharded(
+            model, Layout(mesh=mesh), num_devices=math.prod(mesh.values()), microbatches=microbatches
+        )
         assert_equal(got, one_device)

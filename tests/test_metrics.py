@@ -96,7 +96,7 @@ def test_a_clock_that_runs_backwards_is_refused():
 
 
 def test_an_empty_window_is_refused():
-    with pytest.raises(ValueError, match="^a rate over 0 steps was asked for. Use window_steps=1 or more.$"):
+    with pytest.raises(ValueError, match=r"^a rate over 0 steps was asked for. Use window_steps=1 or more.$"):
         Rate(window_steps=0)
 
 

@@ -51,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """The text of --help."""
     lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
-    return "usage: shardtrain COMMAND ...\n\n" + "\n".join(lines) + "\n\nshardtrain COMMAND --help tells its options.\n"
+    return (
+        "usage: shardtrain COMMAND ...\n\n"
+        + "\n".join(lines)
+        + "\n\nshardtrain COMMAND --help tells its options.\n"
+    )
 
 
 def set_cpu_devices(arguments: list[str]) -> None:
@@ -60,7 +64,9 @@ def set_cpu_devices(arguments: list[str]) -> None:
     Raises:
       ValueError: N is not a number from 1.
     """
-    names = [i for i, word in enumerate(arguments) if word.split("=")[0] in ("--cpu-devices", "--cpu_devices")]
+    names = [
+        i for i, word in enumerate(arguments) if word.split("=")[0] in ("--cpu-devices", "--cpu_devices")
+    ]
     if not names:
         return
     start = names[-1]

@@ -1,8 +1,8 @@
-"""`shardtrain inspect RUN`: how a run lies on a mesh, without compiling, for devices that need not be here."""
+"""`shardtrain inspect RUN`: how a run lies on a mesh, without compiling; the devices need not be here."""
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardtrain.cli.run_options import parse_run
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _devices_named(mesh: dict[str, int]) -> int:
+def _devices_named(mesh: Mapping[str, int]) -> int:
     if -1 not in mesh.values():
         return math.prod(mesh.values())
     import jax

@@ -86,7 +86,8 @@ def _load_file(path: Path) -> Any:
         raise FileNotFoundError(f"there is no run file {path}; give a path.py[:name] or module:name")
     # under its stem, so that what pickles or prints names of the file finds it again
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
@@ -108,8 +109,9 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     if not arguments or arguments[0].startswith("-"):
         wants_help = bool(arguments) and arguments[0] in ("-h", "--help")
         text = (
-            f"usage: {usage} RUN [--cpu-devices N] [options]\n\nRUN is path.py[:name] or module:name, a function that"
-            f" returns a Run.\nIts options are shown by: {usage} RUN --help\n"
+            f"usage: {usage} RUN [--cpu-devices N] [options]\n\n"
+            "RUN is path.py[:name] or module:name, a function that returns a Run.\n"
+            f"Its options are shown by: {usage} RUN --help\n"
         )
         if wants_help:
             sys.stdout.write(text)
@@ -126,7 +128,8 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
         _options_class(shown, extra),
         args=words,
         prog=f"{usage} {arguments[0]}",
-        description="Options of the run, with its values as defaults. --cpu-devices N simulates N devices on the CPU.",
+        description="Options of the run, with its values as defaults. --data PATH... is short for"
+        " --data.paths; --cpu-devices N simulates N devices on the CPU.",
     )
     changes = {name: getattr(parsed, name) for name in shown}
     strategy = parsed.strategy.applied_to(run.strategy)
