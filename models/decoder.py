@@ -288,7 +288,12 @@ class Decoder(nnx.Module):
 
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
         """Send the residual stream through stacked blocks (all, or a pipeline stage's share of them)."""
-        run_block = Block.__call__
+
+        # Made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were
+        # made under.
+        def run_block(block: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+            return block(x_BTD, key)
+
         if self.config.remat != "none":
             policy = REMAT_POLICIES[self.config.remat]
             run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not self.config.scan)

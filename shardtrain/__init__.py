@@ -1,0 +1,74 @@
+"""Sharded training of Flax models, from a laptop to unequal hosts joined by MPI.
+
+The names below load at first use: `import shardtrain` itself imports nothing heavy.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shardtrain.checkpoint import Checkpoints
+    from shardtrain.checkpoint_policy import CheckpointPolicy
+    from shardtrain.config import Run, Strategy
+    from shardtrain.data import Batches, Text, Tokens, place
+    from shardtrain.layout import Layout, read_layout
+    from shardtrain.loss import classification_loss, cross_entropy, next_token_loss
+    from shardtrain.mesh import make_mesh
+    from shardtrain.model import from_linen, from_nnx
+    from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
+    from shardtrain.state import init_state, make_placement, restorable_state
+    from shardtrain.step import make_evaluate, make_gradients, make_step
+    from shardtrain.trainer import train
+
+_ROOMS = {
+    "checkpoint": ("Checkpoints",),
+    "checkpoint_policy": ("CheckpointPolicy",),
+    "config": ("Run", "Strategy"),
+    "data": ("Batches", "Text", "Tokens", "place"),
+    "layout": ("Layout", "read_layout"),
+    "loss": ("classification_loss", "cross_entropy", "next_token_loss"),
+    "mesh": ("make_mesh",),
+    "model": ("from_linen", "from_nnx"),
+    "optimizer": ("Optimizer", "Schedule", "make_optimizer"),
+    "state": ("init_state", "make_placement", "restorable_state"),
+    "step": ("make_evaluate", "make_gradients", "make_step"),
+    "trainer": ("train",),
+}
+
+__all__ = [
+    "Batches",
+    "CheckpointPolicy",
+    "Checkpoints",
+    "Layout",
+    "Optimizer",
+    "Run",
+    "Schedule",
+    "Strategy",
+    "Text",
+    "Tokens",
+    "classification_loss",
+    "cross_entropy",
+    "from_linen",
+    "from_nnx",
+    "init_state",
+    "make_evaluate",
+    "make_gradients",
+    "make_mesh",
+    "make_optimizer",
+    "make_placement",
+    "make_step",
+    "next_token_loss",
+    "place",
+    "read_layout",
+    "restorable_state",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"shardtrain.{room}"), name)
+    raise AttributeError(f"module 'shardtrain' has no attribute {name!r}")

@@ -330,8 +330,8 @@ def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], to
     options = f"a size of {down} or {up}" if down else f"a size of {up}"
     return (
         f"{path}: dim {dim!r} of size {size} cannot be split over axes {list(dim_axes)}"
-        f" of total size {total}: {size} % {total} = {size % total}. Use a total of {math.gcd(size, total)}, {options},"
-        f" or the rule {dim} = []"
+        f" of total size {total}: {size} % {total} = {size % total}."
+        f" Use a total of {math.gcd(size, total)}, {options}, or the rule {dim} = []"
     )
 
 

@@ -1,6 +1,7 @@
 """Every model names the dims of its activations and of its weights at use; a mesh changes no number."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import flax.linen as nn
@@ -127,3 +128,18 @@ def test_a_mesh_changes_no_number(case, mesh, quick_jit):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(list(ACTIVATIONS.items())):
         actual = quick_jit(jax.value_and_grad(loss))(sharded(params, dims, mesh), inputs)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "weights"])
+def test_other_rules_on_the_same_mesh_are_followed(remat, mesh, pure):
+    """No trace made under some rules is used again under others."""
+    model = pure(replace(GPT, remat=remat))
+
+    def constraints(rules):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(list(rules.items())):
+            return jax.jit(lambda params: model.apply(params, TOKENS)).lower(model.params).as_text()
+
+    with_mlp, without = constraints(ACTIVATIONS), constraints({**ACTIVATIONS, "mlp": None})
+    hidden = '[{"fsdp"}, {}, {"tensor"}]> : tensor<4x8x64xf32>'
+    assert hidden in with_mlp
+    assert hidden not in without

@@ -269,6 +269,22 @@ class TestDropout:
         assert not np.allclose(first, second)
         assert not np.allclose(first, third)
 
+    def test_the_embedding_and_every_layer_have_a_key_of_their_own(self):
+        module = nnx.eval_shape(lambda: self.config(nnx.Rngs(0)))
+        module.rngs = nnx.Rngs(7)["dropout"]
+        first, keys = module.dropout_keys()
+        data = [tuple(jax.random.key_data(key).tolist()) for key in (first, *keys)]
+        assert len(set(data)) == len(data) == self.config.num_layers + 1
+
+    def test_the_embedding_drops_the_rate(self, pure, quick_jit):
+        module: Any = nnx.eval_shape(lambda: self.config(nnx.Rngs(0)))
+        graph, params, rest = nnx.split(module, nnx.Param, ...)
+        nnx.replace_by_pure_dict(params, pure(GPT).params)
+        embedded = quick_jit(
+            lambda: nnx.merge(graph, params, rest).embed(jnp.zeros((64, 8), int), jax.random.key(0))
+        )()
+        assert (np.asarray(embedded) == 0).mean() == pytest.approx(0.25, abs=0.02)
+
     def test_scan_and_unrolled_draw_the_same_masks(self, forward):
         scanned, unrolled = (forward(replace(self.config, scan=scan), False)(0) for scan in (True, False))
         jax.tree.map(assert_close, scanned, unrolled)

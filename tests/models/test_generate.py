@@ -42,6 +42,22 @@ def test_temperature_zero_takes_the_most_likely_also_past_the_window(model, naiv
     assert tokens.dtype == np.int32
 
 
+def test_a_full_window_moves_on_by_one():
+    """The next token is the last plus the first that the model sees."""
+    tokens = generate(
+        lambda tokens: jax.nn.one_hot((tokens + tokens[:, :1]) % 10, 10),
+        [[1, 2]],
+        8,
+        KEY,
+        seq=3,
+        temperature=0.0,
+    )
+    expected = [1, 2]
+    for _ in range(8):
+        expected.append((expected[-1] + expected[-3:][0]) % 10)
+    assert tokens.tolist() == [expected]
+
+
 def test_the_key_decides(model):
     same, again, other = (
         generate(model, [[1, 2]], 12, key, seq=CONFIG.seq, temperature=2.0)
