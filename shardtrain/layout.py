@@ -6,7 +6,9 @@ Next: `mesh.py` (the jax mesh), `sharding.py` (shardings of a pytree).
 """
 
 import difflib
+import json
 import math
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,7 +110,13 @@ class Layout:
     def __post_init__(self) -> None:
         problems = [*mesh_problems(self.mesh)]
         for table in ("parameters", "activations"):
-            rules = {dim: tuple(value) for dim, value in getattr(self, table).items()}
+            given = getattr(self, table)
+            problems += [
+                f"rule {table}.{dim} is the text {value!r}; write a list, {dim} = [{value!r}]"
+                for dim, value in given.items()
+                if isinstance(value, str)
+            ]
+            rules = {dim: tuple(value) for dim, value in given.items() if not isinstance(value, str)}
             object.__setattr__(self, table, rules)
             for dim, dim_axes in rules.items():
                 problems += [
@@ -119,8 +127,10 @@ class Layout:
                 problems += [
                     f"rule {table}.{dim}: axis {a!r} stands {n} times" for a, n in repeated(dim_axes)
                 ]
-        if self.zero not in (1, 2, 3):
+        if self.zero not in (1, 2, 3) or isinstance(self.zero, bool):
             problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
+        if not isinstance(self.sequence_sharded, bool):
+            problems.append(f"sequence_sharded is {self.sequence_sharded!r}; allowed: true or false")
         if self.unnamed not in ("refuse", "replicate"):
             problems.append(f"unnamed is {self.unnamed!r}; allowed: 'refuse' or 'replicate'")
         if problems:
@@ -193,7 +203,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     problems = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         axis, equals, size = (p.strip() for p in part.partition("="))
-        if not equals or not size.lstrip("-").isdigit():
+        if not equals or not re.fullmatch("-?[0-9]+", size):
             problems.append(f"{part!r} is not AXIS=NUMBER, as in data=2")
         elif axis in sizes:
             problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}")
@@ -282,7 +292,8 @@ def resolve(
         if not found:
             specs[path] = tuple(rules[dim] for dim in named.dims or () if dim is not None)
     if problems:
-        raise problems_error(f"the layout does not fit the model ({len(problems)} problems)", problems)
+        counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise problems_error(f"the layout does not fit the model ({counted})", problems)
     return specs
 
 
@@ -304,19 +315,18 @@ def array_problems(path: str, named: Named, rules: Rules, sizes: Mapping[str, in
     ]
     unknown = [dim for dim in named.dims if dim is not None and dim not in rules]
     problems += [f"{path}: no rule for dim {near(dim, rules)}" for dim in unknown]
-    if problems:
-        return problems
-    used = [(axis, dim) for dim in named.dims if dim is not None for axis in rules[dim]]
+    known = [(dim, size) for dim, size in zip(named.dims, named.shape, strict=True) if dim in rules]
+    used = [(axis, dim) for dim, _ in known for axis in rules[dim]]
     for axis, _ in repeated(axis for axis, _ in used):
         dims = [dim for a, dim in used if a == axis]
         problems.append(
             f"{path}: axis {axis!r} shards {' and '.join(map(repr, dims))} of one array;"
             f" give one of them another rule, as {dims[-1]} = []"
         )
-    for dim, size in zip(named.dims, named.shape, strict=True):
-        total = math.prod(sizes.get(axis, 1) for axis in rules[dim or ""])
+    for dim, size in known:
+        total = math.prod(sizes.get(axis, 1) for axis in rules[dim])
         if size % total:
-            problems.append(indivisible_text(path, dim or "", size, rules[dim or ""], total))
+            problems.append(indivisible_text(path, dim, size, rules[dim], total))
     return problems
 
 
@@ -366,5 +376,5 @@ def layout_text(layout: Layout) -> str:
     for table in ("parameters", "activations"):
         rules = getattr(layout, table)
         if rules:
-            lines += [f"\n[{table}]", *(f"{dim} = {list(a)}".replace("'", '"') for dim, a in rules.items())]
+            lines += [f"\n[{table}]", *(f"{json.dumps(dim)} = {json.dumps(a)}" for dim, a in rules.items())]
     return "\n".join(lines) + "\n"

@@ -35,12 +35,14 @@ def cross_entropy(
     1.3863
     """
     logits = logits.astype(jnp.float32)
-    classes = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    target_logits = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
+    weights = jnp.ones(targets.shape) if weights is None else weights.astype(jnp.float32)
+    # not only in the loss: a padding row may hold anything, and 0 times infinity is no gradient
+    logits = jnp.where(weights[..., None] != 0, logits, 0)
+    # int32, for the targets may be of a dtype that cannot count all classes
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    target_logits = jnp.where(classes == targets[..., None].astype(jnp.int32), logits, 0).sum(-1)
     losses = jax.nn.logsumexp(logits, -1) - target_logits
-    weights = jnp.ones_like(losses) if weights is None else weights.astype(jnp.float32)
-    # where, not a product: a padding row may hold anything, also an infinite loss
-    return jnp.where(weights > 0, losses * weights, 0).sum(), weights.sum()
+    return (losses * weights).sum(), weights.sum()
 
 
 def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:

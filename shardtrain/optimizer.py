@@ -6,6 +6,7 @@ and the command line. Next: `step.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -43,7 +44,7 @@ class Schedule:
         problems = []
         if self.name not in SCHEDULES:
             problems.append(f"name is {self.name!r}; allowed: {', '.join(SCHEDULES)}")
-        if self.peak <= 0:
+        if not self.peak > 0:
             problems.append(f"peak is {self.peak}; it must be above 0")
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup} steps; it must be 0 or more")
@@ -65,7 +66,7 @@ def _cosine(schedule: Schedule, steps: int) -> optax.Schedule:
 
 
 def _wsd(schedule: Schedule, steps: int) -> optax.Schedule:
-    falling = max(round(schedule.decay * (steps + schedule.warmup)), 1)
+    falling = min(max(round(schedule.decay * (steps + schedule.warmup)), 1), max(steps, 1))
     decay = optax.linear_schedule(schedule.peak, schedule.peak * schedule.final, falling)
     return optax.join_schedules([optax.constant_schedule(schedule.peak), decay], [max(steps - falling, 0)])
 
@@ -144,31 +145,44 @@ def _is_names(x: Any) -> bool:
     return x is None or isinstance(x, tuple)
 
 
-def decayed(dims: Tree) -> Any:
+def _features(names: tuple[str | None, ...]) -> list[int]:
+    """The dims of an array that make it a matrix: not its stacks, and heads with head_dim as one."""
+    has_heads = {axes.HEADS, axes.KV_HEADS} & set(names)
+    skipped = {axes.LAYERS, axes.EXPERTS, *([axes.HEAD_DIM] if has_heads else [])}
+    return [i for i, name in enumerate(names) if name not in skipped]
+
+
+def decayed(dims: Tree, params: Any) -> Any:
     """Which parameters weight decay falls on: matrices and above, not biases, gains or scalars.
 
-    >>> decayed({"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed")})
+    Args:
+      dims: the model's dims; an array without names is judged by how many dims it has.
+      params: arrays or shapes.
+
+    >>> params = {"up": jax.ShapeDtypeStruct((2, 4, 8), "float32"), "gain": jax.ShapeDtypeStruct((2, 4), "float32")}
+    >>> decayed({"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed")}, params)
     {'gain': False, 'up': True}
     """
-    return jax.tree.map(
-        lambda names: names is None or sum(name != axes.LAYERS for name in names) >= 2,
-        dims,
-        is_leaf=_is_names,
-    )
+
+    def is_decayed(names: tuple[str | None, ...] | None, param: Any) -> bool:
+        return (param.ndim if names is None else len(_features(names))) >= 2
+
+    return jax.tree.map(is_decayed, dims, params, is_leaf=_is_names)
 
 
 def muon_dims(dims: Tree) -> Any:
     """Which parameters Muon takes, and which of their dims are the two sides of the matrix.
 
-    The side with `embed` is one, all other dims together are the other; `layers` is a batch dim.
-    Embeddings and heads (`vocab`), tables of positions (`seq`) and vectors are left to AdamW.
+    Where `embed` comes first it is one side and all other dims together are the other, else the last
+    dim is; `layers` and `experts` are batch dims. Embeddings and heads (`vocab`), tables of positions
+    (`seq`) and vectors are left to AdamW.
     """
 
     def numbers(names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:
-        kept = [i for i, name in enumerate(names or ()) if name != axes.LAYERS]
-        if names is None or len(kept) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
+        if names is None or len(_features(names)) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
             return None
-        split = -1 if names[kept[-1]] == axes.EMBED else 1
+        kept = [i for i, name in enumerate(names) if name not in (axes.LAYERS, axes.EXPERTS)]
+        split = 1 if names[kept[0]] == axes.EMBED else -1
         return MuonDimensionNumbers(tuple(kept[:split]), tuple(kept[split:]))
 
     return jax.tree.map(numbers, dims, is_leaf=_is_names)
@@ -178,44 +192,47 @@ Maker = Callable[[Optimizer, optax.Schedule, Tree], optax.GradientTransformation
 
 
 def _adamw(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed(dims))
+    return optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=partial(decayed, dims))
 
 
 def _sgd(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
     return optax.chain(
-        optax.add_decayed_weights(o.weight_decay, mask=decayed(dims)), optax.sgd(rate, momentum=o.b1 or None)
+        optax.trace(o.b1) if o.b1 else optax.identity(),
+        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
+        optax.scale_by_learning_rate(rate),
     )
 
 
 def _lion(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.lion(rate, o.b1, o.b2, weight_decay=o.weight_decay, mask=decayed(dims))
+    return optax.lion(rate, o.b1, o.b2, weight_decay=o.weight_decay, mask=partial(decayed, dims))
 
 
 def _adafactor(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
     # without a rate optax's adafactor ends in scale(-1): the decay is negative too, the rate comes last
     return optax.chain(
         optax.adafactor(None),
-        optax.add_decayed_weights(-o.weight_decay, mask=decayed(dims)),
+        optax.add_decayed_weights(-o.weight_decay, mask=partial(decayed, dims)),
         optax.scale_by_schedule(rate),
     )
 
 
 def _lamb(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.lamb(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed(dims))
+    return optax.lamb(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=partial(decayed, dims))
 
 
 def _muon(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return muon(
+    update = muon(
         rate,
         beta=o.b1,
-        weight_decay=o.weight_decay,
-        weight_decay_mask=decayed(dims),
+        eps=o.eps,
         adam_b1=o.b1,
         adam_b2=o.b2,
-        adam_weight_decay=o.weight_decay,
         muon_weight_dimension_numbers=lambda _: muon_dims(dims),
         consistent_rms=0.2,
     )
+    # its own decay of what AdamW takes knows no mask
+    decay = optax.add_decayed_weights(lambda step: -o.weight_decay * rate(step), partial(decayed, dims))
+    return optax.chain(update, decay)
 
 
 OPTIMIZERS: dict[str, Maker] = {

@@ -5,6 +5,7 @@ Nothing here imports jax before a command runs: `--cpu-devices` must be set befo
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -46,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
         return USER_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write(f"shardtrain {command}: interrupted; what was saved before is still there\n")
+        return 128 + signal.SIGINT
 
 
 def usage() -> str:

@@ -270,7 +270,7 @@ class TestDropout:
         assert not np.allclose(first, third)
 
     def test_the_embedding_and_every_layer_have_a_key_of_their_own(self):
-        module = nnx.eval_shape(lambda: self.config(nnx.Rngs(0)))
+        module: Any = nnx.eval_shape(lambda: self.config(nnx.Rngs(0)))
         module.rngs = nnx.Rngs(7)["dropout"]
         first, keys = module.dropout_keys()
         data = [tuple(jax.random.key_data(key).tolist()) for key in (first, *keys)]

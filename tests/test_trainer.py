@@ -1,0 +1,227 @@
+"""Runs as a whole: interrupted and resumed is the same as never interrupted, on this mesh or another."""
+
+import dataclasses
+import io
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.config import Run, Strategy
+from shardtrain.data import Text
+from shardtrain.layout import Layout
+from shardtrain.loss import next_token_loss
+from shardtrain.metrics import read_jsonl
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.optimizer import Optimizer, Schedule
+from shardtrain.trainer import train
+
+SEQ = 8
+MODEL = DecoderConfig(vocab=256, seq=SEQ, embed=16, num_layers=2, num_heads=2, mlp=32, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """37 windows of training text: an epoch of 5 batches of 8, the last one short."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(np.random.default_rng(0).integers(97, 123, 37 * SEQ + 20, np.uint8).tobytes())
+    return path
+
+
+def make_run(text: Path, folder: Path, **changes: Any) -> Run:
+    run = Run(
+        model=MODEL,
+        data=Text(paths=(text,), seq=SEQ, heldout_fraction=0.06),
+        optimizer=Optimizer(learning_rate=Schedule(peak=1e-2, warmup=2)),
+        strategy=Strategy(layout=Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})),
+        batch=8,
+        steps=12,
+        seed=3,
+        log_every=1,
+        evaluate_every=4,
+        checkpoints=CheckpointPolicy(every_steps=5, keep=2),
+        run_dir=folder,
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def start(run: Run) -> tuple[Any, str]:
+    console = Console(file=io.StringIO(), width=200)
+    trained = train(run, console)
+    return trained, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Interrupting:
+    """The text of a run, with a signal to this process at a certain number of samples."""
+
+    text: Text
+    after: int
+
+    def train(self, folder: Path) -> Any:
+        return _Interrupting(self.text.train(folder), self.after)
+
+    def heldout(self, folder: Path) -> Any:
+        return self.text.heldout(folder)
+
+
+class _Interrupting:
+    def __init__(self, source: Any, after: int):
+        self.source, self.left, self.fingerprint = source, after, source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGTERM)
+        return self.source[index]
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """A run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    trained, printed = start(make_run(text, folder))
+    return trained, printed, folder
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    """The metrics without what depends on the clock."""
+    return [{k: v for k, v in line.items() if "per_second" not in k} for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_a_run_leaves_what_it_says(whole):
+    trained, printed, folder = whole
+    assert trained.step == 12
+    assert trained.stopped_by is None
+    names = {path.name for path in folder.iterdir()}
+    assert {"run.txt", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"} <= names
+    assert [line["step"] for line in lines(folder)] == list(range(1, 13))
+    assert [line["step"] for line in lines(folder) if "heldout/loss" in line] == [4, 8, 12]
+    assert "mesh: data=2 fsdp=2 tensor=2 (8 devices)" in printed
+    assert "blocks/mlp/up/kernel" in printed
+    assert "batch = 8\n" in (folder / "run.txt").read_text()
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000010", "step_00000012"]
+
+
+def test_the_short_last_batch_counts_its_rows_only(whole):
+    _, _, folder = whole
+    saved = json.loads((folder / "checkpoints/step_00000012/manifest.json").read_text())
+    assert "'index': 16" in str(saved) or '"index": 16' in json.dumps(saved)  # 37 = 4 * 8 + 5, then 2 * 8
+    assert np.isfinite([line["train/loss"] for line in lines(folder)]).all()
+
+
+@pytest.mark.parametrize("after_samples", [20, 45, 70])
+def test_interrupted_and_resumed_is_bitwise_the_same(whole, text, tmp_path, after_samples):
+    trained, _, folder = whole
+    run = make_run(text, tmp_path)
+    stopped, printed = start(dataclasses.replace(run, data=Interrupting(run.data, after_samples)))
+    assert stopped.stopped_by == signal.SIGTERM
+    assert stopped.step < 12
+    assert "stopped by SIGTERM" in printed
+    resumed, printed = start(run)
+    assert stopped.step == 0 or f"resumed from step {stopped.step}" in printed
+    for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(trained.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    keep = [line for line in lines(tmp_path) if line["step"] != stopped.step]
+    assert keep == [line for line in lines(folder) if line["step"] != stopped.step]
+    assert [line["train/loss"] for line in lines(tmp_path)] == [line["train/loss"] for line in lines(folder)]
+
+
+def test_it_resumes_on_another_mesh_and_accumulation(whole, text, tmp_path):
+    _, _, folder = whole
+    start(make_run(text, tmp_path, steps=6, optimizer=Optimizer(learning_rate=Schedule(name="constant"))))
+    other = Strategy(layout=Layout(mesh={"fsdp": 4, "tensor": 2}, zero=2), accumulate=2)
+    constant = {"optimizer": Optimizer(learning_rate=Schedule(name="constant")), "steps": 12}
+    _, printed = start(make_run(text, tmp_path, strategy=other, **constant))
+    assert "resumed from step 6" in printed
+    assert "changed since then: strategy.accumulate: 1 -> 2" in printed
+    start(make_run(text, tmp_path / "never", **constant))
+    for name in ("train/loss", "grad_norm"):
+        resumed = [line[name] for line in lines(tmp_path)]
+        np.testing.assert_allclose(resumed, [line[name] for line in lines(tmp_path / "never")], rtol=1e-5)
+
+
+def test_a_finished_run_says_so(whole, text):
+    _, _, folder = whole
+    before = lines(folder)
+    trained, printed = start(make_run(text, folder))
+    assert trained.step == 12
+    assert "all 12 steps are done" in printed
+    assert lines(folder) == before
+
+
+def test_a_broken_checkpoint_is_named_and_passed_over(whole, text, tmp_path):
+    trained, _, _ = whole
+    start(make_run(text, tmp_path))
+    newest = tmp_path / "checkpoints/step_00000012"
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    resumed, printed = start(make_run(text, tmp_path))
+    assert "checkpoint passed over: step_00000012: broken" in printed
+    assert "resumed from step 10" in printed
+    for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(trained.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
+
+
+def test_another_model_in_the_same_folder_is_refused(whole, text):
+    _, _, folder = whole
+    with pytest.raises(ValueError, match="holds another state than this run has") as error:
+        start(make_run(text, folder, model=dataclasses.replace(MODEL, mlp=64)))
+    assert "params/blocks/mlp/up/kernel" in str(error.value)
+
+
+def test_other_data_in_the_same_folder_starts_over(whole, text, tmp_path):
+    start(make_run(text, tmp_path, steps=2))
+    other = tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes()[::-1])
+    _, printed = start(make_run(other, tmp_path, steps=3))
+    assert "the data is not that of the checkpoint" in printed
+
+
+def explode(apply: Any, batch: Any) -> Any:
+    """Infinite from a certain token on."""
+    total, count = next_token_loss(apply, batch)
+    return jax.numpy.where((batch["tokens"][:, 0] == ord("a")).any(), jax.numpy.inf, total), count
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_steps_that_are_not_finite_are_skipped_or_stop_the_run(text, tmp_path, nonfinite):
+    run = make_run(text, tmp_path, loss=explode, nonfinite=nonfinite, evaluate_every=None)
+    if nonfinite == "stop":
+        with pytest.raises(FloatingPointError, match=r"step \d+ was skipped: loss inf"):
+            start(run)
+        return
+    trained, printed = start(run)
+    skipped = [line["step"] for line in lines(tmp_path) if line["skipped"]]
+    assert skipped
+    assert f"WARNING: step {int(skipped[0])} was skipped" in printed
+    assert np.isfinite(jax.tree.leaves(jax.tree.map(lambda x: float(abs(x).max()), trained.state.params))).all()
+
+
+def test_a_folder_that_cannot_be_written_warns_and_goes_on(text, tmp_path, monkeypatch):
+    from shardtrain.checkpoint import Checkpoints, SaveFailed
+
+    save, failures = Checkpoints.save, [5]
+
+    def failing(self: Checkpoints, step: int, state: Any, extra: Any) -> None:
+        if step in failures:
+            failures.remove(step)
+            raise SaveFailed("step 5 is not saved: no space", step=step)
+        save(self, step, state, extra)
+
+    monkeypatch.setattr(Checkpoints, "save", failing)
+    trained, printed = start(make_run(text, tmp_path))
+    assert trained.step == 12
+    assert "WARNING: step 5 is not saved: no space" in printed
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_00000010", "step_00000012"]
