@@ -5,30 +5,23 @@ another in random order in one process. On a GPU also tokens per second and MFU.
 Figures and what they mean: docs/benchmarks/overhead.md.
 """
 
-import json
-import os
-import random
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from flax import nnx
 from rich.console import Console
 
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.data import Batches, Tokens, Windows, place, write_tokens
+from shardtrain.data import Batches, Windows, place
 from shardtrain.data.batches import epoch_order
 from shardtrain.layout import Layout
 from shardtrain.loop import STEPS_LATE, Pace, Pieces, StopSignals, run_loop
@@ -36,12 +29,11 @@ from shardtrain.loss import next_token_loss
 from shardtrain.mesh import make_mesh
 from shardtrain.metrics import JsonLines, read_jsonl
 from shardtrain.model import as_model
-from shardtrain.models.decoder import DecoderConfig, flops_per_token, gpt2
+from shardtrain.models.decoder import DecoderConfig, gpt2
 from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
 from shardtrain.report.progress import progress
 from shardtrain.state import init_state, make_placement
 from shardtrain.step import make_step
-from shardtrain.topology import known_device, mfu
 
 MODELS = {
     "tiny": DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=2),

@@ -1,6 +1,6 @@
 """The same training with a linen model: its inputs must be told, for linen makes parameters by a call.
 
-    shardtrain train examples/linen_text.py
+shardtrain train examples/linen_text.py
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Data of one's own: anything with a length and samples by number; here for the MLP of `models/`.
 
-    shardtrain train examples/own_data.py
+shardtrain train examples/own_data.py
 """
 
 from dataclasses import dataclass

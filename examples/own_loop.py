@@ -1,6 +1,6 @@
 """The pieces of shardtrain in a loop of one's own: no run file, no trainer.
 
-    python examples/own_loop.py
+python examples/own_loop.py
 """
 
 from pathlib import Path

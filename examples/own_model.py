@@ -1,6 +1,6 @@
 """A model of one's own: plain Flax with names on its dims, and a run of it. It knows no mesh.
 
-    shardtrain train examples/own_model.py --cpu-devices 8 --mesh fsdp=2,tensor=4
+shardtrain train examples/own_model.py --cpu-devices 8 --mesh fsdp=2,tensor=4
 """
 
 import jax

@@ -306,7 +306,9 @@ def array_problems(path: str, named: Named, rules: Rules, sizes: Mapping[str, in
             ' or set unnamed = "replicate" in the layout'
         ]
     if len(named.dims) != len(named.shape):
-        return [f"{path} has {len(named.shape)} dims {named.shape} but {len(named.dims)} names {named.dims}"]
+        return [
+            f"{path} has shape {named.shape} but the names {named.dims}; give it {len(named.shape)} names"
+        ]
     problems = [
         f"{path}: dim {i} (size {named.shape[i]}) has no name;"
         " name it, with a rule of () where it is replicated"
@@ -315,7 +317,7 @@ def array_problems(path: str, named: Named, rules: Rules, sizes: Mapping[str, in
     ]
     unknown = [dim for dim in named.dims if dim is not None and dim not in rules]
     problems += [f"{path}: no rule for dim {near(dim, rules)}" for dim in unknown]
-    known = [(dim, size) for dim, size in zip(named.dims, named.shape, strict=True) if dim in rules]
+    known = [(dim, size) for dim, size in zip(named.dims, named.shape, strict=True) if dim and dim in rules]
     used = [(axis, dim) for dim, _ in known for axis in rules[dim]]
     for axis, _ in repeated(axis for axis, _ in used):
         dims = [dim for a, dim in used if a == axis]
@@ -376,5 +378,10 @@ def layout_text(layout: Layout) -> str:
     for table in ("parameters", "activations"):
         rules = getattr(layout, table)
         if rules:
-            lines += [f"\n[{table}]", *(f"{json.dumps(dim)} = {json.dumps(a)}" for dim, a in rules.items())]
+            lines += [f"\n[{table}]", *(f"{_key_text(dim)} = {json.dumps(a)}" for dim, a in rules.items())]
     return "\n".join(lines) + "\n"
+
+
+def _key_text(name: str) -> str:
+    """A TOML key: bare where it can be."""
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)

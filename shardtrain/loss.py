@@ -35,7 +35,7 @@ def cross_entropy(
     1.3863
     """
     logits = logits.astype(jnp.float32)
-    weights = jnp.ones(targets.shape) if weights is None else weights.astype(jnp.float32)
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     # not only in the loss: a padding row may hold anything, and 0 times infinity is no gradient
     logits = jnp.where(weights[..., None] != 0, logits, 0)
     # int32, for the targets may be of a dtype that cannot count all classes

@@ -159,9 +159,10 @@ def decayed(dims: Tree, params: Any) -> Any:
       dims: the model's dims; an array without names is judged by how many dims it has.
       params: arrays or shapes.
 
-    >>> params = {"up": jax.ShapeDtypeStruct((2, 4, 8), "float32"), "gain": jax.ShapeDtypeStruct((2, 4), "float32")}
-    >>> decayed({"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed")}, params)
-    {'gain': False, 'up': True}
+    >>> import numpy as np
+    >>> dims = {"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "other": None}
+    >>> decayed(dims, {"up": np.ones((2, 4, 8)), "gain": np.ones((2, 4)), "other": np.ones((4, 4))})
+    {'gain': False, 'other': True, 'up': True}
     """
 
     def is_decayed(names: tuple[str | None, ...] | None, param: Any) -> bool:

@@ -74,7 +74,9 @@ def make_gradients(
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         bound = _Bound(model, params, model_state, row_key(key, first_row, num_rows))
         loss_sum, count, *metrics = loss(bound, batch)
-        return loss_sum, (count, metrics[0] if metrics else {}, bound.model_state)
+        # a share that is all padding leaves no trace
+        model_state = jax.tree.map(lambda n, o: jnp.where(count > 0, n, o), bound.model_state, model_state)
+        return loss_sum, (count, metrics[0] if metrics else {}, model_state)
 
     grad = jax.vmap(
         jax.value_and_grad(loss_of_replica, has_aux=True),
@@ -110,13 +112,14 @@ def make_gradients(
             zeros = (*zeros[:3], place(zeros[3], replica_specs))
             (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
 
-        shares = sums[1] / jnp.maximum(sums[1].sum(), 1)
+        counts = sums[1]
         loss_sum, count, metrics, grads = jax.tree.map(lambda x: x.sum(0), sums)
+        shares = jnp.where(count > 0, counts / count, 1 / num_replicas)
         grads = place(grads, placement.params if layout.zero == 1 else placement.sharded)
         return Gradients(
             loss_sum=loss_sum,
             count=count,
-            grads=jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads),
+            grads=jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1), grads),
             model_state=jax.tree.map(lambda x: _merge_replicas(x, shares), model_state),
             metrics=metrics,
         )
@@ -188,9 +191,9 @@ def make_step(
         new = (optax.apply_updates(params, updates), model_state, opt_state)
         old = (params, state.model_state, state.opt_state)
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
-        new_state = State(
-            state.step + 1, state.seed, *jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-        )
+        # the dtype that it was made with: optax computes moments of bfloat16 parameters in float32
+        new = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
+        new_state = State(state.step + 1, state.seed, *new)
         metrics = {
             **metrics,
             "loss_sum": loss_sum,

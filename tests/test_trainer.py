@@ -96,7 +96,10 @@ def whole(text, tmp_path_factory):
 
 def lines(folder: Path) -> list[dict[str, float]]:
     """The metrics without what depends on the clock."""
-    return [{k: v for k, v in line.items() if "per_second" not in k} for line in read_jsonl(folder / "metrics.jsonl")]
+    return [
+        {k: v for k, v in line.items() if "per_second" not in k}
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
 
 
 def test_a_run_leaves_what_it_says(whole):
@@ -137,8 +140,7 @@ def test_interrupted_and_resumed_is_bitwise_the_same(whole, text, tmp_path, afte
     assert [line["train/loss"] for line in lines(tmp_path)] == [line["train/loss"] for line in lines(folder)]
 
 
-def test_it_resumes_on_another_mesh_and_accumulation(whole, text, tmp_path):
-    _, _, folder = whole
+def test_it_resumes_on_another_mesh_and_accumulation(text, tmp_path):
     start(make_run(text, tmp_path, steps=6, optimizer=Optimizer(learning_rate=Schedule(name="constant"))))
     other = Strategy(layout=Layout(mesh={"fsdp": 4, "tensor": 2}, zero=2), accumulate=2)
     constant = {"optimizer": Optimizer(learning_rate=Schedule(name="constant")), "steps": 12}
@@ -206,7 +208,9 @@ def test_steps_that_are_not_finite_are_skipped_or_stop_the_run(text, tmp_path, n
     skipped = [line["step"] for line in lines(tmp_path) if line["skipped"]]
     assert skipped
     assert f"WARNING: step {int(skipped[0])} was skipped" in printed
-    assert np.isfinite(jax.tree.leaves(jax.tree.map(lambda x: float(abs(x).max()), trained.state.params))).all()
+    assert np.isfinite(
+        jax.tree.leaves(jax.tree.map(lambda x: float(abs(x).max()), trained.state.params))
+    ).all()
 
 
 def test_a_folder_that_cannot_be_written_warns_and_goes_on(text, tmp_path, monkeypatch):

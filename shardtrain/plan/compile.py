@@ -1,10 +1,10 @@
 """A training step compiled ahead of time, also for devices that are not here, and its figures.
 
-Only shapes go in: nothing is placed and nothing runs. Needs the optional package `ahead-of-time` for GPUs.
-What the program moves is read in `collectives.py`, what it should move stands in `traffic.py`.
+Only shapes go in: nothing is placed, nothing runs. GPUs that are not here need the extra `ahead-of-time`.
+What the program moves is read in `collectives.py`; what it should move is in `traffic.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +14,8 @@ import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from shardtrain.layout import Layout
+from shardtrain.data.placement import batch_problem
+from shardtrain.layout import Layout, near
 from shardtrain.loss import Loss
 from shardtrain.model import Model
 from shardtrain.plan.collectives import Collective, collectives
@@ -23,26 +24,46 @@ from shardtrain.state import make_placement, restorable_state
 from shardtrain.step import make_step
 
 PLUGIN = "jax_cuda12_plugin"
-DEVICES_PER_HOST = 8
+GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a compiled program needs and moves, as its compiler says; bytes are of one device.
+    """What a compiled program needs and moves, by its compiler; all bytes are those of one device.
 
     Args:
-      argument_bytes: what goes in: for a step its state and its batch.
+      argument_bytes: what goes in: of a step its state and its batch.
       output_bytes: what comes out.
-      temp_bytes: what is held in between, on top of both.
-      alias_bytes: the part of the output that takes the place of arguments (a donated state).
+      alias_bytes: the part of the output that takes the place of arguments: the donated state.
+      temp_bytes: what is held in between, beside these.
       collectives: what moves between devices.
     """
 
     argument_bytes: int
     output_bytes: int
-    temp_bytes: int
     alias_bytes: int
+    temp_bytes: int
     collectives: tuple[Collective, ...]
+
+
+def figures(compiled: jax.stages.Compiled, axis_sizes: Mapping[str, int]) -> Figures:
+    """Read a compiled program.
+
+    Args:
+      compiled: the program.
+      axis_sizes: of the mesh it was compiled for, `dict(mesh.shape)`.
+
+    Raises:
+      ValueError: see `collectives.collectives`.
+    """
+    memory: Any = compiled.memory_analysis()
+    return Figures(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        collectives=collectives(compiled.as_text() or "", axis_sizes),
+    )
 
 
 def compile_step(
@@ -54,38 +75,103 @@ def compile_step(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     microbatches: int = 1,
 ) -> jax.stages.Compiled:
-    """Compile the training step for a mesh from shapes alone.
+    """Compile the training step for a mesh, from shapes alone.
 
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
       layout: where everything lies.
-      mesh: of this layout, see `make_mesh`; of real devices or of `described_devices`.
+      mesh: of this layout, over devices that are here or over `described_devices`.
       batch: shape (B, ...) and dtype of every array of the global batch.
-      microbatches: parts that each batch is computed in.
+      microbatches: parts of the batch that a step handles one after the other.
 
     Returns:
-      The compiled program, for its text and `figures`; on real devices it can be called.
+      The program, to be read by `figures`; on devices that are here it can be called.
 
     Raises:
       ValueError: the layout does not fit the model, or B cannot be split.
     """
     placement = make_placement(model, optimizer, layout, mesh)
-    problems = [
-        rows_text(name, array.shape[0], microbatches, layout, dict(mesh.shape))
-        for name, array in batch.items()
-        if array.shape[0] % (microbatches * _num_shares(layout, dict(mesh.shape)))
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
-    shapes = {
+    num_rows = next(iter(batch.values())).shape[0]
+    problem = batch_problem(num_rows, {axis: mesh.shape[axis] for axis in layout.batch_axes}, microbatches)
+    if problem:
+        raise ValueError(problem)
+    parts = {
         name: jax.ShapeDtypeStruct(
-            (microbatches, array.shape[0] // microbatches, *array.shape[1:]),
-            array.dtype,
-            sharding=placement.batch,
+            (microbatches, num_rows // microbatches, *array.shape[1:]), array.dtype, sharding=placement.batch
         )
         for name, array in batch.items()
     }
     state = restorable_state(model, optimizer, placement)
-    return make_step(model, loss, optimizer, placement).lower(state, shapes).compile()
+    return make_step(model, loss, optimizer, placement).lower(state, parts).compile()
+
+
+def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
+    """Devices to compile for; for GPUs a description, so that none has to be here.
+
+    Args:
+      kind: "cpu": (simulated) devices of this process; "h100" or "a100": hosts of 8 such GPUs.
+      num_devices: how many; for GPUs at most 8, or a multiple of 8.
+
+    Returns:
+      The devices, for `make_mesh`.
+
+    Raises:
+      ValueError: an unknown kind, or a number that cannot be had.
+      ImportError: the extra `ahead-of-time` is not installed.
+    """
+    if kind == "cpu":
+        devices = jax.devices("cpu")
+        if not 1 <= num_devices <= len(devices):
+            raise ValueError(too_few_text(num_devices, len(devices)))
+        return devices[:num_devices]
+    if kind not in GPU_TARGETS:
+        raise ValueError(f"devices of kind {near(kind, ['cpu', *GPU_TARGETS])} cannot be compiled for")
+    num_hosts, rest = divmod(num_devices, GPUS_PER_HOST)
+    if num_devices < 1 or (num_hosts and rest):
+        raise ValueError(host_text(kind, num_devices))
+    if find_spec(PLUGIN) is None:
+        raise ImportError(missing_plugin_text(kind))
+    return topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=target_config(kind),
+        topology=f"1x{num_hosts}x{GPUS_PER_HOST}" if num_hosts else f"1x1x{num_devices}",
+    ).devices
+
+
+def too_few_text(num_devices: int, num_here: int) -> str:
+    """The error for more CPU devices than this process simulates.
+
+    >>> too_few_text(16, 8)
+    '16 CPU devices were asked for and 8 are simulated; set jax_num_cpu_devices=16 before jax starts'
+    """
+    change = (
+        f"set jax_num_cpu_devices={num_devices} before jax starts" if num_devices > 0 else "ask for 1 or more"
+    )
+    return f"{num_devices} CPU devices were asked for and {num_here} are simulated; {change}"
+
+
+def host_text(kind: str, num_devices: int) -> str:
+    """The error for a number of GPUs that does not fill its hosts.
+
+    >>> host_text("h100", 12)
+    "12 devices of kind 'h100' do not fill hosts of 8: 12 % 8 = 4. Use 8 or 16, or fewer than 8."
+    """
+    if num_devices < 1:
+        return f"{num_devices} devices of kind {kind!r} were asked for; ask for 1 or more."
+    rest = num_devices % GPUS_PER_HOST
+    down = num_devices - rest
+    return (
+        f"{num_devices} devices of kind {kind!r} do not fill hosts of {GPUS_PER_HOST}:"
+        f" {num_devices} % {GPUS_PER_HOST} = {rest}. Use {down} or {down + GPUS_PER_HOST}, or fewer than 8."
+    )
+
+
+def missing_plugin_text(kind: str) -> str:
+    """The error where jax has no CUDA compiler."""
+    return (
+        f"compiling for {kind!r} without a GPU needs the module {PLUGIN}, which is not installed;"
+        " install the extra: uv sync --extra ahead-of-time, or pip install 'shardtrain[ahead-of-time]'"
+    )

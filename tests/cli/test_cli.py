@@ -1,0 +1,143 @@
+"""The command line: options, errors by value, a run in a process of its own that is stopped and goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.cli.run_options import load_run, parse_run
+
+ROOT = Path(__file__).parents[2]
+GPT = str(ROOT / "examples/gpt_text.py")
+TINY = [
+    "--model.embed", "16", "--model.num-layers", "2", "--model.num-heads", "2", "--model.mlp", "32",
+    "--batch", "8", "--evaluate-batches", "1",
+]  # fmt: skip
+
+
+def test_options_change_the_run():
+    words = ["--mesh", "fsdp=2,tensor=2", "--zero", "2", "--accumulate", "4", "--steps", "7"]
+    words += ["--optimizer.name", "lion", "--optimizer.learning-rate.peak", "0.5", "--model.num-layers", "6"]
+    words += ["--data", "a.txt", "b", "--checkpoints.every-steps", "3", "--sequence-sharded", "True"]
+    run, _ = parse_run("train", [GPT, *words])
+    assert run.strategy.layout.mesh == {"fsdp": 2, "tensor": 2}
+    assert (run.strategy.layout.zero, run.strategy.layout.sequence_sharded) == (2, True)
+    assert (run.strategy.accumulate, run.steps, run.model.num_layers) == (4, 7, 6)
+    assert (run.optimizer.name, run.optimizer.learning_rate.peak) == ("lion", 0.5)
+    assert run.data.paths == (Path("a.txt"), Path("b"))
+    assert run.checkpoints.every_steps == 3
+    assert run.run_dir == Path("runs/gpt_text")
+    assert run.sample is not None
+
+
+def test_a_mesh_file_is_read_and_options_change_it():
+    run, _ = parse_run("train", [GPT, "--mesh", str(ROOT / "meshes/one_host_8_tensor.toml"), "--zero", "1"])
+    assert run.strategy.layout.mesh == {"fsdp": 4, "tensor": 2}
+    assert (run.strategy.layout.zero, run.strategy.layout.sequence_sharded) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["trian"], 2, "unknown command 'trian' (did you mean 'train'?)"),
+        (["train"], 2, "RUN is missing"),
+        (["train", "nope.py"], 2, "there is no run file nope.py"),
+        (["train", f"{GPT}:rnu"], 2, "has no 'rnu' (did you mean 'run'?)"),
+        (["train", GPT, "--mesh", "dta=8"], 2, "axis 'dta' (did you mean 'data'?)"),
+        (["train", GPT, "--mesh", "data=3"], 2, "mesh 'data=3' needs 3 devices, and there are 8"),
+        (["train", GPT, "--mesh", "pipeline=8"], 2, "axis 'pipeline' has size 8, but is not built yet"),
+        (["train", GPT, "--batch", "30"], 2, "30 % 8 = 6. Use 24 or 32."),
+        (["train", GPT, "--steps", "0"], 2, "steps is 0; use 1 or more"),
+        (["train", GPT, "--cpu-devices", "none"], 2, "--cpu-devices needs a number of devices from 1"),
+        (["inspect", GPT, "--mesh", "tensor=3"], 2, "dim 'kv_heads' of size 8 cannot be split"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(words, code, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == code
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert "Traceback" not in printed.err
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_an_unknown_option_is_refused_with_a_suggestion(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", GPT, "--stepz", "3"])
+    assert stop.value.code == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], *([c, GPT, "--help"] for c in cli.COMMANDS)]
+)
+def test_help_is_there(words, capsys):
+    try:
+        assert cli.main(words) == 0
+    except SystemExit as stop:
+        assert stop.code == 0
+    assert "usage" in capsys.readouterr().out.lower()
+
+
+def test_inspect_needs_no_devices(capsys):
+    assert cli.main(["inspect", GPT, "--mesh", "fsdp=16,tensor=4", "--batch", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert "mesh: fsdp=16 tensor=4 (64 devices)" in printed
+    assert re.search(r"embedding +256 x 128 +vocab embed +tensor x fsdp +2.0 KiB", printed)
+    assert "parameters: 842,496, 3.2 MiB;" in printed
+
+
+def test_a_module_and_a_name_give_a_run(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "from shardtrain import Run, Text\n"
+        "def small():\n"
+        "    return Run(model=lambda rngs: None, data=Text(), steps=5)\n"
+        "def wrong():\n"
+        "    return 5\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_run("mine:small").steps == 5
+    with pytest.raises(ValueError, match="gave int 5; it must return a shardtrain"):
+        load_run("mine:wrong")
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    """In a process of its own, with another number of devices than this one."""
+    command = [sys.executable, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
+    command += [
+        "--cpu-devices",
+        "4",
+        "--mesh",
+        "data=2,tensor=2",
+        "--run-dir",
+        str(tmp_path),
+        "--log-every",
+        "5",
+    ]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    seen = []
+    words = [*command, "100000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as first:
+        assert first.stdout is not None
+        for line in first.stdout:
+            seen.append(line)
+            if line.startswith("step 5"):
+                first.send_signal(signal.SIGINT)
+    assert first.returncode == 128 + signal.SIGINT, "".join(seen)
+    stopped = re.search(r"stopped by SIGINT after step (\d+), which is saved", "".join(seen))
+    assert stopped, "".join(seen)
+    steps = str(int(stopped[1]) + 5)
+    second = subprocess.run(
+        [*command, "--steps", steps], capture_output=True, text=True, env=environment, check=True
+    )
+    assert f"resumed from step {stopped[1]}" in second.stdout
+    assert f"step {steps}/{steps}" in second.stdout
+    assert "sample:" in second.stdout
+    assert "Traceback" not in second.stderr
