@@ -4,6 +4,7 @@ A model in linen's own style, for those who use linen; the other options of `Dec
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -97,12 +98,17 @@ class LinenAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        q_BTHK, k_BSHK, v_BSHK = (
-            with_logical_constraint(
-                LinenLinear(self.config, (EMBED,), (heads, HEAD_DIM), name=name)(x_BTD),
-                (BATCH, SEQ, heads, HEAD_DIM),
-            )
+        linears = [
+            LinenLinear(self.config, (EMBED,), (heads, HEAD_DIM), name=name)
             for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+        ]
+        # one product, whose gradient is then reduced over devices once
+        kernel = jnp.stack([linear.cast() for linear in linears], 2)
+        kernel = with_logical_constraint(kernel, (EMBED, HEADS, None, HEAD_DIM))
+        y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, HEADS, None, HEAD_DIM))
+        q_BTHK, k_BSHK, v_BSHK = (
+            with_logical_constraint(linear.shifted(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
+            for i, linear in enumerate(linears)
         )
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
@@ -128,12 +134,25 @@ class LinenLinear(nn.Module):
     into: tuple[str, ...]
     out: tuple[str, ...]
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def setup(self) -> None:
         std = 0.02 / math.sqrt(2 * self.config.num_layers) if self.out == (EMBED,) else 0.02
-        kernel = _weight(self, "kernel", (*self.into, *self.out), self.config, nn.initializers.normal(std))
-        bias = _weight(self, "bias", self.out, self.config, nn.initializers.zeros)
-        return jnp.tensordot(x, kernel, axes=len(self.into)) + bias
+        sizes = self.config.sizes
+        self.kernel = self.param(
+            "kernel", *_partitioned(nn.initializers.normal(std), (*self.into, *self.out), sizes)
+        )
+        self.bias = self.param("bias", *_partitioned(nn.initializers.zeros, self.out, sizes))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = with_logical_constraint(self.cast(), (*self.into, *self.out))
+        return self.shifted(jnp.tensordot(x, kernel, axes=len(self.into)))
+
+    def cast(self) -> jax.Array:
+        """The kernel in the compute dtype, sharded as it is stored: to be joined with others and gathered."""
+        return self.kernel.astype(self.config.dtype)
+
+    def shifted(self, y: jax.Array) -> jax.Array:
+        """A product with the kernel, with the bias added."""
+        return y + with_logical_constraint(self.bias.astype(self.config.dtype), self.out)
 
 
 def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
@@ -148,15 +167,15 @@ def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
     )
 
 
-def _weight(
-    module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig, init: Any = None
-) -> jax.Array:
+def _weight(module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig) -> jax.Array:
     """A float32 parameter, cast to the compute dtype and constrained to its dims where it is used."""
-    init = nn.initializers.normal(0.02) if init is None else init
-    value = module.param(
-        name, nn.with_partitioning(init, dims), [config.sizes[dim] for dim in dims], jnp.float32
-    )
+    value = module.param(name, *_partitioned(nn.initializers.normal(0.02), dims, config.sizes))
     return with_logical_constraint(value.astype(config.dtype), dims)
+
+
+def _partitioned(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    """What `param` takes after the name: an initialiser that names the dims, the shape and the dtype."""
+    return nn.with_partitioning(init, dims), [sizes[dim] for dim in dims], jnp.float32
 
 
 def _unlike(config: DecoderConfig) -> list[str]:
