@@ -104,8 +104,8 @@ class LinenAttention(nn.Module):
         ]
         # one product, whose gradient is then reduced over devices once
         kernel = jnp.stack([linear.cast() for linear in linears], 2)
-        kernel = with_logical_constraint(kernel, (EMBED, HEADS, None, HEAD_DIM))
-        y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, HEADS, None, HEAD_DIM))
+        kernel = with_logical_constraint(kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
+        y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         q_BTHK, k_BSHK, v_BSHK = (
             with_logical_constraint(linear.shifted(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
             for i, linear in enumerate(linears)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
@@ -73,7 +74,8 @@ def _wsd(schedule: Schedule, steps: int) -> optax.Schedule:
 
 def _inverse_sqrt(schedule: Schedule, steps: int) -> optax.Schedule:
     start = max(schedule.warmup, 1)
-    return lambda step: schedule.peak * (start / (step + start)) ** 0.5
+    # join_schedules asks for steps before its beginning too
+    return lambda step: schedule.peak * (start / (jnp.maximum(step, 0) + start)) ** 0.5
 
 
 SCHEDULES: dict[str, Callable[[Schedule, int], optax.Schedule]] = {
@@ -133,9 +135,12 @@ class Optimizer:
             for name, value in (("b1", self.b1), ("b2", self.b2))
             if not 0 <= value < 1
         ]
-        if self.weight_decay < 0:
-            problems.append(f"weight_decay is {self.weight_decay}; it must be 0 or more")
-        if self.clip is not None and self.clip <= 0:
+        problems += [
+            f"{name} is {value}; it must be 0 or more"
+            for name, value in (("eps", self.eps), ("weight_decay", self.weight_decay))
+            if not value >= 0
+        ]
+        if self.clip is not None and not self.clip > 0:
             problems.append(f"clip is {self.clip}; it must be above 0, or None for no clipping")
         if problems:
             raise problems_error("this optimizer cannot be used", problems)

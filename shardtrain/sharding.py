@@ -19,8 +19,8 @@ from shardtrain.layout import Named, Rules, Spec, resolve
 def partition_spec(spec: Spec) -> PartitionSpec:
     """A jax PartitionSpec from the axes of each dim.
 
-    >>> partition_spec((("fsdp",), (), ("data", "fsdp")))
-    PartitionSpec('fsdp', None, ('data', 'fsdp'))
+    >>> partition_spec((("fsdp",), (), ("data", "tensor"))) == PartitionSpec("fsdp", None, ("data", "tensor"))
+    True
     """
     return PartitionSpec(*((d[0] if len(d) == 1 else d) if d else None for d in spec))
 

@@ -36,6 +36,25 @@ class State(NamedTuple):
     opt_state: Any
 
 
+class Specs(NamedTuple):
+    """How a state lies on a mesh of certain sizes; no device takes part.
+
+    Args:
+      abstract: the state's shapes and dtypes.
+      arrays: path -> dims and shape of each parameter.
+      params: like params, the PartitionSpec of each parameter as it is stored.
+      sharded: like params, the PartitionSpec of what ZeRO shards: optimizer state, gradients from
+        zero=2 on, parameters at zero=3.
+      state: a `State` of PartitionSpec.
+    """
+
+    abstract: State
+    arrays: Mapping[str, Named]
+    params: Any
+    sharded: Any
+    state: State
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where everything lies: a layout joined with a model, an optimizer and a mesh.
@@ -43,32 +62,19 @@ class Placement:
     Args:
       mesh: the jax mesh.
       layout: the layout it was made from.
-      params: like params, the PartitionSpec of each parameter as it is stored.
-      sharded: like params, the PartitionSpec of what ZeRO shards: optimizer state, gradients from
-        zero=2 on, parameters at zero=3.
+      specs: of the state.
       state: a `State` of NamedSharding.
     """
 
     mesh: Mesh
     layout: Layout
-    params: Any
-    sharded: Any
+    specs: Specs
     state: State
 
     @property
     def batch(self) -> NamedSharding:
         """The sharding of every array of a batch, shape (microbatches, rows, ...)."""
         return NamedSharding(self.mesh, PartitionSpec(None, self.layout.batch_axes))
-
-
-class Specs(NamedTuple):
-    """PartitionSpecs of a state, and what they were made from; no device takes part."""
-
-    abstract: State
-    arrays: Mapping[str, Named]
-    params: Any
-    sharded: Any
-    state: State
 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> State:
@@ -148,7 +154,7 @@ def make_placement(
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    return Placement(mesh=mesh, layout=layout, params=specs.params, sharded=specs.sharded, state=state)
+    return Placement(mesh=mesh, layout=layout, specs=specs, state=state)
 
 
 def init_state(
@@ -166,10 +172,10 @@ def init_state(
     return create(jnp.uint32(seed))
 
 
-def restorable_state(model: Model, optimizer: optax.GradientTransformation, placement: Placement) -> State:
+def restorable_state(placement: Placement) -> State:
     """Shapes, dtypes and shardings of the state: what `Checkpoints.restore` reads into."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract_state(model, optimizer),
+        placement.specs.abstract,
         placement.state,
     )

@@ -57,7 +57,7 @@ def make_gradients(
       (params, model_state, key, batch) -> `Gradients`; every array of the batch has shape
       (microbatches, rows, ...). Gradients are sharded like the parameters, or as ZeRO asks.
     """
-    mesh, layout = placement.mesh, placement.layout
+    mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
     row_axes = tuple(axis for axis in layout.batch_axes if axis not in replica_axes)
@@ -93,7 +93,7 @@ def make_gradients(
         )
         replica_specs = jax.tree.map(
             lambda spec: PartitionSpec(replica_axes, *spec),
-            placement.params,
+            specs.params,
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
@@ -115,7 +115,7 @@ def make_gradients(
         counts = sums[1]
         loss_sum, count, metrics, grads = jax.tree.map(lambda x: x.sum(0), sums)
         shares = jnp.where(count > 0, counts / count, 1 / num_replicas)
-        grads = place(grads, placement.params if layout.zero == 1 else placement.sharded)
+        grads = place(grads, specs.params if layout.zero == 1 else specs.sharded)
         return Gradients(
             loss_sum=loss_sum,
             count=count,
@@ -174,7 +174,7 @@ def make_step(
       loss as (sum, count).
     """
     gradients = make_gradients(model, loss, placement)
-    mesh = placement.mesh
+    mesh, specs = placement.mesh, placement.specs
 
     def place(tree: Any, specs: Any) -> Any:
         return jax.tree.map(
@@ -186,7 +186,7 @@ def make_step(
         loss_sum, count, grads, model_state, metrics = gradients(state.params, state.model_state, key, batch)
         grad_norm = optax.tree.norm(grads)
         # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
-        grads, params = place(grads, placement.sharded), place(state.params, placement.sharded)
+        grads, params = place(grads, specs.sharded), place(state.params, specs.sharded)
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         new = (optax.apply_updates(params, updates), model_state, opt_state)
         old = (params, state.model_state, state.opt_state)

@@ -5,8 +5,9 @@ Each piece can be made and used alone, see the README; here they are put togethe
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ from shardtrain.optimizer import make_optimizer
 from shardtrain.report import plots
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
-from shardtrain.state import Placement, State, init_state, make_placement, restorable_state, state_specs
+from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
 from shardtrain.step import make_evaluate, make_step
 
 RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
+BEGINNING = Position(epoch=0, index=0)
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 """What lies in a run folder, beside the token files of `data.Text`."""
 
@@ -90,57 +92,78 @@ def train(run: Run, console: Console | None = None) -> Trained:
     console = console or Console()
     folder = run.run_dir or Path("runs/run")
     parts = make_parts(run)
-    batch_axes = run.strategy.layout.batch_axes
     source, heldout = run.data.train(folder), run.data.heldout(folder)
     batches = Batches(source=source, batch=run.batch, seed=run.seed)
     # a batch that cannot be split is refused here, before anything is compiled
-    place(batches.load({"epoch": 0, "index": 0}), parts.mesh, batch_axes, run.strategy.accumulate)
-    specs = state_specs(parts.model, parts.optimizer, run.strategy.layout, dict(parts.mesh.shape))
-    say(console, sharding_text(specs, dict(parts.mesh.shape)))
+    _placed(run, parts, batches.load(BEGINNING))
+    say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
 
     description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
+    notes = _Notes()
     with ExitStack() as stack:
-        notes: list[str] = []
         checkpoints = stack.enter_context(
-            Checkpoints(folder / CHECKPOINTS, run.checkpoints, report=lambda text: tell(text))
+            Checkpoints(folder / CHECKPOINTS, run.checkpoints, report=notes.note)
         )
-        tell: Callable[[str], None] = notes.append
         state, first_step, position = _start(run, parts, checkpoints, description, notes)
-        resume_after = first_step or None
-        sinks = Sinks(*_sinks(folder, resume_after, notes))
+        sinks = Sinks(*_sinks(folder, first_step or None, notes))
         stack.callback(sinks.close)
         (folder / RUN_FILE).write_text(run_text(description))
-        for note in notes:
-            say(console, note)
         if first_step >= run.steps:
-            say(
-                console, f"all {run.steps} steps are done; for more give a larger --steps, or a new --run-dir"
+            notes.note(f"all {run.steps} steps are done; for more give a larger --steps, or a new --run-dir")
+        notes.show(
+            stack.enter_context(
+                progress(total_steps=run.steps, start_step=first_step, unit=run.unit, console=console)
             )
-        bar = stack.enter_context(
-            progress(total_steps=run.steps, start_step=first_step, unit=run.unit, console=console)
         )
-        tell = bar.note
+        loaded = stack.enter_context(closing(batches.iterate(position)))
         pieces = Pieces(
             step=make_step(parts.model, run.loss, parts.optimizer, parts.placement, parts.learning_rate),
-            batches=_on_mesh(batches, position, parts.mesh, batch_axes, run.strategy.accumulate, stack),
-            evaluate=_evaluation(run, parts, heldout, bar),
+            batches=((_placed(run, parts, batch), after) for batch, after in loaded),
+            evaluate=_evaluation(run, parts, heldout),
             checkpoints=checkpoints,
             policy=run.checkpoints,
             sink=sinks,
-            progress=bar,
+            progress=notes.progress,
             extra={"run": description},
         )
-        pace = Pace(
-            steps=run.steps,
-            log_every=run.log_every,
-            evaluate_every=run.evaluate_every,
-            nonfinite=run.nonfinite,
-            unit=run.unit,
-        )
         with StopSignals() as stop:
-            state, step = run_loop(state, first_step, pieces, pace, stop)
+            state, step = run_loop(state, first_step, pieces, _pace(run), stop)
     sample = _ending(run, parts, state, step, stop, folder, console)
     return Trained(state=state, step=step, stopped_by=stop.received, run_dir=folder, sample=sample)
+
+
+class _Notes:
+    """Lines that people must see: kept until the progress bar is there, then shown by it."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.progress: Any = None
+
+    def note(self, text: str) -> None:
+        if self.progress is None:
+            self.kept.append(text)
+        else:
+            self.progress.note(text)
+
+    def show(self, progress: Progress) -> None:
+        self.progress = progress
+        for text in self.kept:
+            progress.note(text)
+
+
+def _placed(run: Run, parts: Parts, batch: Any, *, evaluating: bool = False) -> Any:
+    strategy = run.strategy
+    return place(batch, parts.mesh, strategy.layout.batch_axes, 1 if evaluating else strategy.accumulate)
+
+
+def _pace(run: Run) -> Pace:
+    return Pace(
+        steps=run.steps,
+        log_every=run.log_every,
+        evaluate_every=run.evaluate_every,
+        nonfinite=run.nonfinite,
+        unit=run.unit,
+    )
 
 
 def say(console: Console, text: str) -> None:
@@ -149,62 +172,44 @@ def say(console: Console, text: str) -> None:
 
 
 def _start(
-    run: Run, parts: Parts, checkpoints: Checkpoints, description: dict[str, Any], notes: list[str]
-) -> tuple[State, int, Position | None]:
+    run: Run, parts: Parts, checkpoints: Checkpoints, description: dict[str, Any], notes: _Notes
+) -> tuple[State, int, Position]:
     """The newest checkpoint, or the beginning."""
-    restored = checkpoints.restore(restorable_state(parts.model, parts.optimizer, parts.placement))
+    restored = checkpoints.restore(restorable_state(parts.placement))
     if restored is None:
-        return init_state(parts.model, parts.optimizer, parts.placement, run.seed), 0, None
-    notes.append(f"resumed from step {restored.step} in {checkpoints.folder}")
+        return init_state(parts.model, parts.optimizer, parts.placement, run.seed), 0, BEGINNING
+    notes.note(f"resumed from step {restored.step} in {checkpoints.folder}")
     before = restored.extra["run"]
     # through JSON, as the saved one went
     changed = differences(before, json.loads(json.dumps(description)))
-    notes.extend(f"changed since then: {line}" for line in changed)
+    for line in changed:
+        notes.note(f"changed since then: {line}")
     position = Position(**restored.extra["position"])
     if before.get("data.fingerprint") != description["data.fingerprint"]:
-        notes.append("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
-        position = Position(epoch=0, index=0)
+        notes.note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
+        position = BEGINNING
     return restored.state, restored.step, position
 
 
-def _sinks(folder: Path, resume_after: int | None, notes: list[str]) -> Iterator[Any]:
+def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> Iterator[Any]:
     yield JsonLines(folder / METRICS, resume_after=resume_after)
     if TensorBoard.installed():
         yield TensorBoard(folder / TENSORBOARD, resume_after=resume_after)
     else:
-        notes.append("no TensorBoard files: install shardtrain[tensorboard]")
+        notes.note("no TensorBoard files: install shardtrain[tensorboard]")
 
 
-def _on_mesh(
-    batches: Batches,
-    position: Position | None,
-    mesh: Mesh,
-    batch_axes: tuple[str, ...],
-    accumulate: int,
-    stack: ExitStack,
-) -> Iterator[tuple[Any, Position]]:
-    loaded = batches.iterate(position)
-    stack.callback(loaded.close)
-    for batch, after in loaded:
-        yield place(batch, mesh, batch_axes, accumulate), after
-
-
-def _evaluation(run: Run, parts: Parts, heldout: Any, bar: Progress) -> Callable[[State], dict[str, float]]:
-    """state -> held-out values; the same rows each time, padded to whole batches with weight 0."""
+def _evaluation(run: Run, parts: Parts, heldout: Any) -> Callable[[State], dict[str, float]]:
+    """state -> held-out values: the same rows each time, the last batch padded with weight 0."""
     if heldout is None:
         return lambda state: {}
-    layout = run.strategy.layout
     evaluate = make_evaluate(parts.model, run.loss, parts.placement)
     batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False)
-    last = min(batches.num_batches(), run.evaluate_batches or batches.num_batches())
 
     def values(state: State) -> dict[str, float]:
-        found = []
-        for number in range(last):
-            batch = batches.load(
-                batches.advance({"epoch": 0, "index": 0}, number) if number else {"epoch": 0, "index": 0}
-            )
-            found.append(evaluate(state, place(batch, parts.mesh, layout.batch_axes, 1)))
+        with closing(batches.iterate()) as loaded:
+            first = islice(loaded, run.evaluate_batches)
+            found = [evaluate(state, _placed(run, parts, batch, evaluating=True)) for batch, _ in first]
         means: dict[str, Mean] = {}
         for metrics in jax.device_get(found):
             pairs = {"loss": (metrics.pop("loss_sum"), metrics.pop("count")), **metrics}

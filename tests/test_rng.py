@@ -1,6 +1,7 @@
 """The law of row keys: a draw depends on the global row, not on how the rows are shared out."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def test_any_split_of_the_rows(seed, cuts, offset):
     edges = [0, *sorted(cuts), ROWS]
     blocks = [
         drawn("uniform", last - first)(seed, np.uint32(first + offset))
-        for first, last in zip(edges, edges[1:], strict=False)
+        for first, last in itertools.pairwise(edges)
     ]
     expected = drawn("uniform", ROWS)(seed, np.uint32(offset))
     np.testing.assert_array_equal(np.concatenate(blocks), expected)

@@ -103,7 +103,7 @@ def compile_step(
         )
         for name, array in batch.items()
     }
-    state = restorable_state(model, optimizer, placement)
+    state = restorable_state(placement)
     return make_step(model, loss, optimizer, placement).lower(state, parts).compile()
 
 

@@ -92,9 +92,9 @@ def test_activations_are_named_in_order(case, monkeypatch):
         return
     stream, gathered = ("batch", "residual_seq", "embed"), ("batch", "seq", "embed")
     q, kv = (("batch", "seq", heads, "head_dim") for heads in ("heads", "kv_heads"))
-    joined = [] if name == "linen" else [("batch", "seq", "kv_heads", None, "head_dim")]
+    joined = ("batch", "seq", "kv_heads", None, "head_dim")
     hidden = ("batch", "seq", None, "mlp") if name == "llama" else ("batch", "seq", "mlp")
-    block = [stream, gathered, *joined, q, kv, q, stream, gathered, hidden, stream]
+    block = [stream, gathered, joined, q, kv, q, stream, gathered, hidden, stream]
     assert activations[: len(block)] == block
     assert activations[-3:] == [stream, gathered, ("batch", "seq", "vocab")]
 

@@ -1,0 +1,139 @@
+"""The package as a whole: what is installed, what an import costs, what files say, examples in docstrings."""
+
+import ast
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE_FOLDERS = {
+    "shardtrain": ROOT / "shardtrain",
+    "shardtrain.models": ROOT / "models",
+    "shardtrain.meshes": ROOT / "meshes",
+}
+"""Package -> its folder; the links in `shardtrain/` to the last two are not walked into."""
+
+
+def modules():
+    """(name, path) of every module, by the only name that it shall be imported by."""
+    for package, folder in PACKAGE_FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join([package, *parts]).removesuffix(".__init__"), path
+
+
+def tracked_files():
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+def test_every_sub_package_is_installed():
+    """A package that is not listed is missing from the wheel, and only there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {name for name, path in modules() if path.name == "__init__.py"}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
+    folders = {path.parent for _, path in modules()}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_data_files_are_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["*"]
+    others = {
+        path
+        for folder in PACKAGE_FOLDERS.values()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts
+    }
+    assert {path.name for path in others if not any(path.match(pattern) for pattern in patterns)} == set()
+
+
+@pytest.mark.parametrize("name", ["models", "meshes"])
+def test_links_lead_to_the_folders_beside(name):
+    link = ROOT / "shardtrain" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+
+
+HEAVY = ("jax", "flax", "optax", "orbax", "grain", "numpy", "mpi4py", "mpi4jax", "matplotlib", "rich", "tyro")
+VALUES = (
+    "shardtrain",
+    "shardtrain.axes",
+    "shardtrain.layout",
+    "shardtrain.checkpoint_policy",
+    "shardtrain.data",
+)
+
+
+def test_values_are_imported_without_jax():
+    code = f"import sys, {', '.join(VALUES)}; print(sorted(set({HEAVY}) & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, check=True, text=True
+    )
+    assert result.stdout == "[]\n"
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: an import with dots"
+            yield node.module or ""
+
+
+def test_models_have_one_import_path():
+    """`models.decoder` beside `shardtrain.models.decoder` would be a second copy of every class."""
+    files = [path for path in tracked_files() if path.suffix == ".py"]
+    assert ROOT / "models" / "decoder.py" in files
+    wrong = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in files
+        for name in imported(path)
+        if name.partition(".")[0] in ("models", "meshes")
+    ]
+    assert wrong == []
+
+
+def test_the_installed_package_is_this_one():
+    for name in ("shardtrain", "shardtrain.models.decoder"):
+        file = importlib.import_module(name).__file__
+        assert file is not None
+        assert Path(file).resolve().is_relative_to(ROOT)
+
+
+def test_no_file_names_a_path_of_this_machine():
+    shared = {Path(name) for name in ("/", "/home", "/tmp", "/opt", "/srv", "/mnt", "/usr", "/var")}
+    here = {ROOT, ROOT.parent, Path.home()} - shared
+    pattern = "|".join([*(re.escape(f"{path}/") for path in here), r"/(home|Users)/[a-z]\w*/"])
+    found = {}
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if match := re.search(pattern, text):
+            found[path.relative_to(ROOT).as_posix()] = match[0]
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", [name for name, _ in modules()])
+def test_examples_in_docstrings(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+
+
+def test_there_are_examples_in_docstrings():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    tests = finder.find(importlib.import_module("shardtrain.layout"))
+    assert sum(len(test.examples) for test in tests) >= 5
