@@ -209,7 +209,7 @@ def test_row_keys_give_each_row_its_own_dropout(framework):
         return model.apply(params, model_state, row_key(RNG, first, num_rows), True, rows)[0]
 
     halves = [outputs(first, ROWS // 2) for first in (0, ROWS // 2)]
-    np.testing.assert_allclose(np.concatenate(halves), outputs(0, ROWS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate(halves), outputs(0, ROWS), rtol=1e-5, atol=1e-5)
 
 
 def test_stacked_layers_draw_different_dropout():
@@ -430,10 +430,11 @@ def test_traces_made_under_other_rules_are_not_used_again(wrap, mesh):
     def block(x, _=None):
         return nn.with_logical_constraint(2 * x, ("seq", "mlp")), None
 
+    checkpointed, jitted = jax.checkpoint(block), jax.jit(block)
     wrapped = {
-        "checkpoint": lambda x, block=jax.checkpoint(block): block(x)[0],
+        "checkpoint": lambda x: checkpointed(x)[0],
         "scan": lambda x: jax.lax.scan(block, x, length=2)[0],
-        "jit": lambda x, block=jax.jit(block): block(x)[0],
+        "jit": lambda x: jitted(x)[0],
     }[wrap]
 
     def sharding(rules):

@@ -1,7 +1,7 @@
 """What XLA must know of a GPU to compile for it where there is none.
 
-The numbers are NVIDIA's published ones: its data sheets of the SXM boards with 80 GB, and the CUDA programming
-guide's table of compute capabilities. Used by `compile.py`; no jax.
+The numbers are NVIDIA's published ones: data sheets of the SXM boards with 80 GB, and the table of compute
+capabilities in the CUDA programming guide. Used by `compile.py`; no jax.
 """
 
 from collections.abc import Mapping

@@ -117,16 +117,8 @@ def test_a_module_and_a_name_give_a_run(tmp_path, monkeypatch):
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     """In a process of its own, with another number of devices than this one."""
     command = [sys.executable, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
-    command += [
-        "--cpu-devices",
-        "4",
-        "--mesh",
-        "data=2,tensor=2",
-        "--run-dir",
-        str(tmp_path),
-        "--log-every",
-        "5",
-    ]
+    command += ["--cpu-devices", "4", "--mesh", "data=2,tensor=2", "--run-dir", str(tmp_path)]
+    command += ["--log-every", "5", "--steps"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     seen = []
     words = [*command, "100000"]
@@ -140,9 +132,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     stopped = re.search(r"stopped by SIGINT after step (\d+), which is saved", "".join(seen))
     assert stopped, "".join(seen)
     steps = str(int(stopped[1]) + 5)
-    second = subprocess.run(
-        [*command, "--steps", steps], capture_output=True, text=True, env=environment, check=True
-    )
+    words = [*command, steps]
+    second = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
     assert f"resumed from step {stopped[1]}" in second.stdout
     assert f"step {steps}/{steps}" in second.stdout
     assert "sample:" in second.stdout

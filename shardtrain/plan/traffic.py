@@ -1,0 +1,190 @@
+"""What a step of a decoder-like model has to move: bytes by collective and axes, from sizes alone. No jax.
+
+The laws are those of data parallelism, ZeRO (Rajbhandari et al. 2020), Megatron's tensor split (Shoeybi et
+al. 2019) and its sharded sequence (Korthikanti et al. 2022). What a program really moves: `collectives.py`.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardtrain import axes
+from shardtrain.layout import Layout, Named, Rules
+from shardtrain.plan.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+GRADIENT_BYTES = 4
+"""Gradients are summed over microbatches and replicas, and parameters updated, in float32."""
+LOSS_SUMS = 3
+"""What a softmax over a sharded vocabulary reduces for each token: largest logit, sum, target's logit."""
+
+
+class Key(NamedTuple):
+    """One kind of traffic."""
+
+    kind: str
+    """As in `collectives.KINDS`."""
+    axes: tuple[str, ...]
+    """The mesh axes it runs over, slowest first."""
+    in_blocks: bool
+    """Whether it belongs to the blocks, once for each, or to what stands outside: embedding, head, update."""
+
+
+Traffic = Mapping[Key, float]
+"""Bytes that each device sends in a step, with ring algorithms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter as traffic sees it.
+
+    Args:
+      num_elements: of the whole array, with all stacked blocks.
+      axes: the axes that shard it where everything is sharded (`Layout.sharded_rules`).
+      in_blocks: whether it is stacked over the blocks.
+    """
+
+    num_elements: int
+    axes: frozenset[str]
+    in_blocks: bool
+
+
+def weights(arrays: Mapping[str, Named], rules: Rules) -> tuple[Weight, ...]:
+    """A model's parameters as traffic sees them.
+
+    Args:
+      arrays: path -> dims and shape; what has the dim layers lies in the blocks.
+      rules: dim -> axes, `Layout.sharded_rules`. Dims without a name are not sharded.
+
+    >>> weights({"up": Named(dims=("layers", "embed"), shape=(2, 8))}, {"layers": (), "embed": ("fsdp",)})
+    (Weight(num_elements=16, axes=frozenset({'fsdp'}), in_blocks=True),)
+    """
+    return tuple(
+        Weight(
+            num_elements=math.prod(named.shape),
+            axes=frozenset(axis for dim in named.dims or () if dim is not None for axis in rules[dim]),
+            in_blocks=axes.LAYERS in (named.dims or ()),
+        )
+        for named in arrays.values()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step computes.
+
+    Args:
+      weights: the parameters. One that tensor shards and that lies outside the blocks is a vocabulary.
+      num_tokens: of the whole batch, over all microbatches: B T.
+      embed: features of the residual stream: D.
+      num_blocks: blocks, each with two halves that split a product over tensor.
+      microbatches: parts of the batch that the step handles one after the other.
+      compute_bytes: of an element where it is computed with: 4, or 2 for bfloat16.
+      block_gathers: how often a block's weight is gathered in a microbatch: 2 (forward and backward), or 1
+        if it is kept in between (remat "none").
+    """
+
+    weights: tuple[Weight, ...]
+    num_tokens: int
+    embed: int
+    num_blocks: int
+    microbatches: int = 1
+    compute_bytes: int = 4
+    block_gathers: int = 2
+
+
+def sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
+    """Bytes that each of n devices sends by a ring: (n - 1) / n of the whole array, an all-reduce twice that.
+
+    >>> sent_bytes("all-gather", 8, 800), sent_bytes("all-reduce", 8, 800)
+    (700.0, 1400.0)
+    """
+    passes = 2 if kind == ALL_REDUCE else 1
+    return passes * (num_devices - 1) / num_devices * payload_bytes
+
+
+def step_traffic(work: Work, layout: Layout, sizes: Mapping[str, int]) -> Traffic:
+    """The bytes that each device has to send in one step.
+
+    Not counted are scalars (loss, norm of the gradient), and that norms are computed in float32. Counted
+    once is the gradient of an embedding table that is also the head, as if its two parts were added before
+    they are reduced. Counted for each microbatch is the gather of what lies outside the blocks, though a
+    compiler may keep it. Recomputation repeats no reduction, as with remat "none", "weights" or "outputs".
+
+    Args:
+      work: what is computed.
+      layout: for `zero` and `sequence_sharded`; its rules are in the weights.
+      sizes: axis -> size, see `layout.axis_sizes`.
+
+    Returns:
+      Bytes of a device by collective, axes and place; what is 0 is left out.
+
+    >>> work = Work(weights=(Weight(num_elements=100, axes=frozenset(), in_blocks=True),),
+    ...             num_tokens=1, embed=1, num_blocks=1)
+    >>> step_traffic(work, Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1})
+    {Key(kind='all-reduce', axes=('data',), in_blocks=False): 400.0}
+    """
+    sums: dict[Key, float] = defaultdict(float)
+    parts = [_activations(work, layout, sizes)]
+    for weight in work.weights:
+        gathered = layout.zero == 3
+        parts.append(_gathered_weight(weight, work, sizes) if gathered else _whole_weight(weight, sizes))
+        if layout.sequence_sharded and axes.TENSOR not in weight.axes:
+            parts.append(_sequence_gradient(weight, work))
+    for kind, over, in_blocks, payload_bytes in (flow for part in parts for flow in part):
+        present = tuple(axis for axis in over if sizes[axis] > 1)
+        num_devices = math.prod(sizes[axis] for axis in present)
+        sums[Key(kind, present, in_blocks)] += sent_bytes(kind, num_devices, payload_bytes)
+    return {key: num_bytes for key, num_bytes in sums.items() if num_bytes}
+
+
+_Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
+"""Kind, axes, whether in the blocks, and bytes of the whole array over all runs."""
+
+
+def _gathered_weight(weight: Weight, work: Work, sizes: Mapping[str, int]) -> _Flows:
+    """ZeRO-3: fsdp gathers a weight for each use and scatters its gradient; data reduces the shards once."""
+    local = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
+    used_bytes = work.microbatches * local * work.compute_bytes
+    if axes.FSDP in weight.axes:
+        gathers = work.block_gathers if weight.in_blocks else 1
+        yield ALL_GATHER, (axes.FSDP,), weight.in_blocks, gathers * used_bytes
+        yield REDUCE_SCATTER, (axes.FSDP,), weight.in_blocks, used_bytes
+    else:
+        yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, used_bytes
+    stored = weight.num_elements / _total(sizes, weight.axes)
+    yield ALL_REDUCE, (axes.DATA,), False, stored * GRADIENT_BYTES
+
+
+def _whole_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
+    """ZeRO-1 and 2: once a step the gradient is scattered over fsdp, and the new parameter gathered."""
+    stored_bytes = GRADIENT_BYTES * weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
+    if axes.FSDP not in weight.axes:
+        yield ALL_REDUCE, (axes.DATA, axes.FSDP), False, stored_bytes
+        return
+    yield REDUCE_SCATTER, (axes.FSDP,), False, stored_bytes
+    yield ALL_REDUCE, (axes.DATA,), False, stored_bytes / sizes[axes.FSDP]
+    yield ALL_GATHER, (axes.FSDP,), False, stored_bytes
+
+
+def _sequence_gradient(weight: Weight, work: Work) -> _Flows:
+    """A weight that every device of tensor holds whole and uses for its share of the sequence only."""
+    used_bytes = work.microbatches * weight.num_elements * work.compute_bytes
+    yield ALL_REDUCE, (axes.TENSOR,), weight.in_blocks, used_bytes
+
+
+def _activations(work: Work, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
+    """Tensor: each half of a block reduces a residual stream forward and one backward; a vocabulary too."""
+    tokens = work.num_tokens / _total(sizes, layout.batch_axes)
+    stream_bytes = tokens * work.embed * work.compute_bytes
+    has_vocab = any(axes.TENSOR in weight.axes and not weight.in_blocks for weight in work.weights)
+    kinds = (ALL_GATHER, REDUCE_SCATTER) if layout.sequence_sharded else (ALL_REDUCE,)
+    for kind in kinds:
+        yield kind, (axes.TENSOR,), True, 4 * work.num_blocks * stream_bytes
+        yield kind, (axes.TENSOR,), False, 2 * has_vocab * stream_bytes
+    yield ALL_REDUCE, (axes.TENSOR,), False, LOSS_SUMS * has_vocab * tokens * 4
+
+
+def _total(sizes: Mapping[str, int], over: frozenset[str] | tuple[str, ...]) -> int:
+    return math.prod(sizes[axis] for axis in over)
