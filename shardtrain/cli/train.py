@@ -1,14 +1,29 @@
 """`shardtrain train RUN`: train a run, or go on with it."""
 
+import logging
+import sys
 from collections.abc import Sequence
 
 from shardtrain.cli.run_options import parse_run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train; returns 0, or 128 + the number of the signal that stopped it."""
-    run, _ = parse_run("train", arguments)
-    from shardtrain.trainer import train  # jax starts here, after the options were read
+    """Train.
 
-    trained = train(run)
+    Returns:
+      0; 128 + the number of the signal that stopped it; 1 where a step was not finite and the run
+      says to stop then, or the last checkpoint could not be written.
+    """
+    run, _ = parse_run("train", arguments)
+    from shardtrain.checkpoint import SaveFailed  # jax starts here, after the options were read
+    from shardtrain.trainer import train
+
+    # Orbax logs a traceback for each array that it could not write; our own line says it once
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        trained = train(run)
+    except (FloatingPointError, SaveFailed) as failure:
+        sys.stderr.write(f"shardtrain train: {failure}\n")
+        return 1
     return 0 if trained.stopped_by is None else 128 + trained.stopped_by
