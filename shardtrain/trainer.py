@@ -180,6 +180,11 @@ def _start(
         return init_state(parts.model, parts.optimizer, parts.placement, run.seed), 0, BEGINNING
     notes.note(f"resumed from step {restored.step} in {checkpoints.folder}")
     before = restored.extra["run"]
+    if before["seed"] != run.seed:
+        raise ValueError(
+            f"seed is {run.seed}, but the run in {checkpoints.folder.parent} began with seed {before['seed']}: its"
+            f" order of samples would change. Use --seed {before['seed']}, or another --run-dir"
+        )
     # through JSON, as the saved one went
     changed = differences(before, json.loads(json.dumps(description)))
     for line in changed:

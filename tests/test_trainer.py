@@ -183,6 +183,12 @@ def test_another_model_in_the_same_folder_is_refused(whole, text):
     assert "params/blocks/mlp/up/kernel" in str(error.value)
 
 
+def test_another_seed_in_the_same_folder_is_refused(whole, text):
+    _, _, folder = whole
+    with pytest.raises(ValueError, match=r"seed is 4, but the run in .* began with seed 3.* Use --seed 3, or"):
+        start(make_run(text, folder, seed=4))
+
+
 def test_other_data_in_the_same_folder_starts_over(whole, text, tmp_path):
     start(make_run(text, tmp_path, steps=2))
     other = tmp_path / "other.txt"
