@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.lax import with_sharding_constraint
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.loss import Batch, Loss
@@ -43,6 +43,10 @@ class Gradients(NamedTuple):
     metrics: dict[str, tuple[jax.Array, jax.Array]]
 
 
+def _constrained(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda x, spec: with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)
+
+
 def make_gradients(
     model: Model, loss: Loss, placement: Placement
 ) -> Callable[[Any, Any, jax.Array, Batch], Gradients]:
@@ -63,11 +67,6 @@ def make_gradients(
     row_axes = tuple(axis for axis in layout.batch_axes if axis not in replica_axes)
     rules = {**layout.activation_rules, axes.BATCH: row_axes}
 
-    def place(tree: Any, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda x, spec: with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs
-        )
-
     def loss_of_replica(
         params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch
     ) -> tuple[jax.Array, Any]:
@@ -87,10 +86,10 @@ def make_gradients(
     def gradients(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> Gradients:
         num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
         batch = jax.tree.map(lambda x: x.reshape(x.shape[0], num_replicas, -1, *x.shape[2:]), batch)
-        batch = place(batch, jax.tree.map(lambda _: PartitionSpec(None, replica_axes, row_axes), batch))
-        first_rows = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32) * (
-            num_rows // num_replicas
-        )
+        share = PartitionSpec(None, replica_axes, row_axes)
+        batch = _constrained(batch, jax.tree.map(lambda _: share, batch), mesh)
+        shares = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32)
+        first_rows = (shares * (num_rows // num_replicas)).reshape(num_microbatches, num_replicas)
         replica_specs = jax.tree.map(
             lambda spec: PartitionSpec(replica_axes, *spec),
             specs.params,
@@ -100,22 +99,23 @@ def make_gradients(
         def microbatch(carry: Any, inputs: Any) -> tuple[Any, None]:
             model_state, sums = carry
             (loss_sum, (count, metrics, model_state)), grads = grad(params, model_state, key, *inputs)
-            grads = place(jax.tree.map(lambda g: g.astype(jnp.float32), grads), replica_specs)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            grads = _constrained(grads, replica_specs, mesh)
             return (model_state, jax.tree.map(jnp.add, sums, (loss_sum, count, metrics, grads))), None
 
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
-        inputs = (first_rows.reshape(num_microbatches, num_replicas), batch)
+        inputs = (first_rows, batch)
         with activation_rules(rules, mesh):
             first = jax.tree.map(lambda x: x[0], inputs)
             (loss_sum, (count, metrics, _)), grads = jax.eval_shape(grad, params, model_state, key, *first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
-            zeros = (*zeros[:3], place(zeros[3], replica_specs))
+            zeros = (*zeros[:3], _constrained(zeros[3], replica_specs, mesh))
             (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
 
         counts = sums[1]
         loss_sum, count, metrics, grads = jax.tree.map(lambda x: x.sum(0), sums)
         shares = jnp.where(count > 0, counts / count, 1 / num_replicas)
-        grads = place(grads, specs.params if layout.zero == 1 else specs.sharded)
+        grads = _constrained(grads, specs.params if layout.zero == 1 else specs.sharded, mesh)
         return Gradients(
             loss_sum=loss_sum,
             count=count,
@@ -176,17 +176,13 @@ def make_step(
     gradients = make_gradients(model, loss, placement)
     mesh, specs = placement.mesh, placement.specs
 
-    def place(tree: Any, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda x, spec: with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs
-        )
-
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = step_key(state.seed, state.step)
         loss_sum, count, grads, model_state, metrics = gradients(state.params, state.model_state, key, batch)
         grad_norm = optax.tree.norm(grads)
         # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
-        grads, params = place(grads, specs.sharded), place(state.params, specs.sharded)
+        grads = _constrained(grads, specs.sharded, mesh)
+        params = _constrained(state.params, specs.sharded, mesh)
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         new = (optax.apply_updates(params, updates), model_state, opt_state)
         old = (params, state.model_state, state.opt_state)

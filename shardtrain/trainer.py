@@ -182,8 +182,8 @@ def _start(
     before = restored.extra["run"]
     if before["seed"] != run.seed:
         raise ValueError(
-            f"seed is {run.seed}, but the run in {checkpoints.folder.parent} began with seed {before['seed']}: its"
-            f" order of samples would change. Use --seed {before['seed']}, or another --run-dir"
+            f"seed is {run.seed}, but the run in {checkpoints.folder.parent} began with seed"
+            f" {before['seed']}: its order of samples would change. Use --seed {before['seed']}, or another --run-dir"
         )
     # through JSON, as the saved one went
     changed = differences(before, json.loads(json.dumps(description)))
