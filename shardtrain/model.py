@@ -22,9 +22,9 @@ Tree = dict[str, Any]
 """A nested dict with string keys and arrays (or what stands for them) as leaves."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """A model as pure functions over plain dicts of arrays.
+    """A model as pure functions over plain dicts of arrays; hashable, and equal to itself alone.
 
     Args:
       init: key -> (params, model_state). model_state holds what is not trained but changes
@@ -169,7 +169,7 @@ def from_linen(module: nn.Module, *inputs: Any, rng_streams: tuple[str, ...] = (
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         model_state = nn.unbox(variables(key))
-        return model_state.pop("params"), model_state
+        return model_state.pop("params", {}), model_state
 
     def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
         rngs = {name: jax.random.fold_in(rng, i) for i, name in enumerate(rng_streams)}
@@ -182,7 +182,7 @@ def from_linen(module: nn.Module, *inputs: Any, rng_streams: tuple[str, ...] = (
     def is_boxed(leaf: Any) -> bool:
         return isinstance(leaf, nn.Partitioned)
 
-    boxed = jax.eval_shape(variables, jax.random.key(0))["params"]
+    boxed = jax.eval_shape(variables, jax.random.key(0)).get("params", {})
     dims = jax.tree.map(lambda leaf: leaf.names if is_boxed(leaf) else None, boxed, is_leaf=is_boxed)
     return Model(init=init, apply=apply, dims=dims)
 

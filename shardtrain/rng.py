@@ -27,7 +27,9 @@ def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Ar
 
     Returns:
       A typed key. Draws of shape `(num_rows, ...)` are keyed row by row with the global row; draws
-      of any other leading size are the same everywhere. `split` and `fold_in` keep the rows.
+      of any other leading size are the same everywhere. `split` and `fold_in` keep the rows. So a
+      function that splits off a key for each row itself (`gamma`, `beta`, `dirichlet`, a vmap over
+      keys) gets the same numbers in each block of rows: let it draw `(num_rows, ...)` instead.
     """
     data = jnp.append(jax.random.key_data(key), jnp.asarray(first_row, jnp.uint32))
     return jax.random.wrap_key_data(data, impl=_row_impl(num_rows))  # type: ignore[arg-type]

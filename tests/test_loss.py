@@ -1,6 +1,7 @@
 """Losses: against optax, over splits, and with padding rows that hold anything."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from shardtrain.loss import classification_loss, cross_entropy, next_token_loss
 
 RANDOM = np.random.default_rng(0)
-LOGITS = (3 * RANDOM.normal(size=(6, 5, 11))).astype(np.float32)
-TARGETS = RANDOM.integers(0, 11, (6, 5)).astype(np.int32)
-WEIGHTS = np.array([1, 1, 0.25, 1, 0, 0], np.float32)[:, None] * np.ones((6, 5), np.float32)
+LOGITS: Any = (3 * RANDOM.normal(size=(6, 5, 11))).astype(np.float32)
+TARGETS: Any = RANDOM.integers(0, 11, (6, 5)).astype(np.int32)
+WEIGHTS: Any = np.array([1, 1, 0.25, 1, 0, 0], np.float32)[:, None] * np.ones((6, 5), np.float32)
 
 compiled = jax.jit(cross_entropy)
 
@@ -132,17 +133,21 @@ def test_next_tokens_are_predicted_from_those_before():
         np.testing.assert_array_equal(inputs, tokens[:, :-1])
         return 50 * jax.nn.one_hot(tokens[:, 1:], 11)
 
-    total, count = next_token_loss(apply, {"tokens": tokens, "weights": jnp.ones(2)})
+    total, count = next_token_loss(apply, {"tokens": jnp.asarray(tokens), "weights": jnp.ones(2)})
     assert total < 1e-3
     assert count == 6
 
 
 def test_accuracy_counts_only_real_rows():
     logits = np.eye(4, dtype=np.float32)
-    batch = {"image": logits, "label": np.array([0, 1, 0, 3]), "weights": np.array([1, 1, 1, 0], np.float32)}
+    batch: Any = {
+        "image": logits,
+        "label": np.array([0, 1, 0, 3]),
+        "weights": np.array([1, 1, 1, 0], np.float32),
+    }
     total, count, metrics = classification_loss(lambda image: image, batch)
     right, out_of = metrics["accuracy"]
     assert (list(metrics), float(right), float(out_of), float(count)) == (["accuracy"], 2, 3, 3)
-    np.testing.assert_allclose(total, cross_entropy(logits[:3], batch["label"][:3])[0], rtol=1e-6)
+    np.testing.assert_allclose(total, cross_entropy(batch["image"][:3], batch["label"][:3])[0], rtol=1e-6)
     batch["image"] = logits * np.array([1, 1, 1, np.nan], np.float32)[:, None]
     assert jax.tree.all(jax.tree.map(jnp.isfinite, classification_loss(lambda image: image, batch)))

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.layout import Layout, Named
@@ -96,8 +98,8 @@ def compiled(model):
 
 
 @functools.cache
-def linen_model(module):
-    return compiled(from_linen(module, jax.ShapeDtypeStruct((1, EMBED), jnp.float32)))
+def linen_model(kind):
+    return compiled(from_linen(kind(), jax.ShapeDtypeStruct((1, EMBED), jnp.float32)))
 
 
 def assert_same(a, b, rtol=1e-6):
@@ -185,7 +187,7 @@ def test_a_shared_parameter_gets_the_gradient_of_both_uses():
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_dropout_is_on_in_training_alone_and_follows_the_rng(framework):
-    model = nnx_model(rate=0.5, norm=False) if framework == "nnx" else linen_model(Deterministic())
+    model = nnx_model(rate=0.5, norm=False) if framework == "nnx" else linen_model(Deterministic)
     params, model_state = model.init(KEY)
     outputs = {
         (rng, train): np.asarray(model.apply(params, model_state, jax.random.key(rng), train, X)[0])
@@ -201,7 +203,7 @@ def test_dropout_is_on_in_training_alone_and_follows_the_rng(framework):
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_row_keys_give_each_row_its_own_dropout(framework):
-    model = nnx_model(rate=0.5, norm=False) if framework == "nnx" else linen_model(Deterministic())
+    model = nnx_model(rate=0.5, norm=False) if framework == "nnx" else linen_model(Deterministic)
     params, model_state = model.init(KEY)
 
     def outputs(first, num_rows):
@@ -231,34 +233,62 @@ def test_stacked_layers_draw_different_dropout():
     assert len(np.unique(masks, axis=0)) == 3
 
 
+def test_streams_and_layers_of_one_module_draw_apart():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x):
+            return self.first(x), self.second(x)
+
+    class Streams(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return tuple(jax.random.normal(self.make_rng(name), x.shape) for name in ("a", "b"))
+
+    for model in (from_nnx(Two), from_linen(Streams(), X, rng_streams=("a", "b"))):
+        (first, second), _ = model.apply({}, {}, RNG, True, np.ones((8, 8), np.float32))
+        assert not np.array_equal(first, second)
+
+
 def test_linen_init_is_that_of_the_module():
     module = LinenNet()
     variables = nn.unbox(module.init({"params": KEY}, jnp.zeros((1, EMBED)), train=False))
-    params, model_state = linen_model(module).init(KEY)
+    params, model_state = linen_model(LinenNet).init(KEY)
     assert_same({"params": params, **model_state}, variables)
 
 
 @pytest.mark.parametrize("train", [False, True])
 def test_linen_apply_is_the_call_of_the_module(train):
     module = LinenNet()
-    params, model_state = linen_model(module).init(KEY)
+    params, model_state = linen_model(LinenNet).init(KEY)
     outputs, changed = module.apply(
         {"params": params, **model_state}, X, train=train, mutable=["batch_stats"] if train else []
     )
-    got, got_state = linen_model(module).apply(params, model_state, RNG, train, X)
+    got, got_state = linen_model(LinenNet).apply(params, model_state, RNG, train, X)
     assert_same(got, outputs, rtol=1e-5)
     assert_same(got_state, {**model_state, **changed}, rtol=1e-5)
     assert bool(changed) == train
 
 
 def test_a_linen_module_without_a_mode():
-    model = linen_model(Neither())
+    model = linen_model(Neither)
     params, model_state = model.init(KEY)
     assert model_state == {}
     for train in (False, True):
         outputs, state = model.apply(params, model_state, RNG, train, X)
         assert_same(outputs, Neither().apply({"params": params}, X), rtol=1e-5)
         assert state == {}
+
+
+def test_a_linen_module_without_parameters():
+    class Double(nn.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    model = from_linen(Double(), X)
+    assert (model.dims, model.init(KEY)) == ({}, ({}, {}))
+    np.testing.assert_array_equal(model.apply({}, {}, RNG, True, X)[0], 2 * X)
 
 
 def test_linen_draws_from_the_streams_that_it_is_given():
@@ -286,7 +316,7 @@ def test_dims_of_nnx():
 
 
 def test_dims_of_linen():
-    assert linen_model(LinenNet()).dims == {
+    assert linen_model(LinenNet).dims == {
         "up": {"kernel": ("embed", "mlp"), "bias": None},
         "norm": {"scale": None, "bias": None},
         "Dense_0": {"kernel": None, "bias": None},
@@ -326,11 +356,17 @@ def test_nothing_is_made_when_a_model_is():
     model = from_nnx(factory)
     jax.eval_shape(model.init, KEY)
     assert len(seen) == 2
-    assert all(isinstance(key, jax.core.Tracer) for key in seen)
+    assert all(isinstance(key, Tracer) for key in seen)
+
+
+def test_a_model_can_be_a_static_argument():
+    model = linen_model(Neither)
+    assert jax.jit(lambda model: len(model.dims), static_argnums=0)(model) == 1
+    assert {model: 1}[model] == 1
 
 
 def test_as_model():
-    model = linen_model(Neither())
+    model = linen_model(Neither)
     assert as_model(model) is model
     assert as_model(lambda rngs: nnx.Linear(2, 3, rngs=rngs)).dims == {"kernel": None, "bias": None}
 
@@ -370,7 +406,7 @@ def constrained(dims, mesh, rules=LAYOUT.activation_rules, shape=(4, 4, 4)):
 
     def function(x):
         with activation_rules(rules, mesh):
-            return nn.with_logical_constraint(x, dims)
+            return with_logical_constraint(x, dims)
 
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(function, in_shardings=whole)(jnp.ones(shape)).sharding
@@ -410,17 +446,17 @@ def test_constraints_are_strict(mesh):
 
 def test_constraints_do_nothing_outside(mesh):
     x = jnp.ones((2, 2))
-    assert nn.with_logical_constraint(x, ("no such dim", "mlp")) is x
+    assert with_logical_constraint(x, ("no such dim", "mlp")) is x
     with activation_rules(LAYOUT.activation_rules, mesh):
         pass
-    assert nn.with_logical_constraint(x, ("no such dim", "mlp")) is x
+    assert with_logical_constraint(x, ("no such dim", "mlp")) is x
 
 
 def test_rules_end_with_an_error(mesh):
     with pytest.raises(KeyError), activation_rules(LAYOUT.activation_rules, mesh):
         raise KeyError
     x = jnp.ones((2, 2))
-    assert nn.with_logical_constraint(x, ("no such dim", "mlp")) is x
+    assert with_logical_constraint(x, ("no such dim", "mlp")) is x
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "scan", "jit"])
@@ -428,7 +464,7 @@ def test_traces_made_under_other_rules_are_not_used_again(wrap, mesh):
     """jax keeps the traces of these by function and shapes; the rules in use are part of the key."""
 
     def block(x, _=None):
-        return nn.with_logical_constraint(2 * x, ("seq", "mlp")), None
+        return with_logical_constraint(2 * x, ("seq", "mlp")), None
 
     checkpointed, jitted = jax.checkpoint(block), jax.jit(block)
     wrapped = {

@@ -83,6 +83,16 @@ def test_values_are_imported_without_jax():
     assert result.stdout == "[]\n"
 
 
+@pytest.mark.parametrize("package", ["shardtrain", "shardtrain.data"])
+def test_public_names_load(package):
+    module = importlib.import_module(package)
+    assert len(module.__all__) == len(set(module.__all__)) > 5
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'trian'"):
+        _ = module.trian
+
+
 def imported(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

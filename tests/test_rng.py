@@ -35,7 +35,7 @@ DRAWS = {
 def drawn(name, num_rows):
     """(seed, first row) -> the numbers of so many rows; compiled once for each count."""
     draw = DRAWS[name]
-    return jax.jit(lambda seed, first: draw(row_key(step_key(seed, 5), first, num_rows), num_rows))
+    return jax.jit(lambda seed, first: draw(row_key(step_key(seed, jnp.int32(5)), first, num_rows), num_rows))
 
 
 def whole(name, seed=0):
@@ -73,7 +73,7 @@ def test_microbatches_and_vmap(name, microbatches, replicas):
     first_rows = jnp.arange(microbatches * replicas, dtype=jnp.uint32).reshape(microbatches, replicas) * rows
 
     def replica(first):
-        return DRAWS[name](row_key(step_key(0, 5), first, rows), rows)
+        return DRAWS[name](row_key(step_key(jnp.uint32(0), jnp.int32(5)), first, rows), rows)
 
     numbers = jax.jit(lambda first_rows: jax.lax.map(jax.vmap(replica), first_rows))(first_rows)
     np.testing.assert_array_equal(numbers.reshape(whole(name).shape), whole(name))

@@ -4,13 +4,13 @@ import math
 from functools import cache
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.data import place
 from shardtrain.layout import Layout
@@ -26,6 +26,7 @@ from shardtrain.step import make_evaluate, make_gradients, make_step
 
 VOCAB, EMBED, MLP, SEQ, ROWS = 16, 8, 16, 4, 32
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+EIGHT, ONE = tuple(CUBE.items()), (("data", 1),)
 SGD = optax.sgd(0.5, momentum=0.9)
 RANDOM = np.random.default_rng(0)
 TOKENS = RANDOM.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32)
@@ -45,12 +46,12 @@ def words():
         return {**params, "bias": jnp.zeros(MLP)}, {}
 
     def apply(params, model_state, rng, train, tokens):
-        weights = {name: nn.with_logical_constraint(params[name], DIMS[name]) for name in params}
-        x = nn.with_logical_constraint(weights["table"][tokens], ("batch", "seq", "embed"))
+        weights = {name: with_logical_constraint(params[name], DIMS[name]) for name in params}
+        x = with_logical_constraint(weights["table"][tokens], ("batch", "seq", "embed"))
         h = jnp.tanh(x @ weights["up"] + weights["bias"])
-        h = nn.with_logical_constraint(h, ("batch", "seq", "mlp"))
-        x = nn.with_logical_constraint(x + h @ weights["down"], ("batch", "seq", "embed"))
-        return nn.with_logical_constraint(x @ weights["table"].T, ("batch", "seq", "vocab")), model_state
+        h = with_logical_constraint(h, ("batch", "seq", "mlp"))
+        x = with_logical_constraint(x + h @ weights["down"], ("batch", "seq", "embed"))
+        return with_logical_constraint(x @ weights["table"].T, ("batch", "seq", "vocab")), model_state
 
     return Model(init=init, apply=apply, dims=DIMS)
 
@@ -70,7 +71,7 @@ def on_mesh(batch, placement, microbatches=1):
     return place(batch, placement.mesh, placement.layout.batch_axes, microbatches)
 
 
-def tokens(weights=WEIGHTS, rows=slice(None)):
+def tokens(weights: Any = WEIGHTS, rows: Any = slice(None)):
     return {"tokens": TOKENS[rows], "weights": np.asarray(weights, np.float32)[rows]}
 
 
@@ -88,7 +89,7 @@ def assert_equal(a, b):
 
 
 @cache
-def word_gradients(mesh=tuple(CUBE.items()), loss=next_token_loss, **options):
+def word_gradients(mesh=EIGHT, loss=next_token_loss, **options):
     """batch, microbatches -> `Gradients` on the host; compiled once for each mesh and shape."""
     placement = placed(WORDS, SGD, dict(mesh), **options)
     state = init_state(WORDS, SGD, placement)
@@ -99,9 +100,6 @@ def word_gradients(mesh=tuple(CUBE.items()), loss=next_token_loss, **options):
         return host(compiled(state.params, {}, key, on_mesh(batch, placement, microbatches)))
 
     return run
-
-
-ONE = (("data", 1),)
 
 
 class TestState:
@@ -152,7 +150,7 @@ class TestState:
 
 @pytest.fixture(scope="module")
 def roots():
-    """Numbers, one step for each -> the states and the metrics after it; the loss is of their square roots."""
+    """Numbers, one step for each -> the states and the metrics; the loss is of their square roots."""
     optimizer = optax.adam(optax.linear_schedule(0.1, 0.0, 10))
     model = Model(
         init=lambda key: ({"w": jnp.full(EMBED, 2.0)}, {"calls": jnp.int32(0), "mean": jnp.float32(0.5)}),
@@ -165,17 +163,18 @@ def roots():
     placement = placed(model, optimizer, {"data": 2, "fsdp": 2})
 
     def loss(apply, batch):
-        return jnp.sqrt(apply(batch["x"])).sum(), jnp.float32(batch["x"].shape[0])
+        return jnp.sqrt(apply(batch["x"])).sum() + batch["more"].sum(), jnp.float32(batch["x"].shape[0])
 
     step = make_step(model, loss, optimizer, placement, lambda step: 0.1 - 0.01 * step)
 
-    def run(*numbers):
+    def run(*numbers, more=0.0):
         state = init_state(model, optimizer, placement)
         states, metrics = [host(state)], []
         for number in numbers:
             x = np.ones((8, EMBED), np.float32)
             x[5, 3] = number
-            state, found = step(state, on_mesh({"x": x}, placement))
+            batch = {"x": x, "more": np.full(8, more if number == numbers[0] else 0, np.float32)}
+            state, found = step(state, on_mesh(batch, placement))
             states.append(host(state))
             metrics.append(host(found))
         return states, metrics
@@ -186,11 +185,20 @@ def roots():
 class TestNotFinite:
     """A step whose loss or gradient is not finite changes nothing but the counter."""
 
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0, 0.0])
-    def test_it_changes_nothing_and_the_next_one_trains_on(self, roots, bad):
-        """0: the loss is finite and its gradient, that of a square root, is not."""
-        (start, skipped, trained), metrics = roots(bad, 1.0)
-        assert np.isfinite(metrics[0]["loss_sum"]) == (bad == 0)
+    @pytest.mark.parametrize(
+        ("bad", "more", "finite"),
+        [
+            (np.nan, 0, (False, False)),
+            (np.inf, 0, (False, False)),
+            (-1.0, 0, (False, False)),
+            (0.0, 0, (True, False)),  # the gradient of the square root
+            (2.0, np.inf, (False, True)),
+            (2.0, np.nan, (False, True)),
+        ],
+    )
+    def test_it_changes_nothing_and_the_next_one_trains_on(self, roots, bad, more, finite):
+        (start, skipped, trained), metrics = roots(bad, 1.0, more=more)
+        assert tuple(np.isfinite(metrics[0][name]) for name in ("loss_sum", "grad_norm")) == finite
         assert_equal(skipped._replace(step=0), start)
         assert [int(state.step) for state in (start, skipped, trained)] == [0, 1, 2]
         assert [float(found["skipped"]) for found in metrics] == [1, 0]
@@ -283,7 +291,7 @@ class TestLosses:
         images = RANDOM.normal(size=(ROWS, 8)).astype(np.float32)
         weights = np.where(np.arange(ROWS) < ROWS - 5, 1, 0).astype(np.float32)
         batch = {"image": images, "label": TOKENS[:, 0] % 4, "weights": weights}
-        config = {"features": 8, "mlp": 8, "num_layers": 1, "classes": 4}
+        config: Any = {"features": 8, "mlp": 8, "num_layers": 1, "classes": 4}
         dropping, plain = (from_nnx(MlpConfig(**config, dropout=rate)) for rate in (0.5, 0.0))
         placement = placed(plain, SGD, CUBE)
         state = init_state(plain, SGD, placement)
@@ -364,7 +372,7 @@ class TestModelState:
     MODEL = Model(
         init=lambda key: (
             {"w": jnp.ones(EMBED)},
-            {"mean": jnp.zeros(()), "calls": jnp.int32(7), "on": jnp.bool(0)},
+            {"mean": jnp.ones(()), "calls": jnp.int32(7), "on": jnp.bool(0)},
         ),
         apply=lambda params, state, rng, train, x: (
             x * params["w"],
@@ -392,7 +400,7 @@ class TestModelState:
         x = RANDOM.normal(size=(16, EMBED)).astype(np.float32)
         weights = np.where(np.arange(16) < 13, 1, 0).astype(np.float32)
         weights[0] = 3
-        means, counts = np.zeros(replicas), np.zeros(replicas)
+        means, counts = np.ones(replicas), np.zeros(replicas)
         for rows in np.arange(16).reshape(2, replicas, -1):
             for replica, share in enumerate(rows):
                 if weights[share].any():
@@ -419,7 +427,7 @@ class TestModelState:
         got = host(
             gradients(state.params, state.model_state, step_key(state.seed, state.step), batch).model_state
         )
-        assert got["mean"] == (1.5 if rows else 0)
+        assert got["mean"] == (1.75 if rows else 1)
         assert got["calls"] == (9 if rows else 7)
 
     def test_running_statistics_of_batch_norm(self):

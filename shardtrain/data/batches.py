@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypedDict, cast
 
 import grain
@@ -37,6 +38,7 @@ class Position(TypedDict):
     index: int
 
 
+@lru_cache(maxsize=8)  # asked for once a batch, and Grain's objects take longer to make than to read
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
     """The order of an epoch: a random permutation that needs no memory.
 

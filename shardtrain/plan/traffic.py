@@ -161,7 +161,8 @@ def _whole_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
     """ZeRO-1 and 2: once a step the gradient is scattered over fsdp, and the new parameter gathered."""
     stored_bytes = GRADIENT_BYTES * weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     if axes.FSDP not in weight.axes:
-        yield ALL_REDUCE, (axes.DATA, axes.FSDP), False, stored_bytes
+        yield ALL_REDUCE, (axes.FSDP,), False, stored_bytes
+        yield ALL_REDUCE, (axes.DATA,), False, stored_bytes
         return
     yield REDUCE_SCATTER, (axes.FSDP,), False, stored_bytes
     yield ALL_REDUCE, (axes.DATA,), False, stored_bytes / sizes[axes.FSDP]

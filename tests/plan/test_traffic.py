@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.layout import Layout
 from shardtrain.loss import next_token_loss
@@ -25,7 +27,7 @@ TIED = DecoderConfig(vocab=256, seq=SEQ, embed=64, num_layers=4, num_heads=8)
 UNTIED = replace(TIED, tied=False)
 PLAIN = replace(UNTIED, bias=False)
 LARGE = replace(TIED, vocab=8192)
-DEEP = replace(PLAIN, num_layers=16, seq=8)
+DEEP = replace(PLAIN, num_layers=16, embed=128, seq=2)
 WIDE = replace(UNTIED, num_layers=2, embed=256)
 OPTIMIZER = optax.adamw(1e-3)
 
@@ -48,8 +50,9 @@ class Program:
         self.microbatches = microbatches
         jax_mesh = make_mesh(self.layout, described_devices("cpu", math.prod(self.layout.mesh.values())))
         self.sizes = dict(jax_mesh.shape)
+        seq = getattr(config, "seq", SEQ)
         batch = {
-            "tokens": jax.ShapeDtypeStruct((rows, config.seq + 1), jnp.int32),
+            "tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32),
             "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
         }
         source = model(config, linen)
@@ -58,17 +61,17 @@ class Program:
         )
         self.figures = figures(compiled, self.sizes)
         self.specs = state_specs(source, OPTIMIZER, self.layout, self.sizes)
-        self.batch_bytes = rows * (config.seq + 2) * 4 // math.prod(
-            self.sizes[axis] for axis in self.layout.batch_axes
+        self.batch_bytes = (
+            rows * (seq + 2) * 4 // math.prod(self.sizes[axis] for axis in self.layout.batch_axes)
         )
-        work = Work(
+        self.work = Work(
             weights=weights(self.specs.arrays, self.layout.sharded_rules),
-            num_tokens=rows * config.seq,
-            embed=config.embed,
-            num_blocks=config.num_layers,
+            num_tokens=rows * seq,
+            embed=getattr(config, "embed", 0),
+            num_blocks=getattr(config, "num_layers", 0),
             microbatches=microbatches,
         )
-        self.theory = step_traffic(work, self.layout, self.sizes)
+        self.theory = step_traffic(self.work, self.layout, self.sizes)
 
     @property
     def measured(self):
@@ -127,22 +130,19 @@ def test_a_step_moves_what_theory_says(name):
     assert {axis for key in step.theory for axis in key.axes} == set(mesh)
     total = sum(step.theory.values())
     for key, measured in step.measured.items():
-        if key not in step.theory:  # scalars, and token ids
-            assert measured < 0.001 * total, key
-            continue
-        ratio = measured / step.theory[key]
-        assert ratio <= 1.02, (key, ratio)
-        assert ratio >= 0.98 or key in may_be_less, (key, ratio)
+        expected = step.theory.get(key, 0)
+        scalars_and_token_ids = 0.002 * total
+        assert measured <= max(1.02 * expected, expected + scalars_and_token_ids), key
+        assert measured >= 0.98 * expected or key in may_be_less, key
 
 
 def test_a_tied_table_pays_for_adding_its_gradients_late():
     """XLA all-reduces the gradients of lookup and head, each, and then adds: 4 times one reduce-scatter."""
     step = program(TIED, FSDP)
-    table = 7 / 8 * 4 * TIED.vocab * TIED.embed
+    reduce_scatter = 7 / 8 * 4 * TIED.vocab * TIED.embed
     key = Key("reduce-scatter", ("fsdp",), False)
-    assert step.measured[key] == step.theory[key] - table
-    extra = sum(step.measured.values()) - sum(step.theory.values())
-    assert extra == pytest.approx(3 * table, rel=0.02)
+    assert step.measured[key] == step.theory[key] - reduce_scatter
+    assert step.measured[key._replace(kind="all-reduce")] == pytest.approx(4 * reduce_scatter, rel=0.001)
 
 
 @pytest.mark.parametrize("sequence_sharded", [False, True])
@@ -178,21 +178,95 @@ def test_replicas_are_reduced_once_a_step(config, mesh, zero):
 
 
 def half(x, kernel):
-    """Traced by `jax.checkpoint`, which keeps what it traced by function and shapes."""
+    """Half a block. `jax.checkpoint` keeps what it traced by function and shapes, in the whole process."""
     x = with_logical_constraint(x, ("batch", "seq", "embed"))
-    return with_logical_constraint(x + jnp.tanh(x @ kernel), ("batch", "residual_seq", "embed"))
+    return with_logical_constraint(jnp.tanh(x @ kernel) @ kernel.T, ("batch", "residual_seq", "embed"))
 
 
-class Halves(nnx.Module):
-    """Two weights around a sequence that may be sharded."""
+class Half(nnx.Module):
+    """Half a block between a table and its transpose."""
 
     def __init__(self, rngs):
         init = nnx.initializers.normal(0.1)
-        kernel = partial(nnx.with_partitioning, init, eager_sharding=False)
-        self.table = nnx.Param(kernel(("vocab", "embed"))(rngs.params(), (16, 16)))
+        self.table = nnx.Param(init(rngs.params(), (32, 16)), out_sharding=("seq", "embed"))
+        self.kernel = nnx.Param(init(rngs.params(), (16, 64)), out_sharding=("embed", "mlp"))
+
+    def __call__(self, tokens):
+        x = jnp.take(self.table[...], tokens, axis=0)
+        return jax.checkpoint(half)(x, self.kernel[...]) @ self.table[...].T
 
 
 def test_two_layouts_in_one_process_do_not_share_traces():
-    sharded = program(LARGE, TENSOR, sequence_sharded=True).in_blocks
-    plain = program(TIED, TENSOR).in_blocks
-    assert sharded["reduce-scatter"] == plain["all-reduce"] == 16
+    sharded, plain = (
+        {found.kind for found in Program(Half, TENSOR, sequence_sharded=option).figures.collectives}
+        for option in (True, False)
+    )
+    assert {"all-gather", "reduce-scatter"} <= sharded
+    assert plain == {"all-reduce"}
+
+
+@pytest.mark.parametrize("config", [PLAIN, WIDE])
+def test_a_device_holds_an_eighth_of_the_state(config):
+    sharded = program(config, FSDP)
+    whole = program(config, {"data": 1})
+    held = sharded.figures.argument_bytes - sharded.batch_bytes
+    assert held == pytest.approx((whole.figures.argument_bytes - whole.batch_bytes) / 8, rel=0.02)
+    assert held == sharded.figures.alias_bytes  # donated: the new state takes its place
+
+    rows = sharding_rows(
+        sharded.specs.arrays, sharded.specs.abstract.params, sharded.specs.params, sharded.sizes
+    )
+    not_sharded = {row.path for row in rows if row.copies > 1}
+    biases = {"blocks/attention/q/bias", "blocks/attention/k/bias", "blocks/attention/v/bias"}
+    assert not_sharded == ({*biases, "blocks/mlp/up/bias"} if config.bias else set())
+    scalars = 4 * 3  # step, seed, adam's count
+    assert held == scalars + 3 * sum(row.device_bytes for row in rows)
+
+
+def test_no_gathered_weight_is_kept_for_the_backward_pass():
+    remade, kept = (program(replace(DEEP, remat=remat), FSDP, rows=8) for remat in ("weights", "none"))
+    blocks = sum(weight.num_elements for weight in remade.work.weights if weight.in_blocks)
+    # gradients, their sums and updates: shards of an eighth each
+    assert remade.figures.temp_bytes < 0.6 * 4 * blocks
+    assert kept.figures.temp_bytes - remade.figures.temp_bytes > 0.9 * 4 * blocks
+    gathers = Key("all-gather", ("fsdp",), True)
+    assert kept.measured[gathers] == pytest.approx(remade.measured[gathers] / 2, rel=0.02)
+
+
+def test_a_batch_that_cannot_be_split():
+    with pytest.raises(ValueError) as error:
+        Program(PLAIN, DATA, microbatches=4, rows=48)
+    assert str(error.value) == (
+        "batch 48 cannot be split over axes ('data','fsdp') of total size 8 and 4 microbatches:"
+        " 48 % 32 = 16. Use 32 or 64."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_devices", "text"),
+    [
+        (
+            "cpu",
+            9,
+            "9 CPU devices were asked for and 8 are simulated; set jax_num_cpu_devices=9 before jax starts",
+        ),
+        ("cpu", 0, "0 CPU devices were asked for and 8 are simulated; ask for 1 or more"),
+        ("h10", 8, "devices of kind 'h10' (did you mean 'h100'?) cannot be compiled for"),
+        ("h100", 0, "0 devices of kind 'h100' were asked for; ask for 1 or more."),
+        (
+            "a100",
+            9,
+            "9 devices of kind 'a100' do not fill hosts of 8: 9 % 8 = 1. Use 8 or 16, or fewer than 8.",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_had(kind, num_devices, text):
+    with pytest.raises(ValueError) as error:
+        described_devices(kind, num_devices)
+    assert str(error.value) == text
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch):
+    monkeypatch.setattr("shardtrain.plan.compile.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install 'shardtrain\\[ahead-of-time\\]'"):
+        described_devices("h100", 8)
