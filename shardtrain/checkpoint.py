@@ -321,16 +321,22 @@ def _saveable(state: Any) -> dict[str, jax.Array]:
 def _unsaveable(leaf: Any) -> str:
     if not isinstance(leaf, jax.Array):
         return f"{type(leaf).__name__}; use jnp.asarray"
+    # A weak type is lost on the way, and with it the dtype of results after resuming.
+    weak = f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
+    return _unsaveable_kind(leaf) or weak
+
+
+def _unsaveable_kind(leaf: Any) -> str:
+    """What shape and dtype alone tell, so that a run hears of it before its first step."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "typed key; use jax.random.key_data"
-    if leaf.size == 0:
-        return f"no elements, shape {leaf.shape}; leave it out"
-    # A weak type is lost on the way, and with it the dtype of results after resuming.
-    return f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
+    return f"no elements, shape {leaf.shape}; leave it out" if leaf.size == 0 else ""
 
 
 def _restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
     by_path = _by_path(abstract_state)
+    never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable_kind(leaf))]
+    _check(never, "these leaves of the state could never be saved", "Change them where the state is made")
     wrong = [path for path, leaf in by_path.items() if getattr(leaf, "sharding", None) is None]
     _check(wrong, "these leaves say not where to restore to", "Use jax.ShapeDtypeStruct(..., sharding=...)")
     return {

@@ -45,23 +45,23 @@ def as_model(model: Any) -> Model:
     """A `Model` as it is, and an nnx factory through `from_nnx`.
 
     Raises:
-      TypeError: anything else; for a linen module the text says what to write.
+      ValueError: anything else; for a linen module the text says what to write.
     """
     if isinstance(model, Model):
         return model
     if isinstance(model, nn.Module):
-        raise TypeError(
+        raise ValueError(
             f"model is the linen module {type(model).__name__}, whose inputs are not known;"
             " write from_linen(module, jax.ShapeDtypeStruct(...)) with the shape of one batch"
         )
     if isinstance(model, nnx.Module):
-        raise TypeError(
+        raise ValueError(
             f"model is an nnx module {type(model).__name__} that exists already, whole on one device;"
             " give the function that makes it: lambda rngs: MyModule(..., rngs=rngs)"
         )
     if callable(model):
         return from_nnx(cast("Factory", model))
-    raise TypeError(f"model is {model!r}; allowed: a Model, or a function rngs -> nnx.Module")
+    raise ValueError(f"model is {model!r}; allowed: a Model, or a function rngs -> nnx.Module")
 
 
 def from_nnx(factory: Factory) -> Model:

@@ -624,3 +624,20 @@ def test_two_processes_save_fail_and_restore_as_one(tmp_path):
     processes = [child(TWO_PROCESSES, tmp_path, port, index) for index in range(2)]
     said = [process.communicate(timeout=60)[0].splitlines()[-2:] for process in processes]
     assert said == [["failed 4", "2 2 [2. 3.]"], ["failed 4", "2 2 [4. 5.]"]]
+
+
+def test_a_state_that_could_never_be_saved_is_refused_before_the_first_step(tmp_path):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = {
+        "key": jax.ShapeDtypeStruct((), key.dtype, sharding=here),
+        "nothing": jax.ShapeDtypeStruct((0, 3), jnp.float32, sharding=here),
+    }
+    with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints, pytest.raises(ValueError) as error:
+        checkpoints.restore(state)
+    assert str(error.value) == (
+        "these leaves of the state could never be saved:\n"
+        "  key: typed key; use jax.random.key_data\n"
+        "  nothing: no elements, shape (0, 3); leave it out\n"
+        "Change them where the state is made."
+    )

@@ -388,7 +388,7 @@ def test_as_model():
     ],
 )
 def test_what_is_no_model(model, text):
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(ValueError) as error:
         as_model(model)
     assert str(error.value) == text
 

@@ -185,7 +185,9 @@ def test_another_model_in_the_same_folder_is_refused(whole, text):
 
 def test_another_seed_in_the_same_folder_is_refused(whole, text):
     _, _, folder = whole
-    with pytest.raises(ValueError, match=r"seed is 4, but the run in .* began with seed 3.* Use --seed 3, or"):
+    with pytest.raises(
+        ValueError, match=r"seed is 4, but the run in .* began with seed 3.* Use --seed 3, or"
+    ):
         start(make_run(text, folder, seed=4))
 
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         set_cpu_devices(rest)
         return importlib.import_module(f"shardtrain.cli.{command}").main(rest)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError) as error:
         if os.environ.get(TRACEBACK):
             raise
         sys.stderr.write(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
