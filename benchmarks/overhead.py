@@ -1,45 +1,29 @@
 """What the toolkit costs: its training loop beside a hand-written jax + optax loop of the same model.
 
-Both see the same batches and compute the same losses; `paired.py` times them in turn. On a GPU it
-is GPT-2 in bfloat16, with tokens per second and MFU. Figures: docs/benchmarks/overhead.md.
+Both (`loops.py`) see the same batches and compute the same losses; `paired.py` times them in turn. On a
+GPU it is GPT-2 in bfloat16, with tokens per second and MFU. Figures: docs/benchmarks/overhead.md.
 """
 
 import json
 import os
 import tempfile
-from collections import deque
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Literal
 
 import jax
 import numpy as np
-import optax
 import tyro
-from flax import nnx
+from loops import HandWritten, Toolkit
 from paired import Block, Spread, ratios, rounds
-from rich.console import Console
 
-from shardtrain.checkpoint import Checkpoints
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.data import Batches, Tokens, Windows, place, write_tokens
-from shardtrain.data.batches import epoch_order
-from shardtrain.layout import Layout
-from shardtrain.loop import STEPS_LATE, Pace, Pieces, StopSignals, run_loop
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.metrics import JsonLines, read_jsonl
-from shardtrain.model import as_model
+from shardtrain.data import Tokens, write_tokens
+from shardtrain.loop import STEPS_LATE
+from shardtrain.metrics import read_jsonl
 from shardtrain.models.decoder import DecoderConfig, flops_per_token, gpt2
-from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
-from shardtrain.report.progress import progress
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_step
 from shardtrain.topology import known_device, mfu
 
 MODELS = {
@@ -49,7 +33,6 @@ MODELS = {
 }
 BATCHES = {"tiny": 4, "small": 4, "gpt2": 16}
 BATCHES_IN_EPOCH = 256
-SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
 HAND, AGAIN, TOOLKIT = "hand-written loop", "hand-written loop again", "toolkit loop"
 HAND_STEP, TOOLKIT_STEP = "hand-written step", "toolkit step"
 PAIRS = {
@@ -101,129 +84,6 @@ class Options:
             raise ValueError(f"this cannot be measured: {'; '.join(wrong)}")
 
 
-class HandWritten:
-    """The loop one writes without a toolkit: one jitted function, donated, losses read late."""
-
-    def __init__(self, config: DecoderConfig, source: Windows, batch: int, seed: int) -> None:
-        graph, variables = nnx.split(config(nnx.Rngs(jax.random.key(seed))), nnx.Param)
-        self.params = nnx.to_pure_dict(variables)
-        # weights decay, biases and gains do not; blocks are stacked, so theirs have one dim more
-        decayed = {
-            name: jax.tree.map(lambda x, least=2 + (name == "blocks"): x.ndim >= least, tree)
-            for name, tree in self.params.items()
-        }
-        rate = optax.cosine_decay_schedule(PEAK, SCHEDULE_STEPS, alpha=0.1)
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(CLIP), optax.adamw(rate, B1, B2, weight_decay=DECAY, mask=decayed)
-        )
-        self.opt_state = optimizer.init(self.params)
-
-        def loss(params: Any, tokens: jax.Array) -> jax.Array:
-            logits = nnx.merge(graph, nnx.State(params))(tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        @partial(jax.jit, donate_argnums=(0, 1))
-        def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-            value, grads = jax.value_and_grad(loss)(params, tokens)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, value
-
-        self.step = step
-        order = epoch_order(len(source), seed, 0)
-        self.tokens = np.stack([source[order(i)]["tokens"] for i in range(len(source))])
-        self.batch, self.row = batch, 0
-
-    def next_batch(self) -> jax.Array:
-        rows = self.tokens[self.row : self.row + self.batch]
-        self.row = (self.row + self.batch) % len(self.tokens)
-        return jax.device_put(rows, jax.devices()[0])
-
-    def loop(self, ticks: list[float], steps: int, batch: jax.Array | None = None) -> list[float]:
-        """Some steps, and their losses; with a `batch` that is on the device already, the bare step."""
-        losses, pending = [], deque[jax.Array]()
-        for _ in range(steps):
-            ticks.append(perf_counter())
-            tokens = self.next_batch() if batch is None else batch
-            self.params, self.opt_state, loss = self.step(self.params, self.opt_state, tokens)
-            pending.append(loss)
-            if len(pending) > STEPS_LATE:
-                losses.append(float(pending.popleft()))
-        return losses + [float(loss) for loss in pending]
-
-
-class Toolkit:
-    """What `shardtrain train` runs, without checkpoints: batches loaded ahead, step, loop, sink, progress."""
-
-    def __init__(self, config: DecoderConfig, source: Windows, batch: int, seed: int, folder: Path) -> None:
-        model, layout = as_model(config), Layout()
-        named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
-        optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, model.dims)
-        mesh = make_mesh(layout, jax.devices()[:1])
-        placement = make_placement(model, optimizer, layout, mesh)
-        self.state = init_state(model, optimizer, placement, seed)
-        self.step = make_step(model, next_token_loss, optimizer, placement, rate)
-        self.loaded = Batches(source=source, batch=batch, seed=seed).iterate()
-        self.place = partial(place, mesh=mesh, batch_axes=layout.batch_axes)
-        self.done = 0
-        self.metrics = folder / "metrics.jsonl"
-        self.sink = JsonLines(self.metrics, resume_after=None)
-        self.progress = progress(total_steps=SCHEDULE_STEPS, console=Console(quiet=True))
-
-    def loop(self, ticks: list[float], steps: int, log_every: int) -> None:
-        """Some steps through `run_loop`; state and data go on from block to block."""
-        last = self.done + steps
-        pieces = Pieces(
-            step=self.step,
-            batches=self._on_mesh(ticks),
-            evaluate=lambda state: {},
-            checkpoints=cast("Checkpoints", _NoCheckpoints(last)),
-            policy=CheckpointPolicy(),
-            sink=self.sink,
-            progress=self.progress,
-            extra={},
-        )
-        with StopSignals() as stop:
-            pace = Pace(steps=last, log_every=log_every)
-            self.state, self.done = run_loop(self.state, self.done, pieces, pace, stop)
-        if stop.received is not None:
-            raise KeyboardInterrupt
-
-    def _on_mesh(self, ticks: list[float]) -> Iterator[tuple[Any, Any]]:
-        while True:
-            ticks.append(perf_counter())
-            batch, after = next(self.loaded)
-            yield self.place(batch), after
-
-    def bare(self, ticks: list[float], steps: int, batch: Any) -> None:
-        """The compiled step alone, on a batch that is on the mesh already."""
-        pending = deque[jax.Array]()
-        for _ in range(steps):
-            ticks.append(perf_counter())
-            self.state, metrics = self.step(self.state, batch)
-            pending.append(metrics["loss_sum"])
-            if len(pending) > STEPS_LATE:
-                float(pending.popleft())
-        for loss in pending:
-            float(loss)
-
-    def close(self) -> None:
-        self.loaded.close()
-        self.sink.close()
-
-
-class _NoCheckpoints:
-    """Stands where the loop asks for checkpoints: the last step counts as saved."""
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-
-    def latest(self) -> int:
-        return self._last
-
-    def wait(self) -> None:
-        pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """What came out.
@@ -271,9 +131,10 @@ def measure(options: Options) -> Figures:
         write_tokens(folder / "tokens.npy", [tokens])
         data = Tokens(path=folder / "tokens.npy", vocab=config.vocab, seq=config.seq, heldout_fraction=0)
         source = data.train(folder)
-        hand, again = (HandWritten(config, source, batch, seed) for _ in range(2))
+        hand = HandWritten(config, source, batch, seed)
         with closing(Toolkit(config, source, batch, seed, folder)) as toolkit:
             losses = compare(hand, toolkit, options.compare)
+            again = hand.twin()
             hand_batch, toolkit_batch = hand.next_batch(), toolkit.place(next(toolkit.loaded)[0])
             sides = {
                 HAND: partial(hand.loop, steps=steps),
@@ -337,7 +198,8 @@ def report(figures: Figures) -> str:
     ]
     lines += ["", f"{'ratio within a round':28}{'':16}{'median':>7}  {'quartiles':13}  median lies (95 %) in"]
     lines += [
-        f"{pair:28}{FIELDS[field]:16}{s.median:7.3f}  {s.low:.3f} - {s.high:.3f}  {s.sure[0]:.3f} - {s.sure[1]:.3f}"
+        f"{pair:28}{FIELDS[field]:16}{s.median:7.3f}  {s.low:.3f} - {s.high:.3f}  "
+        f"{s.sure[0]:.3f} - {s.sure[1]:.3f}"
         for pair, spreads in figures.spreads.items()
         for field, s in spreads.items()
     ]

@@ -183,7 +183,8 @@ def _start(
     if before["seed"] != run.seed:
         raise ValueError(
             f"seed is {run.seed}, but the run in {checkpoints.folder.parent} began with seed"
-            f" {before['seed']}: its order of samples would change. Use --seed {before['seed']}, or another --run-dir"
+            f" {before['seed']}: its order of samples would change. Use --seed {before['seed']}, or another"
+            " --run-dir"
         )
     # through JSON, as the saved one went
     changed = differences(before, json.loads(json.dumps(description)))

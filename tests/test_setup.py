@@ -13,7 +13,8 @@ import mpi4jax
 from mpi4py import MPI
 comm = MPI.COMM_WORLD.Clone()
 total = jax.jit(lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm))(jnp.arange(3.0) + comm.rank)
-sys.stdout.write(f"rank {comm.rank} of {comm.size} {total.tolist()}\\n")  # in one piece: lines of two processes
+# in one piece, or the lines of the two processes mix
+sys.stdout.write(f"rank {comm.rank} of {comm.size} {total.tolist()}\\n")
 """
 
 

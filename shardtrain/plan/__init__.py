@@ -1,1 +1,1 @@
-"""Looking ahead: what a compiled step moves, needs and costs, before it runs. jax is in `compile.py` alone."""
+"""Looking ahead: what a compiled step moves, needs and costs, before it runs. Only `compile.py` has jax."""

@@ -1,0 +1,166 @@
+"""The two loops that `overhead.py` compares: one written by hand in jax and optax, one of the toolkit.
+
+Same model, optimizer, batches and order. Both read a loss as late as `loop.py` does.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from copy import copy
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Self, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+
+from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.data import Batches, Windows, place
+from shardtrain.data.batches import epoch_order
+from shardtrain.layout import Layout
+from shardtrain.loop import STEPS_LATE, Pace, Pieces, StopSignals, run_loop
+from shardtrain.loss import next_token_loss
+from shardtrain.mesh import make_mesh
+from shardtrain.metrics import JsonLines
+from shardtrain.model import as_model
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
+from shardtrain.report.progress import progress
+from shardtrain.state import init_state, make_placement
+from shardtrain.step import make_step
+
+SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
+
+
+class HandWritten:
+    """The loop one writes without a toolkit: one jitted function, donated, losses read late."""
+
+    def __init__(self, config: DecoderConfig, source: Windows, batch: int, seed: int) -> None:
+        graph, variables = nnx.split(config(nnx.Rngs(jax.random.key(seed))), nnx.Param)
+        self.params = nnx.to_pure_dict(variables)
+        # weights decay, biases and gains do not; blocks are stacked, so theirs have one dim more
+        decayed = {
+            name: jax.tree.map(lambda x, least=2 + (name == "blocks"): x.ndim >= least, tree)
+            for name, tree in self.params.items()
+        }
+        rate = optax.cosine_decay_schedule(PEAK, SCHEDULE_STEPS, alpha=0.1)
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(CLIP), optax.adamw(rate, B1, B2, weight_decay=DECAY, mask=decayed)
+        )
+        self.opt_state = optimizer.init(self.params)
+
+        def loss(params: Any, tokens: jax.Array) -> jax.Array:
+            logits = nnx.merge(graph, nnx.State(params))(tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+            value, grads = jax.value_and_grad(loss)(params, tokens)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value
+
+        self.step = step
+        order = epoch_order(len(source), seed, 0)
+        self.tokens = np.stack([source[order(i)]["tokens"] for i in range(len(source))])
+        self.batch, self.row = batch, 0
+
+    def twin(self) -> Self:
+        """The same again: arrays of its own, the same compiled step."""
+        twin = copy(self)
+        twin.params, twin.opt_state = jax.tree.map(jnp.copy, (self.params, self.opt_state))
+        return twin
+
+    def next_batch(self) -> jax.Array:
+        rows = self.tokens[self.row : self.row + self.batch]
+        self.row = (self.row + self.batch) % len(self.tokens)
+        return jax.device_put(rows, jax.devices()[0])
+
+    def loop(self, ticks: list[float], steps: int, batch: jax.Array | None = None) -> list[float]:
+        """Some steps, and their losses; with a `batch` that is on the device already, the bare step."""
+        losses, pending = [], deque[jax.Array]()
+        for _ in range(steps):
+            ticks.append(perf_counter())
+            tokens = self.next_batch() if batch is None else batch
+            self.params, self.opt_state, loss = self.step(self.params, self.opt_state, tokens)
+            pending.append(loss)
+            if len(pending) > STEPS_LATE:
+                losses.append(float(pending.popleft()))
+        return losses + [float(loss) for loss in pending]
+
+
+class Toolkit:
+    """What `shardtrain train` runs, without checkpoints: batches loaded ahead, step, loop, sink, progress."""
+
+    def __init__(self, config: DecoderConfig, source: Windows, batch: int, seed: int, folder: Path) -> None:
+        model, layout = as_model(config), Layout()
+        named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
+        optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, model.dims)
+        mesh = make_mesh(layout, jax.devices()[:1])
+        placement = make_placement(model, optimizer, layout, mesh)
+        self.state = init_state(model, optimizer, placement, seed)
+        self.step = make_step(model, next_token_loss, optimizer, placement, rate)
+        self.loaded = Batches(source=source, batch=batch, seed=seed).iterate()
+        self.place = partial(place, mesh=mesh, batch_axes=layout.batch_axes)
+        self.done = 0
+        self.metrics = folder / "metrics.jsonl"
+        self.sink = JsonLines(self.metrics, resume_after=None)
+        self.progress = progress(total_steps=SCHEDULE_STEPS, console=Console(quiet=True))
+
+    def loop(self, ticks: list[float], steps: int, log_every: int) -> None:
+        """Some steps through `run_loop`; state and data go on from block to block."""
+        last = self.done + steps
+        pieces = Pieces(
+            step=self.step,
+            batches=self._on_mesh(ticks),
+            evaluate=lambda state: {},
+            checkpoints=cast("Checkpoints", _NoCheckpoints(last)),
+            policy=CheckpointPolicy(),
+            sink=self.sink,
+            progress=self.progress,
+            extra={},
+        )
+        with StopSignals() as stop:
+            pace = Pace(steps=last, log_every=log_every)
+            self.state, self.done = run_loop(self.state, self.done, pieces, pace, stop)
+        if stop.received is not None:
+            raise KeyboardInterrupt
+
+    def _on_mesh(self, ticks: list[float]) -> Iterator[tuple[Any, Any]]:
+        while True:
+            ticks.append(perf_counter())
+            batch, after = next(self.loaded)
+            yield self.place(batch), after
+
+    def bare(self, ticks: list[float], steps: int, batch: Any) -> None:
+        """The compiled step alone, on a batch that is on the mesh already."""
+        pending = deque[jax.Array]()
+        for _ in range(steps):
+            ticks.append(perf_counter())
+            self.state, metrics = self.step(self.state, batch)
+            pending.append(metrics["loss_sum"])
+            if len(pending) > STEPS_LATE:
+                float(pending.popleft())
+        for loss in pending:
+            float(loss)
+
+    def close(self) -> None:
+        self.loaded.close()
+        self.sink.close()
+
+
+class _NoCheckpoints:
+    """Stands where the loop asks for checkpoints: the last step counts as saved."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def latest(self) -> int:
+        return self._last
+
+    def wait(self) -> None:
+        pass
