@@ -165,7 +165,7 @@ class Attention(nnx.Module):
             q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
-        return with_logical_constraint(self.o(y_BTHK), STREAM)
+        return to_stream(self.o, y_BTHK)
 
     def projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values by one product, whose gradient is then reduced over devices once.
@@ -206,7 +206,7 @@ class FeedForward(nnx.Module):
             y = jnp.tensordot(x_BTD, with_logical_constraint(kernel, (EMBED, None, MLP)), 1)
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
             h_BTF = self.up.shifted(y[:, :, 0]) * jax.nn.silu(self.gate.shifted(y[:, :, 1]))
-        return with_logical_constraint(self.down(h_BTF), STREAM)
+        return to_stream(self.down, h_BTF)
 
 
 class Block(nnx.Module):
@@ -258,8 +258,7 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: if T is above `seq`.
         """
-        # One gathered table for both uses: their gradients are then summed before they are reduced over
-        # devices.
+        # One gathered table for both uses; XLA still reduces their two gradients before it adds them.
         table_VD = at_use(self.embedding, TABLE, self.config.dtype)
         first, keys = self.dropout_keys()
         x_BTD = self.run(self.blocks, self.embed(tokens_BT, first, table_VD), keys)
@@ -314,6 +313,15 @@ class Decoder(nnx.Module):
             table_VD = at_use(self.embedding, TABLE, self.config.dtype) if table_VD is None else table_VD
             logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD)
         return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+
+
+def to_stream(linear: Any, x: jax.Array) -> jax.Array:
+    """A projection onto the residual stream, reduced over devices and cut along a sharded sequence.
+
+    The whole product is named before it is cut, so that the backward pass gathers its gradient once.
+    """
+    y_BTD = with_logical_constraint(linear.product(x), (BATCH, SEQ, EMBED))
+    return with_logical_constraint(linear.shifted(with_logical_constraint(y_BTD, STREAM)), STREAM)
 
 
 def whole_seq(x_BTD: jax.Array) -> jax.Array:

@@ -54,8 +54,12 @@ class Linear(nnx.Module):
         self.bias = parameter(jnp.zeros([sizes[dim] for dim in out]), out) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self.shifted(self.product(x))
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """The map without its bias."""
         kernel = at_use(self.kernel, (*self.into, *self.out), self.dtype)
-        return self.shifted(jnp.tensordot(x, kernel, axes=len(self.into)))
+        return jnp.tensordot(x, kernel, axes=len(self.into))
 
     def cast(self) -> jax.Array:
         """The kernel in the compute dtype, sharded as it is stored: to be joined with others and gathered."""

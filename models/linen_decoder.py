@@ -15,7 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.decoder import BLOCK_OUTPUT, REMAT_POLICIES, DecoderConfig, too_long, whole_seq
+from shardtrain.models.decoder import (
+    BLOCK_OUTPUT,
+    REMAT_POLICIES,
+    DecoderConfig,
+    to_stream,
+    too_long,
+    whole_seq,
+)
 from shardtrain.models.layers import attend
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
@@ -84,8 +91,7 @@ class LinenBlock(nn.Module):
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
             h_BTD = whole_seq(_norm(norm_name, self.config)(x_BTD))
-            h_BTD = with_logical_constraint(layer(self.config, name=name)(h_BTD), STREAM)
-            h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
+            h_BTD = checkpoint_name(layer(self.config, name=name)(h_BTD), BLOCK_OUTPUT)
             h_BTD = nn.Dropout(self.config.dropout, deterministic=not self.train)(h_BTD)
             x_BTD = with_logical_constraint(x_BTD + h_BTD, STREAM)
         return x_BTD, None
@@ -112,7 +118,7 @@ class LinenAttention(nn.Module):
         )
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
-        return LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o")(y_BTHK)
+        return to_stream(LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o"), y_BTHK)
 
 
 class LinenFeedForward(nn.Module):
@@ -124,7 +130,7 @@ class LinenFeedForward(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = LinenLinear(self.config, (EMBED,), (MLP,), name="up")(x_BTD)
         h_BTF = jax.nn.gelu(with_logical_constraint(h_BTF, (BATCH, SEQ, MLP)), approximate=True)
-        return LinenLinear(self.config, (MLP,), (EMBED,), name="down")(h_BTF)
+        return to_stream(LinenLinear(self.config, (MLP,), (EMBED,), name="down"), h_BTF)
 
 
 class LinenLinear(nn.Module):
@@ -143,8 +149,12 @@ class LinenLinear(nn.Module):
         self.bias = self.param("bias", *_partitioned(nn.initializers.zeros, self.out, sizes))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self.shifted(self.product(x))
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """The map without its bias."""
         kernel = with_logical_constraint(self.cast(), (*self.into, *self.out))
-        return self.shifted(jnp.tensordot(x, kernel, axes=len(self.into)))
+        return jnp.tensordot(x, kernel, axes=len(self.into))
 
     def cast(self) -> jax.Array:
         """The kernel in the compute dtype, sharded as it is stored: to be joined with others and gathered."""

@@ -86,7 +86,8 @@ class Layout:
     Args:
       mesh: axis -> size; axes that are not named have size 1, one size may be -1 (the rest).
       zero: what `fsdp` shards. 3: parameters, gradients and optimizer state; 2: gradients and
-        optimizer state; 1: optimizer state (Rajbhandari et al. 2020, ZeRO, section 5).
+        optimizer state; 1: optimizer state (Rajbhandari et al. 2020, ZeRO, section 5). 1 and 2 compile
+        to the same step: gradients are whole while they are added up, and in shards right after.
       sequence_sharded: activations between blocks are sharded over tensor along the sequence
         (Korthikanti et al. 2022, section 4.2.2).
       parameters: dim -> axes for parameters, where they differ from `PARAMETER_RULES`.

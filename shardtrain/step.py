@@ -113,9 +113,11 @@ def make_gradients(
             (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
 
         counts = sums[1]
-        loss_sum, count, metrics, grads = jax.tree.map(lambda x: x.sum(0), sums)
+        loss_sum, count, metrics = jax.tree.map(lambda x: x.sum(0), sums[:3])
         shares = jnp.where(count > 0, counts / count, 1 / num_replicas)
-        grads = _constrained(grads, specs.params if layout.zero == 1 else specs.sharded, mesh)
+        grads = jax.tree.map(
+            lambda g, spec: _sum_replicas(g, spec, replica_axes, mesh), sums[3], specs.sharded
+        )
         return Gradients(
             loss_sum=loss_sum,
             count=count,
@@ -125,6 +127,16 @@ def make_gradients(
         )
 
     return gradients
+
+
+def _sum_replicas(
+    grads: jax.Array, spec: PartitionSpec, replica_axes: tuple[str, ...], mesh: Mesh
+) -> jax.Array:
+    """The sum over the leading dim, the fastest axis first, so that the slower ones reduce shards only."""
+    for i in reversed(range(len(replica_axes))):
+        grads = grads.reshape(-1, mesh.shape[replica_axes[i]], *grads.shape[1:]).sum(1)
+        grads = with_sharding_constraint(grads, NamedSharding(mesh, PartitionSpec(replica_axes[:i], *spec)))
+    return grads[0]
 
 
 class _Bound:

@@ -185,9 +185,7 @@ def test_another_model_in_the_same_folder_is_refused(whole, text):
 
 def test_another_seed_in_the_same_folder_is_refused(whole, text):
     _, _, folder = whole
-    with pytest.raises(
-        ValueError, match=r"seed is 4, but .* began with seed 3.* Use --seed 3, or another"
-    ):
+    with pytest.raises(ValueError, match=r"seed is 4, but .* began with seed 3.* Use --seed 3, or another"):
         start(make_run(text, folder, seed=4))
 
 

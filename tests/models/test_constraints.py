@@ -94,7 +94,7 @@ def test_activations_are_named_in_order(case, monkeypatch):
     q, kv = (("batch", "seq", heads, "head_dim") for heads in ("heads", "kv_heads"))
     joined = ("batch", "seq", "kv_heads", None, "head_dim")
     hidden = ("batch", "seq", None, "mlp") if name == "llama" else ("batch", "seq", "mlp")
-    block = [stream, gathered, joined, q, kv, q, stream, gathered, hidden, stream]
+    block = [stream, gathered, joined, q, kv, q, gathered, stream, gathered, hidden, gathered, stream]
     assert activations[: len(block)] == block
     assert activations[-3:] == [stream, gathered, ("batch", "seq", "vocab")]
 

@@ -119,6 +119,8 @@ LAYOUTS = {
     "tensor, linen": (TIED, TENSOR, {"linen": True}, set()),
     "sequence": (LARGE, TENSOR, {"sequence_sharded": True}, POSITIONS),
     "mixed": (UNTIED, MIXED, {"microbatches": 4}, KEPT),
+    "data and fsdp, zero 2": (PLAIN, {"data": 2, "fsdp": 4}, {"zero": 2, "microbatches": 4}, set()),
+    "mixed, zero 1": (TIED, MIXED, {"zero": 1, "microbatches": 4}, set()),
 }
 """name -> model, mesh, options, and the keys whose bytes may stay below theory."""
 
