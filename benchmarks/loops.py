@@ -154,13 +154,16 @@ class Toolkit:
 
 
 class _NoCheckpoints:
-    """Stands where the loop asks for checkpoints: the last step counts as saved."""
+    """Stands where the loop saves its last state, which here is only the last of a block."""
 
     def __init__(self, last: int) -> None:
         self._last = last
 
     def latest(self) -> int:
         return self._last
+
+    def save(self, *_: Any) -> None:
+        pass
 
     def wait(self) -> None:
         pass

@@ -55,6 +55,8 @@ class Options:
       seq: tokens of a row; by default the model's own.
       steps: steps of a block.
       rounds: blocks of each side.
+      quiet: on a machine that others use: rounds in which they took more than this share of the processors
+        are run again; 1 takes all.
       compare: steps from the start whose losses are compared.
       log_every: steps between lines of metrics on the toolkit's side.
       seed: of parameters, data and the order of the blocks.
@@ -70,6 +72,7 @@ class Options:
     seq: int | None = None
     steps: int = 25
     rounds: int = 60
+    quiet: float = 1.0
     compare: int = 20
     log_every: int = 10
     seed: int = 0
@@ -144,7 +147,7 @@ def measure(options: Options) -> Figures:
                 TOOLKIT_STEP: partial(toolkit.bare, steps=steps, batch=toolkit_batch),
             }
             rounds(sides, 1, STEPS_LATE, seed)
-            blocks = rounds(sides, options.rounds, STEPS_LATE, seed)
+            blocks = rounds(sides, options.rounds, STEPS_LATE, seed, options.quiet)
     return summed_up(options, config, losses, blocks)
 
 

@@ -4,14 +4,17 @@ Another program on the machine then slows all sides alike, and their ratio withi
 """
 
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 Side = Callable[[list[float]], None]
 """Runs one block. Appends `time.perf_counter()` to its argument at the beginning of each step."""
 
@@ -73,7 +76,9 @@ def timed(side: Side, first: int) -> Block:
     return Block(median(steps), wall_seconds / len(ticks), cpu_seconds / len(ticks))
 
 
-def rounds(sides: Mapping[str, Side], num_rounds: int, first: int, seed: int) -> dict[str, list[Block]]:
+def rounds(
+    sides: Mapping[str, Side], num_rounds: int, first: int, seed: int, quiet: float = 1.0
+) -> dict[str, list[Block]]:
     """Run every side once a round, each round in another order.
 
     Args:
@@ -81,17 +86,44 @@ def rounds(sides: Mapping[str, Side], num_rounds: int, first: int, seed: int) ->
       num_rounds: how often.
       first: as for `timed`.
       seed: of the orders.
+      quiet: a round waits until other programs take less than this share of all processors, and is
+        run again if they did not keep to it. It asks Linux; 1 does not ask.
 
     Returns:
       name -> its blocks, one a round.
     """
     order, generator = list(sides), random.Random(seed)
     blocks: dict[str, list[Block]] = {name: [] for name in sides}
-    for _ in range(num_rounds):
+    while len(blocks[order[0]]) < num_rounds:
+        while quiet < 1 and others_share(partial(time.sleep, 1))[1] > quiet:
+            pass
         generator.shuffle(order)
-        for name in order:
-            blocks[name].append(timed(sides[name], first))
+        found, share = others_share(lambda: [timed(sides[name], first) for name in order])
+        if share <= quiet:
+            for name, block in zip(order, found, strict=True):
+                blocks[name].append(block)
     return blocks
+
+
+def others_share(work: Callable[[], T]) -> tuple[T, float]:
+    """What some work returns, and the share of all processors that other programs took meanwhile.
+
+    Where there is no /proc/stat (not Linux) the share is 0.
+    """
+    before, began = _others_seconds(), time.perf_counter()
+    result = work()
+    elapsed = time.perf_counter() - began
+    return result, (_others_seconds() - before) / (elapsed * (os.cpu_count() or 1))
+
+
+def _others_seconds() -> float:
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    except FileNotFoundError:
+        return 0.0
+    busy = user + nice + system + irq + softirq + steal
+    return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def ratios(field: str, blocks: Sequence[Block], over: Sequence[Block]) -> Spread:

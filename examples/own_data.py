@@ -5,6 +5,7 @@ shardtrain train examples/own_data.py
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ class Spirals:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         random = np.random.default_rng(self.first + index)
         arm, radius = random.integers(3), random.uniform(0.1, 1)
         angle = 2 * np.pi * (arm / 3 + radius) + 0.1 * random.standard_normal()

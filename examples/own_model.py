@@ -6,7 +6,7 @@ shardtrain train examples/own_model.py --cpu-devices 8 --mesh fsdp=2,tensor=4
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen import with_logical_constraint
+from flax.linen.spmd import with_logical_constraint
 
 from shardtrain import Run, Text
 

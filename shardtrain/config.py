@@ -64,7 +64,7 @@ class Run:
       unit: what the loss counts, for rates: tokens, examples.
 
     Raises:
-      ValueError: lists every number that is out of range.
+      ValueError: lists every field of a wrong kind, or every number out of range.
     """
 
     model: Any
@@ -85,19 +85,49 @@ class Run:
     unit: str = "tokens"
 
     def __post_init__(self) -> None:
-        counts = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
-        values = {name: getattr(self, name) for name in counts}
-        problems = [
-            f"{name} is {value}; use 1 or more"
-            for name, value in values.items()
-            if value is not None and value < 1
-        ]
-        if not 0 <= self.seed < 2**32:
-            problems.append(f"seed is {self.seed}; use a number from 0 to 2**32 - 1")
-        if self.nonfinite not in ("skip", "stop"):
-            problems.append(f"nonfinite is {self.nonfinite!r}; allowed: 'skip' or 'stop'")
-        if problems:
+        if self.run_dir is not None:
+            object.__setattr__(self, "run_dir", Path(self.run_dir))
+        if problems := _wrong_kinds(self) or _wrong_numbers(self):
             raise problems_error("this run cannot be started", problems)
+
+
+COUNTS = ("batch", "steps", "seed", "log_every", "evaluate_every", "evaluate_batches")
+
+
+def _wrong_kinds(run: Run) -> list[str]:
+    """Fields that are of another kind than a run needs."""
+    needed = {
+        "data": (hasattr(run.data, "train") and hasattr(run.data, "heldout"), "an object like data.Text"),
+        "loss": (callable(run.loss), "a function (apply, batch) -> (sum, count)"),
+        "optimizer": (
+            isinstance(run.optimizer, Optimizer | optax.GradientTransformation),
+            "an Optimizer, or an optax transformation",
+        ),
+        "strategy": (isinstance(run.strategy, Strategy), "a Strategy"),
+        "checkpoints": (isinstance(run.checkpoints, CheckpointPolicy), "a CheckpointPolicy"),
+    }
+    problems = [
+        f"{name} is {getattr(run, name)!r}; give {use}" for name, (ok, use) in needed.items() if not ok
+    ]
+    return problems + [
+        f"{name} is {value!r}; give a whole number"
+        for name in COUNTS
+        if (value := getattr(run, name)) is not None and type(value) is not int
+    ]
+
+
+def _wrong_numbers(run: Run) -> list[str]:
+    """Numbers that are out of range."""
+    problems = [
+        f"{name} is {value}; use 1 or more"
+        for name in COUNTS
+        if name != "seed" and (value := getattr(run, name)) is not None and value < 1
+    ]
+    if not 0 <= run.seed < 2**32:
+        problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
+    if run.nonfinite not in ("skip", "stop"):
+        problems.append(f"nonfinite is {run.nonfinite!r}; allowed: 'skip' or 'stop'")
+    return problems
 
 
 def describe(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -125,11 +155,11 @@ def _scalar(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, FunctionType):
+    if isinstance(value, FunctionType | type):
         return f"{value.__module__}:{value.__qualname__}"
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return [_scalar(item) for item in value]
-    return f"given in Python ({type(value).__name__})"
+    return f"given in Python ({type(value).__module__}:{type(value).__qualname__})"
 
 
 def run_text(description: Mapping[str, Any]) -> str:

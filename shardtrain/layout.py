@@ -109,15 +109,18 @@ class Layout:
     unnamed: str = "refuse"
 
     def __post_init__(self) -> None:
+        tables = ("mesh", "parameters", "activations")
+        if wrong := [f"{t} is {getattr(self, t)!r}; give a table" for t in tables if not _is_table(self, t)]:
+            raise problems_error("this layout cannot be used", wrong)
         problems = [*mesh_problems(self.mesh)]
         for table in ("parameters", "activations"):
             given = getattr(self, table)
             problems += [
-                f"rule {table}.{dim} is the text {value!r}; write a list, {dim} = [{value!r}]"
+                f"rule {table}.{dim} is {value!r}; write a list of axes, {dim} = ['fsdp'], or []"
                 for dim, value in given.items()
-                if isinstance(value, str)
+                if not _is_axes(value)
             ]
-            rules = {dim: tuple(value) for dim, value in given.items() if not isinstance(value, str)}
+            rules = {dim: tuple(value) for dim, value in given.items() if _is_axes(value)}
             object.__setattr__(self, table, rules)
             for dim, dim_axes in rules.items():
                 problems += [
@@ -165,6 +168,14 @@ class Layout:
         """The batch axes over which parameters are whole: each index computes a gradient of its own."""
         sharding = {axis for dim_axes in self.parameter_rules.values() for axis in dim_axes}
         return tuple(axis for axis in self.batch_axes if axis not in sharding)
+
+
+def _is_table(layout: Layout, name: str) -> bool:
+    return isinstance(getattr(layout, name), Mapping)
+
+
+def _is_axes(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(axis, str) for axis in value)
 
 
 def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
@@ -357,7 +368,9 @@ def read_layout(path: Path) -> Layout:
     known = [f.name for f in fields(Layout)]
     try:
         values = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"there is no layout file {path} to read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a layout in TOML: {error}") from error
     if unknown := [key for key in values if key not in known]:
         raise problems_error(f"{path} cannot be read", [f"unknown key {near(key, known)}" for key in unknown])

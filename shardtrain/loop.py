@@ -4,6 +4,7 @@ Metrics are read some steps late, so that the device never waits for the host. W
 and how they are made from a `Run` is in `trainer.py`.
 """
 
+import os
 import signal
 import threading
 import time
@@ -20,6 +21,9 @@ from shardtrain.checkpoint_policy import CheckpointPolicy, due
 from shardtrain.metrics import Mean, Progress, Rate, Sink
 from shardtrain.state import State
 from shardtrain.step import Metrics, Step
+
+MOST_SKIPPED = 100
+"""So many steps skipped one after the other end a run: it will not recover by itself."""
 
 STEPS_LATE = 2
 """How many steps may be under way before the host reads the metrics of the first."""
@@ -70,7 +74,7 @@ class Pieces:
 
 
 class StopSignals:
-    """While this is entered, Ctrl-C and SIGTERM only ask the loop to stop; a second Ctrl-C interrupts."""
+    """While this is entered, Ctrl-C, SIGTERM and SIGHUP only ask to stop; a second Ctrl-C interrupts."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -79,7 +83,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread alone
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
@@ -91,6 +95,9 @@ class StopSignals:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        # written at once and raw: a handler may interrupt the printing of another line
+        text = f"{self.received.name}: stopping after this step; Ctrl-C interrupts without saving\n"
+        os.write(2, text.encode())
 
 
 def run_loop(
@@ -120,11 +127,12 @@ def run_loop(
         done += 1
         log.add(done, metrics)
         last = done == pace.steps
-        if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
-            log.evaluated(pieces.evaluate, state)
-        if not last and due(pieces.policy, done, time.monotonic() - saved_seconds):
+        # before the evaluation, which may fail or be cut short
+        if last or due(pieces.policy, done, time.monotonic() - saved_seconds):
             saved_seconds = time.monotonic()
             _save(pieces, done, state, position)
+        if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
+            log.evaluated(pieces.evaluate, state)
     log.finish()
     if done > first_step:
         _wait(pieces)
@@ -159,7 +167,7 @@ class _Log:
         self._pending: deque[tuple[int, Metrics]] = deque()
         self._means: dict[str, Mean] = {}
         self._rate = Rate()
-        self._written = 0
+        self._skipped = 0
 
     def add(self, step: int, metrics: Metrics) -> None:
         self._pending.append((step, metrics))
@@ -190,6 +198,7 @@ class _Log:
         if skipped:
             self._refuse(step, loss.value, values)
         else:
+            self._skipped = 0
             pairs = {
                 k: Mean(sum=float(v[0]), count=float(v[1])) for k, v in values.items() if isinstance(v, tuple)
             }
@@ -207,7 +216,11 @@ class _Log:
         self._means = {}
 
     def _refuse(self, step: int, loss: float | None, values: Metrics) -> None:
-        text = f"step {step} was skipped: loss {loss}, gradient norm {float(values['grad_norm'])} not finite"
+        self._skipped += 1
+        norm = float(values["grad_norm"])
+        text = f"step {step} was skipped: loss {loss}, gradient norm {norm}, or the update, is not finite"
+        if self._skipped >= MOST_SKIPPED:
+            raise FloatingPointError(f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends")
         if self._pace.nonfinite == "stop":
             raise FloatingPointError(f"{text}; nonfinite is 'stop', and nothing of this step was kept")
         self._pieces.progress.note(f"WARNING: {text}")

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardtrain.layout import problems_error
+
 Batch = Mapping[str, jax.Array]
 Apply = Callable[..., Any]
 Loss = Callable[[Apply, Batch], tuple[Any, ...]]
@@ -24,7 +26,7 @@ def cross_entropy(
 
     Args:
       logits: float (..., V).
-      targets: integer (...), from 0 to V - 1.
+      targets: integer (...), from 0 to V - 1; any other makes the sum NaN, unless its weight is 0.
       weights: float (...); 0 leaves a target out. By default all are 1.
 
     Returns:
@@ -38,11 +40,52 @@ def cross_entropy(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     # not only in the loss: a padding row may hold anything, and 0 times infinity is no gradient
     logits = jnp.where(weights[..., None] != 0, logits, 0)
-    # int32, for the targets may be of a dtype that cannot count all classes
+    targets = targets.astype(jnp.int32)  # their dtype may be too small to count all classes
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    target_logits = jnp.where(classes == targets[..., None].astype(jnp.int32), logits, 0).sum(-1)
+    target_logits = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
     losses = jax.nn.logsumexp(logits, -1) - target_logits
+    # a target that is no class has no loss: NaN is noticed, a wrong number is not
+    is_class = (targets >= 0) & (targets < logits.shape[-1])
+    losses = jnp.where(is_class | (weights == 0), losses, jnp.nan)
     return (losses * weights).sum(), weights.sum()
+
+
+RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
+"""Names that the step's own metrics have."""
+
+
+def checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    """What a loss returned, as (sum, count, metrics).
+
+    Raises:
+      ValueError: it is not (sum, count) or (sum, count, metrics) of scalars; all problems at once.
+    """
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ValueError(
+            f"the loss returned {_kind(result)}; return (sum, count), or (sum, count, metrics):"
+            " the sum over examples or tokens, never the mean, and how many there are"
+        )
+    loss_sum, count = result[:2]
+    metrics = result[2] if len(result) == 3 else {}
+    problems = [
+        f"{name} is {_kind(value)}, not a scalar"
+        for name, value in (("sum", loss_sum), ("count", count))
+        if jnp.shape(value) != ()
+    ]
+    for name, pair in metrics.items():
+        if name in RESERVED:
+            problems.append(f"metric {name!r} is a name of the step's own; use another")
+        if not isinstance(pair, tuple) or len(pair) != 2 or any(jnp.shape(x) != () for x in pair):
+            problems.append(f"metric {name!r} is {_kind(pair)}; give (sum, count), two scalars")
+    if problems:
+        raise problems_error("the loss returned what cannot be added up", problems)
+    return loss_sum, count, metrics
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
 
 
 def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:

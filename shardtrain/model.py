@@ -38,6 +38,11 @@ class Model:
     dims: Tree
 
 
+def is_module(value: Any) -> bool:
+    """Whether this is a Flax module itself, which a run cannot use as it is (see `as_model`)."""
+    return isinstance(value, nn.Module | nnx.Module)
+
+
 Factory = Callable[[nnx.Rngs], nnx.Module]
 
 

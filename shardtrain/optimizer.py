@@ -4,6 +4,7 @@ An optimizer is any `optax.GradientTransformation`; these are the usual ones, ty
 and the command line. Next: `step.py`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +46,8 @@ class Schedule:
         problems = []
         if self.name not in SCHEDULES:
             problems.append(f"name is {self.name!r}; allowed: {', '.join(SCHEDULES)}")
-        if not self.peak > 0:
-            problems.append(f"peak is {self.peak}; it must be above 0")
+        if not 0 < self.peak < math.inf:
+            problems.append(f"peak is {self.peak}; it must be a number above 0")
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup} steps; it must be 0 or more")
         problems += [

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.layout import Layout, Named
+from shardtrain.layout import PARAMETER_RULES, Layout, Named, near, problems_error
 from shardtrain.model import Model, Tree, named_arrays, path_text
 from shardtrain.sharding import partition_specs
 
@@ -106,6 +106,10 @@ def state_specs(
     """
     abstract = abstract_state(model, optimizer)
     arrays = named_arrays(model, abstract.params)
+    dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
+    known = sorted(dims | set(PARAMETER_RULES))
+    if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
+        raise problems_error("the layout has rules for parameters that the model does not have", useless)
     params, sharded = (
         partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
         for rules in (layout.parameter_rules, layout.sharded_rules)

@@ -16,7 +16,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.loss import Batch, Loss
+from shardtrain.loss import Batch, Loss, checked
 from shardtrain.model import Model, activation_rules
 from shardtrain.rng import row_key, step_key
 from shardtrain.state import Placement, State
@@ -72,10 +72,10 @@ def make_gradients(
     ) -> tuple[jax.Array, Any]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         bound = _Bound(model, params, model_state, row_key(key, first_row, num_rows))
-        loss_sum, count, *metrics = loss(bound, batch)
+        loss_sum, count, metrics = checked(loss(bound, batch))
         # a share that is all padding leaves no trace
         model_state = jax.tree.map(lambda n, o: jnp.where(count > 0, n, o), bound.model_state, model_state)
-        return loss_sum, (count, metrics[0] if metrics else {}, model_state)
+        return loss_sum, (count, metrics, model_state)
 
     grad = jax.vmap(
         jax.value_and_grad(loss_of_replica, has_aux=True),
@@ -181,8 +181,8 @@ def make_step(
     Returns:
       (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every
       array of the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32
-      scalars on the device: loss_sum, count, grad_norm (before clipping), skipped (1 where loss
-      or gradient is not finite: then nothing but the step counter changes), and those of the
+      scalars on the device: loss_sum, count, grad_norm (before clipping), skipped (1 where loss,
+      gradient or update is not finite: then nothing but the step counter changes), and those of the
       loss as (sum, count).
     """
     gradients = make_gradients(model, loss, placement)
@@ -198,7 +198,8 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         new = (optax.apply_updates(params, updates), model_state, opt_state)
         old = (params, state.model_state, state.opt_state)
-        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
+        # the update too: an optimizer may divide by zero where loss and gradient are finite
+        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates))
         # the dtype that it was made with: optax computes moments of bfloat16 parameters in float32
         new = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
         new_state = State(state.step + 1, state.seed, *new)
@@ -233,8 +234,8 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:
             bound = _Bound(model, state.params, state.model_state, jax.random.key(0), train=False)
-            loss_sum, count, *metrics = loss(bound, batch)
-            return {**(metrics[0] if metrics else {}), "loss_sum": loss_sum, "count": count}
+            loss_sum, count, metrics = checked(loss(bound, batch))
+            return {**metrics, "loss_sum": loss_sum, "count": count}
 
         with activation_rules(layout.activation_rules, mesh):
             return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, batch))

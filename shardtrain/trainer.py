@@ -3,9 +3,10 @@
 Each piece can be made and used alone, see the README; here they are put together in order.
 """
 
+import fcntl
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,7 +31,7 @@ from shardtrain.report.sharding import sharding_text
 from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
 from shardtrain.step import make_evaluate, make_step
 
-RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
+RUN_FILE, METRICS, CURVE, LOCK = "run.txt", "metrics.jsonl", "loss.png", ".lock"
 BEGINNING = Position(epoch=0, index=0)
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 """What lies in a run folder, beside the token files of `data.Text`."""
@@ -100,7 +101,10 @@ def train(run: Run, console: Console | None = None) -> Trained:
 
     description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
     notes = _Notes()
+    if summary := getattr(run.data, "summary", None):
+        notes.note(summary(folder))
     with ExitStack() as stack:
+        stack.enter_context(_alone_in(folder))
         checkpoints = stack.enter_context(
             Checkpoints(folder / CHECKPOINTS, run.checkpoints, report=notes.note)
         )
@@ -109,7 +113,9 @@ def train(run: Run, console: Console | None = None) -> Trained:
         stack.callback(sinks.close)
         (folder / RUN_FILE).write_text(run_text(description))
         if first_step >= run.steps:
-            notes.note(f"all {run.steps} steps are done; for more give a larger --steps, or a new --run-dir")
+            notes.note(
+                f"{first_step} steps are done, and --steps is {run.steps}; give more, or another --run-dir"
+            )
         notes.show(
             stack.enter_context(
                 progress(total_steps=run.steps, start_step=first_step, unit=run.unit, console=console)
@@ -130,6 +136,22 @@ def train(run: Run, console: Console | None = None) -> Trained:
             state, step = run_loop(state, first_step, pieces, _pace(run), stop)
     sample = _ending(run, parts, state, step, stop, folder, console)
     return Trained(state=state, step=step, stopped_by=stop.received, run_dir=folder, sample=sample)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two runs in one folder would delete each other's checkpoints; a lock ends with its process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is training in {folder}; wait for it, or use another --run-dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 class _Notes:

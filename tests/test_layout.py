@@ -63,7 +63,7 @@ def test_all_problems_of_a_layout_at_once():
             "axis 'data' has size 0; allowed: a whole number from 1, or -1 (the rest)",
             "axis 'context' has size True; allowed: a whole number from 1, or -1 (the rest)",
             "axes ['fsdp', 'tensor'] are all -1; at most one can be the rest",
-            "rule parameters.mlp is the text 'tensor'; write a list, mlp = ['tensor']",
+            "rule parameters.mlp is 'tensor'; write a list of axes, mlp = ['fsdp'], or []",
             "rule parameters.embed: axis 'fsdb' (did you mean 'fsdp'?)",
             "rule parameters.embed: axis 'data' stands 2 times",
             "rule activations.seq: axis 'tensor' stands 3 times",
@@ -372,7 +372,7 @@ def test_a_layout_as_text():
         ("zero = 7", "layout.toml: this layout cannot be used:\n  - zero is 7; allowed: 1, 2 or 3"),
         ("mesh = 3", "layout.toml: "),
         ("[parameters]\nembed = 3", "layout.toml: "),
-        ('[parameters]\nembed = "fsdp"', "rule parameters.embed is the text 'fsdp'; write a list"),
+        ('[parameters]\nembed = "fsdp"', "rule parameters.embed is 'fsdp'; write a list of axes"),
     ],
 )
 def test_a_file_that_is_no_layout(text, error, tmp_path):

@@ -151,3 +151,11 @@ def test_accuracy_counts_only_real_rows():
     np.testing.assert_allclose(total, cross_entropy(batch["image"][:3], batch["label"][:3])[0], rtol=1e-6)
     batch["image"] = logits * np.array([1, 1, 1, np.nan], np.float32)[:, None]
     assert jax.tree.all(jax.tree.map(jnp.isfinite, classification_loss(lambda image: image, batch)))
+
+
+def test_a_target_that_is_no_class_is_noticed():
+    for target in (4, -1):
+        total, _ = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, target]))
+        assert jnp.isnan(total)
+    total, count = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 4]), jnp.array([1.0, 0.0]))
+    assert (round(float(total), 4), float(count)) == (1.3863, 1.0)

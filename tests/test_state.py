@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.layout import Layout
+from shardtrain.layout import Layout, axis_sizes
 from shardtrain.mesh import make_mesh
 from shardtrain.model import Model, from_nnx, path_text
 from shardtrain.models.mlp import MlpConfig
@@ -257,3 +257,10 @@ def test_abstract_state_computes_nothing():
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), reference()
     )
+
+
+def test_a_rule_for_a_dim_that_no_parameter_has_is_refused():
+    model = from_nnx(MlpConfig(features=4, mlp=4, num_layers=1, classes=2))
+    sizes = axis_sizes(Layout(mesh={"data": 1}), 1)
+    with pytest.raises(ValueError, match=r"no such dim: 'embdd' \(did you mean 'embed'\?\)"):
+        state_specs(model, optax.identity(), Layout(mesh={"data": 1}, parameters={"embdd": ("fsdp",)}), sizes)

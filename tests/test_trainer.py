@@ -158,7 +158,7 @@ def test_a_finished_run_says_so(whole, text):
     before = lines(folder)
     trained, printed = start(make_run(text, folder))
     assert trained.step == 12
-    assert "all 12 steps are done" in printed
+    assert "12 steps are done, and --steps is 12" in printed
     assert lines(folder) == before
 
 
@@ -235,3 +235,69 @@ def test_a_folder_that_cannot_be_written_warns_and_goes_on(text, tmp_path, monke
     assert trained.step == 12
     assert "WARNING: step 5 is not saved: no space" in printed
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_00000010", "step_00000012"]
+
+
+def test_an_update_that_is_not_finite_is_skipped_too(text, tmp_path):
+    """Adam with eps 0 divides 0 by 0 for rows of the table without gradient; the gradient is finite."""
+    optimizer = Optimizer(eps=0.0, weight_decay=0.0, clip=None)
+    untied = dataclasses.replace(MODEL, tied=False)
+    trained, printed = start(make_run(text, tmp_path, model=untied, optimizer=optimizer, steps=3))
+    assert "or the update, is not finite" in printed
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trained.state.params))
+
+
+def test_a_run_that_only_skips_ends(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardtrain.loop.MOST_SKIPPED", 3)
+    optimizer = Optimizer(eps=0.0, weight_decay=0.0, clip=None)
+    run = make_run(text, tmp_path, model=dataclasses.replace(MODEL, tied=False), optimizer=optimizer)
+    with pytest.raises(FloatingPointError, match="these were 3 steps in a row"):
+        start(run)
+
+
+def test_two_runs_in_one_folder_are_refused(text, tmp_path):
+    import fcntl
+
+    with (tmp_path / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is training in"):
+            start(make_run(text, tmp_path))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_evaluation_that_fails_comes_after_the_save(text, tmp_path, monkeypatch):
+    def fail(run: Run, parts: Any, heldout: Any) -> Any:
+        def values(state: Any) -> dict[str, float]:
+            raise OSError("the held-out file is gone")
+
+        return values
+
+    monkeypatch.setattr("shardtrain.trainer._evaluation", fail)
+    with pytest.raises(OSError, match="held-out file is gone"):
+        start(make_run(text, tmp_path, checkpoints=CheckpointPolicy(every_steps=4)))
+    assert (tmp_path / "checkpoints/step_00000004/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (lambda total, count: total / count, "the loss returned an array of shape ()"),
+        (lambda total, count: (total, count, {"loss": (total, count)}), "'loss' is a name of the step's own"),
+        (lambda total, count: (total, count, {"right": total}), "metric 'right' is an array of shape ()"),
+        (lambda total, count: (total[None], count), "sum is an array of shape (1,), not a scalar"),
+    ],
+)
+def test_a_loss_that_cannot_be_added_up_is_refused_before_the_first_step(text, tmp_path, returned, told):
+    run = make_run(text, tmp_path, loss=lambda apply, batch: returned(*next_token_loss(apply, batch)))
+    with pytest.raises(ValueError) as error:
+        start(run)
+    assert told in str(error.value)
+
+
+def test_what_was_read_and_left_out_is_told(text, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_bytes(text.read_bytes())
+    (tmp_path / "texts/b.bin").write_bytes(b"\x00\xff")
+    data = Text(paths=(tmp_path / "texts",), seq=SEQ, heldout_fraction=0.06)
+    _, printed = start(make_run(text, tmp_path / "run", data=data, steps=1))
+    assert "text: 1 files, 317 bytes; left out 1 that are no UTF-8 text, or not readable:" in printed
+    assert "b.bin" in printed

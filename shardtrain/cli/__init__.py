@@ -42,14 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         set_cpu_devices(rest)
         return importlib.import_module(f"shardtrain.cli.{command}").main(rest)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
         sys.stderr.write(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
         return USER_ERROR
     except KeyboardInterrupt:
         sys.stderr.write(f"shardtrain {command}: interrupted; what was saved before is still there\n")
-        return 128 + signal.SIGINT
+        sys.stderr.flush()
+        # not through the interpreter's end: compiler threads may be at work, and it would crash
+        os._exit(128 + signal.SIGINT)
 
 
 def usage() -> str:

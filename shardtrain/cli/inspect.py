@@ -28,6 +28,8 @@ class InspectOptions:
 def main(arguments: Sequence[str]) -> int:
     """Print the table; returns 0."""
     run, options = parse_run("inspect", arguments, InspectOptions)
+    if options.devices is not None and options.devices < 1:
+        raise ValueError(f"--devices is {options.devices}; use 1 or more")
     layout = run.strategy.layout
     sizes = axis_sizes(layout, options.devices or _devices_named(layout.mesh))
     model = as_model(run.model)

@@ -7,6 +7,7 @@ defaults; so they are the same in Python and here, typed, and unknown names are 
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import tyro
 
 from shardtrain.config import Run, Strategy
 from shardtrain.layout import near, parse_mesh, read_layout
-from shardtrain.model import Model
+from shardtrain.model import Model, is_module
 
 PYTHON_ONLY = ("strategy", "loss", "sample")
 """Fields of a run that are no options as they stand; the strategy has options of its own."""
@@ -68,11 +69,13 @@ def load_run(where: str) -> Run:
       ValueError: no such name in it, or not a function that returns a `Run`.
     """
     source, _, name = where.partition(":")
-    module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     make: Callable[[], Run] | None = getattr(module, name or "run", None)
     if make is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise ValueError(f"{source} has no {near(name or 'run', names)}; a run file defines def run() -> Run")
+    if callable(make) and inspect.signature(make).parameters:
+        raise ValueError(f"{where} is a function with arguments; a run file defines def run() -> Run")
     run = make() if callable(make) else make
     if not isinstance(run, Run):
         raise ValueError(f"{where} gave {type(run).__name__} {run!r}; it must return a shardtrain.config.Run")
@@ -81,9 +84,26 @@ def load_run(where: str) -> Run:
     return run
 
 
+def _load_module(name: str) -> Any:
+    _importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"there is no module {name!r}; give a path.py[:name] or module:name") from None
+
+
+def _importable(folder: Path) -> None:
+    """As for `python file.py`: what lies beside a run file can be imported by it."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {path}; give a path.py[:name] or module:name")
+    _importable(path.resolve().parent)
     # under its stem, so that what pickles or prints names of the file finds it again
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -143,7 +163,7 @@ def _long(word: str) -> str:
 
 def _is_option(value: Any) -> bool:
     if dataclasses.is_dataclass(value):
-        return not isinstance(value, Model)
+        return not isinstance(value, Model) and not is_module(value)
     return value is None or isinstance(value, bool | int | float | str | Path)
 
 

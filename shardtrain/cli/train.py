@@ -1,6 +1,7 @@
 """`shardtrain train RUN`: train a run, or go on with it."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,14 +16,23 @@ def main(arguments: Sequence[str]) -> int:
       says to stop then, or the last checkpoint could not be written.
     """
     run, _ = parse_run("train", arguments)
+    from rich.console import Console
+
     from shardtrain.checkpoint import SaveFailed  # jax starts here, after the options were read
     from shardtrain.trainer import train
 
     # Orbax logs a traceback for each array that it could not write; our own line says it once
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            """Nobody reads any more (`| head`): the run goes on, silently, where rich would end it."""
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
     try:
-        trained = train(run)
+        trained = train(run, Terminal())
     except (FloatingPointError, SaveFailed) as failure:
         sys.stderr.write(f"shardtrain train: {failure}\n")
         return 1

@@ -100,6 +100,15 @@ class Text:
         found = json.loads(record.read_text())
         return Packed(path=tokens, **found | {"skipped": tuple(found["skipped"])})
 
+    def summary(self, folder: Path) -> str:
+        """A line about what was read and what was left out, such as `text: 3 files, 12,345 bytes`."""
+        packed = self.pack(folder)
+        text = f"text: {packed.num_documents} files, {packed.num_tokens:,} bytes"
+        if not packed.skipped:
+            return text
+        shown = ", ".join(packed.skipped[:3]) + (", ..." if len(packed.skipped) > 3 else "")
+        return f"{text}; left out {len(packed.skipped)} that are no UTF-8 text, or not readable: {shown}"
+
     def train(self, folder: Path) -> Windows:
         """The windows to train on.
 

@@ -11,6 +11,7 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.cli.run_options import load_run, parse_run
+from shardtrain.optimizer import Optimizer
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "examples/gpt_text.py")
@@ -28,6 +29,7 @@ def test_options_change_the_run():
     assert run.strategy.layout.mesh == {"fsdp": 2, "tensor": 2}
     assert (run.strategy.layout.zero, run.strategy.layout.sequence_sharded) == (2, True)
     assert (run.strategy.accumulate, run.steps, run.model.num_layers) == (4, 7, 6)
+    assert isinstance(run.optimizer, Optimizer)
     assert (run.optimizer.name, run.optimizer.learning_rate.peak) == ("lion", 0.5)
     assert run.data.paths == (Path("a.txt"), Path("b"))
     assert run.checkpoints.every_steps == 3
@@ -54,6 +56,11 @@ def test_a_mesh_file_is_read_and_options_change_it():
         (["train", GPT, "--batch", "30"], 2, "30 % 8 = 6. Use 24 or 32."),
         (["train", GPT, "--steps", "0"], 2, "steps is 0; use 1 or more"),
         (["train", GPT, "--cpu-devices", "none"], 2, "--cpu-devices needs a number of devices from 1"),
+        (["inspect", GPT, "--devices", "0"], 2, "--devices is 0; use 1 or more"),
+        (["train", "nosuch:run"], 2, "there is no module 'nosuch'"),
+        (["train", f"{GPT}:sample"], 2, "is a function with arguments"),
+        (["train", GPT, "--mesh", "missing.toml"], 2, "there is no layout file missing.toml to read"),
+        (["train", GPT, "--run-dir", GPT], 2, "File exists"),
         (["inspect", GPT, "--mesh", "tensor=3"], 2, "dim 'kv_heads' of size 8 cannot be split"),
     ],
 )
@@ -138,3 +145,33 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert f"step {steps}/{steps}" in second.stdout
     assert "sample:" in second.stdout
     assert "Traceback" not in second.stderr
+
+
+def test_a_run_file_imports_what_lies_beside_it(tmp_path):
+    """Through the console script, which does not put the working directory on the path by itself."""
+    (tmp_path / "sizes.py").write_text("VOCAB = 64\n")
+    (tmp_path / "mine.py").write_text(
+        "from sizes import VOCAB\n"
+        "from shardtrain import Run, Text\n"
+        "from shardtrain.models.decoder import DecoderConfig\n"
+        "def run():\n"
+        "    model = DecoderConfig(vocab=VOCAB, seq=8, embed=8, num_layers=1, num_heads=1)\n"
+        "    return Run(model=model, data=Text())\n"
+    )
+    script = Path(sys.executable).parent / "shardtrain"
+    for where in ("mine.py", "mine:run"):
+        words = [script, "inspect", where, "--mesh", "data=1"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert "64 x 8" in done.stdout, done.stderr
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    command = [sys.executable, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
+    command += ["--run-dir", str(tmp_path), "--steps", "12", "--log-every", "1", "--cpu-devices", "1"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "mesh: 1 device\n"
+        process.stdout.close()
+        assert process.wait(120) == 0
+    assert (tmp_path / "checkpoints/step_00000012").is_dir()
