@@ -43,8 +43,8 @@ class Specs(NamedTuple):
       abstract: the state's shapes and dtypes.
       arrays: path -> dims and shape of each parameter.
       params: like params, the PartitionSpec of each parameter as it is stored.
-      sharded: like params, the PartitionSpec of what ZeRO shards: optimizer state, gradients from
-        zero=2 on, parameters at zero=3.
+      sharded: like params, the PartitionSpec of what ZeRO shards: optimizer state, reduced gradients,
+        and parameters at zero=3.
       state: a `State` of PartitionSpec.
     """
 

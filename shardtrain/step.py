@@ -59,7 +59,7 @@ def make_gradients(
 
     Returns:
       (params, model_state, key, batch) -> `Gradients`; every array of the batch has shape
-      (microbatches, rows, ...). Gradients are sharded like the parameters, or as ZeRO asks.
+      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says.
     """
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes

@@ -3,7 +3,6 @@
 Nothing here looks at a time.
 """
 
-import doctest
 import importlib
 import json
 import subprocess
@@ -101,8 +100,3 @@ def test_too_few_steps_are_refused(overhead):
         overhead.Options(steps=2, rounds=1)
     expected = "this cannot be measured: steps is 2; use 4 or more; rounds is 1; use 2 or more"
     assert str(error.value) == expected
-
-
-def test_examples_of_the_timing(overhead):
-    assert doctest.testmod(sys.modules["paired"]).attempted > 0
-    assert doctest.testmod(sys.modules["paired"]).failed == 0
