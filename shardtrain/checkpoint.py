@@ -321,9 +321,10 @@ def _saveable(state: Any) -> dict[str, jax.Array]:
 def _unsaveable(leaf: Any) -> str:
     if not isinstance(leaf, jax.Array):
         return f"{type(leaf).__name__}; use jnp.asarray"
+    if kind := _unsaveable_kind(leaf):
+        return kind
     # A weak type is lost on the way, and with it the dtype of results after resuming.
-    weak = f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
-    return _unsaveable_kind(leaf) or weak
+    return f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
 
 
 def _unsaveable_kind(leaf: Any) -> str:

@@ -15,6 +15,8 @@ from types import FrameType
 from typing import Any, Literal, Self
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from shardtrain.checkpoint import Checkpoints, SaveFailed
 from shardtrain.checkpoint_policy import CheckpointPolicy, due
@@ -137,7 +139,7 @@ def run_loop(
     if done > first_step:
         _wait(pieces)
         if pieces.checkpoints.latest() != done:
-            pieces.checkpoints.save(done, state, {**pieces.extra, "position": position})
+            _save(pieces, done, state, position, must=True)
             pieces.checkpoints.wait()
     return state, done
 
@@ -149,14 +151,31 @@ def _wait(pieces: Pieces) -> None:
         pieces.progress.note(f"WARNING: {failure}")
 
 
-def _save(pieces: Pieces, step: int, state: State, position: Any) -> None:
-    """Save, or say why not: a run goes on without a checkpoint that could not be written."""
+def _save(pieces: Pieces, step: int, state: State, position: Any, *, must: bool = False) -> None:
+    """Save, or say why not: a run goes on without a checkpoint that could not be written.
+
+    Raises:
+      FloatingPointError: a parameter is not finite. An optimizer that divides by zero makes it so from
+        a finite gradient, and every later step is skipped: such a state must not take a good one's place.
+    """
+    if not _all_finite(state.params):
+        raise FloatingPointError(
+            f"parameters are not finite after step {step}, and gradients were: the optimizer made them so;"
+            f" nothing was saved since step {pieces.checkpoints.latest()}"
+        )
     _wait(pieces)
     try:
         pieces.checkpoints.save(step, state, {**pieces.extra, "position": position})
         pieces.progress.note(f"checkpoint of step {step}")
     except SaveFailed as failure:
+        if must:
+            raise
         pieces.progress.note(f"WARNING: {failure}")
+
+
+@jax.jit
+def _all_finite(params: Any) -> jax.Array:
+    return jnp.isfinite(optax.tree.norm(params))
 
 
 class _Log:
@@ -218,7 +237,7 @@ class _Log:
     def _refuse(self, step: int, loss: float | None, values: Metrics) -> None:
         self._skipped += 1
         norm = float(values["grad_norm"])
-        text = f"step {step} was skipped: loss {loss}, gradient norm {norm}, or the update, is not finite"
+        text = f"step {step} was skipped: loss {loss}, gradient norm {norm} not finite"
         if self._skipped >= MOST_SKIPPED:
             raise FloatingPointError(f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends")
         if self._pace.nonfinite == "stop":

@@ -45,9 +45,8 @@ def cross_entropy(
     target_logits = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
     losses = jax.nn.logsumexp(logits, -1) - target_logits
     # a target that is no class has no loss: NaN is noticed, a wrong number is not
-    is_class = (targets >= 0) & (targets < logits.shape[-1])
-    losses = jnp.where(is_class | (weights == 0), losses, jnp.nan)
-    return (losses * weights).sum(), weights.sum()
+    no_class = ((targets < 0) | (targets >= logits.shape[-1])) & (weights != 0)
+    return jnp.where(no_class.any(), jnp.nan, (losses * weights).sum()), weights.sum()
 
 
 RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")

@@ -136,11 +136,10 @@ class Optimizer:
             for name, value in (("b1", self.b1), ("b2", self.b2))
             if not 0 <= value < 1
         ]
-        problems += [
-            f"{name} is {value}; it must be 0 or more"
-            for name, value in (("eps", self.eps), ("weight_decay", self.weight_decay))
-            if not value >= 0
-        ]
+        if not 0 < self.eps < math.inf:
+            problems.append(f"eps is {self.eps}; it must be a number above 0, for it keeps 0 from dividing 0")
+        if not 0 <= self.weight_decay < math.inf:
+            problems.append(f"weight_decay is {self.weight_decay}; it must be a number, 0 or more")
         if self.clip is not None and not self.clip > 0:
             problems.append(f"clip is {self.clip}; it must be above 0, or None for no clipping")
         if problems:

@@ -181,8 +181,8 @@ def make_step(
     Returns:
       (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every
       array of the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32
-      scalars on the device: loss_sum, count, grad_norm (before clipping), skipped (1 where loss,
-      gradient or update is not finite: then nothing but the step counter changes), and those of the
+      scalars on the device: loss_sum, count, grad_norm (before clipping), skipped (1 where loss
+      or gradient is not finite: then nothing but the step counter changes), and those of the
       loss as (sum, count).
     """
     gradients = make_gradients(model, loss, placement)
@@ -198,8 +198,8 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         new = (optax.apply_updates(params, updates), model_state, opt_state)
         old = (params, state.model_state, state.opt_state)
-        # the update too: an optimizer may divide by zero where loss and gradient are finite
-        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates))
+        # not the update: all of it would have to be kept until its norm is known
+        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
         # the dtype that it was made with: optax computes moments of bfloat16 parameters in float32
         new = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
         new_state = State(state.step + 1, state.seed, *new)

@@ -69,7 +69,7 @@ def test_all_problems_of_a_schedule_at_once():
     assert str(error.value) == (
         "this schedule cannot be used:"
         "\n  - name is 'cosin'; allowed: constant, cosine, wsd, inverse_sqrt"
-        "\n  - peak is nan; it must be above 0"
+        "\n  - peak is nan; it must be a number above 0"
         "\n  - warmup is -1 steps; it must be 0 or more"
         "\n  - final is 1.5; it must lie between 0 and 1"
         "\n  - decay is -0.5; it must lie between 0 and 1"
@@ -84,8 +84,8 @@ def test_all_problems_of_an_optimizer_at_once():
         "\n  - name is 'adam'; allowed: adamw, sgd, lion, adafactor, lamb, muon"
         "\n  - b1 is 1.0; it must lie in [0, 1)"
         "\n  - b2 is -0.1; it must lie in [0, 1)"
-        "\n  - eps is -1.0; it must be 0 or more"
-        "\n  - weight_decay is -0.1; it must be 0 or more"
+        "\n  - eps is -1.0; it must be a number above 0, for it keeps 0 from dividing 0"
+        "\n  - weight_decay is -0.1; it must be a number, 0 or more"
         "\n  - clip is 0.0; it must be above 0, or None for no clipping"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 
@@ -237,19 +238,20 @@ def test_a_folder_that_cannot_be_written_warns_and_goes_on(text, tmp_path, monke
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_00000010", "step_00000012"]
 
 
-def test_an_update_that_is_not_finite_is_skipped_too(text, tmp_path):
-    """Adam with eps 0 divides 0 by 0 for rows of the table without gradient; the gradient is finite."""
-    optimizer = Optimizer(eps=0.0, weight_decay=0.0, clip=None)
-    untied = dataclasses.replace(MODEL, tied=False)
-    trained, printed = start(make_run(text, tmp_path, model=untied, optimizer=optimizer, steps=3))
-    assert "or the update, is not finite" in printed
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trained.state.params))
+BROKEN = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g / 0.0, updates))
+
+
+def test_parameters_that_are_not_finite_are_never_saved(text, tmp_path):
+    """From a finite gradient: only the optimizer can do that."""
+    run = make_run(text, tmp_path, optimizer=BROKEN, steps=3)
+    with pytest.raises(FloatingPointError, match=r"parameters are not finite after step 3.* since step None"):
+        start(run)
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
 def test_a_run_that_only_skips_ends(text, tmp_path, monkeypatch):
     monkeypatch.setattr("shardtrain.loop.MOST_SKIPPED", 3)
-    optimizer = Optimizer(eps=0.0, weight_decay=0.0, clip=None)
-    run = make_run(text, tmp_path, model=dataclasses.replace(MODEL, tied=False), optimizer=optimizer)
+    run = make_run(text, tmp_path, optimizer=BROKEN, checkpoints=CheckpointPolicy())
     with pytest.raises(FloatingPointError, match="these were 3 steps in a row"):
         start(run)
 

@@ -133,8 +133,10 @@ def test_a_step_moves_what_theory_says(name):
     total = sum(step.theory.values())
     for key, measured in step.measured.items():
         expected = step.theory.get(key, 0)
-        scalars_and_token_ids = 0.002 * total
-        assert measured <= max(1.02 * expected, expected + scalars_and_token_ids), key
+        # scalars, and what the loss has for each token (ids, weights, losses, their gradients): XLA may
+        # shard these few along the sequence and gather them; an activation has `embed` times more
+        of_the_loss = 0.002 * total + 2 * 4 * ROWS * SEQ
+        assert measured <= max(1.02 * expected, expected + of_the_loss), key
         assert measured >= 0.98 * expected or key in may_be_less, key
 
 
