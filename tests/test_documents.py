@@ -63,3 +63,15 @@ def test_ci_runs_the_readmes_test_command():
     command = re.search(r"^(pip install uv && uv run pytest)", README, re.MULTILINE)
     assert command is not None
     assert (ROOT / ".ci/run").read_text().splitlines()[-1].replace("-q ", "") == command[1]
+
+
+def test_the_readme_shows_real_output():
+    shown = README.split("```")[3]
+    for line in (
+        "mesh: 1 device",
+        "parameters: 842,496",
+        "step 300/300  loss",
+        "sample:",
+        "run folder: runs/gpt_text",
+    ):
+        assert line in shown
