@@ -110,6 +110,10 @@ class Checkpoints:
         """The step of the newest finished checkpoint (a running save is not one yet), or None."""
         return self._latest
 
+    def steps(self) -> list[int]:
+        """The steps of all finished checkpoints, broken ones too."""
+        return self._with_manifest()
+
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Begin to save; the arrays may be donated or deleted as soon as this returns.
 
@@ -158,7 +162,7 @@ class Checkpoints:
                 pending.step, pending.num_bytes, RuntimeError("another process failed")
             )
 
-    def restore(self, abstract_state: Any) -> Restored | None:
+    def restore(self, abstract_state: Any, newest: int | None = None) -> Restored | None:
         """Read the newest whole checkpoint, each array straight into the sharding asked for.
 
         Before anything is loaded, every file's size and checksum are compared with the manifest (for the
@@ -168,6 +172,7 @@ class Checkpoints:
         Args:
             abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays like them; the mesh
                 may differ from the one that saved.
+            newest: take none after this step.
 
         Returns:
             None where nothing was ever saved completely.
@@ -179,7 +184,7 @@ class Checkpoints:
         """
         self.wait()
         wanted = _restorable(abstract_state)
-        choice, passed_over = self._choose() if _is_primary() else (_NONE_SAVED, [])
+        choice, passed_over = self._choose(newest) if _is_primary() else (_NONE_SAVED, [])
         step = int(multihost_utils.broadcast_one_to_all(np.int32(choice)))
         for line in passed_over:
             self._report(f"checkpoint passed over: {line}")
@@ -228,13 +233,16 @@ class Checkpoints:
                 f"Restore from it and go on from step {self._latest + 1}, or use another run folder."
             )
 
-    def _choose(self) -> tuple[int, list[str]]:
+    def _choose(self, newest: int | None) -> tuple[int, list[str]]:
         """The newest whole step (or why there is none), and all that was passed over on the way."""
         passed_over = [
             f"{path.name}: unfinished, left by a save or a deletion that was interrupted"
             for path in manifests.partial_folders(self.folder)
         ]
-        steps = manifests.finished_steps(self.folder)
+        finished = manifests.finished_steps(self.folder)
+        steps = [step for step in finished if newest is None or step <= newest]
+        # to be replaced when the run comes there again, as a broken one is
+        self._broken.update(set(finished) - set(steps))
         for step in reversed(steps):
             folder = manifests.step_folder(self.folder, step)
             found = manifests.problems(folder)

@@ -13,9 +13,12 @@ from typing import Any, Literal
 import optax
 
 from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.islands.options import Across
 from shardtrain.layout import Layout, problems_error
 from shardtrain.loss import Loss, next_token_loss
 from shardtrain.optimizer import Optimizer
+from shardtrain.recipes import Scaling
+from shardtrain.replicas import Combine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class Strategy:
     Args:
       layout: axis sizes and rules.
       accumulate: microbatches whose gradients add up to one step.
+      combine: how replicas become one.
+      across: what crosses between islands, where several were launched.
 
     Raises:
       ValueError: `accumulate` is below 1.
@@ -32,6 +37,8 @@ class Strategy:
 
     layout: Layout = Layout()
     accumulate: int = 1
+    combine: Combine = Combine()
+    across: Across = Across()
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -62,6 +69,7 @@ class Run:
       run_dir: the run's folder; None is runs/ and the name of the run file.
       sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
       unit: what the loss counts, for rates: tokens, examples.
+      scaling: what to change where several replicas carry the run out.
 
     Raises:
       ValueError: lists every field of a wrong kind, or every number out of range.
@@ -83,6 +91,7 @@ class Run:
     run_dir: Path | None = None
     sample: Callable[[Any], str] | None = None
     unit: str = "tokens"
+    scaling: Scaling = Scaling()
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:

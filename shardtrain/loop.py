@@ -9,16 +9,17 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from shardtrain.checkpoint import Checkpoints, SaveFailed
+from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint_policy import CheckpointPolicy, due
 from shardtrain.metrics import Mean, Progress, Rate, Sink
 from shardtrain.state import State
@@ -50,6 +51,14 @@ class Pace:
     unit: str = "tokens"
 
 
+class Saving(Protocol):
+    """What saves: `Checkpoints`, or a stand-in on islands whose state another one saves."""
+
+    def latest(self) -> int | None: ...
+    def save(self, step: int, state: Any, extra: dict[str, Any]) -> None: ...
+    def wait(self) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
     """What the loop works with.
@@ -63,20 +72,41 @@ class Pieces:
       sink: where metrics go.
       progress: whom to tell.
       extra: what a checkpoint holds beside state and position.
+      agree: (step, wish) -> what all islands do after this step; alone, that is the wish.
+      before_save: the state that is saved, and gone on with; islands make theirs equal here.
+      labels: what the entries of a metric (L,) are of.
     """
 
     step: Step
     batches: Iterator[tuple[Any, Any]]
     evaluate: Callable[[State], dict[str, float]]
-    checkpoints: Checkpoints
+    checkpoints: Saving
     policy: CheckpointPolicy
     sink: Sink
     progress: Progress
     extra: Mapping[str, Any]
+    agree: "Callable[[int, Wish], Wish]" = lambda step, wish: wish
+    before_save: Callable[[State], State] = lambda state: state
+    labels: Sequence[str] = ()
+
+
+class Wish(NamedTuple):
+    """What a process would do after a step.
+
+    Args:
+      stop: the number of the signal that asked to stop, or 0.
+      save: a checkpoint is due.
+    """
+
+    stop: int
+    save: bool
 
 
 class StopSignals:
-    """While this is entered, Ctrl-C, SIGTERM and SIGHUP only ask to stop; a second Ctrl-C interrupts."""
+    """While this is entered, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning) only ask to stop.
+
+    A second Ctrl-C interrupts.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -85,7 +115,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread alone
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
@@ -123,22 +153,29 @@ def run_loop(
     """
     log = _Log(pieces, pace)
     done, saved_seconds = first_step, time.monotonic()
-    while done < pace.steps and stop.received is None:
+    while done < pace.steps:
         batch, position = next(pieces.batches)
         state, metrics = pieces.step(state, batch)
         done += 1
         log.add(done, metrics)
         last = done == pace.steps
+        is_due = last or due(pieces.policy, done, time.monotonic() - saved_seconds)
+        stop_now, save_now = pieces.agree(done, Wish(stop.received or 0, is_due))
         # before the evaluation, which may fail or be cut short
-        if last or due(pieces.policy, done, time.monotonic() - saved_seconds):
+        if save_now:
             saved_seconds = time.monotonic()
+            state = pieces.before_save(state)
             _save(pieces, done, state, position)
         if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
             log.evaluated(pieces.evaluate, state)
+        if stop_now:
+            stop.received = signal.Signals(stop_now)
+            break
     log.finish()
     if done > first_step:
         _wait(pieces)
         if pieces.checkpoints.latest() != done:
+            state = pieces.before_save(state)
             _save(pieces, done, state, position, must=True)
             pieces.checkpoints.wait()
     return state, done
@@ -171,6 +208,20 @@ def _save(pieces: Pieces, step: int, state: State, position: Any, *, must: bool 
         if must:
             raise
         pieces.progress.note(f"WARNING: {failure}")
+
+
+def _plain(values: Metrics, labels: Sequence[str]) -> dict[str, float]:
+    """The metrics that are no sums; one for each label where it is an array, and their mean."""
+    line = {}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            continue
+        if np.ndim(value) == 0:
+            line[name] = float(value)
+        elif np.isfinite(value).all():  # else it was not computed in this step
+            line[name] = float(np.mean(value))
+            line |= {f"{name}/{label}": float(x) for label, x in zip(labels, value, strict=True)}
+    return line
 
 
 @jax.jit
@@ -226,7 +277,7 @@ class _Log:
         if heldout is None and step % pace.log_every and not always:
             return
         line = {f"train/{name}": mean.value for name, mean in self._means.items() if mean.value is not None}
-        line |= {name: float(value) for name, value in values.items() if not isinstance(value, tuple)}
+        line |= _plain(values, self._pieces.labels)
         line |= {"skipped": float(skipped), **(heldout or {})}
         if self._rate.per_second is not None:
             line[f"{pace.unit}_per_second"] = self._rate.per_second

@@ -28,7 +28,9 @@ class Schedule:
       name: constant; cosine (Loshchilov and Hutter 2017); wsd: warmup, stable, decay (Hu et al.
         2024, MiniCPM); inverse_sqrt: after the warmup falls as 1/sqrt(step) (Vaswani et al. 2017).
       peak: the highest learning rate.
-      warmup: steps of linear rise from 0.
+      warmup: steps of linear rise from `start`.
+      start: where the warmup begins, as a share of the peak; 1 / N is the gradual warmup of Goyal et
+        al. 2017 (section 2.2) for a rate that was raised N times.
       final: what is left at the end, as a share of the peak (cosine, wsd).
       decay: wsd only: the share of the run's steps in which it falls.
 
@@ -39,6 +41,7 @@ class Schedule:
     name: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     peak: float = 1e-3
     warmup: int = 0
+    start: float = 0.0
     final: float = 0.1
     decay: float = 0.2
 
@@ -52,7 +55,7 @@ class Schedule:
             problems.append(f"warmup is {self.warmup} steps; it must be 0 or more")
         problems += [
             f"{name} is {value}; it must lie between 0 and 1"
-            for name, value in (("final", self.final), ("decay", self.decay))
+            for name, value in (("start", self.start), ("final", self.final), ("decay", self.decay))
             if not 0 <= value <= 1
         ]
         if problems:
@@ -97,7 +100,7 @@ def make_schedule(schedule: Schedule, steps: int) -> optax.Schedule:
     after_warmup = SCHEDULES[schedule.name](schedule, max(steps - schedule.warmup, 0))
     if not schedule.warmup:
         return after_warmup
-    rise = optax.linear_schedule(0.0, schedule.peak, schedule.warmup)
+    rise = optax.linear_schedule(schedule.peak * schedule.start, schedule.peak, schedule.warmup)
     return optax.join_schedules([rise, after_warmup], [schedule.warmup])
 
 

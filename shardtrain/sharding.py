@@ -47,6 +47,17 @@ def partition_specs(
     return jax.tree.unflatten(jax.tree.structure(like), [partition_spec(specs[path]) for path in arrays])
 
 
+def with_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
+    """The PartitionSpecs of arrays that got one more dim in front, sharded over these axes.
+
+    >>> with_leading_dim({"up": PartitionSpec("fsdp")}, "data")["up"] == PartitionSpec("data", "fsdp")
+    True
+    """
+    return jax.tree.map(
+        lambda spec: PartitionSpec(over, *spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """Every axis that a PartitionSpec names, in its order."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)

@@ -4,6 +4,7 @@ It is created by one compiled program straight onto the mesh, never whole on the
 Next: `step.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardtrain import axes
 from shardtrain.layout import PARAMETER_RULES, Layout, Named, near, problems_error
 from shardtrain.model import Model, Tree, named_arrays, path_text
-from shardtrain.sharding import partition_specs
+from shardtrain.replicas import Combine, cut, shard_shapes, stacked_paths
+from shardtrain.sharding import partition_specs, spec_axes, with_leading_dim
 
 
 class State(NamedTuple):
@@ -26,7 +29,11 @@ class State(NamedTuple):
       seed: uint32 scalar.
       params: nested dict of arrays.
       model_state: nested dict of what changes without being trained (running statistics).
-      opt_state: the optimizer's state.
+      opt_state: the optimizer's state; where each replica has its own, (data, ...).
+      combine_state: the combiner's, such as what a compression has left out so far: (devices, ...), for
+        each device keeps that of its own shards. () where it keeps nothing.
+      local: what replicas did since they were last combined, a `Local`; () where they are combined in
+        every step.
     """
 
     step: Any
@@ -34,6 +41,20 @@ class State(NamedTuple):
     params: Any
     model_state: Any
     opt_state: Any
+    combine_state: Any = ()
+    local: Any = ()
+
+
+class Local(NamedTuple):
+    """Steps of replicas on their own.
+
+    Args:
+      drift: like params, each leaf (data, ...): a replica's parameters less the common ones.
+      count: float32 (data,), examples or tokens since.
+    """
+
+    drift: Any
+    count: Any
 
 
 class Specs(NamedTuple):
@@ -62,12 +83,14 @@ class Placement:
     Args:
       mesh: the jax mesh.
       layout: the layout it was made from.
+      combine: how the replicas of this mesh become one.
       specs: of the state.
       state: a `State` of NamedSharding.
     """
 
     mesh: Mesh
     layout: Layout
+    combine: Combine
     specs: Specs
     state: State
 
@@ -78,7 +101,7 @@ class Placement:
 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> State:
-    """The state's shapes and dtypes, nothing computed."""
+    """The shapes and dtypes of a state whose replicas have nothing of their own; nothing is computed."""
     return jax.eval_shape(lambda: _init(model, optimizer, jnp.uint32(0)))
 
 
@@ -89,8 +112,33 @@ def _init(model: Model, optimizer: optax.GradientTransformation, seed: jax.Array
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)
 
 
+def _with_replicas(
+    state: State, combine: Combine, sizes: Mapping[str, int], arrays: Mapping[str, Named], sharded: Any
+) -> State:
+    """The state with what each replica has of its own."""
+    if combine.is_mean:
+        return state
+    num_replicas = sizes[axes.DATA]
+
+    def replicated(tree: Any, copies: int) -> Any:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
+
+    pieces = cut(shard_shapes(state.params, sharded, sizes), stacked_paths(arrays, sharded))
+    state = state._replace(combine_state=replicated(combine.combiner.init(pieces), math.prod(sizes.values())))
+    if combine.on_deltas:
+        state = state._replace(opt_state=replicated(state.opt_state, num_replicas))
+    if combine.local_steps > 1:
+        drift = jax.tree.map(lambda x: jnp.zeros((num_replicas, *x.shape), x.dtype), state.params)
+        state = state._replace(local=Local(drift, jnp.zeros(num_replicas)))
+    return state
+
+
 def state_specs(
-    model: Model, optimizer: optax.GradientTransformation, layout: Layout, sizes: Mapping[str, int]
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    combine: Combine = Combine(),
 ) -> Specs:
     """How the state of this model and optimizer lies on a mesh of these sizes.
 
@@ -100,6 +148,7 @@ def state_specs(
         a parameter and has its shape is sharded like it; any other is replicated.
       layout: the rules.
       sizes: axis -> size, see `layout.axis_sizes`.
+      combine: how the replicas of this mesh become one.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
@@ -114,15 +163,37 @@ def state_specs(
         partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
         for rules in (layout.parameter_rules, layout.sharded_rules)
     )
-    whole = PartitionSpec()
+    if not combine.is_mean:
+        _check_data_axis(sharded)
+    whole, by_replica = PartitionSpec(), PartitionSpec(axes.DATA)
+    like_params = _like_params(abstract.opt_state, abstract.params, sharded)
+
+    abstract = jax.eval_shape(lambda s: _with_replicas(s, combine, sizes, arrays, sharded), abstract)
     state = State(
         step=whole,
         seed=whole,
         params=params,
         model_state=jax.tree.map(lambda _: whole, abstract.model_state),
-        opt_state=_like_params(abstract.opt_state, abstract.params, sharded),
+        opt_state=with_leading_dim(like_params, axes.DATA) if combine.on_deltas else like_params,
+        combine_state=jax.tree.map(lambda _: PartitionSpec(tuple(sizes)), abstract.combine_state),
+        local=Local(with_leading_dim(sharded, axes.DATA), by_replica) if combine.local_steps > 1 else (),
     )
     return Specs(abstract, arrays, params, sharded, state)
+
+
+def _check_data_axis(sharded: Any) -> None:
+    """A combiner needs whole replicas.
+
+    Raises:
+      ValueError: parameters are sharded over the data axis.
+    """
+    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if wrong := [path_text(path) for path, spec in specs if axes.DATA in spec_axes(spec)]:
+        raise problems_error(
+            "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
+            " use fsdp for that, or combine by 'mean'",
+            wrong,
+        )
 
 
 def _like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
@@ -147,18 +218,29 @@ def _like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
 
 
 def make_placement(
-    model: Model, optimizer: optax.GradientTransformation, layout: Layout, mesh: Mesh
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    mesh: Mesh,
+    combine: Combine = Combine(),
 ) -> Placement:
     """Join a layout with a model, an optimizer and a mesh.
+
+    Args:
+      model: the model.
+      optimizer: the optimizer.
+      layout: the rules.
+      mesh: the mesh.
+      combine: how the replicas of this mesh become one.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
-    specs = state_specs(model, optimizer, layout, dict(mesh.shape))
+    specs = state_specs(model, optimizer, layout, dict(mesh.shape), combine)
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    return Placement(mesh=mesh, layout=layout, specs=specs, state=state)
+    return Placement(mesh=mesh, layout=layout, combine=combine, specs=specs, state=state)
 
 
 def init_state(
@@ -172,8 +254,13 @@ def init_state(
       placement: of these two, see `make_placement`.
       seed: from 0 to 2**32 - 1.
     """
-    create = jax.jit(lambda seed: _init(model, optimizer, seed), out_shardings=placement.state)
-    return create(jnp.uint32(seed))
+    specs, combine, sizes = placement.specs, placement.combine, dict(placement.mesh.shape)
+
+    def create(seed: jax.Array) -> State:
+        state = _init(model, optimizer, seed)
+        return _with_replicas(state, combine, sizes, specs.arrays, specs.sharded)
+
+    return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
 
 
 def restorable_state(placement: Placement) -> State:

@@ -1,165 +1,28 @@
-"""One compiled step: gradients over microbatches and replicas, one reduction, one update.
+"""One compiled step: gradients, what joins the replicas, one update.
 
-Each index of the replica axes computes a gradient of its own: a leading dim, sharded over these
-axes, made by vmap. So the scan over microbatches adds up what one device holds, without any
-collective over them, and the sum over that dim is the step's one reduction.
+Replicas become one by a sum, the ordinary case, or by a combiner: on their gradients, or on what the
+optimizer of each made of its own gradient. Next: `across.py`, the step of several islands.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.lax import with_sharding_constraint
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import axes
+from shardtrain.gradients import Bound, Gradients, beside, constrained, make_gradients, make_replica_means
 from shardtrain.loss import Batch, Loss, checked
 from shardtrain.model import Model, activation_rules
-from shardtrain.rng import row_key, step_key
-from shardtrain.state import Placement, State
+from shardtrain.replicas import combine_replicas, cut, stacked_paths
+from shardtrain.rng import step_key
+from shardtrain.sharding import with_leading_dim
+from shardtrain.state import Local, Placement, State
 
 Metrics = dict[str, Any]
 Step = Callable[[State, Batch], tuple[State, Metrics]]
-
-
-class Gradients(NamedTuple):
-    """The gradients of one batch, and what was computed on the way.
-
-    Args:
-      loss_sum: float32 scalar.
-      count: float32 scalar, examples or tokens.
-      grads: like params, float32; of loss_sum / count.
-      model_state: the model's state after the batch.
-      metrics: name -> (sum, count), of the loss's own metrics.
-    """
-
-    loss_sum: jax.Array
-    count: jax.Array
-    grads: Any
-    model_state: Any
-    metrics: dict[str, tuple[jax.Array, jax.Array]]
-
-
-def _constrained(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(lambda x, spec: with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)
-
-
-def make_gradients(
-    model: Model, loss: Loss, placement: Placement
-) -> Callable[[Any, Any, jax.Array, Batch], Gradients]:
-    """The gradient of the mean loss of a batch, for use inside jit.
-
-    Args:
-      model: the model.
-      loss: returns (sum, count), see `loss.Loss`.
-      placement: where everything lies.
-
-    Returns:
-      (params, model_state, key, batch) -> `Gradients`; every array of the batch has shape
-      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says.
-    """
-    mesh, layout, specs = placement.mesh, placement.layout, placement.specs
-    replica_axes = layout.replica_axes
-    num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
-    row_axes = tuple(axis for axis in layout.batch_axes if axis not in replica_axes)
-    rules = {**layout.activation_rules, axes.BATCH: row_axes}
-
-    def loss_of_replica(
-        params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch
-    ) -> tuple[jax.Array, Any]:
-        num_rows = jax.tree.leaves(batch)[0].shape[0]
-        bound = _Bound(model, params, model_state, row_key(key, first_row, num_rows))
-        loss_sum, count, metrics = checked(loss(bound, batch))
-        # a share that is all padding leaves no trace
-        model_state = jax.tree.map(lambda n, o: jnp.where(count > 0, n, o), bound.model_state, model_state)
-        return loss_sum, (count, metrics, model_state)
-
-    grad = jax.vmap(
-        jax.value_and_grad(loss_of_replica, has_aux=True),
-        in_axes=(None, 0, None, 0, 0),
-        spmd_axis_name=replica_axes or None,
-    )
-
-    def gradients(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> Gradients:
-        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
-        batch = jax.tree.map(lambda x: x.reshape(x.shape[0], num_replicas, -1, *x.shape[2:]), batch)
-        share = PartitionSpec(None, replica_axes, row_axes)
-        batch = _constrained(batch, jax.tree.map(lambda _: share, batch), mesh)
-        shares = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32)
-        first_rows = (shares * (num_rows // num_replicas)).reshape(num_microbatches, num_replicas)
-        replica_specs = jax.tree.map(
-            lambda spec: PartitionSpec(replica_axes, *spec),
-            specs.params,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
-
-        def microbatch(carry: Any, inputs: Any) -> tuple[Any, None]:
-            model_state, sums = carry
-            (loss_sum, (count, metrics, model_state)), grads = grad(params, model_state, key, *inputs)
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-            grads = _constrained(grads, replica_specs, mesh)
-            return (model_state, jax.tree.map(jnp.add, sums, (loss_sum, count, metrics, grads))), None
-
-        model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
-        inputs = (first_rows, batch)
-        with activation_rules(rules, mesh):
-            first = jax.tree.map(lambda x: x[0], inputs)
-            (loss_sum, (count, metrics, _)), grads = jax.eval_shape(grad, params, model_state, key, *first)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
-            zeros = (*zeros[:3], _constrained(zeros[3], replica_specs, mesh))
-            (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
-
-        counts = sums[1]
-        loss_sum, count, metrics = jax.tree.map(lambda x: x.sum(0), sums[:3])
-        shares = jnp.where(count > 0, counts / count, 1 / num_replicas)
-        grads = jax.tree.map(
-            lambda g, spec: _sum_replicas(g, spec, replica_axes, mesh), sums[3], specs.sharded
-        )
-        return Gradients(
-            loss_sum=loss_sum,
-            count=count,
-            grads=jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1), grads),
-            model_state=jax.tree.map(lambda x: _merge_replicas(x, shares), model_state),
-            metrics=metrics,
-        )
-
-    return gradients
-
-
-def _sum_replicas(
-    grads: jax.Array, spec: PartitionSpec, replica_axes: tuple[str, ...], mesh: Mesh
-) -> jax.Array:
-    """The sum over the leading dim, the fastest axis first, so that the slower ones reduce shards only."""
-    for i in reversed(range(len(replica_axes))):
-        grads = grads.reshape(-1, mesh.shape[replica_axes[i]], *grads.shape[1:]).sum(1)
-        grads = with_sharding_constraint(grads, NamedSharding(mesh, PartitionSpec(replica_axes[:i], *spec)))
-    return grads[0]
-
-
-class _Bound:
-    """A model bound to its parameters and rng: what a loss calls. Keeps the state the call leaves."""
-
-    def __init__(
-        self, model: Model, params: Any, model_state: Any, rng: jax.Array, train: bool = True
-    ) -> None:
-        self.model, self.params, self.rng, self.train = model, params, rng, train
-        self.model_state = model_state
-
-    def __call__(self, *inputs: Any) -> Any:
-        outputs, self.model_state = self.model.apply(
-            self.params, self.model_state, self.rng, self.train, *inputs
-        )
-        return outputs
-
-
-def _merge_replicas(x: jax.Array, shares: jax.Array) -> jax.Array:
-    """A model state that each replica changed for itself: the mean by count, or any one of integers."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x[0]
-    return jnp.tensordot(shares.astype(x.dtype), x, 1)
 
 
 def make_step(
@@ -168,6 +31,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     placement: Placement,
     learning_rate: optax.Schedule | None = None,
+    start_row: int = 0,
 ) -> Step:
     """The training step, one compiled program.
 
@@ -175,52 +39,168 @@ def make_step(
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
-      placement: of this model and optimizer.
+      placement: of this model and optimizer; it also says how replicas are combined.
       learning_rate: the optimizer's schedule, if it shall stand among the metrics.
+      start_row: the number of the batch's first row, where it is a part of a larger batch.
 
     Returns:
-      (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every
-      array of the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32
-      scalars on the device: loss_sum, count, grad_norm (before clipping), skipped (1 where loss
-      or gradient is not finite: then nothing but the step counter changes), and those of the
-      loss as (sum, count).
+      (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every array of
+      the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32 scalars on the
+      device: loss_sum, count, grad_norm (before clipping; with deltas the root of the mean square of the
+      replicas'), skipped (1 where loss or gradient is not finite: then nothing but the step counter
+      changes), those of the loss as (sum, count), and the combiner's, (L,) by `combined_labels`.
     """
-    gradients = make_gradients(model, loss, placement)
-    mesh, specs = placement.mesh, placement.specs
+    make = _make_delta_update if placement.combine.on_deltas else _make_gradient_update
+    compute = make(model, loss, optimizer, placement, start_row)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        key = step_key(state.seed, state.step)
-        loss_sum, count, grads, model_state, metrics = gradients(state.params, state.model_state, key, batch)
-        grad_norm = optax.tree.norm(grads)
-        # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
-        grads = _constrained(grads, specs.sharded, mesh)
-        params = _constrained(state.params, specs.sharded, mesh)
-        updates, opt_state = optimizer.update(grads, state.opt_state, params)
-        new = (optax.apply_updates(params, updates), model_state, opt_state)
-        old = (params, state.model_state, state.opt_state)
-        # not the update: all of it would have to be kept until its norm is known
-        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
-        # the dtype that it was made with: optax computes moments of bfloat16 parameters in float32
-        new = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
-        new_state = State(state.step + 1, state.seed, *new)
-        metrics = {
-            **metrics,
-            "loss_sum": loss_sum,
-            "count": count,
-            "grad_norm": grad_norm,
-            "skipped": 1.0 - finite,
-        }
-        if learning_rate is not None:
-            metrics["learning_rate"] = learning_rate(state.step)
-        return new_state, metrics
+        new, metrics = compute(state, batch)
+        return unless_skipped(state, new, metrics, learning_rate)
 
-    whole = NamedSharding(mesh, PartitionSpec())
+    return _compiled(step, placement)
+
+
+def _compiled(step: Callable[..., Any], placement: Placement) -> Step:
+    whole = NamedSharding(placement.mesh, PartitionSpec())
     return jax.jit(
         step,
         in_shardings=(placement.state, placement.batch),
         out_shardings=(placement.state, whole),
         donate_argnums=0,
     )
+
+
+def unless_skipped(
+    state: State, new: State, metrics: Metrics, learning_rate: optax.Schedule | None
+) -> tuple[State, Metrics]:
+    """The new state where loss and gradient are finite, else the old one, a step later."""
+    # not the update: all of it would have to be kept until its norm is known
+    finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
+    # the dtype that it was made with: optax computes moments of bfloat16 parameters in float32
+    kept = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, state)
+    metrics = {**metrics, "skipped": 1.0 - finite}
+    if learning_rate is not None:
+        metrics["learning_rate"] = learning_rate(state.step)
+    return kept._replace(step=state.step + 1), metrics
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation, placement: Placement, state: State, found: Gradients
+) -> tuple[State, Metrics]:
+    """The state after an update, for use inside jit, and the step's metrics.
+
+    Args:
+      optimizer: the optimizer.
+      placement: where the state lies.
+      state: before the step.
+      found: one gradient, whoever combined it.
+    """
+    mesh, specs = placement.mesh, placement.specs
+    # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
+    grads = constrained(found.grads, specs.sharded, mesh)
+    params = constrained(state.params, specs.sharded, mesh)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    params = optax.apply_updates(params, updates)
+    new = state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
+    norm = optax.tree.norm(found.grads)
+    return new, {**found.metrics, "loss_sum": found.loss_sum, "count": found.count, "grad_norm": norm}
+
+
+def _make_gradient_update(
+    model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
+) -> Step:
+    """One gradient of all replicas, one update."""
+    if placement.combine.is_mean:
+        gradients = make_gradients(model, loss, placement, start_row)
+
+        def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+            key = step_key(state.seed, state.step)
+            found = gradients(state.params, state.model_state, key, batch)
+            return apply_gradients(optimizer, placement, state, found)
+
+        return update
+
+    replica_means = make_replica_means(model, loss, placement, start_row)
+    specs, mesh, combiner = placement.specs, placement.mesh, placement.combine.combiner
+    stacked = stacked_paths(specs.arrays, specs.sharded)
+
+    def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
+        found, means, counts = replica_means(state, batch)
+        grads, combine_state, extra = combine_replicas(
+            combiner, means, counts, state.combine_state, specs.sharded, stacked, mesh
+        )
+        new, metrics = apply_gradients(optimizer, placement, state, found._replace(grads=grads))
+        return new._replace(combine_state=combine_state), {**metrics, **extra}
+
+    return update_combined
+
+
+def _make_delta_update(
+    model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
+) -> Step:
+    """Each replica steps with an optimizer of its own; every `local_steps` steps its change is combined.
+
+    As Horovod's Adasum on deltas (`_DistributedAdasumOptimizer`).
+    """
+    replica_means = make_replica_means(model, loss, placement, start_row)
+    specs, mesh, combine = placement.specs, placement.mesh, placement.combine
+    stacked = stacked_paths(specs.arrays, specs.sharded)
+    own_specs = with_leading_dim(specs.sharded, axes.DATA)
+    own_update = jax.vmap(optimizer.update, spmd_axis_name=axes.DATA)
+    num_replicas = mesh.shape[axes.DATA]
+
+    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+        found, means, counts = replica_means(state, batch)
+        params = constrained(state.params, specs.sharded, mesh)
+        own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), params)
+        local = state.local if combine.local_steps > 1 else Local(_zeros(own), jnp.zeros(num_replicas))
+        own = constrained(jax.tree.map(jnp.add, own, local.drift), own_specs, mesh)
+        updates, opt_state = own_update(means, state.opt_state, own)
+
+        # a replica without examples takes no step
+        def stepped(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(beside(counts > 0, new), new.astype(old.dtype), old)
+
+        opt_state = jax.tree.map(stepped, opt_state, state.opt_state)
+        drift = jax.tree.map(lambda d, u: stepped(d + u, d), local.drift, updates)
+        local = Local(constrained(drift, own_specs, mesh), local.count + counts)
+
+        def merge(inputs: Any) -> Any:
+            params, local, combine_state = inputs
+            combined, combine_state, extra = combine_replicas(
+                combine.combiner, local.drift, local.count, combine_state, specs.sharded, stacked, mesh
+            )
+            params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
+            return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
+
+        inputs = (params, local, state.combine_state)
+        if combine.local_steps == 1:
+            params, _, combine_state, extra = merge(inputs)
+            local = ()
+        else:
+            nothing = jax.eval_shape(merge, inputs)[3]
+
+            def wait(inputs: Any) -> Any:
+                return *inputs, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), nothing)
+
+            merging = (state.step + 1) % combine.local_steps == 0
+            params, local, combine_state, extra = jax.lax.cond(merging, merge, wait, inputs)
+        new = State(state.step, state.seed, params, found.model_state, opt_state, combine_state, local)
+        squares = sum((m.astype(jnp.float32) ** 2).sum() for m in jax.tree.leaves(means)) / num_replicas
+        metrics = {"loss_sum": found.loss_sum, "count": found.count, "grad_norm": jnp.sqrt(squares)}
+        return new, {**found.metrics, **metrics, **extra}
+
+    return update
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def combined_labels(placement: Placement) -> list[str]:
+    """What the entries of a combiner's metric (L,) are of: a parameter, or a layer of a stacked one."""
+    specs = placement.specs
+    return sorted(cut(specs.abstract.params, stacked_paths(specs.arrays, specs.sharded)))
 
 
 def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[State, Batch], Metrics]:
@@ -233,7 +213,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
 
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:
-            bound = _Bound(model, state.params, state.model_state, jax.random.key(0), train=False)
+            bound = Bound(model, state.params, state.model_state, jax.random.key(0), train=False)
             loss_sum, count, metrics = checked(loss(bound, batch))
             return {**metrics, "loss_sum": loss_sum, "count": count}
 

@@ -4,7 +4,7 @@ Each piece can be made and used alone, see the README; here they are put togethe
 """
 
 import fcntl
-import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -13,27 +13,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from shardtrain.checkpoint import Checkpoints
-from shardtrain.config import Run, describe, differences, run_text
-from shardtrain.data import Batches, Position, place
+from shardtrain.across import AcrossStep, make_step_across
+from shardtrain.config import Run, describe, run_text
+from shardtrain.data import Batches
+from shardtrain.gradients import make_gradients
+from shardtrain.islands.agreement import facts, program_fact
+from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
+from shardtrain.layout import axis_sizes
 from shardtrain.loop import Pace, Pieces, StopSignals, run_loop
 from shardtrain.mesh import make_mesh
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model, as_model
 from shardtrain.optimizer import make_optimizer
+from shardtrain.recipes import scaled
+from shardtrain.replicas import Combine
 from shardtrain.report import plots
+from shardtrain.report.islands import binding_text
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
+from shardtrain.resume import BEGINNING, Elsewhere, begin, has_own_state, island_checkpoints, made_equal
+from shardtrain.rng import step_key
 from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
-from shardtrain.step import make_evaluate, make_step
+from shardtrain.step import combined_labels, make_evaluate, make_step
+from shardtrain.together import Loader, Together
 
 RUN_FILE, METRICS, CURVE, LOCK = "run.txt", "metrics.jsonl", "loss.png", ".lock"
-BEGINNING = Position(epoch=0, index=0)
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+TENSORBOARD = "tensorboard"
 """What lies in a run folder, beside the token files of `data.Text`."""
 
 
@@ -66,8 +76,12 @@ class Trained:
     sample: str | None
 
 
-def make_parts(run: Run) -> Parts:
+def make_parts(run: Run, num_islands: int = 1) -> Parts:
     """Model, optimizer, mesh and placement of a run.
+
+    Args:
+      run: the run.
+      num_islands: where there are several, replicas are islands, and each averages its own devices.
 
     Raises:
       ValueError: the mesh does not fit the devices, or the layout not the model.
@@ -75,43 +89,66 @@ def make_parts(run: Run) -> Parts:
     model = as_model(run.model)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
     mesh = make_mesh(run.strategy.layout)
-    placement = make_placement(model, optimizer, run.strategy.layout, mesh)
+    combine = run.strategy.combine if num_islands == 1 else Combine()
+    placement = make_placement(model, optimizer, run.strategy.layout, mesh, combine)
     return Parts(model, optimizer, learning_rate, mesh, placement)
 
 
-def train(run: Run, console: Console | None = None) -> Trained:
+def train(run: Run, console: Console | None = None, islands: Islands | None = None) -> Trained:
     """Train a run from its newest checkpoint, or from the start, to its last step.
 
     Args:
       run: the run; its folder is made if it is not there.
-      console: where to write; by default the terminal.
+      console: where to write; by default the terminal. Only the first process of all writes.
+      islands: from `islands.membership.join`, where several were launched.
 
     Raises:
       ValueError: something in the run does not fit, before anything is computed.
       FloatingPointError: see `loop.run_loop`.
     """
-    console = console or Console()
     folder = run.run_dir or Path("runs/run")
-    parts = make_parts(run)
-    source, heldout = run.data.train(folder), run.data.heldout(folder)
-    batches = Batches(source=source, batch=run.batch, seed=run.seed)
-    # a batch that cannot be split is refused here, before anything is compiled
-    _placed(run, parts, batches.load(BEGINNING))
-    say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
-
-    description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
+    first = jax.process_index() == 0 if islands is None else islands.is_first
+    console = (console or Console()) if first else Console(quiet=True)
     notes = _Notes()
-    if summary := getattr(run.data, "summary", None):
-        notes.note(summary(folder))
+    if islands is not None:
+        say(console, binding_text(binding(islands)))
+    run = _scaled(run, islands, notes)
+    parts = make_parts(run, 1 if islands is None else islands.seat.num_islands)
     with ExitStack() as stack:
-        stack.enter_context(_alone_in(folder))
-        checkpoints = stack.enter_context(
-            Checkpoints(folder / CHECKPOINTS, run.checkpoints, report=notes.note)
+        together = _together(run, parts, islands)
+        stack.callback(together.close)
+        source, heldout = together.in_turn("data", lambda: (run.data.train(folder), run.data.heldout(folder)))
+        description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
+        together.check(_facts(run, parts, description))
+        loader = _loader(run, parts, together, source)
+        # a batch that cannot be split is refused here, before anything is compiled
+        batch = loader.place(loader.batches.load(BEGINNING))
+        if islands is not None:
+            together.check(_program(run, parts, batch))
+        say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
+        if summary := getattr(run.data, "summary", None):
+            notes.note(summary(folder))
+        across = _across(run, parts, together, loader)
+        has_own = has_own_state(run, across)
+        if together.is_first:
+            stack.enter_context(_alone_in(folder))
+        checkpoints = island_checkpoints(run, folder, together, has_own, notes.note)
+        stack.enter_context(checkpoints or ExitStack())
+        state, first_step, position = begin(
+            run,
+            parts.placement,
+            lambda: init_state(parts.model, parts.optimizer, parts.placement, run.seed),
+            together,
+            across,
+            checkpoints,
+            has_own,
+            description,
+            notes.note,
         )
-        state, first_step, position = _start(run, parts, checkpoints, description, notes)
-        sinks = Sinks(*_sinks(folder, first_step or None, notes))
+        sinks = Sinks(*(_sinks(folder, first_step or None, notes) if together.is_first else ()))
         stack.callback(sinks.close)
-        (folder / RUN_FILE).write_text(run_text(description))
+        if together.is_first:
+            (folder / RUN_FILE).write_text(run_text(description))
         if first_step >= run.steps:
             notes.note(
                 f"{first_step} steps are done, and --steps is {run.steps}; give more, or another --run-dir"
@@ -121,21 +158,108 @@ def train(run: Run, console: Console | None = None) -> Trained:
                 progress(total_steps=run.steps, start_step=first_step, unit=run.unit, console=console)
             )
         )
-        loaded = stack.enter_context(closing(batches.iterate(position)))
+        loaded = stack.enter_context(closing(loader.batches.iterate(position)))
+        model, optimizer, placement = parts.model, parts.optimizer, parts.placement
         pieces = Pieces(
-            step=make_step(parts.model, run.loss, parts.optimizer, parts.placement, parts.learning_rate),
-            batches=((_placed(run, parts, batch), after) for batch, after in loaded),
-            evaluate=_evaluation(run, parts, heldout),
-            checkpoints=checkpoints,
+            step=across or make_step(model, run.loss, optimizer, placement, parts.learning_rate),
+            batches=((loader.place(batch), after) for batch, after in loaded),
+            evaluate=_evaluation(run, parts, together, heldout),
+            checkpoints=checkpoints or Elsewhere(),
             policy=run.checkpoints,
             sink=sinks,
             progress=notes.progress,
             extra={"run": description},
+            agree=lambda step, wish: together.agree(step, wish, across),
+            before_save=lambda state: made_equal(together, state, notes.note),
+            labels=across.labels if across else combined_labels(placement),
         )
         with StopSignals() as stop:
             state, step = run_loop(state, first_step, pieces, _pace(run), stop)
-    sample = _ending(run, parts, state, step, stop, folder, console)
+        sample = _ending(run, parts, together, state, step, stop, folder, console)
     return Trained(state=state, step=step, stopped_by=stop.received, run_dir=folder, sample=sample)
+
+
+def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
+    """The run for as many replicas as there are, see `recipes.scaled`."""
+    sizes = axis_sizes(run.strategy.layout, jax.device_count())
+    mine = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
+    each = [mine] if islands is None else islands.by_island("replicas", mine)
+    by = run.strategy.combine.by
+    inside = 1 if islands is None else max(each)
+    found = scaled(run, run.scaling, sum(each), by if isinstance(by, str) else "own", inside)
+    for line in found.notes:
+        notes.note(line)
+    return found.run
+
+
+def _together(run: Run, parts: Parts, islands: Islands | None) -> Together:
+    if islands is None:
+        return Together()
+    across, platform = run.strategy.across, jax.devices()[0].platform
+    on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
+    return Together(islands, islands.crossing(parts.mesh, across, on_device))
+
+
+def _facts(run: Run, parts: Parts, description: dict[str, Any]) -> dict[str, Any]:
+    """What islands must have in common."""
+    trees = {"parameters": parts.placement.specs.abstract.params}
+    return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
+
+
+def _program(run: Run, parts: Parts, batch: Any) -> dict[str, str]:
+    """The hash of what islands of the same mesh and share compile."""
+    placement = parts.placement
+    gradients = make_gradients(parts.model, run.loss, placement)
+
+    def program(state: State, batch: Any) -> Any:
+        return gradients(state.params, state.model_state, step_key(state.seed, state.step), batch)
+
+    lowered = jax.jit(program, in_shardings=(placement.state, placement.batch)).lower(
+        restorable_state(placement), batch
+    )
+    return program_fact(
+        lowered.as_text(),
+        mesh=dict(parts.mesh.shape),
+        batch=str(jax.tree.map(jnp.shape, batch)),
+        layout=str(describe(run.strategy.layout)),
+        platform=jax.devices()[0].platform,
+        processes=jax.process_count(),
+    )
+
+
+def _loader(run: Run, parts: Parts, together: Together, source: Any) -> Loader:
+    layout, mesh, microbatches = run.strategy.layout, parts.mesh, run.strategy.accumulate
+    share = together.rows(run.batch, run.strategy.across.shares, mesh, layout.batch_axes, microbatches)
+    batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=share.rows)
+    return share.load(batches, mesh, layout.batch_axes, microbatches)
+
+
+def _across(run: Run, parts: Parts, together: Together, loader: Loader) -> AcrossStep | None:
+    """The step across islands, None for one that is alone.
+
+    Raises:
+      ValueError: the last step would not be one that combines.
+    """
+    combine = run.strategy.combine
+    if rest := run.steps % combine.local_steps:
+        below = run.steps - rest
+        use = f"{below} or {below + combine.local_steps}" if below else f"{combine.local_steps}"
+        raise ValueError(
+            f"steps is {run.steps}, and replicas are combined every {combine.local_steps} steps:"
+            f" {run.steps} % {combine.local_steps} = {rest}. Use {use}."
+        )
+    if together.crossing is None:
+        return None
+    return make_step_across(
+        parts.model,
+        run.loss,
+        parts.optimizer,
+        parts.placement,
+        together.crossing,
+        combine,
+        parts.learning_rate,
+        loader.share.start,
+    )
 
 
 @contextmanager
@@ -173,11 +297,6 @@ class _Notes:
             progress.note(text)
 
 
-def _placed(run: Run, parts: Parts, batch: Any, *, evaluating: bool = False) -> Any:
-    strategy = run.strategy
-    return place(batch, parts.mesh, strategy.layout.batch_axes, 1 if evaluating else strategy.accumulate)
-
-
 def _pace(run: Run) -> Pace:
     return Pace(
         steps=run.steps,
@@ -193,32 +312,6 @@ def say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _start(
-    run: Run, parts: Parts, checkpoints: Checkpoints, description: dict[str, Any], notes: _Notes
-) -> tuple[State, int, Position]:
-    """The newest checkpoint, or the beginning."""
-    restored = checkpoints.restore(restorable_state(parts.placement))
-    if restored is None:
-        return init_state(parts.model, parts.optimizer, parts.placement, run.seed), 0, BEGINNING
-    notes.note(f"resumed from step {restored.step} in {checkpoints.folder}")
-    before = restored.extra["run"]
-    if before["seed"] != run.seed:
-        raise ValueError(
-            f"seed is {run.seed}, but the run in {checkpoints.folder.parent} began with seed"
-            f" {before['seed']}: its order of samples would change. Use --seed {before['seed']}, or another"
-            " --run-dir"
-        )
-    # through JSON, as the saved one went
-    changed = differences(before, json.loads(json.dumps(description)))
-    for line in changed:
-        notes.note(f"changed since then: {line}")
-    position = Position(**restored.extra["position"])
-    if before.get("data.fingerprint") != description["data.fingerprint"]:
-        notes.note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
-        position = BEGINNING
-    return restored.state, restored.step, position
-
-
 def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> Iterator[Any]:
     yield JsonLines(folder / METRICS, resume_after=resume_after)
     if TensorBoard.installed():
@@ -227,31 +320,51 @@ def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> Iterator[An
         notes.note("no TensorBoard files: install shardtrain[tensorboard]")
 
 
-def _evaluation(run: Run, parts: Parts, heldout: Any) -> Callable[[State], dict[str, float]]:
-    """state -> held-out values: the same rows each time, the last batch padded with weight 0."""
+def _evaluation(
+    run: Run, parts: Parts, together: Together, heldout: Any
+) -> Callable[[State], dict[str, float]]:
+    """state -> held-out values: the same rows each time, each island its share of them."""
     if heldout is None:
         return lambda state: {}
     evaluate = make_evaluate(parts.model, run.loss, parts.placement)
-    batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False)
+    axes, mesh = run.strategy.layout.batch_axes, parts.mesh
+    share = together.rows(run.batch, run.strategy.across.shares, mesh, axes, 1)
+    batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=share.rows)
+    loader = share.load(batches, mesh, axes, 1)
+
+    def evaluated(state: State) -> State:
+        # what a combiner keeps across islands does not lie on the mesh
+        return state if together.crossing is None else state._replace(combine_state=())
 
     def values(state: State) -> dict[str, float]:
         with closing(batches.iterate()) as loaded:
             first = islice(loaded, run.evaluate_batches)
-            found = [evaluate(state, _placed(run, parts, batch, evaluating=True)) for batch, _ in first]
+            found = [evaluate(evaluated(state), loader.place(batch)) for batch, _ in first]
         means: dict[str, Mean] = {}
         for metrics in jax.device_get(found):
             pairs = {"loss": (metrics.pop("loss_sum"), metrics.pop("count")), **metrics}
             for name, (total, count) in pairs.items():
                 means[name] = means.get(name, Mean()) + Mean(sum=float(total), count=float(count))
+        sums = together.totals("evaluation", {name: (mean.sum, mean.count) for name, mean in means.items()})
+        means = {name: Mean(sum=total, count=count) for name, (total, count) in sums.items()}
         return {f"heldout/{name}": mean.value for name, mean in means.items() if mean.value is not None}
 
     return values
 
 
 def _ending(
-    run: Run, parts: Parts, state: State, step: int, stop: StopSignals, folder: Path, console: Console
+    run: Run,
+    parts: Parts,
+    together: Together,
+    state: State,
+    step: int,
+    stop: StopSignals,
+    folder: Path,
+    console: Console,
 ) -> str | None:
-    if (folder / METRICS).stat().st_size and plots.installed():
+    if not together.writes:
+        return None
+    if together.is_first and (folder / METRICS).stat().st_size and plots.installed():
         plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
     if stop.received is not None:
         say(

@@ -1,6 +1,10 @@
 """8 simulated CPU devices for every test, and compiled programs that are kept between runs."""
 
 import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,3 +26,53 @@ import pytest
 def eight_devices():
     """The simulated devices are asserted, never skipped."""
     assert jax.device_count() == 8, jax.devices()
+
+
+@pytest.fixture(scope="session")
+def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
+    """Run a Python program on several ranks, each with devices of its own; returns the output of each.
+
+    It is given (num_ranks, program text or file, *arguments, devices=1, environment=None, timeout=180).
+    """
+    folder = tmp_path_factory.mktemp("mpiexec")
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = shutil.which("mpiexec", path=beside)
+    assert command is not None, "no mpiexec: run `uv sync`"
+
+    def run(num_ranks, program, *arguments, devices=1, environment=None, timeout=180):
+        number = len(list(folder.iterdir()))
+        if not isinstance(program, Path):
+            (folder / f"program{number}.py").write_text(program)
+            program = folder / f"program{number}.py"
+        outputs = folder / f"outputs{number}"
+        outputs.mkdir()
+        count = f"--xla_force_host_platform_device_count={devices}"
+        # a rank writes to a file of its own: through one pipe the lines of several would mix
+        redirect = (
+            "import os, runpy, sys\n"
+            "from mpi4py import MPI\n"
+            "sys.argv = sys.argv[1:]\n"
+            f"sys.stdout = open(f'{outputs}/{{MPI.COMM_WORLD.rank}}', 'w')\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+            "sys.stdout.flush()\n"
+        )
+        done = subprocess.run(
+            [command, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-c", redirect]
+            + [str(program), *map(str, arguments)],
+            env={
+                **os.environ,
+                "XLA_FLAGS": " ".join([count, *FLAGS[1:]]),
+                "MPI4JAX_NO_WARN_JAX_VERSION": "1",
+                "PYTHONWARNINGS": "error",
+                **(environment or {}),
+            },
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        texts = [(outputs / str(rank)).read_text() for rank in range(num_ranks)]
+        assert done.returncode == 0, "\n".join([*texts, done.stdout, done.stderr])
+        return texts
+
+    return run

@@ -30,6 +30,12 @@ from shardtrain.optimizer import (
     [
         (Schedule(name="constant"), {0: 2.0, 50: 2.0, 110: 2.0, 1000: 2.0}),
         (Schedule(name="constant", warmup=10), {0: 0.0, 5: 1.0, 10: 2.0, 110: 2.0}),
+        (Schedule(name="constant", warmup=10, start=0.25), {0: 0.5, 5: 1.25, 10: 2.0, 110: 2.0}),
+        (Schedule(name="constant", start=0.25), {0: 2.0, 110: 2.0}),
+        (
+            Schedule(name="cosine", warmup=10, start=0.5, final=0.25),
+            {0: 1.0, 4: 1.4, 10: 2.0, 60: 1.25, 110: 0.5},
+        ),
         (
             Schedule(name="cosine", warmup=10, final=0.25),
             {0: 0.0, 4: 0.8, 10: 2.0, 60: 1.25, 110: 0.5, 500: 0.5},
@@ -65,12 +71,13 @@ def test_a_run_shorter_than_its_warmup(name, steps):
 
 def test_all_problems_of_a_schedule_at_once():
     with pytest.raises(ValueError) as error:
-        Schedule(name="cosin", peak=math.nan, warmup=-1, final=1.5, decay=-0.5)  # type: ignore[arg-type]
+        Schedule(name="cosin", peak=math.nan, warmup=-1, start=-1.0, final=1.5, decay=-0.5)  # type: ignore[arg-type]
     assert str(error.value) == (
         "this schedule cannot be used:"
         "\n  - name is 'cosin'; allowed: constant, cosine, wsd, inverse_sqrt"
         "\n  - peak is nan; it must be a number above 0"
         "\n  - warmup is -1 steps; it must be 0 or more"
+        "\n  - start is -1.0; it must lie between 0 and 1"
         "\n  - final is 1.5; it must lie between 0 and 1"
         "\n  - decay is -0.5; it must lie between 0 and 1"
     )

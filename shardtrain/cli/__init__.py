@@ -9,11 +9,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from shardtrain.islands.place import PROCESSES, find_place, find_seat, parse_processes
 from shardtrain.layout import near
 
 COMMANDS = {
     "train": "train a run, or go on with it",
     "inspect": "show how a run lies on a mesh, without compiling",
+    "launch": "start a command as islands: here, on other hosts, or by Slurm",
 }
 """Command -> what it does; the module of this package by that name has it."""
 
@@ -39,6 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         sys.stderr.write(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
         return USER_ERROR
+    code = _run(command, rest)
+    if code not in (0, *(128 + number for number in signal.Signals)):
+        _end_other_ranks(code)
+    return code
+
+
+def _end_other_ranks(code: int) -> None:
+    """The others would wait for this one without end."""
+    bridge = sys.modules.get("shardtrain.islands.bridge")
+    if bridge is not None and bridge.world().size > 1:
+        bridge.end_all(code)
+
+
+def _run(command: str, rest: list[str]) -> int:
     try:
         set_cpu_devices(rest)
         return importlib.import_module(f"shardtrain.cli.{command}").main(rest)
@@ -67,22 +83,39 @@ def usage() -> str:
 def set_cpu_devices(arguments: list[str]) -> None:
     """Take `--cpu-devices N` out of the arguments and have jax simulate N devices on the CPU.
 
+    `--cpu-devices 2,1` gives each island its own number, by the rank that the launcher gave this process.
+    What stands behind `--` is another program's.
+
     Raises:
-      ValueError: N is not a number from 1.
+      ValueError: N is not a number from 1, or not one number an island.
     """
-    names = [
-        i for i, word in enumerate(arguments) if word.split("=")[0] in ("--cpu-devices", "--cpu_devices")
-    ]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    names = [i for i in range(end) if arguments[i].split("=")[0] in ("--cpu-devices", "--cpu_devices")]
     if not names:
         return
     start = names[-1]
-    word, equals, number = arguments[start].partition("=")
+    word, equals, numbers = arguments[start].partition("=")
     if not equals:
-        number = arguments[start + 1] if start + 1 < len(arguments) else ""
-    if not number.isdigit() or int(number) < 1:
-        raise ValueError(f"{word} needs a number of devices from 1, as in {word} 8; got {number!r}")
+        numbers = arguments[start + 1] if start + 1 < end else ""
+    if not all(number.isdecimal() and int(number) for number in numbers.split(",")):
+        raise ValueError(
+            f"{word} needs a number of devices from 1, as in {word} 8 (or one an island, {word} 2,1);"
+            f" got {numbers!r}"
+        )
     del arguments[start : start + (1 if equals else 2)]
+    number = numbers if "," not in numbers else _of_this_island(word, numbers.split(","))
     flag = f"--xla_force_host_platform_device_count={number}"
     kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
     os.environ["XLA_FLAGS"] = " ".join([*kept, flag])
     os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _of_this_island(word: str, numbers: Sequence[str]) -> str:
+    place = find_place(os.environ)
+    seat = find_seat(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))
+    if len(numbers) != seat.num_islands:
+        raise ValueError(
+            f"{word} {','.join(numbers)} is for {len(numbers)} islands, and there are {seat.num_islands};"
+            f" give {seat.num_islands} numbers, or one for all"
+        )
+    return numbers[seat.island]

@@ -16,9 +16,11 @@ from typing import Any
 
 import tyro
 
+from shardtrain.combine import Combiner
 from shardtrain.config import Run, Strategy
 from shardtrain.layout import near, parse_mesh, read_layout
 from shardtrain.model import Model, is_module
+from shardtrain.split import parse_weights
 
 PYTHON_ONLY = ("strategy", "loss", "sample")
 """Fields of a run that are no options as they stand; the strategy has options of its own."""
@@ -37,6 +39,17 @@ class StrategyOptions:
       sequence_sharded: shard activations between blocks over tensor, along the sequence.
       unnamed: refuse or replicate parameters whose dims have no names.
       accumulate: microbatches that add up to one step.
+      combine: how replicas (islands, or the indices of data) become one: mean, sum, adasum, with codecs before
+        it as in int8+adasum; or a file of your own, path.py:name.
+      combine_on: gradients, or the deltas of each replica's own optimizer.
+      local_steps: steps that a replica takes alone before its delta is combined.
+      inside: what an island makes of its own devices' gradients before they cross: mean or sum.
+      across: how islands are joined: data (each is a replica).
+      shares: weights of the islands, such as 3,1, for their rows of a batch; by default their devices.
+      reduce: how sums are made between islands: all_reduce, root, hierarchical.
+      bucket_bytes: size of the buckets in which gradients cross.
+      first_bucket_bytes: size of the first one.
+      bridge_memory: what MPI is given: auto, device, host.
     """
 
     mesh: str | None = None
@@ -44,6 +57,16 @@ class StrategyOptions:
     sequence_sharded: bool | None = None
     unnamed: str | None = None
     accumulate: int | None = None
+    combine: str | None = None
+    combine_on: str | None = None
+    local_steps: int | None = None
+    inside: str | None = None
+    across: str | None = None
+    shares: str | None = None
+    reduce: str | None = None
+    bucket_bytes: int | None = None
+    first_bucket_bytes: int | None = None
+    bridge_memory: str | None = None
 
     def applied_to(self, strategy: Strategy) -> Strategy:
         """The strategy with these changes."""
@@ -52,10 +75,55 @@ class StrategyOptions:
             layout = read_layout(Path(self.mesh))
         elif self.mesh is not None:
             layout = dataclasses.replace(layout, mesh=parse_mesh(self.mesh))
-        changes = {name: getattr(self, name) for name in ("zero", "sequence_sharded", "unnamed")}
-        layout = dataclasses.replace(layout, **{name: v for name, v in changes.items() if v is not None})
-        accumulate = strategy.accumulate if self.accumulate is None else self.accumulate
-        return Strategy(layout=layout, accumulate=accumulate)
+        by = None if self.combine is None else _combiner(self.combine)
+        shares = None if self.shares is None else parse_weights(self.shares)
+        return Strategy(
+            layout=_changed(
+                layout, zero=self.zero, sequence_sharded=self.sequence_sharded, unnamed=self.unnamed
+            ),
+            accumulate=strategy.accumulate if self.accumulate is None else self.accumulate,
+            combine=_changed(
+                strategy.combine,
+                by=by,
+                on=self.combine_on,
+                local_steps=self.local_steps,
+                inside=self.inside,
+            ),
+            across=_changed(
+                strategy.across,
+                axis=self.across,
+                shares=shares,
+                reduce=self.reduce,
+                bucket_bytes=self.bucket_bytes,
+                first_bucket_bytes=self.first_bucket_bytes,
+                memory=self.bridge_memory,
+            ),
+        )
+
+
+def _changed(value: Any, **changes: Any) -> Any:
+    return dataclasses.replace(value, **{name: v for name, v in changes.items() if v is not None})
+
+
+def _combiner(text: str) -> Any:
+    """A combiner by name; or from a file of the user's, which has it, or a function that makes it.
+
+    Raises:
+      ValueError: the file has no such name, or something else by it.
+    """
+    path, _, name = text.partition(":")
+    if not path.endswith(".py"):
+        return text
+    module = _load_file(Path(path))
+    found = getattr(module, name or "combiner", None)
+    found = found() if callable(found) and not isinstance(found, Combiner) else found
+    if not isinstance(found, Combiner):
+        names = [n for n, value in vars(module).items() if not n.startswith("_")]
+        raise ValueError(
+            f"--combine {text}: {path} has no combiner by the name {near(name or 'combiner', names)}; give it a"
+            " shardtrain.combine.Combiner, or a function without arguments that returns one"
+        )
+    return found
 
 
 def load_run(where: str) -> Run:

@@ -1,0 +1,268 @@
+"""Adasum: adds what ranks do not share, averages what they do (Maleki et al. 2021; Horovod's).
+
+By vector halving and distance doubling for any number of ranks: what an all-reduce sends, plus scalars.
+Next: `slices.py` (how leaves are cut), `exponents.py` (what keeps dot products in range).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardtrain.combine.combiner import Combined, Combiner, contribution, flatten
+from shardtrain.combine.exponents import LEAST, exponent, power
+from shardtrain.combine.group import Group
+from shardtrain.combine.slices import block_sources, cut, in_order, join, part, split, uncut
+
+Per = str | Callable[[str], str]
+
+TINY = float(jnp.finfo(jnp.float32).tiny)
+BLOCK = 512  # elements of one float32 partial sum: long sums lose digits
+
+
+def adasum(per: Per = "leaf") -> Combiner:
+    """The adaptive sum of the ranks' gradients or deltas, by a tree of consecutive pairs.
+
+    A pair makes (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: a + b where they are orthogonal, their
+    mean where they are parallel. The odd rank of a round waits for the next. A rank's count does not
+    weigh it, but with count 0 it is neutral. Slices are each computed once, and given to the
+    others: the result has the same bits on all ranks. One rank alone keeps its tree.
+
+    Bytes sent per rank for n bytes of leaves, L of them, on P = 2^m odd ranks: 2 n (P - 1) / P in messages,
+    besides one all-gather of 4 L bytes, per level one all-reduce of 12 L bytes (the last level, of radix
+    `odd`, has one in each round of its tree, of 12 L bytes per pair), and one of 8 L at the end.
+
+    Numbers: leaves of 16 bits cross as such, and are rounded to their dtype after each level; all arithmetic
+    is float32. Each rank's leaf is scaled by a power of two for the dot products, so that any
+    normal magnitude works. What cancels to below 1e-19 of the pair that made it counts as zero.
+
+    Args:
+      per: whose dot products decide: "leaf", "whole" (all leaves as one vector), or a function from a
+        leaf's path, such as "blocks/up", to the name of its group.
+
+    Returns:
+      A combiner; its metric "orthogonality" (L,) is ||Adasum(g)||^2 / sum_r ||g_r||^2 of each leaf, or of its
+      group: 1 for orthogonal or zero gradients, 1/P for equal ones.
+
+    Raises:
+      ValueError: `per` is something else.
+
+    Source: Maleki et al. 2021, Scaling distributed training with adaptive summation, sections 3 and 4,
+    algorithm 1; the tree for other than powers of two is ours.
+
+    >>> from shardtrain.combine.group import MeshGroup
+    >>> combine = lambda x: adasum().combine(x, 1.0, (), MeshGroup("data", 2)).value
+    >>> jax.vmap(combine, axis_name="data")(jnp.array([[1.0, 0.0], [0.0, 1.0]])).tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    >>> jax.vmap(combine, axis_name="data")(jnp.array([[1.0, 0.0], [3.0, 0.0]])).tolist()
+    [[2.0, 0.0], [2.0, 0.0]]
+    """
+    if per not in ("leaf", "whole") and not callable(per):
+        raise ValueError(f"adasum per {per!r}; allowed: 'leaf', 'whole' or a function from path to group")
+
+    def combine(tree: Any, count: Any, state: Any, group: Group) -> Combined:
+        leaves, structure = flatten(tree)
+        count = jnp.asarray(count, jnp.float32)
+        mine = [contribution(leaf, count) for leaf in leaves]
+        values, orthogonality = _adasum(mine, _units(tree, per), group)
+        return Combined(jax.tree.unflatten(structure, values), state, {"orthogonality": orthogonality})
+
+    return Combiner(lambda tree: (), combine, across_leaves=per != "leaf")
+
+
+def levels(size: int) -> list[tuple[int, int]]:
+    """(radix, distance) of each level: twos, then what is odd.
+
+    >>> levels(8), levels(12), levels(1)
+    ([(2, 1), (2, 2), (2, 4)], [(2, 1), (2, 2), (3, 4)], [])
+    """
+    found, distance = [], 1
+    while size // distance % 2 == 0:
+        found.append((2, distance))
+        distance *= 2
+    return found + [(size // distance, distance)] * (size > distance)
+
+
+class _Units(NamedTuple):
+    """What shares coefficients: `of_leaf[i]` is the number of leaf i's unit; units are numbered as they come."""
+
+    of_leaf: tuple[int, ...]
+    number: int
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """(..., L) to (..., units)."""
+        if self.number == len(self.of_leaf):
+            return x
+        return jnp.zeros((*x.shape[:-1], self.number)).at[..., jnp.array(self.of_leaf)].add(x)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Exponents (L,) to (units,)."""
+        if self.number == len(self.of_leaf):
+            return x
+        return jnp.full(self.number, LEAST, jnp.int32).at[jnp.array(self.of_leaf)].max(x)
+
+
+def _units(tree: Any, per: Per) -> _Units:
+    paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree.leaves_with_path(tree)]
+    if callable(per):
+        names = [per(path) for path in paths]
+    else:
+        names = [str(i) if per == "leaf" else "" for i in range(len(paths))]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return _Units(tuple(numbers[name] for name in names), len(numbers))
+
+
+class _Node(NamedTuple):
+    """A node of the tree: this rank's slice of each piece, and the exponents of its units."""
+
+    pieces: Sequence[jax.Array]
+    exponents: jax.Array
+
+
+class _Work(NamedTuple):
+    """What stays the same on the way: the leaf of each piece, the units, the group."""
+
+    owners: list[int]
+    units: _Units
+    group: Group
+
+    def per_leaf(self, of_pieces: Sequence[jax.Array]) -> jax.Array:
+        """Scalars or vectors (k,) of each piece, added up: (k, L)."""
+        leaves: list[Any] = [jnp.zeros_like(of_pieces[0])] * len(self.units.of_leaf) if of_pieces else []
+        for owner, x in zip(self.owners, of_pieces, strict=True):
+            leaves[owner] = leaves[owner] + x
+        return jnp.stack(leaves, -1)
+
+    def of_piece(self, i: int, x: jax.Array) -> jax.Array:
+        """The entry of piece i in a vector of units."""
+        return x[self.units.of_leaf[self.owners[i]]]
+
+
+def _adasum(leaves: list[jax.Array], units: _Units, group: Group) -> tuple[list[jax.Array], jax.Array]:
+    """The combined leaves, and the orthogonality of each."""
+    pieces, owners = cut(leaves, group.size)
+    if group.size == 1 or not pieces:
+        return leaves, jnp.ones(len(leaves))
+    work = _Work(owners, units, group)
+    own = units.max(group.whole(jnp.stack([exponent(leaf) for leaf in leaves]), "max"))
+    exponents = group.all_gather(own)
+    squares = jnp.zeros(units.number)
+    for radix, distance in levels(group.size):
+        parts = _scatter(pieces, radix, distance, group)
+        blocks = exponents.reshape(-1, distance, units.number).max(1)
+        first = group.index // (distance * radix) * radix
+        nodes = [
+            _Node(slices, lax.dynamic_index_in_dim(blocks, first + i, keepdims=False))
+            for i, slices in enumerate(parts)
+        ]
+        pieces, norms = _tree(nodes, distance * radix, work)
+        if distance == 1:
+            squares = lax.dynamic_index_in_dim(norms, group.index % radix, keepdims=False)
+    scale = exponents.max(0)
+    orthogonality = _orthogonality(pieces, scale, squares * power(2 * (own - scale)), work)
+    return uncut(_gather(pieces, group), owners, leaves), orthogonality
+
+
+def _scatter(pieces: Sequence[jax.Array], radix: int, distance: int, group: Group) -> list[list[jax.Array]]:
+    """This rank's part of each piece from each rank of its block, ordered by the position of the sender."""
+    position = group.index // distance % radix
+    own = [part(x, position, radix) for x in pieces]
+    turns = [own]
+    for turn in range(1, radix):
+        sources = block_sources(group.size, distance, radix, turn)
+        given = join([part(x, (position - turn) % radix, radix) for x in pieces])
+        turns.append(split([group.exchange(message, sources) for message in given], own))
+    by_piece = [in_order(heard, position) for heard in zip(*turns, strict=True)]
+    return [list(heard) for heard in zip(*by_piece, strict=True)]
+
+
+def _gather(pieces: Sequence[jax.Array], group: Group) -> list[jax.Array]:
+    """The pieces from the slices that the ranks hold, on the way back."""
+    parts = [[message[None] for message in join(pieces)]]
+    for radix, distance in reversed(levels(group.size)):
+        messages = [jnp.concatenate(of_dtype) for of_dtype in zip(*parts, strict=True)]
+        position = group.index // distance % radix
+        turns = [messages]
+        for turn in range(1, radix):
+            sources = block_sources(group.size, distance, radix, turn)
+            turns.append([group.exchange(message, sources) for message in messages])
+        by_dtype = [in_order(heard, position) for heard in zip(*turns, strict=True)]
+        parts = [list(heard) for heard in zip(*by_dtype, strict=True)]
+    rows = [split(messages, pieces) for messages in parts]
+    return [jnp.concatenate([row.reshape(-1) for row in of_piece]) for of_piece in zip(*rows, strict=True)]
+
+
+def _tree(nodes: list[_Node], span: int, work: _Work) -> tuple[list[jax.Array], jax.Array]:
+    """The nodes of one level by consecutive pairs; also the squared norms of each node, (radix, units)."""
+    dtypes = [x.dtype for x in nodes[0].pieces]
+    norms: list[Any] = [None] * len(nodes)
+    known: list[int | None] = list(range(len(nodes)))
+    while len(nodes) > 1:
+        pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
+        partial = work.group.whole(jnp.stack([_dots(a, b, work) for a, b in pairs]))
+        dots = work.group.all_reduce(work.units.sum(partial), span)
+        for i, node in enumerate(known[: 2 * len(pairs)]):
+            if node is not None:
+                norms[node] = dots[i // 2, 1 + i % 2]
+        nodes = [_pair(a, b, dots[i], work) for i, (a, b) in enumerate(pairs)] + nodes[2 * len(pairs) :]
+        known = [None] * len(pairs) + known[2 * len(pairs) :]
+    return [x.astype(dtype) for x, dtype in zip(nodes[0].pieces, dtypes, strict=True)], jnp.stack(norms)
+
+
+def _dots(a: _Node, b: _Node, work: _Work) -> jax.Array:
+    """a.b, |a|^2 and |b|^2 of the slices held here, both scaled to size 1: (3, L)."""
+    found = []
+    for i, (x, y) in enumerate(zip(a.pieces, b.pieces, strict=True)):
+        x = x.astype(jnp.float32) * work.of_piece(i, power(-a.exponents))
+        y = y.astype(jnp.float32) * work.of_piece(i, power(-b.exponents))
+        found.append(jnp.stack(_sums((x * y, x * x, y * y))))
+    return work.per_leaf(found)
+
+
+def _pair(a: _Node, b: _Node, dots: jax.Array, work: _Work) -> _Node:
+    """The sum of two nodes, in float32. `dots` (3, units) are of the scaled vectors.
+
+    With s the greater of the scales sa and sb, in scaled vectors:
+    [sa/s - (a.b / 2|a|^2) sb/s] a + [sb/s - (a.b / 2|b|^2) sa/s] b, times s.
+    """
+    both, of_a, of_b = dots
+    scale = jnp.maximum(a.exponents, b.exponents)
+    weight_a, weight_b = power(a.exponents - scale), power(b.exponents - scale)
+    # a zero vector has no direction, and takes nothing from the other; NaN goes through
+    share_a = weight_a - jnp.where(of_a < TINY, 0, both / (2 * jnp.maximum(of_a, TINY)) * weight_b)
+    share_b = weight_b - jnp.where(of_b < TINY, 0, both / (2 * jnp.maximum(of_b, TINY)) * weight_a)
+    pieces = []
+    for i, (x, y) in enumerate(zip(a.pieces, b.pieces, strict=True)):
+        x = x.astype(jnp.float32) * work.of_piece(i, power(-a.exponents)) * work.of_piece(i, share_a)
+        y = y.astype(jnp.float32) * work.of_piece(i, power(-b.exponents)) * work.of_piece(i, share_b)
+        pieces.append((x + y) * work.of_piece(i, power(scale)))
+    return _Node(pieces, scale)
+
+
+def _orthogonality(
+    pieces: Sequence[jax.Array], scale: jax.Array, squares: jax.Array, work: _Work
+) -> jax.Array:
+    """||result||^2 / sum_r ||g_r||^2 of each leaf's unit, from this rank's slice and its own square: (L,)."""
+    scaled = [x.astype(jnp.float32) * work.of_piece(i, power(-scale)) for i, x in enumerate(pieces)]
+    partial = work.per_leaf([_sums((x * x,))[0] for x in scaled])
+    result, total = work.group.all_reduce(jnp.stack([work.units.sum(work.group.whole(partial)), squares]))
+    ratio = jnp.where(total < TINY, 1, result / jnp.maximum(total, TINY))
+    return ratio[jnp.array(work.units.of_leaf)]
+
+
+def _sums(terms: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Each flat array's sum, in one pass over all of them, by blocks: a long float32 sum loses digits."""
+    zeros = tuple(jnp.float32(0) for _ in terms)
+
+    def add(x: Any, y: Any) -> Any:
+        return tuple(p + q for p, q in zip(x, y, strict=True))
+
+    size = terms[0].size
+    blocked = size // BLOCK * BLOCK
+    if size <= BLOCK:
+        return list(lax.reduce(terms, zeros, add, (0,)))
+    blocks = lax.reduce(tuple(x[:blocked].reshape(-1, BLOCK) for x in terms), zeros, add, (1,))
+    rest = lax.reduce(tuple(x[blocked:] for x in terms), zeros, add, (0,))
+    return list(add(_sums(tuple(blocks)), rest))

@@ -1,0 +1,32 @@
+"""Powers of two that bring a leaf to size 1, exactly. They are handed on as exponents, int32.
+
+XLA on CPU flushes subnormal numbers to zero, so all powers here are normal.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LEAST, MOST = -126, 126
+"""Exponents of float32 whose powers, and the inverse powers, are normal."""
+
+
+def exponent(x: jax.Array) -> jax.Array:
+    """The e with 2^e <= max |x| < 2^(e+1), between -126 and 126; -126 where x is empty, zero or subnormal.
+
+    >>> exponent(jnp.array([0.3, -5.0])).item(), exponent(jnp.zeros(3)).item()
+    (2, -126)
+    """
+    greatest = jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0)
+    bits = lax.bitcast_convert_type(greatest, jnp.int32)
+    return jnp.clip((bits >> 23) - 127, LEAST, MOST)
+
+
+def power(e: jax.Array) -> jax.Array:
+    """2^e in float32, 0 for what is below the normal numbers.
+
+    >>> power(jnp.array([3, -1, -200])).tolist()
+    [8.0, 0.5, 0.0]
+    """
+    bits = (jnp.clip(e, LEAST, 127) + 127) << 23
+    return jnp.where(e < LEAST, 0, lax.bitcast_convert_type(bits, jnp.float32))

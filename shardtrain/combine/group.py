@@ -1,0 +1,171 @@
+"""The ranks that combine: a mesh axis, or a stack of arrays that were gathered; over MPI see `islands/bridge.py`.
+
+A combiner is written once over `Group` and runs on each of them. Next: `combiner.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Op = Literal["sum", "max"]
+
+
+class Group(Protocol):
+    """Ranks 0 to size - 1, each with arrays of the same shapes. All of them call the same methods."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def index(self) -> int | jax.Array:
+        """This rank: a number over MPI, traced on a mesh."""
+        ...
+
+    def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
+        """The sum over each block of `span` consecutive ranks (None: all), the same bits on all of them.
+
+        Args:
+          x: float32 or int32.
+          span: divides the size.
+        """
+        ...
+
+    def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
+        """What rank `sources[i]` passed, on rank i.
+
+        Args:
+          x: any dtype of 8, 16 or 32 bits.
+          sources: a permutation of the ranks.
+        """
+        ...
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """The arrays of all ranks: (size, *x.shape), any dtype of 8, 16 or 32 bits."""
+        ...
+
+    def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
+        """From values of this rank's shard of each leaf to those of the whole leaf.
+
+        Args:
+          x: (..., L), the last dim counts the leaves in the order of the tree.
+          op: how the values of shards become one.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MeshGroup:
+    """The indices of one mesh axis, inside a shard_map that is manual over all axes, or inside a vmap.
+
+    The shard_map needs `check_vma=False`.
+
+    Args:
+      axis: of the mesh, or the vmap's axis_name.
+      size: of the axis.
+      leaf_axes: for each leaf the axes that shard it; () where all leaves are whole.
+      shard_axes: axis -> size, of all axes that shard any leaf.
+
+    >>> group = MeshGroup("data", 4)
+    >>> jax.vmap(group.all_reduce, axis_name="data")(jnp.arange(4.0)).tolist()
+    [6.0, 6.0, 6.0, 6.0]
+    """
+
+    axis: str
+    size: int
+    leaf_axes: Sequence[tuple[str, ...]] = ()
+    shard_axes: Mapping[str, int] | None = None
+
+    @property
+    def index(self) -> int | jax.Array:
+        """This rank."""
+        return lax.axis_index(self.axis) if self.size > 1 else 0
+
+    def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
+        """The sum over blocks of `span` ranks, see `Group`."""
+        if span in (None, self.size):
+            return lax.psum(x, self.axis)
+        if span == 1:
+            return x
+        if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
+            blocks = [list(range(first, first + span)) for first in range(0, self.size, span)]
+            return lax.psum(x, self.axis, axis_index_groups=blocks)
+        blocks = lax.all_gather(x, self.axis).reshape(self.size // span, span, *x.shape)
+        return lax.dynamic_index_in_dim(blocks.sum(1), self.index // span, keepdims=False)
+
+    def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
+        """What rank `sources[i]` passed, on rank i, see `Group`."""
+        pairs = [(source, rank) for rank, source in enumerate(sources)]
+        return _floats(lax.ppermute(_bits(x), self.axis, pairs), x.dtype)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """The arrays of all ranks, see `Group`."""
+        return _floats(lax.all_gather(_bits(x), self.axis), x.dtype)
+
+    def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
+        """From shards to leaves, see `Group`."""
+        if not self.shard_axes:
+            return x
+        over = tuple(self.shard_axes)
+        if op == "max":
+            return lax.pmax(x, over)
+        first = {axis: lax.axis_index(axis) == 0 for axis in over}
+        # a leaf that several devices hold alike is counted by the first of them
+        counted = [
+            jnp.stack([jnp.bool_(True), *(first[axis] for axis in over if axis not in sharded)]).all()
+            for sharded in self.leaf_axes
+        ]
+        return lax.psum(jnp.where(jnp.stack(counted), x, 0), over) if counted else x
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """The ranks of `outer`, whose arrays every rank has gathered: the dim of a vmap over `axis`.
+
+    Args:
+      axis: the vmap's axis_name.
+      outer: the group that was gathered; it still knows what a whole leaf is.
+    """
+
+    axis: str
+    outer: Group
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.outer.size
+
+    @property
+    def index(self) -> int | jax.Array:
+        """This rank."""
+        return MeshGroup(self.axis, self.size).index
+
+    def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
+        """The sum over blocks of `span` ranks, see `Group`."""
+        return MeshGroup(self.axis, self.size).all_reduce(x, span)
+
+    def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
+        """What rank `sources[i]` passed, on rank i, see `Group`."""
+        return MeshGroup(self.axis, self.size).exchange(x, sources)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """The arrays of all ranks, see `Group`."""
+        return MeshGroup(self.axis, self.size).all_gather(x)
+
+    def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
+        """From shards to leaves, see `Group`."""
+        return self.outer.whole(x, op)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    # compilers may widen 16-bit floats, never 16-bit integers
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+def _floats(x: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x

@@ -1,0 +1,248 @@
+"""The one door to MPI: groups for the combiners over mpi4jax, and named, timed messages over mpi4py.
+
+mpi4jax moves arrays inside a compiled program of one device; mpi4py, on communicators of its own,
+carries what ranks must agree on. Next: `crossing.py`, which brings arrays of a mesh here and back.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import mpi4jax
+from jax import lax
+from mpi4py import MPI
+
+from shardtrain.islands.options import REDUCE
+
+MOST_ELEMENTS = 2**31 - 1
+"""An MPI count is a C int."""
+
+
+class MpiGroup:
+    """A communicator as a `combine.Group`: its methods are called in a jit over one device.
+
+    All ranks must call the same methods in the same order.
+
+    Args:
+      comm: duplicated; its ranks are those of the group.
+      mode: how `all_reduce` over the whole group is done, see `options.Across.reduce`.
+      hosts: rank -> host, for the hierarchical mode; by default as MPI finds them.
+    """
+
+    def __init__(self, comm: MPI.Comm, mode: str = "all_reduce", hosts: Sequence[Any] | None = None) -> None:
+        assert mode in REDUCE, mode
+        self._comm = comm.Dup()
+        self._mode = mode
+        self._hosts = hosts
+        self._blocks: dict[int, MPI.Comm] = {}
+        self.size: int = comm.size
+        self.index: int = comm.rank
+        if mode == "hierarchical":
+            _ = self._levels  # communicators are made here, where all ranks are, not while one traces
+
+    def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
+        """The sum over each block of `span` consecutive ranks, by default over all.
+
+        Args:
+          x: float32 or int32, the same shape on every rank.
+          span: divides the group's size.
+        """
+        span = self.size if span is None else span
+        if span == 1 or x.size == 0:
+            return x
+        if span < self.size:
+            return mpi4jax.allreduce(x, op=MPI.SUM, comm=self._block(span))
+        if self._mode == "root":
+            return mpi4jax.bcast(mpi4jax.reduce(x, MPI.SUM, 0, comm=self._comm), 0, comm=self._comm)
+        if self._mode == "hierarchical":
+            host, leaders = self._levels
+            x = mpi4jax.reduce(x, MPI.SUM, 0, comm=host)
+            if host.rank == 0:
+                x = mpi4jax.allreduce(x, op=MPI.SUM, comm=leaders)
+            return mpi4jax.bcast(x, 0, comm=host)
+        return mpi4jax.allreduce(x, op=MPI.SUM, comm=self._comm)
+
+    def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
+        """What rank `sources[i]` passed, on rank i.
+
+        Args:
+          x: any dtype, the same shape on every rank.
+          sources: a permutation of the ranks.
+        """
+        source, dest = sources[self.index], list(sources).index(self.index)
+        if source == self.index or x.size == 0:
+            return x
+        bits = _as_bits(x)
+        got = mpi4jax.sendrecv(bits, bits, source=source, dest=dest, comm=self._comm)
+        return _from_bits(got, x.dtype)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """The arrays of all ranks, (size, ...)."""
+        if self.size == 1 or x.size == 0:
+            return jnp.broadcast_to(x, (self.size, *x.shape))
+        return _from_bits(mpi4jax.allgather(_as_bits(x), comm=self._comm), x.dtype)
+
+    def broadcast(self, x: jax.Array, root: int = 0) -> jax.Array:
+        """The array of rank `root`, on every rank."""
+        if self.size == 1 or x.size == 0:
+            return x
+        return _from_bits(mpi4jax.bcast(_as_bits(x), root, comm=self._comm), x.dtype)
+
+    def whole(self, x: jax.Array, op: Literal["sum", "max"] = "sum") -> jax.Array:
+        """Leaves cross the bridge whole: a rank's partial values are those of its leaves."""
+        return x
+
+    @cached_property
+    def _levels(self) -> tuple[MPI.Comm, MPI.Comm]:
+        if self._hosts is None:
+            host = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.index)
+        else:
+            host = self._comm.Split(sorted(set(self._hosts)).index(self._hosts[self.index]), self.index)
+        return host, self._comm.Split(min(host.rank, 1), self.index)
+
+    def _block(self, span: int) -> MPI.Comm:
+        if span not in self._blocks:
+            self._blocks[span] = self._comm.Split(self.index // span, self.index)
+        return self._blocks[span]
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """mpi4jax knows no 16-bit floats."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
+
+
+class Missing(RuntimeError):
+    """Ranks did not come to where the others are.
+
+    Args:
+      text: who, where and for how long.
+      ranks: who is missing.
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class Control:
+    """Named, timed messages between all ranks: what they must agree on goes here.
+
+    Args:
+      comm: duplicated.
+      names: rank -> how people call it, such as "island 1 (host b)".
+      patience_seconds: how long to wait for the others, unless a call says otherwise.
+      report: called once with a line when a wait takes longer than `REPORT_SECONDS`.
+    """
+
+    REPORT_SECONDS = 30.0
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        names: Sequence[str] | None = None,
+        patience_seconds: float = 1800.0,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._comm = comm.Dup()
+        self.names = list(names or (f"rank {rank}" for rank in range(comm.size)))
+        self.patience_seconds = patience_seconds
+        self.report = report
+        self._calls = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._comm.size
+
+    def share(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
+        """Give every rank's value to every rank; nobody goes on before all have come.
+
+        Args:
+          name: of this meeting; all ranks must be at the same one.
+          value: what JSON can hold.
+          timeout_seconds: how long to wait; None is `patience_seconds`.
+
+        Returns:
+          The values by rank.
+
+        Raises:
+          Missing: names the ranks that did not come in time, or that are somewhere else.
+        """
+        patience = self.patience_seconds if timeout_seconds is None else timeout_seconds
+        tag = self._calls % 32000
+        self._calls += 1
+        message = json.dumps([name, value]).encode()
+        sent = [self._comm.Isend(message, rank, tag) for rank in range(self.size) if rank != self.rank]
+        found: dict[int, Any] = {self.rank: [name, json.loads(message)[1]]}
+        self._receive(name, tag, found, patience)
+        elsewhere = {rank: there for rank, (there, _) in found.items() if there != name}
+        if elsewhere:
+            places = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
+            raise Missing(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere))
+        MPI.Request.Waitall(sent)
+        return [found[rank][1] for rank in range(self.size)]
+
+    def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
+        began, nap, told = time.monotonic(), 0.0, False
+        status = MPI.Status()
+        while len(found) < self.size:
+            if self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+                buffer = bytearray(status.Get_count(MPI.BYTE))
+                self._comm.Recv(buffer, status.source, tag)
+                found[status.source] = json.loads(bytes(buffer))
+                nap = 0.0
+                continue
+            waited = time.monotonic() - began
+            missing = [rank for rank in range(self.size) if rank not in found]
+            if waited > patience:
+                raise Missing(missing_text(name, [self.names[rank] for rank in missing], waited), missing)
+            if waited > self.REPORT_SECONDS and not told:
+                told = True
+                self.report(f"waiting: {missing_text(name, [self.names[rank] for rank in missing], waited)}")
+            time.sleep(nap)
+            nap = min(nap + 2e-5, 2e-3)
+
+
+def missing_text(name: str, missing: Sequence[str], waited_seconds: float) -> str:
+    """Who did not come.
+
+    >>> missing_text("start", ["island 1 (host b)"], 12.34)
+    "island 1 (host b) did not come to 'start' within 12 s"
+    """
+    return f"{', '.join(missing)} did not come to {name!r} within {waited_seconds:.0f} s"
+
+
+def world() -> MPI.Comm:
+    """All launched ranks; a process without a launcher is alone. An uncaught exception ends them all."""
+    if MPI.COMM_WORLD.size > 1:
+        sys.excepthook = _end_all
+    return MPI.COMM_WORLD
+
+
+def _end_all(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    traceback.print_exception(kind, error, trace)
+    end_all(1)
+
+
+def end_all(code: int) -> None:
+    """End every rank: one that only left would keep the others waiting for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)

@@ -1,0 +1,116 @@
+"""Which gradients cross to other islands together: buckets of leaves with a cap in bytes. No jax.
+
+Owns the assignment, which every rank computes for itself from the same leaves; what crosses, and
+when, is in `crossing.py`.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from shardtrain.layout import problems_error
+
+CAP_BYTES = 25 << 20
+FIRST_BYTES = 1 << 20
+"""The defaults of PyTorch's DistributedDataParallel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array that has to cross.
+
+    Args:
+      num_bytes: how long it is.
+      dtype: the name of its dtype.
+      unit: leaves with the same label stay together, such as the layers of a group that is combined
+        as one; None: it goes for itself.
+    """
+
+    num_bytes: int
+    dtype: str
+    unit: Hashable | None = None
+
+
+@dataclass
+class _Open:
+    """The bucket of one kind that is being filled, and how many of that kind are closed."""
+
+    indices: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+    num_closed: int = 0
+
+
+def assign_buckets(
+    leaves: Sequence[Leaf], cap_bytes: int = CAP_BYTES, first_bytes: int = FIRST_BYTES
+) -> list[list[int]]:
+    """Put leaves into buckets as PyTorch's DistributedDataParallel does.
+
+    Leaves are taken in reverse, for gradients of the last layers are ready first; a unit is ready
+    with the last of its leaves. Each goes into the open bucket of its dtype, which is closed as soon
+    as it holds its cap or more: the leaf that overflows still goes in. The first bucket of a dtype
+    has a small cap, so that something crosses early. A unit of several dtypes goes with others of
+    the same dtypes.
+
+    Args:
+      leaves: in the order of the tree.
+      cap_bytes: of all buckets but the first; 0 gives each leaf (or unit) a bucket of its own.
+      first_bytes: of the first bucket of each dtype, where it is the smaller one.
+
+    Returns:
+      Indices of leaves, bucket by bucket in the order in which they are ready.
+
+    Raises:
+      ValueError: a number of bytes below 0.
+
+    Source: `compute_bucket_assignment_by_size` and the rebuilding of buckets in PyTorch's reducer.cpp;
+    Li et al. 2020, PyTorch Distributed, section 3.2. There what is open at the end comes last, in the
+    order of a hash table; here all buckets are in the order in which their last leaf is ready.
+
+    >>> layers = [Leaf(num_bytes=100, dtype="float32") for _ in range(6)]
+    >>> assign_buckets(layers, cap_bytes=250, first_bytes=100)
+    [[5], [4, 3, 2], [1, 0]]
+    """
+    _check(leaves, cap_bytes, first_bytes)
+    caps = (min(first_bytes, cap_bytes), cap_bytes)
+    closed: list[list[int]] = []
+    buckets: dict[tuple[str, ...], _Open] = {}
+
+    def close(bucket: _Open) -> None:
+        closed.append(bucket.indices)
+        bucket.indices, bucket.num_bytes = [], 0
+        bucket.num_closed += 1
+
+    for unit in _units(leaves):
+        kind = tuple(sorted({leaves[index].dtype for index in unit}))
+        bucket = buckets.setdefault(kind, _Open())
+        bucket.indices += unit
+        bucket.num_bytes += sum(leaves[index].num_bytes for index in unit)
+        if bucket.num_bytes >= caps[min(bucket.num_closed, 1)]:
+            close(bucket)
+    for bucket in buckets.values():
+        if bucket.indices:
+            close(bucket)
+    return sorted(closed, key=lambda indices: -indices[-1])
+
+
+def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """What cannot be parted, each in the order in which its leaves are ready, the first ready first."""
+    units: dict[tuple[str, Hashable], list[int]] = {}
+    for index in reversed(range(len(leaves))):
+        unit = leaves[index].unit
+        units.setdefault(("leaf", index) if unit is None else ("unit", unit), []).append(index)
+    return sorted(units.values(), key=lambda indices: -indices[-1])
+
+
+def _check(leaves: Sequence[Leaf], cap_bytes: int, first_bytes: int) -> None:
+    problems = [
+        f"{name} is {value}; use 0 or more bytes"
+        for name, value in (("cap_bytes", cap_bytes), ("first_bytes", first_bytes))
+        if value < 0
+    ]
+    problems += [
+        f"leaf {index} has {leaf.num_bytes} bytes; use 0 or more"
+        for index, leaf in enumerate(leaves)
+        if leaf.num_bytes < 0
+    ]
+    if problems:
+        raise problems_error("leaves cannot be put into buckets", problems)

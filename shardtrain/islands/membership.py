@@ -1,0 +1,235 @@
+"""Who takes part: from launched processes to islands that know each other, before jax starts.
+
+A process that nothing launched is alone, and MPI is never loaded. Next: `crossing.py`.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from shardtrain.islands.crossing import Crossing
+from shardtrain.islands.options import Across
+from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from shardtrain.islands.bridge import Control
+
+START_SECONDS = 300.0
+"""How long the ranks of a run may take to start, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """The islands of a run, as one of their processes sees them.
+
+    Args:
+      seat: of this process.
+      place: what the launcher said.
+      control: named messages between all ranks.
+      comm: of all ranks; what is sent goes through duplicates of it.
+      first_ranks: island -> the rank of its first process.
+    """
+
+    seat: Seat
+    place: Place
+    control: "Control"
+    comm: "MPI.Comm"
+    first_ranks: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """This is the process that speaks and writes for all."""
+        return self.place.rank == 0
+
+    def from_first(self, name: str, value: Any = None) -> Any:
+        """What rank 0 says, on every rank."""
+        return self.control.share(name, value if self.is_first else None)[0]
+
+    def by_island(self, name: str, value: Any) -> list[Any]:
+        """What the first process of each island says."""
+        values = self.control.share(name, value)
+        return [values[rank] for rank in self.first_ranks]
+
+    def crossing(self, mesh: Mesh, across: Across = Across(), on_device: bool = False) -> Crossing:
+        """The way from this island's mesh to the others; all ranks must make it together.
+
+        Args:
+          mesh: of this island.
+          across: buckets, and how sums are made.
+          on_device: MPI is CUDA-aware, see `cuda_aware`.
+        """
+        from mpi4py import MPI
+
+        from shardtrain.islands.bridge import MpiGroup
+
+        devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
+        num_lanes = min(self.control.share("devices", len(devices)))
+        groups = []
+        for device in devices[:num_lanes]:
+            mine = device.process_index == jax.process_index()
+            comm = self.comm.Split(0 if mine else MPI.UNDEFINED, self.seat.island)
+            groups.append(MpiGroup(comm, across.reduce) if mine else None)
+        return Crossing(mesh, groups, across.bucket_bytes, across.first_bucket_bytes, on_device)
+
+
+def join(
+    environ: Mapping[str, str] | None = None, report: Callable[[str], None] | None = None
+) -> Islands | None:
+    """Find this process's place among those that were launched, before jax starts.
+
+    Where an island has several processes, `jax.distributed` joins them.
+
+    Args:
+      environ: by default that of this process.
+      report: told when the start takes long, and who is missing.
+
+    Returns:
+      None where this process is alone.
+
+    Raises:
+      ValueError: the processes do not make up the islands; or the launcher is of another MPI than mpi4py.
+      bridge.Missing: a rank did not come.
+    """
+    environ = os.environ if environ is None else environ
+    place = find_place(environ)
+    if place.size == 1:
+        return None
+    from shardtrain.islands.bridge import Control, world
+
+    comm = world()
+    if (comm.rank, comm.size) != (place.rank, place.size):
+        raise ValueError(other_mpi_text(place, comm.rank, comm.size))
+    processes = parse_processes(environ.get(PROCESSES, "1"))
+    seats = [find_seat(rank, place.size, processes) for rank in range(place.size)]
+    control = Control(comm, report=report or (lambda text: None))
+    hosts = control.share("start", place.host, START_SECONDS)
+    control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
+    seat = seats[place.rank]
+    if seat.num_processes > 1:
+        _join_processes(seat, comm)
+    first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
+    return Islands(seat=seat, place=place, control=control, comm=comm, first_ranks=first_ranks)
+
+
+def _join_processes(seat: Seat, comm: "MPI.Comm") -> None:
+    """One JAX runtime of several processes; the first of them says where they meet."""
+    island = comm.Split(seat.island, seat.process)
+    address = None
+    if seat.process == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            address = f"{socket.gethostbyname(socket.gethostname())}:{free.getsockname()[1]}"
+    jax.distributed.initialize(
+        coordinator_address=island.bcast(address, 0),
+        num_processes=seat.num_processes,
+        process_id=seat.process,
+    )
+    island.Free()
+
+
+def rank_name(seat: Seat, host: str) -> str:
+    """How people call a rank.
+
+    >>> rank_name(Seat(island=1, num_islands=2, process=0, num_processes=1), "b")
+    'island 1 (host b)'
+    >>> rank_name(Seat(island=1, num_islands=2, process=3, num_processes=4), "b")
+    'island 1.3 (host b)'
+    """
+    process = f".{seat.process}" if seat.num_processes > 1 else ""
+    return f"island {seat.island}{process} (host {host})"
+
+
+def other_mpi_text(place: Place, rank: int, size: int) -> str:
+    """The launcher and mpi4py do not know each other.
+
+    >>> place = Place(launcher="openmpi", rank=1, size=4, local_rank=1, local_size=4, host="a")
+    >>> other_mpi_text(place, 0, 1)[:64]
+    'the launcher (openmpi) says rank 1 of 4, but MPI says rank 0 of '
+    """
+    return (
+        f"the launcher ({place.launcher}) says rank {place.rank} of {place.size}, but MPI says rank {rank} of"
+        f" {size}: mpi4py and the launcher belong to different MPIs. Use the mpiexec that stands beside this"
+        " Python, or install mpi4py and mpi4jax for the launcher's MPI (README, Install); srun needs"
+        " --mpi=pmi2 or --mpi=pmix"
+    )
+
+
+def binding(islands: Islands) -> list[dict[str, Any]]:
+    """By rank: island, host, pid, devices and cores, for the table that is shown at the start."""
+    devices = jax.local_devices()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    mine = {
+        "rank": islands.place.rank,
+        "island": islands.seat.island,
+        "process": islands.seat.process,
+        "host": islands.place.host,
+        "pid": os.getpid(),
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "ids": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        "cores": cores,
+    }
+    return islands.control.share("binding", mine)
+
+
+PROBE = """
+import jax, jax.numpy as jnp, mpi4jax
+from mpi4py import MPI
+x = jnp.arange(1 << 16, dtype=jnp.float32)
+comm = MPI.COMM_SELF.Clone()
+y = jax.jit(lambda x: mpi4jax.sendrecv(x, x, 0, 0, comm=comm))(x)
+assert jax.devices()[0].platform == "gpu" and (x == y).all()
+"""
+
+
+def cuda_aware(
+    command: Sequence[str] = (sys.executable, "-c", PROBE), timeout_seconds: float = 120.0
+) -> bool:
+    """Whether MPI takes the memory of a GPU: tried in a child process, for where it does not, it crashes.
+
+    Args:
+      command: the child: exit code 0 if it went well.
+      timeout_seconds: a child that hangs has failed.
+    """
+    # the child is no rank of this run
+    ours = ("PMI", "PMIX", "OMPI", "PRTE", "SLURM", "HYDRA", "MPI_", "I_MPI")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environ |= {"MPI4JAX_USE_CUDA_MPI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def decide_device_memory(
+    wanted: Literal["auto", "device", "host"], islands: Islands, platform: str, probe: Callable[[], bool]
+) -> bool:
+    """Whether MPI is given device memory, the same on all ranks: where every rank's probe went well.
+
+    Args:
+      wanted: "host" never does; "device" insists.
+      islands: of the run.
+      platform: of this island's devices.
+      probe: such as `cuda_aware`.
+
+    Raises:
+      ValueError: "device", and a probe failed.
+    """
+    able = wanted != "host" and platform == "gpu" and probe()
+    all_able = islands.control.share("device memory", able)
+    if wanted == "device" and not all(all_able):
+        names = [name for name, able in zip(islands.control.names, all_able, strict=True) if not able]
+        raise ValueError(
+            f"bridge memory is 'device', but MPI does not take device memory on {', '.join(names)};"
+            " use 'host', or an MPI and mpi4jax built for CUDA"
+        )
+    return all(all_able)

@@ -1,0 +1,58 @@
+"""How islands are joined: values only, no jax, no MPI."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
+from shardtrain.layout import problems_error
+
+REDUCE = ("all_reduce", "root", "hierarchical")
+MEMORY = ("auto", "device", "host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Across:
+    """What crosses between islands, and how.
+
+    Args:
+      axis: "data": each island is a replica, and has a share of every batch.
+      shares: island -> its weight, in proportion to which rows are given out; None: by numbers of devices.
+      reduce: how sums are made: in one all-reduce; at island 0 and from there ("root"); inside each
+        host first, then across ("hierarchical").
+      bucket_bytes: gradients cross in buckets of about this size; 0: each array for itself.
+      first_bucket_bytes: of the first one, that something leaves early.
+      memory: what MPI is given: "device" memory, "host" memory, or device where a probe shows that it works.
+
+    Raises:
+      ValueError: lists everything out of range.
+    """
+
+    axis: Literal["data"] = "data"
+    shares: tuple[float, ...] | None = None
+    reduce: Literal["all_reduce", "root", "hierarchical"] = "all_reduce"
+    bucket_bytes: int = CAP_BYTES
+    first_bucket_bytes: int = FIRST_BYTES
+    memory: Literal["auto", "device", "host"] = "auto"
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value!r}; allowed: {', '.join(allowed)}"
+            for name, value, allowed in (
+                ("axis", self.axis, ("data",)),
+                ("reduce", self.reduce, REDUCE),
+                ("memory", self.memory, MEMORY),
+            )
+            if value not in allowed
+        ]
+        problems += [
+            f"{name} is {value}; use 0 or more bytes"
+            for name in ("bucket_bytes", "first_bucket_bytes")
+            if (value := getattr(self, name)) < 0
+        ]
+        if self.shares is not None and (
+            any(not 0 <= share < math.inf for share in self.shares) or not sum(self.shares)
+        ):
+            problems.append(f"shares is {self.shares}; give each island a number from 0, one of them above 0")
+        if problems:
+            raise problems_error("islands cannot be joined like this", problems)

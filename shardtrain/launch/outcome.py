@@ -1,0 +1,263 @@
+"""How a launch ended: the rank that failed first and its error, from what `rank.py` left in the log folder.
+
+Run by the supervisor, or behind srun in a batch script: `python -m shardtrain.launch.outcome LOGS --code N`.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.launch.rank import island_name
+
+CONSEQUENCE = re.compile(
+    r"MPI_ERR_|mpi4py\.MPI\.Exception|internal_\w+: |Communication error with rank|PMIX|"
+    r"[Cc]oordination service|heartbeat|Connection (reset|refused|closed)|Gloo|Broken pipe|\bMissing: "
+)
+"""An error that a rank gets when another is gone; it counts only where there is no other."""
+
+ABORT = re.compile(r"called MPI_Abort\([^,]*, (\d+)\)|MPI_ABORT was invoked")
+CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+TRACEBACK = "Traceback (most recent call last)"
+AFTERWARDS = re.compile(
+    r"application called MPI_Abort|Abort\(\d+\) on node|MPI_ABORT was invoked|Exception ignored in|[-=]{20}"
+)
+MOST_LINES, FIRST_LINES, TAIL_LINES = 60, 8, 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank ended.
+
+    Args:
+      rank: of how many: `size`.
+      island, process, num_processes: its seat.
+      host: where it ran.
+      start_seconds: since the epoch, by its host's clock, as is `end_seconds`.
+      end_seconds: None where the launcher killed it and its keeper.
+      code: its exit code; 128 + n for a signal; None likewise.
+      signal: that ended it, if one did.
+      asked: name of a signal that was passed on to it.
+      log: its log.
+      text: what the log got in this launch.
+      touched_seconds: when the log was last written.
+    """
+
+    rank: int
+    size: int
+    island: int
+    process: int
+    num_processes: int
+    host: str
+    start_seconds: float
+    end_seconds: float | None
+    code: int | None
+    signal: int | None
+    asked: str | None
+    log: Path
+    text: str
+    touched_seconds: float
+
+    @property
+    def name(self) -> str:
+        """`island 1`, or `island 1.0`."""
+        return f"island {island_name(self.island, self.process, self.num_processes)}"
+
+    @property
+    def stopped(self) -> bool:
+        """It was asked to stop, and did."""
+        return _stopped(self.code, self.asked)
+
+    @property
+    def aborted(self) -> bool:
+        """It ended the whole launch by itself, its keeper with it."""
+        return self.code is None and bool(ABORT.search(self.text) or TRACEBACK in self.text)
+
+    @property
+    def failed(self) -> bool:
+        """It ended by a fault of its own or of another, and was not killed by the launcher."""
+        return self.aborted or (self.code not in (None, 0) and not self.stopped)
+
+    @property
+    def consequence(self) -> bool:
+        """Another rank's end may be why: it was told to end, or lost a neighbour."""
+        return self.asked is not None or bool(CONSEQUENCE.search("\n".join(self.text.splitlines()[-5:])))
+
+    @property
+    def how(self) -> str:
+        """`exit code 1`, `SIGKILL`, ..."""
+        if self.signal is not None:
+            return f"killed by {signal.Signals(self.signal).name}"
+        if self.code is None:
+            return "called MPI_Abort" if self.aborted else "killed by the launcher"
+        return f"exit code {self.code}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The exit code of a launch, and what to tell; no text where all is well."""
+
+    code: int
+    text: str = ""
+
+
+def read_ranks(logs: Path) -> list[RankEnd]:
+    """What the ranks of the last launch in a log folder left, by rank."""
+    ends = []
+    for path in logs.glob("rank-*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        log = path.with_suffix(".log")
+        with log.open("rb") as file:
+            file.seek(record.pop("log_from"))
+            text = file.read().decode(errors="replace")
+        known = {name: record.get(name) for name in RankEnd.__dataclass_fields__ if name in record}
+        ends.append(RankEnd(**known, log=log, text=text, touched_seconds=log.stat().st_mtime))
+    return sorted(ends, key=lambda end: end.rank)
+
+
+def any_failed(logs: Path) -> bool:
+    """Whether a rank has failed, while others may still run."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.json")]
+    return any(code not in (None, 0) and not _stopped(code, asked) for code, asked in map(_end, records))
+
+
+def _end(record: dict) -> tuple[int | None, str | None]:
+    return record["code"], record["asked"]
+
+
+def _stopped(code: int | None, asked: str | None) -> bool:
+    return asked is not None and code == 128 + signal.Signals[asked]
+
+
+def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome:
+    """Who failed first, and why.
+
+    The first is the one that ended first by a fault of its own: not by a signal that it was sent on the
+    launcher's behalf, nor with the errors that MPI gives when a neighbour is gone.
+
+    Args:
+      ends: of the ranks.
+      launcher: its name, for people.
+      launcher_code: what it ended with; a negative number for a signal.
+
+    Returns:
+      The exit code of the first that failed, and its last traceback or lines under a headline.
+    """
+    failed = [end for end in ends if end.failed]
+    if not failed:
+        return _without_failure(ends, launcher, launcher_code)
+    first = min(failed, key=lambda end: (end.consequence, end.end_seconds or end.touched_seconds))
+    seconds = (first.end_seconds or first.touched_seconds) - first.start_seconds
+    headline = (
+        f"{first.name} failed first: rank {first.rank} on {first.host}, {first.how},"
+        f" {max(seconds, 0):.0f} s after its start"
+    )
+    text = f"\n{_ruled(headline)}\n{error_text(first.text)}\n"
+    if first.signal == signal.SIGKILL:
+        text += "(the kernel does that when memory runs out: see dmesg there, or sacct of the job)\n"
+    rest = [end for end in ends if end is not first]
+    for what, chosen in _by_end(rest):
+        text += f"\nthen: {_names(chosen)} {what}"
+    text += f"\nwhole log: {first.log}" + (" (the others lie beside it)" if rest else "")
+    return Outcome(code=first.code or _abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
+
+
+def _without_failure(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome:
+    stopped = [end for end in ends if end.stopped]
+    lost = [end for end in ends if end.code is None]
+    code = launcher_code if launcher_code >= 0 else 128 - launcher_code
+    if stopped and not lost:
+        return Outcome(code=stopped[0].code or 0, text=f"stopped by {stopped[0].asked}: {_names(stopped)}\n")
+    missing = sorted(set(range(ends[0].size)) - {end.rank for end in ends}) if ends else []
+    if code == 0 and not missing and not lost:
+        return Outcome(code=0)
+    text = _ruled(f"{launcher} ended with exit code {code}, and no rank says why") + "\n"
+    if not ends:
+        text += "No rank was started: what the launcher printed stands above.\n"
+    if missing:
+        text += f"Never started: rank {', '.join(map(str, missing))} of {ends[0].size}.\n"
+    if lost:
+        text += f"Ended from outside: {_names(lost)}; logs: {lost[0].log.parent}\n"
+    return Outcome(code=code or 1, text="\n" + text)
+
+
+def _by_end(ends: Sequence[RankEnd]) -> list[tuple[str, list[RankEnd]]]:
+    groups: dict[str, list[RankEnd]] = {}
+    for end in ends:
+        if end.code == 0:
+            what = "finished"
+        elif end.failed:
+            what = f"failed too: {end.how}"
+        elif end.asked not in (None, "SIGTERM"):
+            what = f"stopped at {end.asked}"
+        else:
+            what = "ended by the launcher"
+        groups.setdefault(what, []).append(end)
+    return list(groups.items())
+
+
+def _names(ends: Sequence[RankEnd]) -> str:
+    """`island 0 on a`, or `islands 0, 2, 3` with at most eight of them."""
+    if len(ends) == 1:
+        return f"{ends[0].name} on {ends[0].host}"
+    names = [end.name.removeprefix("island ") for end in ends]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"islands {', '.join(names[:8])}{more}"
+
+
+def _ruled(headline: str) -> str:
+    return f"=== {headline} ==="
+
+
+def _abort_code(text: str) -> int:
+    found = ABORT.search(text)
+    return int(found[1]) if found and found[1] else 0
+
+
+def error_text(log: str) -> str:
+    """The last traceback of a log, with those it is chained to, or its last lines where it has none.
+
+    >>> print(error_text("step 1\\nTraceback (most recent call last):\\n  File ...\\nValueError: no\\n"))
+    Traceback (most recent call last):
+      File ...
+    ValueError: no
+    """
+    # a bar is drawn again and again in one line
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.rstrip("\n").split("\n")]
+    starts = [i for i, line in enumerate(lines) if TRACEBACK in line and not _ignored(lines, i)]
+    if not starts:
+        return "\n".join(lines[-TAIL_LINES:]).strip("\n") or "(its log is empty)"
+    start = starts.pop()
+    while starts and any(line.startswith(CHAINED) for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    text = lines[start:]
+    end = next((i for i, line in enumerate(text) if AFTERWARDS.search(line)), len(text))
+    text = text[:end]
+    if len(text) > MOST_LINES:
+        cut = len(text) - MOST_LINES
+        text[FIRST_LINES : FIRST_LINES + cut] = [f"  ... {cut} lines, see the log ..."]
+    return "\n".join(text).rstrip()
+
+
+def _ignored(lines: Sequence[str], index: int) -> bool:
+    return index > 0 and lines[index - 1].startswith("Exception ignored in")
+
+
+def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = sys.stderr.write) -> int:
+    """Tell how a launch ended; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="shardtrain.launch.outcome", description=__doc__)
+    parser.add_argument("logs", type=Path)
+    parser.add_argument("--code", type=int, default=0, help="what the launcher ended with")
+    parser.add_argument("--launcher", default="srun")
+    options = parser.parse_args(arguments)
+    outcome = judge(read_ranks(options.logs), options.launcher, options.code)
+    write(outcome.text)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""`python -m shardtrain.launch.rank LOGS -- PROGRAM ...`: runs one rank's program beside its log.
+
+Works under any launcher: all output goes straight into LOGS/rank-N.log, so nothing of it is lost however
+the rank ends; from there it is passed on, the lines of islands other than the first with their name before
+them. How the rank ended is left in LOGS/rank-N.json for `outcome.py`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LOOK_EVERY_SECONDS = 0.05
+MISTAKE, NOT_FOUND = 2, 127
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a rank's program.
+
+    Returns:
+      Its exit code, 128 + the number of a signal that ended it; 0 where it was asked to stop by a signal and
+      did, for launchers kill the other ranks, which may still be saving, as soon as one ends otherwise.
+    """
+    parser = argparse.ArgumentParser(prog="shardtrain.launch.rank", description=__doc__)
+    parser.add_argument("logs", type=Path)
+    parser.add_argument("--usr1", default="USR1", metavar="NAME", help="the signal that SIGUSR1 stands for")
+    own, *program = _split(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(own)
+    if not program:
+        parser.error("the program is missing: LOGS -- python -m shardtrain train ...")
+    try:
+        place = find_place(os.environ)
+        processes = parse_processes(os.environ.get(PROCESSES, "1"))
+        seat = find_seat(place.rank, place.size, processes)
+    except ValueError as mistake:
+        sys.stderr.write(f"shardtrain.launch.rank: {mistake}\n")
+        return MISTAKE
+    return Keeper(options.logs, place, seat, signal.Signals[f"SIG{options.usr1}"]).run(program)
+
+
+def _split(arguments: Sequence[str]) -> list:
+    """[what stands before the first --, *what stands behind it]."""
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return [arguments[:at], *arguments[at + 1 :]]
+
+
+def prefix(place: Place, seat: Seat) -> str:
+    """What stands before the lines of a rank; nothing at the first, whose output stays as it is.
+
+    >>> place = Place(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
+    >>> prefix(place, Seat(island=1, num_islands=2, process=0, num_processes=2))
+    '[island 1.0] '
+    """
+    if place.rank == 0:
+        return ""
+    return f"[island {island_name(seat.island, seat.process, seat.num_processes)}] "
+
+
+def island_name(island: int, process: int, num_processes: int) -> str:
+    """`1`, or `1.0` where the island has several processes."""
+    return f"{island}.{process}" if num_processes > 1 else str(island)
+
+
+class Keeper:
+    """Runs one program: its output into the log, signals on to it, its end into a record."""
+
+    def __init__(self, logs: Path, place: Place, seat: Seat, usr1: signal.Signals) -> None:
+        self._place, self._usr1 = place, usr1
+        logs.mkdir(parents=True, exist_ok=True)
+        self._log = logs / f"rank-{place.rank}.log"
+        self._record_path = logs / f"rank-{place.rank}.json"
+        self._log.touch()
+        names = ("rank", "size", "host")
+        self._record: dict[str, Any] = {name: getattr(place, name) for name in names} | vars(seat)
+        self._record |= dict.fromkeys(("asked", "code", "signal", "end_seconds"))
+        self._record["log_from"] = self._log.stat().st_size
+        self._prefix = prefix(place, seat)
+        self._asked: list[signal.Signals] = []
+        self._child: subprocess.Popen | None = None
+
+    def run(self, program: Sequence[str]) -> int:
+        """Run it to its end; returns the code that this process should end with."""
+        parent = os.getppid()
+        for number in PASSED_ON:
+            signal.signal(number, self._pass_on)
+        self._write_record(pid=os.getpid(), start_seconds=time.time())
+        try:
+            child = self._child = self._start(program)
+        except OSError as error:
+            text = f"shardtrain.launch.rank: {program[0]} cannot be run: {error.strerror}\n"
+            with self._log.open("a") as log:
+                log.write(text)
+            self._write_record(code=NOT_FOUND, end_seconds=time.time())
+            return NOT_FOUND
+        for number in list(self._asked):
+            child.send_signal(number)
+        release = guard(child.pid)
+        follow = Follower(self._log, self._record["log_from"], self._prefix)
+        while child.poll() is None:
+            follow.look()
+            # its launcher died and could not end it
+            if self._place.launcher != "none" and os.getppid() != parent:
+                _kill_group(child.pid)
+            time.sleep(LOOK_EVERY_SECONDS)
+        # data workers and other children of the program
+        _kill_group(child.pid)
+        follow.finish()
+        release()
+        return self._ended(child.returncode)
+
+    def _start(self, program: Sequence[str]) -> subprocess.Popen:
+        environment = {"PYTHONUNBUFFERED": "1", **os.environ}
+        with self._log.open("ab") as log:
+            # a session of its own: a signal to the group of this process reaches it once, through here
+            return subprocess.Popen(
+                program, stdout=log, stderr=log, env=environment, start_new_session=True, close_fds=False
+            )
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        meant = self._usr1 if number == signal.SIGUSR1 else signal.Signals(number)
+        self._asked.append(meant)
+        self._record["asked"] = meant.name
+        if self._child is not None and self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.pid, meant)
+
+    def _ended(self, returncode: int) -> int:
+        code = returncode if returncode >= 0 else 128 - returncode
+        self._write_record(code=code, signal=-returncode if returncode < 0 else None, end_seconds=time.time())
+        return 0 if code in {128 + number for number in self._asked} else code
+
+    def _write_record(self, **news: Any) -> None:
+        self._record |= news
+        new = self._record_path.with_suffix(".new")
+        new.write_text(json.dumps(self._record), encoding="utf-8")
+        new.replace(self._record_path)
+
+
+class Follower:
+    """Passes on what is added to a log: as it comes without a prefix, else in whole lines."""
+
+    def __init__(self, log: Path, start: int, before: str) -> None:
+        self._file = log.open("rb")
+        self._file.seek(start)
+        self._before = before.encode()
+        self._rest = b""
+
+    def look(self) -> None:
+        """Pass on what is new."""
+        while new := self._file.read(1 << 16):
+            if not self._before:
+                self._write(new)
+                continue
+            *lines, self._rest = (self._rest + new).split(b"\n")
+            self._write(b"".join(self._line(line) for line in lines))
+
+    def finish(self) -> None:
+        """Pass on the rest, a line that was not ended too."""
+        self.look()
+        if self._rest:
+            self._write(self._line(self._rest))
+        self._file.close()
+
+    def _line(self, line: bytes) -> bytes:
+        # of a bar that is drawn again and again in one line, the last
+        return self._before + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
+
+    def _write(self, data: bytes) -> None:
+        # nobody reads any more: the log goes on
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(1, data) :]
+
+
+def guard(group: int, then: signal.Signals = signal.SIGKILL):
+    """Have a process group end when this process dies, however it dies.
+
+    Args:
+      group: the process group.
+      then: the signal to end it with.
+
+    Returns:
+      A function that calls the guard off.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            # out of the reach of signals to the groups of its maker, and holding none of its files
+            os.setsid()
+            os.closerange(0, read)
+            os.closerange(read + 1, os.sysconf("SC_OPEN_MAX"))
+            if os.read(read, 1) == b"":
+                os.killpg(group, then)
+        finally:
+            os._exit(0)
+    os.close(read)
+
+    def release() -> None:
+        os.write(write, b".")
+        os.close(write)
+        os.waitpid(pid, 0)
+
+    return release
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

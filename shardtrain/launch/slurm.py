@@ -1,0 +1,214 @@
+"""`launch slurm`: a job as a batch script that a person can read and change, submitted by sbatch.
+
+The script stands alone: srun starts the ranks, `rank.py` keeps their logs, `outcome.py` says how they ended.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardtrain.launch.job import Job, Launch
+from shardtrain.layout import problems_error
+
+STOPPED_BY_USR1 = 138
+"""128 + SIGUSR1: how a run ends that was asked to stop before the time limit, and saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What a batch job asks for beside its ranks.
+
+    Args:
+      partition: where to run; None: the cluster's default, as with the account and the QOS.
+      account: who pays.
+      qos: quality of service.
+      job_name: in the queue and before the log's name.
+      nodes: how many; None: one an island, or one a rank where islands are unequal.
+      gpus_per_island: shared evenly by its processes; None: no GPU.
+      cpus_per_island: likewise; None: whole nodes, whose cores the ranks share out themselves.
+      mpi: how srun starts an MPI program: pmi2 for MPICH and Intel MPI, pmix for Open MPI.
+      requeue: go on in a new job when the time is over, or a node failed.
+      sbatch: further options of sbatch, without their dashes: `constraint=a100`.
+      setup: lines of shell before the start, such as `module load openmpi`.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    job_name: str = "shardtrain"
+    nodes: int | None = None
+    gpus_per_island: int | None = None
+    cpus_per_island: int | None = None
+    mpi: str = "pmi2"
+    requeue: bool = True
+    sbatch: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+
+
+def launch(job: Job, slurm: Slurm, environ: Mapping[str, str]) -> Launch:
+    """The command that submits a job, and the batch script for it.
+
+    Raises:
+      ValueError: what does not fit, all of it at once.
+    """
+    path = job.logs / f"{slurm.job_name}.sbatch"
+    return Launch(lines=(("sbatch", str(path)),), files={path: script(job, slurm, environ)})
+
+
+def script(job: Job, slurm: Slurm, environ: Mapping[str, str]) -> str:
+    """The text of the batch script.
+
+    Args:
+      job: without hosts; its logs are the folder that holds those of each batch job.
+      slurm: what to ask for.
+      environ: of this process.
+
+    Raises:
+      ValueError: what does not fit, all of it at once.
+    """
+    nodes = _nodes(job, slurm)
+    if problems := _problems(job, slurm, nodes):
+        raise problems_error("this batch job cannot be written", problems)
+    lines = ["#!/bin/bash", f"# {_what(job, nodes)}", ""]
+    lines += [f"#SBATCH {option}" for option in _options(job, slurm, nodes)]
+    lines += ["", *slurm.setup]
+    lines += [f"export {k}={shlex.quote(v)}" for k, v in job.rank_environment(environ).items()]
+    lines += ["", *_run(job, slurm)]
+    return "\n".join(lines) + "\n"
+
+
+def _nodes(job: Job, slurm: Slurm) -> int:
+    unequal = not isinstance(job.processes_per_island, int)
+    return slurm.nodes if slurm.nodes is not None else job.num_ranks if unequal else job.islands
+
+
+def _what(job: Job, nodes: int) -> str:
+    each = job.processes_per_island
+    if not isinstance(each, int):
+        return f"{job.islands} islands of {job.processes_text} processes"
+    several = f", each of {each} processes" if each > 1 else ""
+    if job.islands == nodes:
+        return f"an island a node{several}: --nodes alone says how many"
+    return f"{job.islands} islands{several}, over all nodes"
+
+
+def _problems(job: Job, slurm: Slurm, nodes: int) -> list[str]:
+    problems = []
+    if job.hosts:
+        problems.append("hosts are named, and Slurm chooses them; use --sbatch nodelist=a,b")
+    if nodes < 1:
+        return [*problems, f"nodes is {nodes}; use 1 or more"]
+    if job.num_ranks % nodes:
+        fixes = " or ".join(str(n) for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0)
+        problems.append(
+            f"{job.num_ranks} ranks cannot be shared evenly by {nodes} nodes: {job.num_ranks} % {nodes} ="
+            f" {job.num_ranks % nodes}. Use {fixes} nodes"
+        )
+    if not re.fullmatch(r"[\w.-]+", slurm.job_name):
+        problems.append(f"job name {slurm.job_name!r} may have letters, digits, . _ and - only")
+    for what, count in (("GPUs", slurm.gpus_per_island), ("CPUs", slurm.cpus_per_island)):
+        problems += _share_problems(job, what, count)
+    return problems
+
+
+def _share_problems(job: Job, what: str, count: int | None) -> list[str]:
+    each = job.processes_per_island
+    if count is None:
+        return []
+    if count < 1:
+        return [f"{what} per island is {count}; use 1 or more, or leave it out"]
+    if not isinstance(each, int):
+        return [
+            f"{what} per island is {count}, and islands have {job.processes_text} processes; give islands the"
+            f" same number, or ask for what each process gets: --sbatch {what.lower()}-per-task=N"
+        ]
+    if count % each:
+        lower = count // each * each
+        fixes = " or ".join(str(n) for n in (lower, lower + each) if n)
+        return [
+            f"{count} {what} of an island cannot be shared evenly by its {each} processes:"
+            f" {count} % {each} = {count % each}. Use {fixes}"
+        ]
+    return []
+
+
+def _per_task(job: Job, count: int | None) -> int | None:
+    return count // job.processes_per_island if count and isinstance(job.processes_per_island, int) else None
+
+
+def _options(job: Job, slurm: Slurm, nodes: int) -> list[str]:
+    gpus, cpus = _per_task(job, slurm.gpus_per_island), _per_task(job, slurm.cpus_per_island)
+    named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
+    options = [f"--job-name={slurm.job_name}", f"--nodes={nodes}"]
+    options += [f"--ntasks-per-node={job.num_ranks // nodes}"]
+    options += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive", "--mem=0"]
+    options += [f"--gpus-per-task={gpus}"] if gpus else []
+    options += [f"--{name}={value}" for name, value in named.items() if value is not None]
+    if job.time_seconds is not None:
+        options += [f"--time={clock(job.time_seconds)}", f"--signal=USR1@{job.stop_seconds}"]
+    options += ["--requeue" if slurm.requeue else "--no-requeue", "--open-mode=append"]
+    options += [f"--output={job.logs}/%x-%j.log"]
+    return options + [f"--{option.lstrip('-')}" for option in slurm.sbatch]
+
+
+def _run(job: Job, slurm: Slurm) -> Sequence[str]:
+    gpus, cpus = _per_task(job, slurm.gpus_per_island), _per_task(job, slurm.cpus_per_island)
+    keeper = shlex.join((sys.executable, "-m", "shardtrain.launch.rank"))
+    outcome = shlex.join((sys.executable, "-m", "shardtrain.launch.outcome"))
+    # srun takes over no --cpus-per-task since Slurm 22.05; without one it would bind a rank to one core
+    binding = [f"--cpus-per-task={cpus}", "--cpu-bind=cores"] if cpus else ["--cpu-bind=none"]
+    binding += [f"--gpus-per-task={gpus}", f"--gpu-bind=per_task:{gpus}"] if gpus else []
+    lines = [
+        f'logs={shlex.quote(str(job.logs))}/"$SLURM_JOB_ID"',
+        'mkdir -p "$logs" && rm -f "$logs"/rank-*.json  # how ranks ended in an earlier start of this job',
+        f"srun --mpi={slurm.mpi} --kill-on-bad-exit=1 {' '.join(binding)} \\",
+        f'  {keeper} "$logs" -- \\',
+        f"  {shlex.join((*job.program, *job.arguments))}",
+        "",
+        "# the error of the rank that failed first, and its exit code",
+        f'{outcome} "$logs" --code $?',
+        "code=$?",
+    ]
+    if slurm.requeue and job.time_seconds is not None:
+        lines += [
+            f"if [ $code -eq {STOPPED_BY_USR1} ]; then  # stopped before the time limit, and saved",
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+        ]
+    return [*lines, "exit $code"]
+
+
+def clock(seconds: int) -> str:
+    """Seconds as Slurm writes a time.
+
+    >>> clock(3600), clock(90061)
+    ('01:00:00', '1-01:01:01')
+    """
+    days, rest = divmod(seconds, 86400)
+    text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
+
+
+def parse_time(text: str) -> int:
+    """Seconds from a time as Slurm reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours...
+
+    Raises:
+      ValueError: it is none of these.
+
+    >>> parse_time("90"), parse_time("01:30:00"), parse_time("1-12"), parse_time("2:30")
+    (5400, 5400, 129600, 150)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if not match:
+        raise ValueError(f"time {text!r}: write hours:minutes:seconds, 01:30:00, or days-hours, 1-12")
+    days, *parts = (int(part) for part in match.groups(default="-1"))
+    given = [part for part in parts if part >= 0]
+    if days >= 0:
+        hours, minutes, seconds = [*given, 0, 0][:3]
+    elif len(given) == 3:
+        hours, minutes, seconds = given
+    else:
+        hours, (minutes, seconds) = 0, [*given, 0][:2]
+    return max(days, 0) * 86400 + hours * 3600 + minutes * 60 + seconds

@@ -1,0 +1,204 @@
+"""Runs a launch to its end: Ctrl-C asks all ranks to stop and save, a second one kills, none is left behind.
+
+The launcher gets a session of its own, so that the terminal's Ctrl-C reaches this process alone, which
+passes it on as SIGUSR1: MPI launchers forward that one and end at the others.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from shardtrain.launch.job import Launch
+from shardtrain.launch.outcome import any_failed, judge, read_ranks
+from shardtrain.launch.rank import guard
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_EVERY_SECONDS = 0.1
+GRACE_SECONDS = 2.0
+LEFT_BEHIND_SECONDS = 3.0
+KILLED = 128 + signal.SIGKILL
+
+
+def supervise(
+    launch: Launch,
+    logs: Path,
+    environ: Mapping[str, str],
+    *,
+    time_seconds: int | None = None,
+    stop_seconds: int = 120,
+    write: Callable[[str], object] = sys.stderr.write,
+) -> int:
+    """Run a launch, and tell how it ended.
+
+    Args:
+      launch: what to run.
+      logs: the folder that its ranks log to.
+      environ: the environment of the command, without what the launch adds.
+      time_seconds: ask the ranks to stop `stop_seconds` before this, and kill them at it.
+      stop_seconds: as above.
+      write: where to tell it.
+
+    Returns:
+      The exit code of the rank that failed first (128 + n for a signal), or what the launcher ended with.
+
+    Raises:
+      OSError: the command cannot be run, or a file not be written.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    for path in logs.glob("rank-*.json"):
+        path.unlink()
+    for path, text in launch.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    with _Run(launch, environ, write) as run:
+        code = run.wait(logs, time_seconds, stop_seconds)
+    _end_left_behind(logs)
+    if run.killed and not run.failed:
+        run.tell("\nkilled; what was saved before is still there\n")
+        return KILLED
+    outcome = judge(read_ranks(logs), Path(launch.command[0]).name, code)
+    run.tell(outcome.text)
+    return outcome.code
+
+
+class _Run:
+    """The launcher's process while it runs, and the signals that end it."""
+
+    def __init__(self, launch: Launch, environ: Mapping[str, str], write: Callable[[str], object]) -> None:
+        self._tell = write
+        self._launch = launch
+        self._environ = environ
+        self._before: dict[signal.Signals, object] = {}
+        self._asked = False
+        self._next_look_seconds = 0.0
+        self._failed_seconds: float | None = None
+        self.killed = self.failed = False
+
+    def __enter__(self) -> "_Run":
+        for number in ASKING:
+            self._before[number] = signal.signal(number, self._on_signal)
+        try:
+            self._process = subprocess.Popen(
+                self._launch.command,
+                env={**self._environ, **self._launch.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError:
+            self._restore()
+            raise
+        self._release = guard(self._process.pid)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process.poll() is None:
+            self._kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._release()
+        self._restore()
+
+    def wait(self, logs: Path, time_seconds: int | None, stop_seconds: int) -> int:
+        """Until it ends; returns its exit code."""
+        began = time.monotonic()
+        while (code := self._process.poll()) is None:
+            self._relay(LOOK_EVERY_SECONDS)
+            passed = time.monotonic() - began
+            self._look_for_failures(logs, time.monotonic())
+            if time_seconds is not None and not self._asked and passed > time_seconds - stop_seconds:
+                self._ask(f"{stop_seconds} s before the time limit")
+            if time_seconds is not None and not self.killed and passed > time_seconds:
+                self._kill()
+        while self._relay(0):
+            pass
+        return code
+
+    def _relay(self, wait_seconds: float) -> bool:
+        """Pass on what was printed. The launcher must not hold the terminal: it would end with it."""
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        if not select.select([pipe], [], [], wait_seconds)[0]:
+            return False
+        data = os.read(pipe, 1 << 16)
+        rest = data
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(1, rest) :]
+        if not data:
+            # its end of the pipe is closed, and it still runs
+            time.sleep(wait_seconds)
+        return bool(data)
+
+    def _look_for_failures(self, logs: Path, now_seconds: float) -> None:
+        """MPI ends all ranks when one fails, but only after MPI_Init: not while a program still reads."""
+        if self.failed or now_seconds < self._next_look_seconds:
+            return
+        self._next_look_seconds = now_seconds + 1
+        if self._failed_seconds is None and any_failed(logs):
+            self._failed_seconds = now_seconds
+        if self._failed_seconds is not None and now_seconds - self._failed_seconds > GRACE_SECONDS:
+            self.failed = True
+            self._kill()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            self._kill()
+        else:
+            self._ask(signal.Signals(number).name)
+
+    def _ask(self, why: str) -> None:
+        self._asked = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        self.tell(f"\n{why}: all ranks are asked to stop and save; Ctrl-C kills them\n")
+
+    def tell(self, text: str) -> None:
+        """Tell the person who waits, if there still is one."""
+        # the terminal may be gone, and then the ranks must still be asked to save
+        with contextlib.suppress(OSError):
+            self._tell(text)
+
+    def _kill(self) -> None:
+        self.killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+
+def _end_left_behind(logs: Path) -> None:
+    """Keepers of ranks on this host end when their launcher does; one that does not is killed."""
+    pids = [pid for path in logs.glob("rank-*.json") if (pid := _keeper(path)) is not None]
+    deadline = time.monotonic() + LEFT_BEHIND_SECONDS
+    while (pids := [pid for pid in pids if _is_keeper(pid)]) and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_SECONDS)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _keeper(path: Path) -> int | None:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    here = {socket.gethostname(), os.environ.get("SLURMD_NODENAME")}
+    return record["pid"] if record["host"] in here else None
+
+
+def _is_keeper(pid: int) -> bool:
+    try:
+        return b"shardtrain.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,124 @@
+"""Where a run begins, and where it is saved: from its newest checkpoint, or from the start, on all islands.
+
+What each island keeps of its own (an optimizer on deltas, what a compression left out) lies in a folder
+of its own beside that of island 0. Next: `trainer.py`.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardtrain.across import AcrossStep
+from shardtrain.checkpoint import Checkpoints
+from shardtrain.config import Run, differences
+from shardtrain.data import Position
+from shardtrain.state import Placement, State, restorable_state
+from shardtrain.together import Together
+
+BEGINNING = Position(epoch=0, index=0)
+CHECKPOINTS = "checkpoints"
+
+
+def has_own_state(run: Run, across: AcrossStep | None) -> bool:
+    """Each island keeps something of its own that a checkpoint must hold."""
+    return across is not None and (
+        run.strategy.combine.on_deltas or bool(jax.tree.leaves(across.init_combine_state()))
+    )
+
+
+def island_checkpoints(
+    run: Run, folder: Path, together: Together, has_own: bool, note: Callable[[str], None]
+) -> Checkpoints | None:
+    """Those of this island: of what all have in common in one folder, of what each has in one each."""
+    if together.writes:
+        return Checkpoints(folder / CHECKPOINTS, run.checkpoints, report=note)
+    if not has_own:
+        return None
+    assert together.islands is not None
+    name = f"{CHECKPOINTS}-island-{together.islands.seat.island}"
+    return Checkpoints(folder / name, run.checkpoints, report=note)
+
+
+class Elsewhere(ExitStack):
+    """Checkpoints that another island writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._latest: int | None = None
+
+    def latest(self) -> int | None:
+        """The step that was saved last."""
+        return self._latest
+
+    def save(self, step: int, state: Any, extra: Any) -> None:
+        """Another island does."""
+        self._latest = step
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+def made_equal(together: Together, state: State, note: Callable[[str], None]) -> State:
+    """Before a save: unequal hosts round differently, and their copies drift apart by the last bits."""
+    paths = together.differing(state)
+    if not paths:
+        return state
+    note(
+        f"{len(paths)} parameters were not the same bits on all islands, {paths[0]} among them;"
+        " all go on with those of island 0"
+    )
+    return together.same_state(state)
+
+
+def begin(
+    run: Run,
+    placement: Placement,
+    init: Callable[[], State],
+    together: Together,
+    across: AcrossStep | None,
+    checkpoints: Checkpoints | None,
+    has_own: bool,
+    description: dict[str, Any],
+    note: Callable[[str], None],
+) -> tuple[State, int, Position]:
+    """The newest checkpoint, or the beginning."""
+    kept = {} if across is None else {"combine_state": across.init_combine_state()}
+    wanted = restorable_state(placement)._replace(**jax.tree.map(_restorable, kept))
+    restored = together.restore(checkpoints, wanted, has_own)
+    found = None if restored is None else restored.state
+    state = init()._replace(**kept) if found is None else found
+    if restored is None:
+        return together.same_state(state), 0, BEGINNING
+    missing = together.share("own state", has_own and restored.state is None)
+    everything = not has_own or any(missing)
+    state = (together.same_everything if everything else together.same_state)(state)
+    if has_own and any(missing):
+        note(
+            f"{sum(missing)} of {len(missing)} islands found no checkpoint of their own of this step:"
+            " all go on with the optimizer's state of island 0"
+        )
+    note(f"resumed from step {restored.step} in {run.run_dir}")
+    before = restored.extra["run"]
+    if before["seed"] != run.seed:
+        raise ValueError(
+            f"seed is {run.seed}, but the run in {run.run_dir} began with seed"
+            f" {before['seed']}: its order of samples would change. Use --seed {before['seed']}, or another"
+            " --run-dir"
+        )
+    # through JSON, as the saved one went
+    changed = differences(before, json.loads(json.dumps(description)))
+    for line in changed:
+        note(f"changed since then: {line}")
+    position = Position(**restored.extra["position"])
+    if before.get("data.fingerprint") != description["data.fingerprint"]:
+        note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
+        position = BEGINNING
+    return state, restored.step, position
+
+
+def _restorable(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,293 @@
+"""What several islands do together around their steps: agree, begin, share out rows, stop and save.
+
+An island that is alone does all this by itself, through the same calls. Next: `trainer.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardtrain import split
+from shardtrain.across import AcrossStep
+from shardtrain.checkpoint import Checkpoints, Restored
+from shardtrain.data import Batch, Batches, place, process_rows
+from shardtrain.islands.agreement import check_agreement
+from shardtrain.islands.crossing import Crossing
+from shardtrain.islands.membership import Islands
+from shardtrain.loop import Wish
+from shardtrain.model import path_text
+from shardtrain.state import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShare:
+    """The rows of each batch that this process loads.
+
+    Args:
+      rows: their numbers in the whole batch; where an island's share does not divide among its devices
+        it is filled up with copies.
+      real: which of them are no copies.
+      num_rows: rows of this island, copies and those of its other processes counted.
+      start: the number of the island's first row.
+    """
+
+    rows: np.ndarray
+    real: np.ndarray
+    num_rows: int
+    start: int
+
+    def load(self, batches: Batches, mesh: Mesh, batch_axes: Sequence[str], microbatches: int) -> "Loader":
+        """How batches of these rows come onto the mesh."""
+        return Loader(batches, self, mesh, tuple(batch_axes), microbatches)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches of some rows, on a mesh; see `RowShare.load`."""
+
+    batches: Batches
+    share: RowShare
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    microbatches: int
+
+    def place(self, batch: Batch) -> Any:
+        """Rows as `batches` loaded them, on the mesh; copies have weight 0."""
+        weights = batch["weights"]
+        real = self.share.real.reshape(-1, *[1] * (weights.ndim - 1))
+        batch = {**batch, "weights": np.where(real, weights, 0).astype(np.float32)}
+        return place(batch, self.mesh, self.batch_axes, self.microbatches, self.share.num_rows)
+
+
+def row_share(
+    batch: int,
+    shares: Sequence[int],
+    island: int,
+    mesh: Mesh,
+    batch_axes: Sequence[str],
+    microbatches: int,
+) -> RowShare:
+    """The rows of this process.
+
+    Args:
+      batch: rows of a whole batch.
+      shares: island -> its number of rows; they add up to `batch`.
+      island: this one.
+      mesh: of this island.
+      batch_axes: which of its axes share out rows.
+      microbatches: M.
+
+    Raises:
+      ValueError: the one island that there is cannot split the batch.
+    """
+    start, number = split.starts(shares)[island], shares[island]
+    unit = microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
+    num_rows = number if len(shares) == 1 else max(-(-number // unit), 1) * unit
+    local = process_rows(num_rows, mesh, batch_axes, microbatches)
+    rows = start + local % number if number else np.zeros_like(local)
+    return RowShare(rows=rows, real=local < number, num_rows=num_rows, start=start)
+
+
+def island_rows(batch: int, weights: Sequence[float], units: Sequence[int]) -> list[int]:
+    """How many rows of a batch each island gets.
+
+    In multiples of what it can divide, if such numbers add up; else without regard to that.
+
+    Args:
+      batch: rows of a whole batch.
+      weights: island -> its weight.
+      units: island -> devices that share rows, times microbatches.
+
+    >>> island_rows(32, [3, 1], [4, 2]), island_rows(7, [1, 1], [4, 2])
+    ([24, 8], [4, 3])
+    """
+    try:
+        return split.shares(batch, weights, multiples=list(units))
+    except ValueError:
+        return split.shares(batch, weights)
+
+
+@dataclass(frozen=True)
+class Together:
+    """The islands of a run at work, or the one that is alone.
+
+    Args:
+      islands: None for one that is alone.
+      crossing: to the others, None likewise.
+    """
+
+    islands: Islands | None = None
+    crossing: Crossing | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """This process speaks and writes for all."""
+        return jax.process_index() == 0 if self.islands is None else self.islands.is_first
+
+    @property
+    def writes(self) -> bool:
+        """This process belongs to the island that saves what all have in common."""
+        return self.islands is None or self.islands.seat.island == 0
+
+    def rows(
+        self,
+        batch: int,
+        weights: Sequence[float] | None,
+        mesh: Mesh,
+        batch_axes: Sequence[str],
+        microbatches: int,
+    ) -> RowShare:
+        """The rows of this process.
+
+        Args:
+          batch: rows of a whole batch.
+          weights: island -> weight; None: its number of devices.
+          mesh, batch_axes, microbatches: of this island.
+
+        Raises:
+          ValueError: there are not as many weights as islands; or one island cannot split the batch.
+        """
+        if self.islands is None:
+            return row_share(batch, [batch], 0, mesh, batch_axes, microbatches)
+        unit = microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
+        found = self.islands.by_island("rows", [mesh.devices.size, unit])
+        if weights is not None and len(weights) != len(found):
+            raise ValueError(
+                f"shares has {len(weights)} weights, and there are {len(found)} islands; give one each"
+            )
+        shares = island_rows(batch, weights or [n for n, _ in found], [unit for _, unit in found])
+        return row_share(batch, shares, self.islands.seat.island, mesh, batch_axes, microbatches)
+
+    def share(self, name: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        return [value] if self.islands is None else self.islands.control.share(name, value)
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Compare the facts of all ranks, see `agreement.facts`.
+
+        Raises:
+          ValueError: they differ; the message says in what, and where.
+        """
+        if self.islands is not None:
+            control = self.islands.control
+            check_agreement(control.share, control.names[control.rank], facts)
+
+    def agree(self, step: int, wish: Wish, across: AcrossStep | None) -> Wish:
+        """What all islands do after a step: what any of them must, and what the first would."""
+        if self.islands is None or across is None:
+            return wish
+        if not across.combines(step):
+            return Wish(0, False)
+        wishes = self.islands.control.share(f"after step {step}", list(wish))
+        return Wish(max(stop for stop, _ in wishes), wishes[0][1])
+
+    def totals(self, name: str, sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """(sum, count) by name, added up over islands."""
+        if self.islands is None:
+            return dict(sums)
+        by_island = self.islands.by_island(name, {key: list(pair) for key, pair in sums.items()})
+        return {
+            key: (sum(found[key][0] for found in by_island), sum(found[key][1] for found in by_island))
+            for key in by_island[0]
+        }
+
+    def in_turn(self, name: str, work: Any) -> Any:
+        """Let the ranks of a host do something one after the other, for they share its disk."""
+        if self.islands is None:
+            return work()
+        hosts = self.islands.control.share(f"{name}: hosts", self.islands.place.host)
+        turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+        done = None
+        for turn in range(max(turns) + 1):
+            if turns[self.islands.place.rank] == turn:
+                done = work()
+            self.islands.control.share(f"{name}: turn {turn}")
+        return done
+
+    def restore(self, checkpoints: Checkpoints | None, wanted: State, has_own: bool) -> Restored | None:
+        """The newest checkpoint of island 0, and what this island saved of its own at the same step.
+
+        Args:
+          checkpoints: of this island; None where it has none of its own.
+          wanted: shapes and shardings of the state.
+          has_own: each island keeps an optimizer or a combiner's state of its own.
+
+        Returns:
+          What was found; `step` and `extra` are island 0's on every island, `state` is None on an island
+          that found nothing of its own.
+        """
+        if self.islands is None:
+            assert checkpoints is not None
+            return checkpoints.restore(wanted)
+        steps = self.islands.by_island("checkpoints", checkpoints.steps() if checkpoints else [])
+        newest = _common_step(steps) if has_own else max(steps[0], default=None)
+        if newest is None:
+            return None
+        found = checkpoints.restore(wanted, newest) if checkpoints and self.writes else None
+        step, extra = self.islands.from_first(
+            "restored", [found.step, found.extra] if found else [None, None]
+        )
+        if step is None:
+            return None
+        if checkpoints and not self.writes:
+            found = checkpoints.restore(wanted, step)
+            found = found if found and found.step == step else None
+        return Restored(step=step, state=found and found.state, extra=extra, passed_over=())
+
+    def same_state(self, state: State) -> State:
+        """Everything but what each island keeps of its own, as island 0 has it."""
+        if self.crossing is None:
+            return state
+        common = self.crossing.map(_broadcast, _common(state))
+        return state._replace(**common)
+
+    def same_everything(self, state: State) -> State:
+        """The optimizer's state too, as island 0 has it."""
+        if self.crossing is None:
+            return state
+        return self.same_state(state)._replace(opt_state=self.crossing.map(_broadcast, state.opt_state))
+
+    def differing(self, state: State) -> list[str]:
+        """The arrays, of those that islands have in common, that are not the same bits on all of them."""
+        if self.islands is None:
+            return []
+        paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(_common(state))]
+        prints = self.islands.by_island("fingerprints", np.asarray(_fingerprints(_common(state))).tolist())
+        return [path for path, *found in zip(paths, *prints, strict=True) if len(set(found)) > 1]
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self.crossing is not None:
+            self.crossing.close()
+
+
+def _common(state: State) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in ("step", "seed", "params", "model_state")}
+
+
+def _common_step(steps: Sequence[Sequence[int]]) -> int | None:
+    """The newest step that all islands have which have any; island 0 must have it."""
+    everywhere = set.intersection(*[set(found) for found in steps if found] or [set()])
+    return max(everywhere & set(steps[0]) or steps[0], default=None)
+
+
+def _broadcast(arrays: Any, kept: Any, group: Any) -> Any:
+    return [group.broadcast(x) for x in arrays]
+
+
+@jax.jit
+def _fingerprints(tree: Any) -> jax.Array:
+    """A sum of the bits of each array, weighed by their places: any change of one changes it."""
+
+    def of(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+        place = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+        return (bits * (2 * place + 1)).sum(dtype=jnp.uint32)
+
+    return jnp.stack([of(leaf) for leaf in jax.tree.leaves(tree)])

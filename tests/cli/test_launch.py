@@ -1,0 +1,202 @@
+"""`shardtrain launch`: what it prints, what it refuses, one launch from end to end; `--cpu-devices` by island."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.cli import launch as command
+from shardtrain.cli import set_cpu_devices
+
+ROOT = Path(__file__).parents[2]
+GPT = str(ROOT / "examples/gpt_text.py")
+BEHIND = ["--", "train", "run.py", "--cpu-devices", "4"]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def printed(words, capsys):
+    assert cli.main(["launch", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [[], ["local"], ["mpi"]])
+def test_a_dry_run_prints_one_command_and_runs_nothing(kind, capsys, tmp_path):
+    text = printed([*kind, "--islands", "3", "--dry-run", *BEHIND], capsys)
+    words = shlex.split(text)
+    assert words[words.index("-n") + 1] == "3"
+    keeper = [sys.executable, "-m", "shardtrain.launch.rank"]
+    at = words.index("shardtrain.launch.rank") - 2
+    assert words[at : at + 3] == keeper
+    assert re.fullmatch(r"logs/\d{8}-\d{6}", words[at + 3])
+    program = [sys.executable, "-m", "shardtrain", "train", "run.py", "--cpu-devices", "4"]
+    assert words[words.index("--") + 1 :] == program
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_need_no_kind_and_give_the_number_of_islands(capsys, tmp_path):
+    assert "-n 3" in printed(["--hosts", "a,b,c", "--dry-run", *BEHIND], capsys)
+    (tmp_path / "hosts").write_text("a\nb\n")
+    words = ["--hostfile", "hosts", "--processes-per-island", "2", "--dry-run", *BEHIND]
+    text = printed(words, capsys)
+    assert "-n 4" in text
+    assert "SHARDTRAIN_ISLAND_PROCESSES" in text
+    unequal = ["--hosts", "a:1,b:3", "--processes-per-island", "1,3", "--dry-run", *BEHIND]
+    assert "-n 4" in printed(unequal, capsys)
+
+
+def test_slurm_prints_its_script(capsys, tmp_path):
+    words = ["slurm", "--islands", "4", "--time", "01:00:00", "--gpus-per-island", "4", "--partition", "gpu"]
+    text = printed([*words, "--signal-seconds", "300", "--dry-run", *BEHIND], capsys)
+    assert text.startswith("#!/bin/bash\n")
+    for line in ("--nodes=4", "--time=01:00:00", "--signal=USR1@300", "--gpus-per-task=4", "--partition=gpu"):
+        assert f"#SBATCH {line}\n" in text
+    assert f"{sys.executable} -m shardtrain train run.py --cpu-devices 4\n" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$@" > submitted\nexit 3\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cli.main(["launch", "slurm", "--islands", "2", "--logs", "mine", *BEHIND]) == 3
+    assert (tmp_path / "submitted").read_text() == "mine/shardtrain.sbatch\n"
+    assert "#SBATCH --nodes=2\n" in (tmp_path / "mine/shardtrain.sbatch").read_text()
+    assert "wrote mine/shardtrain.sbatch; logs will be mine/shardtrain-<job>.log" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert cli.main(["launch", "slurm", *BEHIND]) == 2
+    assert "there is no sbatch on PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "what to launch is missing; it stands behind --, as in: shardtrain launch --islands 2 -- train"),
+        (
+            ["--islands", "2", "train", "run.py"],
+            "what to launch stands behind --, as in: shardtrain launch --islands 2 -- train run.py",
+        ),
+        (["--islands", "2", "--"], "nothing stands behind --; write the command there"),
+        (["--", "trian", "run.py"], "a command of shardtrain, and not 'trian' (did you mean 'train'?)"),
+        (["--", "launch"], "a command of shardtrain, and not 'launch' (known: train, inspect"),
+        (["slrum", "--", "train"], "there is no launch 'slrum' (did you mean 'slurm'?)"),
+        (["--islands", "0", "--", "train"], "islands is 0; use 1 or more"),
+        (["--islands", "3", "--hosts", "a,b", "--", "train"], "3 % 2 = 1. Use 2 or 4 ranks, or say how many"),
+        (["--hosts", "a", "--hostfile", "b", "--", "train"], "--hosts and --hostfile are both given"),
+        (["--hostfile", "nope", "--", "train"], "there is no hostfile nope"),
+        (["local", "--hosts", "a", "--", "train"], "launch local is for this machine"),
+        (["--processes-per-island", "1,x", "--", "train"], "'x' is no number from 1"),
+        (["--time", "soon", "--", "train"], "time 'soon': write hours:minutes:seconds"),
+        (["--mpiexec", "nope", "--", "train"], "there is no 'nope' that can be run"),
+        (
+            ["slurm", "--nodes", "3", "--islands", "4", "--dry-run", "--", "train"],
+            "4 % 3 = 1. Use 4 or 2 or 1",
+        ),
+    ],
+)
+def test_mistakes_are_told(words, text, capsys, tmp_path):
+    assert cli.main(["launch", *words]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.startswith("shardtrain launch: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [[], *([kind] for kind in command.KINDS)])
+def test_help_names_the_kinds_and_options(kind, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["launch", *kind, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in command.KINDS)
+    assert ("--gpus-per-island" in text) == (kind == ["slurm"])
+    assert ("--hostfile" in text) == (kind != ["slurm"])
+
+
+def test_one_command_runs_on_two_islands(tmp_path):
+    """`inspect` needs no device: what each of two ranks prints comes in one view and in a log of its own."""
+    words = [sys.executable, "-m", "shardtrain", "launch", "--islands", "2", "--logs", "mine", "--"]
+    words += ["inspect", GPT, "--mesh", "tensor=4"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"launch: 2 islands by .*mpiexec; a log for each rank in mine\n", done.stderr)
+    logs = [(tmp_path / f"mine/rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert logs[0] == logs[1]
+    assert "mesh: tensor=4 (4 devices)" in logs[0]
+    lines = done.stdout.splitlines()
+    first = [line for line in lines if not line.startswith("[island 1] ")]
+    second = [line.removeprefix("[island 1] ") for line in lines if line.startswith("[island 1] ")]
+    assert first == second == logs[0].splitlines()
+
+
+def test_a_mistake_behind_the_dashes_is_the_code_of_the_launch():
+    words = [sys.executable, "-m", "shardtrain", "launch", "--islands", "2", "--", "inspect", "nope.py"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert re.search(r"=== island [01] failed first: rank [01] on .*, exit code 2, ", done.stderr)
+    assert "shardtrain inspect: there is no run file nope.py" in done.stderr
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--kept --xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+
+    def place(rank, size, processes):
+        monkeypatch.setenv("PMI_RANK", str(rank))
+        monkeypatch.setenv("PMI_SIZE", str(size))
+        monkeypatch.setenv("SHARDTRAIN_ISLAND_PROCESSES", processes)
+
+    return place
+
+
+def count():
+    return os.environ["XLA_FLAGS"].split("=")[-1]
+
+
+def test_devices_behind_the_dashes_are_another_programs(flags):
+    words = ["--islands", "2", *BEHIND]
+    set_cpu_devices(words)
+    assert words == ["--islands", "2", *BEHIND]
+    assert count() == "8"
+    words = ["--cpu-devices", "2", *BEHIND]
+    set_cpu_devices(words)
+    assert words == BEHIND
+    assert os.environ["XLA_FLAGS"] == "--kept --xla_force_host_platform_device_count=2"
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, "2"), (1, "1"), (3, "1")])
+def test_each_island_has_its_own_number_of_devices(rank, number, flags):
+    flags(rank, 4, "1,3")
+    words = ["run.py", "--cpu-devices=2,1", "--steps", "3"]
+    set_cpu_devices(words)
+    assert words == ["run.py", "--steps", "3"]
+    assert count() == number
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["--cpu-devices", "2,1,1"],
+            "2,1,1 is for 3 islands, and there are 2; give 2 numbers, or one for all",
+        ),
+        (["--cpu-devices", "2,x"], "(or one an island, --cpu-devices 2,1); got '2,x'"),
+        (["--cpu-devices", "0"], "needs a number of devices from 1, as in --cpu-devices 8"),
+        (["--cpu-devices", "--", "3"], "got ''"),
+    ],
+)
+def test_devices_that_are_no_numbers_are_refused(words, text, flags):
+    flags(0, 2, "1")
+    with pytest.raises(ValueError) as error:
+        set_cpu_devices(words)
+    assert text in str(error.value)

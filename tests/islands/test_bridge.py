@@ -1,0 +1,66 @@
+"""Real ranks: every reduction mode gives the sum, messages of every dtype arrive, and who is missing is named."""
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from shardtrain.islands.bridge import Control, MpiGroup, world
+from shardtrain.islands.options import REDUCE
+comm = world()
+rank, size = comm.rank, comm.size
+for mode in REDUCE:
+    group = MpiGroup(comm, mode, hosts=["b", "a", "b", "b", "a"][:size])
+    for n in (0, 1, 7, 70_000):
+        x = jnp.arange(n, dtype=jnp.float32) + rank
+        got = jax.jit(group.all_reduce)(x)
+        np.testing.assert_allclose(got, size * np.arange(n) + sum(range(size)), rtol=1e-6)
+group = MpiGroup(comm)
+spans = [span for span in range(1, size + 1) if size % span == 0]
+for span in spans:
+    total = jax.jit(lambda x, span=span: group.all_reduce(x, span))(jnp.float32(rank))
+    first = rank // span * span
+    assert total == sum(range(first, first + span)), (span, total)
+sources = [(i + 1) % size for i in range(size)]
+for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32, jnp.uint32, jnp.bool_):
+    x = jnp.full((3, 2), rank + 1, dtype)
+    got = jax.jit(lambda x: (group.exchange(x, sources), group.all_gather(x), group.broadcast(x, size - 1)))(x)
+    assert all(y.dtype == dtype for y in got)
+    assert (got[0] == jnp.full((3, 2), (rank + 1) % size + 1, dtype)).all()
+    assert (got[1] == jnp.stack([jnp.full((3, 2), r + 1, dtype) for r in range(size)])).all()
+    assert (got[2] == jnp.full((3, 2), size, dtype)).all()
+control = Control(comm, [f"island {r}" for r in range(size)])
+assert control.share("hello", {"rank": rank}) == [{"rank": r} for r in range(size)]
+print("done")
+"""
+
+MISSING = """
+import time
+from shardtrain.islands.bridge import Control, Missing, world
+comm = world()
+control = Control(comm, ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"])
+control.share("both are here")
+if comm.rank == 1:
+    time.sleep(3)
+else:
+    try:
+        control.share("agreement", timeout_seconds=1)
+    except Missing as missing:
+        print(missing, missing.ranks)
+comm.Barrier()
+late = Control(comm, ["zero", "one", "two"])
+try:
+    late.share("save" if comm.rank == 2 else "evaluate")
+except Missing as missing:
+    print(missing)
+"""
+
+
+def test_groups_and_messages_on_several_ranks(mpiexec):
+    for num_ranks in (1, 3, 5):
+        assert mpiexec(num_ranks, PROGRAM) == ["done\n"] * num_ranks
+
+
+def test_who_is_missing_is_named(mpiexec):
+    texts = mpiexec(3, MISSING)
+    first = "island 1 (host b) did not come to 'agreement' within 1 s (1,)\n"
+    assert texts[0] == first + "zero is at 'evaluate', but two at 'save'\n"
+    assert texts[1] == "one is at 'evaluate', but two at 'save'\n"
+    assert texts[2] == first + "two is at 'save', but zero at 'evaluate', one at 'evaluate'\n"

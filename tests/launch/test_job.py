@@ -1,0 +1,147 @@
+"""What is asked: ranks, hosts and their shares, times, and what cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain.launch.job import (
+    THRESHOLDS,
+    Host,
+    Job,
+    Launch,
+    hosts_problem,
+    parse_hosts,
+    ranks_by_host,
+    read_hostfile,
+    shell_text,
+)
+from shardtrain.launch.slurm import parse_time
+
+
+def job(**changes):
+    return Job(arguments=("train", "run.py"), program=("shardtrain",), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"islands": 0}, "islands is 0; use 1 or more"),
+        ({"islands": 2, "processes_per_island": 0}, "processes per island 0: each island needs 1 or more"),
+        (
+            {"islands": 3, "processes_per_island": (1, 3)},
+            "processes per island 1,3 is for 2 islands, and islands is 3; use islands=2, or 3 numbers",
+        ),
+        (
+            {"islands": 3, "hosts": parse_hosts("a,b")},
+            "3 ranks cannot be shared evenly by 2 hosts: 3 % 2 = 1. Use 2 or 4 ranks, or say how many each"
+            " gets: a:2,b:1",
+        ),
+        ({"islands": 1, "hosts": parse_hosts("a,b")}, "Use 2 ranks, or say how many each gets: a:1"),
+        ({"time_seconds": 60}, "the time limit of 60 s leaves nothing before the 120 s for stopping"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_with_the_fix(changes, text):
+    with pytest.raises(ValueError) as error:
+        job(**changes)
+    assert str(error.value).startswith("this job cannot be launched:\n  - ")
+    assert text in str(error.value)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ValueError, match=r"(?s)islands is 0.*time limit of 1 s"):
+        job(islands=0, time_seconds=1)
+
+
+def test_ranks_are_the_processes_of_all_islands():
+    assert job(islands=3, processes_per_island=2).num_ranks == 6
+    assert job(islands=2, processes_per_island=(1, 3)).num_ranks == 4
+
+
+def test_the_environment_names_the_islands_and_keeps_thresholds_of_the_user():
+    unequal = job(islands=2, processes_per_island=(1, 3))
+    expected = {"SHARDTRAIN_ISLAND_PROCESSES": "1,3", "GLIBC_TUNABLES": THRESHOLDS}
+    assert unequal.rank_environment({}) == expected
+    assert job().rank_environment({"GLIBC_TUNABLES": "a=1"})["GLIBC_TUNABLES"] == "a=1"
+    assert job().rank_environment({})["SHARDTRAIN_ISLAND_PROCESSES"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a,,b", "'' is no host"),
+        ("a:x", "'a:x' is no host; write a name, or name:ranks"),
+        ("a:0", "'a:0' is no host"),
+        ("a,b,a", "a is there 2 times; write a:2 once"),
+    ],
+)
+def test_hosts_that_are_none_are_refused(text, problem):
+    with pytest.raises(ValueError) as error:
+        parse_hosts(text)
+    assert problem in str(error.value)
+
+
+def test_a_hostfile_of_either_kind_is_read(tmp_path):
+    (tmp_path / "hosts").write_text(
+        "# the big ones\nn1 slots=4\nn2:2  # half\n\nn3.x.org\nn4 slots = 1 max_slots=2\n"
+    )
+    names = [(host.name, host.slots) for host in read_hostfile(tmp_path / "hosts")]
+    assert names == [("n1", 4), ("n2", 2), ("n3.x.org", None), ("n4", 1)]
+
+
+@pytest.mark.parametrize(("text", "problem"), [("# none\n", "names no host"), ("a b\n", "'a b' is no host")])
+def test_a_hostfile_that_is_none_is_refused(text, problem, tmp_path):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        read_hostfile(tmp_path / "hosts")
+    with pytest.raises(FileNotFoundError, match="there is no hostfile"):
+        read_hostfile(tmp_path / "nope")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "islands", "expected"),
+    [
+        ("a,b", 4, (("a", 2), ("b", 2))),
+        ("a:1,b:3", 4, (("a", 1), ("b", 3))),
+        ("a:8,b:8", 2, (("a", 1), ("b", 1))),
+    ],
+)
+def test_slots_that_add_up_are_taken_and_others_are_shared_evenly(hosts, islands, expected):
+    assert ranks_by_host(job(islands=islands, hosts=parse_hosts(hosts))) == expected
+
+
+def test_slots_that_are_too_few_are_refused():
+    problem = hosts_problem(4, (Host(name="a", slots=1), Host(name="b", slots=8)))
+    assert problem is not None
+    assert "is 2, and a:1 take fewer; give slots that add up to 4, or 2 or more to each" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("01:30:00", 5400),
+        ("1-12", 129600),
+        ("1-00:30", 88200),
+        ("2-0:0:1", 172801),
+    ],
+)
+def test_times_are_read_as_slurm_reads_them(text, seconds):
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-5"])
+def test_other_times_are_refused(text):
+    with pytest.raises(ValueError, match="write hours:minutes:seconds"):
+        parse_time(text)
+
+
+def test_a_launch_is_text_for_a_shell():
+    launch = Launch(
+        lines=(("mpiexec", "-n", "2"), ("python", "a b.py")),
+        environment={"A": "x y"},
+        files={Path("f/hosts"): "a\n"},
+    )
+    assert shell_text(launch) == (
+        "mkdir -p f && cat > f/hosts <<'END'\na\nEND\nenv 'A=x y' \\\n  mpiexec -n 2 \\\n  python 'a b.py'\n"
+    )

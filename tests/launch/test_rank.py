@@ -1,0 +1,125 @@
+"""The keeper of a rank, started as any launcher would: by the variables of its environment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECOND = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def words(folder, *options, program):
+    keeper = [sys.executable, "-m", "shardtrain.launch.rank", str(folder / "logs"), *options, "--"]
+    return keeper, [sys.executable, "-c", program]
+
+
+def kept(folder, program, *options, **environ):
+    keeper, command = words(folder, *options, program=program)
+    return subprocess.run(
+        [*keeper, *command],
+        env={**os.environ, **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def record(folder, rank=0):
+    return json.loads((folder / f"logs/rank-{rank}.json").read_text())
+
+
+def test_alone_nothing_stands_before_its_lines(tmp_path):
+    done = kept(tmp_path, "import sys; print('a'); sys.stderr.write('b'); sys.exit(5)")
+    assert (done.returncode, done.stdout, done.stderr) == (5, "a\nb", "")
+    assert (tmp_path / "logs/rank-0.log").read_text() == "a\nb"
+    left = record(tmp_path)
+    assert (left["rank"], left["size"], left["code"], left["signal"]) == (0, 1, 5, None)
+    assert left["end_seconds"] > left["start_seconds"] > time.time() - 60
+
+
+def test_a_second_start_adds_to_the_log_and_passes_on_its_own(tmp_path):
+    kept(tmp_path, "print('one')", **SECOND)
+    done = kept(tmp_path, "print('two')", **SECOND)
+    assert done.stdout == "[island 1] two\n"
+    assert (tmp_path / "logs/rank-1.log").read_text() == "one\ntwo\n"
+    assert record(tmp_path, 1)["log_from"] == 4
+
+
+def test_a_signal_that_ends_the_program_is_told(tmp_path):
+    done = kept(tmp_path, "import os; os.kill(os.getpid(), 11)")
+    assert done.returncode == 128 + 11
+    assert (record(tmp_path)["code"], record(tmp_path)["signal"]) == (139, 11)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            SECOND | {"SHARDTRAIN_ISLAND_PROCESSES": "1,3"},
+            "islands of 1,3 processes need 4 ranks, and there are 2",
+        ),
+        ({"SHARDTRAIN_ISLAND_PROCESSES": "x"}, "'x' is no number from 1"),
+        ({"PMIX_RANK": "0"}, "and not of how many"),
+    ],
+)
+def test_a_rank_without_a_seat_starts_nothing(environ, text, tmp_path):
+    done = kept(tmp_path, "print('started')", **environ)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "started" not in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_is_not_there_is_in_the_log(tmp_path):
+    keeper, _ = words(tmp_path, program="")
+    done = subprocess.run([*keeper, "/no/such"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 127
+    assert "/no/such cannot be run: No such file" in (tmp_path / "logs/rank-0.log").read_text()
+    assert record(tmp_path)["code"] == 127
+    done = subprocess.run(keeper, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "the program is missing: LOGS -- python" in done.stderr
+
+
+WAITS = (
+    "import signal, sys, time\n"
+    "got = []\n"
+    "for n in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM): signal.signal(n, lambda n, f: got.append(n))\n"
+    "print('ready')\n"
+    "while not got: time.sleep(0.02)\n"
+    "time.sleep(0.3)\n"
+    "print(*map(int, got))\n"
+    "sys.exit(int(sys.argv[1]) or 128 + got[0])\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "heard", "code", "returned"),
+    [
+        ((), signal.SIGUSR1, signal.SIGUSR1, 0, 0),
+        (("--usr1", "INT"), signal.SIGUSR1, signal.SIGINT, 0, 0),
+        ((), signal.SIGTERM, signal.SIGTERM, 0, 0),
+        ((), signal.SIGTERM, signal.SIGTERM, 9, 9),
+    ],
+)
+def test_signals_reach_the_program_once(options, number, heard, code, returned, tmp_path):
+    """Also where a launcher sends them to the whole group of the keeper."""
+    keeper, command = words(tmp_path, *options, program=WAITS)
+    started = subprocess.Popen(
+        [*keeper, *command, str(code)], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with started as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, number)
+        assert process.stdout.read() == f"{int(heard)}\n"
+    assert process.returncode == returned
+    assert record(tmp_path)["asked"] == heard.name
+    assert record(tmp_path)["code"] == (code or 128 + heard)

@@ -1,0 +1,116 @@
+"""One island of several: the step across gives loss and gradients of the plain one-device step."""
+
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shardtrain.across import Combining, make_step_across
+from shardtrain.combine import mean
+from shardtrain.data import place
+from shardtrain.gradients import make_gradients
+from shardtrain.islands.bridge import Control, MpiGroup, world
+from shardtrain.islands.crossing import Crossing
+from shardtrain.islands.options import REDUCE
+from shardtrain.layout import Layout
+from shardtrain.loss import classification_loss
+from shardtrain.mesh import make_mesh
+from shardtrain.model import from_nnx, path_text
+from shardtrain.models.mlp import MlpConfig
+from shardtrain.replicas import Combine
+from shardtrain.rng import step_key
+from shardtrain.state import init_state, make_placement
+from shardtrain.step import make_step
+
+ROWS = 12
+MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8, dropout=0.3))
+RANDOM = np.random.default_rng(0)
+BATCH = {
+    "image": RANDOM.normal(size=(ROWS, 4, 4)).astype(np.float32),
+    "label": RANDOM.integers(0, 8, ROWS, np.int32),
+    "weights": np.where(np.arange(ROWS) < 10, 1, 0).astype(np.float32),
+}
+
+
+def gradients_as_state() -> optax.GradientTransformation:
+    """Keeps the gradient, and changes nothing."""
+    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)  # noqa: E731
+    return optax.GradientTransformation(zeros, lambda grads, state, params: (zeros(grads), grads))
+
+
+def one_device():
+    """Loss and gradients of the whole batch, on one device."""
+    layout = Layout(mesh={"data": 1})
+    mesh = make_mesh(layout, jax.local_devices()[:1])
+    placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
+    state = init_state(MODEL, gradients_as_state(), placement, 7)
+    batch = place(BATCH, mesh, layout.batch_axes)
+    state, metrics = make_step(MODEL, classification_loss, gradients_as_state(), placement)(state, batch)
+    return jax.device_get((metrics["loss_sum"], metrics["count"], state.opt_state))
+
+
+def rows_of(shares, island, unit):
+    """This island's rows, filled up with rows of weight 0 to a multiple of `unit`."""
+    start, number = sum(shares[:island]), shares[island]
+    rows = np.arange(start, start + number)
+    padded = np.resize(rows if number else [0], max(-(-number // unit), 1) * unit)
+    batch = {name: value[padded] for name, value in BATCH.items()}
+    return {**batch, "weights": np.where(np.arange(len(padded)) < number, batch["weights"], 0)}, start
+
+
+def check(comm, got, expected, case) -> None:
+    """The plain step's numbers, and the same bits on every island."""
+    got = jax.device_get(got)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6, err_msg=f"{case}: {jax.tree_util.keystr(path)}")
+    digests = Control(comm).share("bits", [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(got)])
+    assert all(digest == digests[0] for digest in digests), case
+
+
+def main() -> None:
+    comm = world()
+    island, num_islands = comm.rank, comm.size
+    equal = [ROWS // num_islands] * num_islands
+    unequal = {1: [12], 2: [12, 0], 3: [5, 0, 7], 4: [7, 1, 0, 4]}[num_islands]
+    hosts = ["a", "b", "a", "a"][:num_islands]
+    expected = one_device()
+    devices = jax.local_devices()
+    cases = [({"data": len(devices)}, unequal, 1)]
+    cases += (
+        [({"data": 1}, equal, 2)]
+        if len(devices) == 1
+        else [({"fsdp": 2}, equal, 2), ({"tensor": 2}, unequal, 1)]
+    )
+    groups = {reduce: [MpiGroup(comm, reduce, hosts) for _ in devices] for reduce in REDUCE}
+    for sizes, shares, microbatches in cases:
+        layout = Layout(mesh=sizes)
+        mesh = make_mesh(layout, devices)
+        placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
+        rows, start = rows_of(shares, island, len(devices) * microbatches)
+        batch = place(rows, mesh, layout.batch_axes, microbatches)
+        crossing = Crossing(mesh, groups["all_reduce"], 3000, 1000)
+        step = make_step_across(
+            MODEL, classification_loss, gradients_as_state(), placement, crossing, Combine(), start_row=start
+        )
+        state = init_state(MODEL, gradients_as_state(), placement, 7)
+        state = state._replace(combine_state=step.init_combine_state())
+        state, metrics = step(state, batch)
+        got = (metrics["loss_sum"], metrics["count"], state.opt_state)
+        check(comm, got, expected, f"{sizes} {shares} {microbatches}")
+    # the last case's gradients by every way of summing, in buckets of every kind
+    key = step_key(state.seed, jnp.int32(0))
+    gradients = jax.jit(make_gradients(MODEL, classification_loss, placement, start))
+    found = gradients(state.params, state.model_state, key, batch)
+    tree = {path_text(path): x for path, x in jax.tree.leaves_with_path(found.grads)}
+    for reduce, cap in itertools.product(REDUCE, [0, 2000, 25 << 20]):
+        combining = Combining(mean(), placement, Crossing(mesh, groups[reduce], cap, min(cap, 1000)))
+        crossed = combining.finish(tree, combining.start(tree, found.count, combining.init()))
+        got = [crossed.value[path] for path in tree]
+        check(comm, got, jax.tree.leaves(expected[2]), f"{reduce} {cap}")
+    sys.stdout.write("done\n")
+
+
+main()

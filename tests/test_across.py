@@ -1,0 +1,14 @@
+"""Real islands under mpiexec: the law of the central test, and what belongs to each island alone."""
+
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("num_islands", [1, 2, 3, 4])
+def test_islands_give_the_plain_step(num_islands, devices, mpiexec):
+    texts = mpiexec(num_islands, PROGRAMS / "across_step.py", devices=devices)
+    assert texts == ["done\n"] * num_islands
