@@ -27,7 +27,9 @@ from shardtrain.step import Metrics, apply_gradients, make_step, unless_skipped
 class _Bucket(NamedTuple):
     number: int
     like: dict[str, jax.ShapeDtypeStruct]  # path -> what crosses
-    metrics: dict[str, jax.ShapeDtypeStruct]  # of the combiner
+    # of the combiner, with shardings: a process must know them of lanes that are not its own
+    state: Any
+    metrics: dict[str, jax.ShapeDtypeStruct]
 
     def pieces(self, stacked: frozenset[str]) -> dict[str, jax.ShapeDtypeStruct]:
         return cut(self.like, stacked)
@@ -38,8 +40,8 @@ class Crossed(NamedTuple):
 
     Args:
       value: path -> array, with the shardings of what was sent.
-      state: the combiner's, bucket by bucket.
-      metrics: the combiner's, bucket by bucket, on the mesh.
+      state: the combiner's, bucket by bucket, whole on every device.
+      metrics: the combiner's, bucket by bucket.
     """
 
     value: dict[str, jax.Array]
@@ -60,7 +62,7 @@ class Combining:
         specs = placement.specs
         self._combiner, self._crossing = combiner, crossing
         self._stacked = stacked_paths(specs.arrays, specs.sharded)
-        whole = NamedSharding(crossing.mesh, PartitionSpec())
+        self._whole = whole = NamedSharding(crossing.mesh, PartitionSpec())
         leaves = [
             (path_text(path), jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
             for path, leaf in jax.tree.leaves_with_path(specs.abstract.params)
@@ -69,8 +71,11 @@ class Combining:
         self._buckets = []
         for number, bucket in enumerate(crossing.buckets([leaf for _, leaf in leaves], together)):
             like = dict(leaves[i] for i in bucket)
-            metrics = _metric_shapes(combiner, cut(like, self._stacked), whole)
-            self._buckets.append(_Bucket(number, like, metrics))
+            shapes = _state_and_metrics(combiner, cut(like, self._stacked))
+            state, metrics = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
+            )
+            self._buckets.append(_Bucket(number, like, state, metrics))
 
     @property
     def labels(self) -> list[str]:
@@ -78,10 +83,10 @@ class Combining:
         return [label for bucket in self._buckets for label in sorted(bucket.pieces(self._stacked))]
 
     def init(self) -> list[Any]:
-        """What the combiner keeps, bucket by bucket, each on its lane."""
-        return [
-            self._crossing.keep(b.number, self._combiner.init(b.pieces(self._stacked))) for b in self._buckets
-        ]
+        """What the combiner keeps, bucket by bucket."""
+        pieces = [bucket.pieces(self._stacked) for bucket in self._buckets]
+        create = jax.jit(lambda: [self._combiner.init(each) for each in pieces], out_shardings=self._whole)
+        return create()
 
     def start(self, tree: dict[str, jax.Array], count: jax.Array, state: Sequence[Any]) -> list[Future[Any]]:
         """Send everything on its way; the caller goes on.
@@ -92,7 +97,7 @@ class Combining:
           state: from `init`, or of the step before.
         """
         return [
-            self._crossing.start(b.number, self._program, ({p: tree[p] for p in b.like}, count), kept)
+            self._crossing.start(b.number, self._program, ({p: tree[p] for p in b.like}, count, kept))
             for b, kept in zip(self._buckets, state, strict=True)
         ]
 
@@ -105,29 +110,29 @@ class Combining:
         """
         crossed = Crossed({}, [], [])
         for bucket, future in zip(self._buckets, under_way, strict=True):
-            value, kept, metrics = future.result() or (None, (), None)
-            like = {path: tree[path] for path in bucket.like}
-            crossed.value.update(self._crossing.land(bucket.number, value, like))
+            like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics)
+            value, kept, metrics = self._crossing.land(bucket.number, future.result(), like)
+            crossed.value.update(value)
             crossed.state.append(kept)
-            found = self._crossing.land(bucket.number, metrics, bucket.metrics) if bucket.metrics else {}
-            crossed.metrics.append(found)
+            crossed.metrics.append(metrics)
         return crossed
 
-    def _program(self, arrays: Any, kept: Any, group: Any) -> Any:
-        tree, count = arrays
+    def _program(self, arrays: Any, group: Any) -> Any:
+        tree, count, kept = arrays
         found = self._combiner.combine(cut(tree, self._stacked), count, kept, group)
         return joined(found.value, tree, self._stacked), found.state, found.metrics
 
 
-def _metric_shapes(combiner: Combiner, pieces: Any, sharding: NamedSharding) -> Any:
-    """What metrics a combiner will give: a process must know it of lanes that are not its own."""
+def _state_and_metrics(combiner: Combiner, pieces: Any) -> Any:
+    """The shapes of what a combiner keeps, and of its metrics."""
 
-    def metrics(tree: Any) -> Any:
-        return combiner.combine(tree, jnp.float32(1), combiner.init(pieces), MeshGroup("islands", 2)).metrics
+    def run(tree: Any) -> Any:
+        kept = combiner.init(pieces)
+        return kept, combiner.combine(tree, jnp.float32(1), kept, MeshGroup("islands", 2)).metrics
 
     two = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), pieces)
-    found = jax.eval_shape(jax.vmap(metrics, axis_name="islands"), two)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding), found)
+    found = jax.eval_shape(jax.vmap(run, axis_name="islands"), two)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
 
 
 class _Totals(NamedTuple):
@@ -137,7 +142,7 @@ class _Totals(NamedTuple):
     model_state: Any
 
 
-def _total_program(arrays: Any, kept: Any, group: Any) -> Any:
+def _total_program(arrays: Any, group: Any) -> Any:
     """Sums are added; a model state is the mean by count, or island 0's where it is of integers."""
     totals, count = arrays
     leaves, structure = jax.tree.flatten(totals.sums)

@@ -276,7 +276,7 @@ def _common_step(steps: Sequence[Sequence[int]]) -> int | None:
     return max(everywhere & set(steps[0]) or steps[0], default=None)
 
 
-def _broadcast(arrays: Any, kept: Any, group: Any) -> Any:
+def _broadcast(arrays: Any, group: Any) -> Any:
     return [group.broadcast(x) for x in arrays]
 
 

@@ -14,11 +14,12 @@ from jax import lax
 from shardtrain.combine.combiner import Combined, Combiner, contribution, flatten
 from shardtrain.combine.exponents import LEAST, exponent, power
 from shardtrain.combine.group import Group
-from shardtrain.combine.slices import block_sources, cut, in_order, join, part, split, uncut
+from shardtrain.combine.slices import Owners, block_sources, cut, in_order, join, part, split, uncut
 
 Per = str | Callable[[str], str]
 
 TINY = float(jnp.finfo(jnp.float32).tiny)
+ABSENT = -1000  # the exponent of a rank without examples
 BLOCK = 512  # elements of one float32 partial sum: long sums lose digits
 
 
@@ -65,8 +66,7 @@ def adasum(per: Per = "leaf") -> Combiner:
     def combine(tree: Any, count: Any, state: Any, group: Group) -> Combined:
         leaves, structure = flatten(tree)
         count = jnp.asarray(count, jnp.float32)
-        mine = [contribution(leaf, count) for leaf in leaves]
-        values, orthogonality = _adasum(mine, _units(tree, per), group)
+        values, orthogonality = _adasum(leaves, count, _units(tree, per), group)
         return Combined(jax.tree.unflatten(structure, values), state, {"orthogonality": orthogonality})
 
     return Combiner(lambda tree: (), combine, across_leaves=per != "leaf")
@@ -86,7 +86,7 @@ def levels(size: int) -> list[tuple[int, int]]:
 
 
 class _Units(NamedTuple):
-    """What shares coefficients: `of_leaf[i]` is the number of leaf i's unit; units are numbered as they come."""
+    """What shares coefficients: `of_leaf[i]` is the number of leaf i's unit, numbered as they come."""
 
     of_leaf: tuple[int, ...]
     number: int
@@ -101,7 +101,7 @@ class _Units(NamedTuple):
         """Exponents (L,) to (units,)."""
         if self.number == len(self.of_leaf):
             return x
-        return jnp.full(self.number, LEAST, jnp.int32).at[jnp.array(self.of_leaf)].max(x)
+        return jnp.full(self.number, ABSENT, jnp.int32).at[jnp.array(self.of_leaf)].max(x)
 
 
 def _units(tree: Any, per: Per) -> _Units:
@@ -115,88 +115,106 @@ def _units(tree: Any, per: Per) -> _Units:
 
 
 class _Node(NamedTuple):
-    """A node of the tree: this rank's slice of each piece, and the exponents of its units."""
+    """A node of the tree: this rank's rows of each stack, and the exponents of its units."""
 
-    pieces: Sequence[jax.Array]
+    stacks: Sequence[jax.Array]
     exponents: jax.Array
 
 
 class _Work(NamedTuple):
-    """What stays the same on the way: the leaf of each piece, the units, the group."""
+    """What stays the same on the way: the leaves of each stack, the units, the group."""
 
-    owners: list[int]
+    owners: Owners
     units: _Units
     group: Group
 
-    def per_leaf(self, of_pieces: Sequence[jax.Array]) -> jax.Array:
-        """Scalars or vectors (k,) of each piece, added up: (k, L)."""
-        leaves: list[Any] = [jnp.zeros_like(of_pieces[0])] * len(self.units.of_leaf) if of_pieces else []
-        for owner, x in zip(self.owners, of_pieces, strict=True):
-            leaves[owner] = leaves[owner] + x
-        return jnp.stack(leaves, -1)
+    def per_leaf(self, of_stacks: Sequence[jax.Array]) -> jax.Array:
+        """Values (k, pieces) of each stack, added up: (k, L)."""
+        flat = jnp.concatenate(of_stacks, axis=1)
+        owners = jnp.array([owner for of_stack in self.owners for owner in of_stack])
+        return jnp.zeros((flat.shape[0], len(self.units.of_leaf))).at[:, owners].add(flat)
 
-    def of_piece(self, i: int, x: jax.Array) -> jax.Array:
-        """The entry of piece i in a vector of units."""
-        return x[self.units.of_leaf[self.owners[i]]]
+    def of_stack(self, i: int, x: jax.Array) -> jax.Array:
+        """The entries of a vector of units for stack i: (pieces, 1)."""
+        return x[jnp.array([self.units.of_leaf[owner] for owner in self.owners[i]])][:, None]
 
 
-def _adasum(leaves: list[jax.Array], units: _Units, group: Group) -> tuple[list[jax.Array], jax.Array]:
+def _adasum(
+    leaves: list[jax.Array], count: jax.Array, units: _Units, group: Group
+) -> tuple[list[jax.Array], jax.Array]:
     """The combined leaves, and the orthogonality of each."""
-    pieces, owners = cut(leaves, group.size)
-    if group.size == 1 or not pieces:
-        return leaves, jnp.ones(len(leaves))
+    stacks, owners = cut(leaves, group.size)
+    if group.size == 1 or not stacks:
+        return [contribution(leaf, count) for leaf in leaves], jnp.ones(len(leaves))
     work = _Work(owners, units, group)
-    own = units.max(group.whole(jnp.stack([exponent(leaf) for leaf in leaves]), "max"))
-    exponents = group.all_gather(own)
+    own = _exponents(stacks, work)
+    # marked, not zeroed: a pass over all elements less
+    exponents = group.all_gather(jnp.where(count != 0, own, ABSENT))
     squares = jnp.zeros(units.number)
     for radix, distance in levels(group.size):
-        parts = _scatter(pieces, radix, distance, group)
         blocks = exponents.reshape(-1, distance, units.number).max(1)
         first = group.index // (distance * radix) * radix
         nodes = [
-            _Node(slices, lax.dynamic_index_in_dim(blocks, first + i, keepdims=False))
-            for i, slices in enumerate(parts)
+            _Node(rows, lax.dynamic_index_in_dim(blocks, first + i, keepdims=False))
+            for i, rows in enumerate(_scatter(stacks, radix, distance, group))
         ]
-        pieces, norms = _tree(nodes, distance * radix, work)
+        stacks, norms = _tree(nodes, distance * radix, work)
         if distance == 1:
             squares = lax.dynamic_index_in_dim(norms, group.index % radix, keepdims=False)
-    scale = exponents.max(0)
-    orthogonality = _orthogonality(pieces, scale, squares * power(2 * (own - scale)), work)
-    return uncut(_gather(pieces, group), owners, leaves), orthogonality
+    scale = jnp.maximum(exponents.max(0), LEAST)
+    orthogonality = _orthogonality(stacks, scale, squares * power(2 * (own - scale)), work)
+    # a branch, or XLA on CPU would repeat the arithmetic in each concatenation, element by element
+    zeros = [jnp.zeros_like(x) for x in join(stacks)]
+    messages = lax.cond(exponents.max() != ABSENT, lambda x: x, lambda x: zeros, join(stacks))
+    blocks = _gather(messages, stacks, group)
+    return uncut(blocks, owners, leaves), orthogonality
 
 
-def _scatter(pieces: Sequence[jax.Array], radix: int, distance: int, group: Group) -> list[list[jax.Array]]:
-    """This rank's part of each piece from each rank of its block, ordered by the position of the sender."""
+def _exponents(stacks: Sequence[jax.Array], work: _Work) -> jax.Array:
+    """The exponent of each unit's greatest element: (units,)."""
+    leaves = jnp.full(len(work.units.of_leaf), LEAST, jnp.int32)
+    for stack, owners in zip(stacks, work.owners, strict=True):
+        leaves = leaves.at[jnp.array(owners)].max(exponent(stack, axis=(0, 2)))
+    return work.units.max(work.group.whole(leaves, "max"))
+
+
+def _scatter(stacks: Sequence[jax.Array], radix: int, distance: int, group: Group) -> list[list[jax.Array]]:
+    """This rank's part of the rows from each rank of its block, ordered by the position of the sender."""
     position = group.index // distance % radix
-    own = [part(x, position, radix) for x in pieces]
+    own = [part(x, position, radix) for x in stacks]
     turns = [own]
     for turn in range(1, radix):
         sources = block_sources(group.size, distance, radix, turn)
-        given = join([part(x, (position - turn) % radix, radix) for x in pieces])
+        given = join([part(x, (position - turn) % radix, radix) for x in stacks])
         turns.append(split([group.exchange(message, sources) for message in given], own))
-    by_piece = [in_order(heard, position) for heard in zip(*turns, strict=True)]
-    return [list(heard) for heard in zip(*by_piece, strict=True)]
+    by_stack = [in_order(heard, position) for heard in zip(*turns, strict=True)]
+    return [list(heard) for heard in zip(*by_stack, strict=True)]
 
 
-def _gather(pieces: Sequence[jax.Array], group: Group) -> list[jax.Array]:
-    """The pieces from the slices that the ranks hold, on the way back."""
-    parts = [[message[None] for message in join(pieces)]]
+def _gather(messages: list[jax.Array], stacks: Sequence[jax.Array], group: Group) -> list[list[jax.Array]]:
+    """The rows that all ranks hold, by the way back: for each stack blocks of rows, in order."""
+    blocks = [[message] for message in messages]
     for radix, distance in reversed(levels(group.size)):
-        messages = [jnp.concatenate(of_dtype) for of_dtype in zip(*parts, strict=True)]
-        position = group.index // distance % radix
-        turns = [messages]
-        for turn in range(1, radix):
-            sources = block_sources(group.size, distance, radix, turn)
-            turns.append([group.exchange(message, sources) for message in messages])
-        by_dtype = [in_order(heard, position) for heard in zip(*turns, strict=True)]
-        parts = [list(heard) for heard in zip(*by_dtype, strict=True)]
-    rows = [split(messages, pieces) for messages in parts]
-    return [jnp.concatenate([row.reshape(-1) for row in of_piece]) for of_piece in zip(*rows, strict=True)]
+        blocks = [_block_rows(rows, radix, distance, group) for rows in blocks]
+    by_block = [split(rows, stacks) for rows in zip(*blocks, strict=True)]
+    return [list(rows) for rows in zip(*by_block, strict=True)]
+
+
+def _block_rows(rows: list[jax.Array], radix: int, distance: int, group: Group) -> list[jax.Array]:
+    """This rank's consecutive blocks of rows, and those of its partners, in order."""
+    position = group.index // distance % radix
+    turns = [rows[0] if len(rows) == 1 else jnp.concatenate(rows)]
+    for turn in range(1, radix):
+        turns.append(group.exchange(turns[0], block_sources(group.size, distance, radix, turn)))
+    ordered = in_order(turns, position)
+    if isinstance(position, int):  # its own are in pieces still: they need not be put together yet
+        return [*ordered[:position], *rows, *ordered[position + 1 :]]
+    return ordered
 
 
 def _tree(nodes: list[_Node], span: int, work: _Work) -> tuple[list[jax.Array], jax.Array]:
     """The nodes of one level by consecutive pairs; also the squared norms of each node, (radix, units)."""
-    dtypes = [x.dtype for x in nodes[0].pieces]
+    dtypes = [x.dtype for x in nodes[0].stacks]
     norms: list[Any] = [None] * len(nodes)
     known: list[int | None] = list(range(len(nodes)))
     while len(nodes) > 1:
@@ -208,15 +226,21 @@ def _tree(nodes: list[_Node], span: int, work: _Work) -> tuple[list[jax.Array], 
                 norms[node] = dots[i // 2, 1 + i % 2]
         nodes = [_pair(a, b, dots[i], work) for i, (a, b) in enumerate(pairs)] + nodes[2 * len(pairs) :]
         known = [None] * len(pairs) + known[2 * len(pairs) :]
-    return [x.astype(dtype) for x, dtype in zip(nodes[0].pieces, dtypes, strict=True)], jnp.stack(norms)
+    return [x.astype(dtype) for x, dtype in zip(nodes[0].stacks, dtypes, strict=True)], jnp.stack(norms)
+
+
+def _scaled(node: _Node, i: int, work: _Work) -> jax.Array:
+    """A stack in float32, its greatest element about 1; zeros from ranks without examples."""
+    exponents = work.of_stack(i, node.exponents)
+    x = node.stacks[i].astype(jnp.float32)
+    return jnp.where(exponents == ABSENT, 0, x * power(-exponents))
 
 
 def _dots(a: _Node, b: _Node, work: _Work) -> jax.Array:
-    """a.b, |a|^2 and |b|^2 of the slices held here, both scaled to size 1: (3, L)."""
+    """a.b, |a|^2 and |b|^2 of the rows held here, both scaled: (3, L)."""
     found = []
-    for i, (x, y) in enumerate(zip(a.pieces, b.pieces, strict=True)):
-        x = x.astype(jnp.float32) * work.of_piece(i, power(-a.exponents))
-        y = y.astype(jnp.float32) * work.of_piece(i, power(-b.exponents))
+    for i in range(len(a.stacks)):
+        x, y = _scaled(a, i, work), _scaled(b, i, work)
         found.append(jnp.stack(_sums((x * y, x * x, y * y))))
     return work.per_leaf(found)
 
@@ -228,41 +252,47 @@ def _pair(a: _Node, b: _Node, dots: jax.Array, work: _Work) -> _Node:
     [sa/s - (a.b / 2|a|^2) sb/s] a + [sb/s - (a.b / 2|b|^2) sa/s] b, times s.
     """
     both, of_a, of_b = dots
-    scale = jnp.maximum(a.exponents, b.exponents)
-    weight_a, weight_b = power(a.exponents - scale), power(b.exponents - scale)
+    exponents = jnp.maximum(a.exponents, b.exponents)
+    weight_a, weight_b = power(a.exponents - exponents), power(b.exponents - exponents)
     # a zero vector has no direction, and takes nothing from the other; NaN goes through
     share_a = weight_a - jnp.where(of_a < TINY, 0, both / (2 * jnp.maximum(of_a, TINY)) * weight_b)
     share_b = weight_b - jnp.where(of_b < TINY, 0, both / (2 * jnp.maximum(of_b, TINY)) * weight_a)
-    pieces = []
-    for i, (x, y) in enumerate(zip(a.pieces, b.pieces, strict=True)):
-        x = x.astype(jnp.float32) * work.of_piece(i, power(-a.exponents)) * work.of_piece(i, share_a)
-        y = y.astype(jnp.float32) * work.of_piece(i, power(-b.exponents)) * work.of_piece(i, share_b)
-        pieces.append((x + y) * work.of_piece(i, power(scale)))
-    return _Node(pieces, scale)
+    stacks = []
+    for i in range(len(a.stacks)):
+        x = _scaled(a, i, work) * work.of_stack(i, share_a)
+        y = _scaled(b, i, work) * work.of_stack(i, share_b)
+        stacks.append((x + y) * power(work.of_stack(i, exponents)))
+    return _Node(stacks, exponents)
 
 
 def _orthogonality(
-    pieces: Sequence[jax.Array], scale: jax.Array, squares: jax.Array, work: _Work
+    stacks: Sequence[jax.Array], scale: jax.Array, squares: jax.Array, work: _Work
 ) -> jax.Array:
-    """||result||^2 / sum_r ||g_r||^2 of each leaf's unit, from this rank's slice and its own square: (L,)."""
-    scaled = [x.astype(jnp.float32) * work.of_piece(i, power(-scale)) for i, x in enumerate(pieces)]
-    partial = work.per_leaf([_sums((x * x,))[0] for x in scaled])
+    """||result||^2 / sum_r ||g_r||^2 of each leaf's unit, from this rank's rows and its own square: (L,)."""
+    scaled = [_scaled(_Node(stacks, scale), i, work) for i in range(len(stacks))]
+    partial = work.per_leaf([_sums((x * x,))[0][None] for x in scaled])[0]
     result, total = work.group.all_reduce(jnp.stack([work.units.sum(work.group.whole(partial)), squares]))
     ratio = jnp.where(total < TINY, 1, result / jnp.maximum(total, TINY))
     return ratio[jnp.array(work.units.of_leaf)]
 
 
 def _sums(terms: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """Each flat array's sum, in one pass over all of them, by blocks: a long float32 sum loses digits."""
-    zeros = tuple(jnp.float32(0) for _ in terms)
+    """The sums (pieces,) of arrays (rows, pieces, width), all in one pass.
+
+    By blocks, for a long float32 sum loses digits.
+    """
+    if terms[0].shape[-1] <= BLOCK:
+        return [x.sum(0) for x in _sum_last(terms)]
+    width = terms[0].shape[-1] // BLOCK * BLOCK
+    blocks = tuple(x[..., :width].reshape(*x.shape[:-1], -1, BLOCK) for x in terms)
+    rest = _sum_last(tuple(x[..., width:] for x in terms))
+    return [x + y.sum(0) for x, y in zip(_sums(_sum_last(blocks)), rest, strict=True)]
+
+
+def _sum_last(terms: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Sums over the last dim; as one reduction XLA reads what they share once."""
 
     def add(x: Any, y: Any) -> Any:
         return tuple(p + q for p, q in zip(x, y, strict=True))
 
-    size = terms[0].size
-    blocked = size // BLOCK * BLOCK
-    if size <= BLOCK:
-        return list(lax.reduce(terms, zeros, add, (0,)))
-    blocks = lax.reduce(tuple(x[:blocked].reshape(-1, BLOCK) for x in terms), zeros, add, (1,))
-    rest = lax.reduce(tuple(x[blocked:] for x in terms), zeros, add, (0,))
-    return list(add(_sums(tuple(blocks)), rest))
+    return tuple(lax.reduce(terms, tuple(jnp.float32(0) for _ in terms), add, (terms[0].ndim - 1,)))

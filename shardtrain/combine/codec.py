@@ -58,17 +58,18 @@ def targets(leaves: Leaves, residual: Leaves, count: jax.Array) -> Leaves:
     return [contribution(x.astype(jnp.float32), count) + r for x, r in zip(leaves, residual, strict=True)]
 
 
-def settled(value: Any, count: jax.Array, group: Group, new: Any, old: Any) -> Any:
-    """The new state, or the old one: of a rank without examples, and where the result is not finite.
-
-    The step skips such a round, so nothing that was sent in it has arrived.
-    """
+def arrived(value: Any, group: Group) -> jax.Array:
+    """Whether a round counts: the step skips one whose result is not finite, so states must not move on."""
     leaves = jax.tree.leaves(value)
     if not leaves:
-        return new
+        return jnp.bool_(True)
     wrong = jnp.stack([jnp.any(~jnp.isfinite(leaf)) for leaf in leaves]).astype(jnp.int32)
-    keep = (count != 0) & (group.whole(wrong, "max").max() == 0)
-    return jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, old)
+    return group.whole(wrong, "max").max() == 0
+
+
+def settled(move_on: jax.Array, new: Any, old: Any) -> Any:
+    """The new state or the old one."""
+    return jax.tree.map(lambda n, o: jnp.where(move_on, n, o), new, old)
 
 
 def gathered(encoding: Encoding) -> Codec:
@@ -104,7 +105,7 @@ def gathered(encoding: Encoding) -> Codec:
                 lambda x: lax.dynamic_index_in_dim(x, group.index, keepdims=False), found.state
             )
             residual = [t - s for t, s in zip(target, sent, strict=True)]
-            after = settled(value, count, group, Feedback(residual, kept, mine), state)
+            after = settled((count != 0) & arrived(value, group), Feedback(residual, kept, mine), state)
             return Combined(value, after, jax.tree.map(lambda x: x[0], found.metrics))
 
         return Combiner(init, combine, across_leaves=inner.across_leaves)

@@ -11,13 +11,17 @@ LEAST, MOST = -126, 126
 """Exponents of float32 whose powers, and the inverse powers, are normal."""
 
 
-def exponent(x: jax.Array) -> jax.Array:
+def exponent(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
     """The e with 2^e <= max |x| < 2^(e+1), between -126 and 126; -126 where x is empty, zero or subnormal.
+
+    Args:
+      x: any float dtype.
+      axis: the dims over which the max is taken; None is all.
 
     >>> exponent(jnp.array([0.3, -5.0])).item(), exponent(jnp.zeros(3)).item()
     (2, -126)
     """
-    greatest = jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0)
+    greatest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis, initial=0)
     bits = lax.bitcast_convert_type(greatest, jnp.int32)
     return jnp.clip((bits >> 23) - 127, LEAST, MOST)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from shardtrain.combine.combiner import Combined, Combiner, contribution, flatten
 from shardtrain.combine.group import Group
@@ -42,22 +44,36 @@ def sum() -> Combiner:
 def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -> Combined:
     leaves, structure = flatten(tree)
     count = jnp.asarray(count, jnp.float32)
-    mine = [contribution(leaf, count) for leaf in leaves]
-    dtypes = {dtype: [i for i, x in enumerate(mine) if x.dtype == dtype] for dtype in (x.dtype for x in mine)}
-    wide = [mine[i] for i in dtypes.pop(jnp.dtype(jnp.float32), [])]
-    marks = jnp.where(jnp.arange(group.size) == group.index, count, 0)
-    reduced = group.all_reduce(jnp.concatenate([marks, *(x.reshape(-1) * count for x in wide)]))
-    counts, sums = reduced[: group.size], reduced[group.size :]
+    by_dtype: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(i)
+    wide = by_dtype.pop(jnp.dtype(jnp.float32), [])
+    sums, counts = _sums([leaves[i] for i in wide], count, group)
     factor = jnp.where(summed, jnp.sum(counts != 0), 1) / jnp.where(counts.sum() == 0, 1, counts.sum())
-    found = {jnp.dtype(jnp.float32): iter(split([sums * factor], wide))}
-    lost: list[Any] = [jnp.zeros(x.shape) for x in mine]
-    for dtype, which in dtypes.items():
-        values, rounded_off = _combine_narrow([mine[i] for i in which], counts, factor, group)
-        found[dtype] = iter(values)
-        for i, x in zip(which, rounded_off, strict=True):
-            lost[i] = x / jnp.where(count * factor == 0, 1, count * factor)
-    values = [next(found[x.dtype]).reshape(x.shape) for x in mine]
-    return Combined(*(jax.tree.unflatten(structure, values), state, {}, jax.tree.unflatten(structure, lost)))
+    values: list[Any] = [None] * len(leaves)
+    lost: list[Any] = [jnp.zeros(leaf.shape) for leaf in leaves]
+    for i, x in zip(wide, sums, strict=True):
+        values[i] = x * factor
+    for which in by_dtype.values():
+        found, rounded_off = _combine_narrow([leaves[i] for i in which], counts, factor, group)
+        for i, x, off in zip(which, found, rounded_off, strict=True):
+            values[i] = x
+            lost[i] = off / jnp.where(count * factor == 0, 1, count * factor)
+    return Combined(jax.tree.unflatten(structure, values), state, {}, jax.tree.unflatten(structure, lost))
+
+
+def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list[jax.Array], jax.Array]:
+    """The weighted sums of float32 leaves over all ranks, and the ranks' counts."""
+    mark = (jnp.arange(group.size) == group.index).astype(jnp.float32)
+    # packed before it is weighed: a bare concatenation copies memory, one with arithmetic goes by elements
+    packed = lax.optimization_barrier(jnp.concatenate([*(x.reshape(-1) for x in leaves), mark]))
+    reduced = group.all_reduce(contribution(packed, count) * count)
+    ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
+    sums = [
+        reduced[first : first + leaf.size].reshape(leaf.shape)
+        for first, leaf in zip(ends[:-1], leaves, strict=True)
+    ]
+    return sums, reduced[ends[-1] :]
 
 
 def _combine_narrow(
@@ -65,29 +81,25 @@ def _combine_narrow(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Leaves of one dtype of 16 bits; also what this rank rounded off the slice that it added up."""
     size, index = group.size, group.index
-    pieces, owners = cut(leaves, size)
-    exact: list[Any] = [0.0] * bool(pieces)
+    stacks, owners = cut(leaves, size)
+    if not stacks:
+        return leaves, [jnp.zeros(leaf.shape) for leaf in leaves]
+    exact: list[Any] = [0.0] * len(stacks)
     for turn in range(size):
         # the slice of the rank that hears from this one
-        message = join([part(piece, (index - turn) % size, size) for piece in pieces])
+        messages = join([part(stack, (index - turn) % size, size) for stack in stacks])
         if turn:
-            message = [group.exchange(x, block_sources(size, 1, size, turn)) for x in message]
-        weight = counts[(index + turn) % size] * factor
-        exact = [s + weight * x.astype(jnp.float32) for s, x in zip(exact, message, strict=True)]
+            messages = [group.exchange(x, block_sources(size, 1, size, turn)) for x in messages]
+        count = counts[(index + turn) % size]
+        heard = [contribution(x.astype(jnp.float32), count) for x in split(messages, stacks)]
+        exact = [e + x * (count * factor) for e, x in zip(exact, heard, strict=True)]
     rounded = [x.astype(leaves[0].dtype) for x in exact]
-    mine = (jnp.arange(size) == index)[:, None]
+    mine = (jnp.arange(size) == index)[:, None, None]
     lost = [jnp.where(mine, x - r.astype(jnp.float32), 0) for x, r in zip(exact, rounded, strict=True)]
+    whole = [group.all_gather(message[0]) for message in join(rounded)]
     return (
-        _whole([group.all_gather(x) for x in rounded], pieces, owners, leaves),
-        _whole(lost, pieces, owners, leaves),
+        uncut([[x] for x in split(whole, stacks)], owners, leaves),
+        uncut(
+            [[x] for x in lost], owners, [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in leaves]
+        ),
     )
-
-
-def _whole(
-    messages: list[jax.Array], pieces: list[jax.Array], owners: list[int], leaves: list[jax.Array]
-) -> list[jax.Array]:
-    """Leaves from messages (size, C), one row per rank, in the dtype of the messages."""
-    dtype = messages[0].dtype if messages else leaves[0].dtype
-    rows = [jax.ShapeDtypeStruct((p.size // messages[0].shape[0],), dtype) for p in pieces]
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf in leaves]
-    return uncut([row.reshape(-1) for row in split(messages, rows)], owners, shapes)

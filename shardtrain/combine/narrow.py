@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.combine.codec import Feedback, settled, targets, zeros_like
+from shardtrain.combine.codec import Feedback, arrived, settled, targets, zeros_like
 from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten
 from shardtrain.combine.exponents import exponent, power
 from shardtrain.combine.group import Group
@@ -62,7 +62,7 @@ def _narrow(dtype: Any, scaled: bool) -> Codec:
             residual = [t - s + m for t, s, m in zip(target, wide(narrow), lost, strict=True)]
             values = [x.astype(leaf.dtype) for x, leaf in zip(wide(found.value), leaves, strict=True)]
             value = jax.tree.unflatten(structure, values)
-            after = settled(value, count, group, Feedback(residual, (), found.state), state)
+            after = settled((count != 0) & arrived(value, group), Feedback(residual, (), found.state), state)
             return Combined(value, after, found.metrics)
 
         return Combiner(init, combine, across_leaves=inner.across_leaves)

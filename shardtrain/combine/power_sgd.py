@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardtrain.combine.codec import Encoding, Feedback, Leaves, gathered, settled, targets, zeros_like
+from shardtrain.combine.codec import (
+    Encoding,
+    Feedback,
+    Leaves,
+    arrived,
+    gathered,
+    settled,
+    targets,
+    zeros_like,
+)
 from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten
 from shardtrain.combine.group import Group
 
@@ -29,7 +38,8 @@ def power_sgd(rank: int = 4) -> Codec:
     """Each leaf of two and more dims as factors of a rank, by one power iteration per round.
 
     The dims after the first are flattened. Leaves that the factors would not make smaller cross as they
-    are. The right factors of a round are where the next one starts. Of a sharded leaf each device factors
+    are. The right factors of a round are where the next one starts, before `mean` and `sum` on all ranks alike, so
+    they are the one part of a state that moves on in a round without examples. Of a sharded leaf each device factors
     its shard.
 
     Before `mean` and `sum`: two of their calls, on the left factors (with the leaves that are not factored)
@@ -94,8 +104,10 @@ def _factored(rank: int, inner: Combiner) -> Combiner:
             for t, s, r, q in zip(target, sent, state.residual, state.codec, strict=True)
         ]
         kept = [_next(q, old) for q, old in zip(right, state.codec, strict=True)]
-        after = settled(value, count, group, Feedback(residual, kept, ()), state)
-        return Combined(value, after)
+        moves = arrived(value, group)
+        residual = settled((count != 0) & moves, residual, state.residual)
+        # the right factors are the same on all ranks, also on those without examples
+        return Combined(value, Feedback(residual, settled(moves, kept, state.codec), ()))
 
     return Combiner(init, combine)
 

@@ -1,6 +1,7 @@
-"""Leaves cut in as many equal slices as there are ranks, and the flat messages that carry them.
+"""Leaves cut in as many equal slices as there are ranks, and the messages that carry them.
 
-Every slice holds the same static share of every leaf. Next: `mean.py`, `adasum.py`.
+Every slice holds the same static share of every leaf. Leaves of one dtype and size are stacked, so that
+programs grow with the number of different sizes only. Next: `mean.py`, `adasum.py`.
 """
 
 from collections.abc import Sequence
@@ -10,67 +11,95 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+LARGE = 1 << 16  # elements of a row from which a message of its own costs less than a copy
 
-def cut(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax.Array], list[int]]:
-    """Flat pieces whose sizes `parts` divides, and the leaf of each.
+Owners = list[list[int]]
+"""For each stack the leaf of each of its pieces."""
 
-    A leaf whose size does not divide gives two: what divides, which costs no copy, and its last few
-    elements, padded with zeros.
 
-    >>> pieces, owners = cut([jnp.arange(5.0)], 2)
-    >>> [piece.tolist() for piece in pieces], owners
-    ([[0.0, 1.0, 2.0, 3.0], [4.0, 0.0]], [0, 0])
+def cut(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax.Array], Owners]:
+    """Stacks (parts, pieces, width): row p holds slice p of each piece; and the leaf of each piece.
+
+    A leaf whose size `parts` does not divide gives two pieces: what divides, and its last few elements,
+    padded with zeros.
+
+    >>> stacks, owners = cut([jnp.arange(5.0), jnp.arange(4.0)], 2)
+    >>> [stack.shape for stack in stacks], owners
+    ([(2, 2, 2), (2, 1, 1)], [[0, 1], [0]])
     """
-    pieces, owners = [], []
+    kinds: dict[Any, list[tuple[int, jax.Array]]] = {}
     for i, leaf in enumerate(leaves):
         flat, rest = leaf.reshape(-1), leaf.size % parts
-        if leaf.size >= parts:
-            pieces.append(flat[: leaf.size - rest])
-        if rest:
-            pieces.append(jnp.pad(flat[leaf.size - rest :], (0, parts - rest)))
-        owners += [i] * (len(pieces) - len(owners))
-    return pieces, owners
+        pieces = [flat[: leaf.size - rest]] if leaf.size >= parts else []
+        pieces += [jnp.pad(flat[leaf.size - rest :], (0, parts - rest))] if rest else []
+        for piece in pieces:
+            kinds.setdefault((leaf.dtype, piece.size), []).append((i, piece.reshape(parts, 1, -1)))
+    # the widest first: a leaf's last few elements come after the rest of it
+    ordered = [kinds[kind] for kind in sorted(kinds, key=lambda kind: -kind[1])]
+    stacks = [jnp.concatenate([piece for _, piece in pieces], axis=1) for pieces in ordered]
+    return stacks, [[i for i, _ in pieces] for pieces in ordered]
 
 
-def uncut(pieces: Sequence[jax.Array], owners: Sequence[int], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """The leaves again, with shapes and dtypes as in `leaves`."""
-    whole = []
-    for i, leaf in enumerate(leaves):
-        mine = [piece for piece, owner in zip(pieces, owners, strict=True) if owner == i]
-        flat = jnp.concatenate(mine)[: leaf.size] if mine else jnp.zeros(0)
-        whole.append(flat.reshape(leaf.shape).astype(leaf.dtype))
-    return whole
-
-
-def part(x: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
-    """The slice of a flat array at `position` of `parts`."""
-    width = x.size // parts
-    if isinstance(position, int):
-        return x[position * width : (position + 1) * width]
-    return lax.dynamic_slice_in_dim(x, position * width, width)
-
-
-def join(pieces: Sequence[jax.Array]) -> list[jax.Array]:
-    """One flat message per dtype."""
-    dtypes = list(dict.fromkeys(piece.dtype for piece in pieces))
-    return [jnp.concatenate([p for p in pieces if p.dtype == dtype]) for dtype in dtypes]
-
-
-def split(messages: Sequence[jax.Array], pieces: Sequence[Any]) -> list[jax.Array]:
-    """What `join` joined.
+def uncut(stacks: Sequence[Sequence[jax.Array]], owners: Owners, leaves: Sequence[Any]) -> list[jax.Array]:
+    """The leaves again.
 
     Args:
-      messages: (..., C) each; dims before the last are kept.
-      pieces: arrays with the sizes and dtypes of what was joined.
+      stacks: each as blocks of its rows, in order.
+      owners: as `cut` gave them.
+      leaves: arrays or shapes, of the shapes wanted.
     """
-    found: list[Any] = [None] * len(pieces)
-    for message in messages:
+    pieces: list[list[jax.Array]] = [[] for _ in leaves]
+    for blocks, of_stack in zip(stacks, owners, strict=True):
+        for j, owner in enumerate(of_stack):
+            pieces[owner] += [block[:, j].reshape(-1) for block in blocks]
+    flat = [
+        jnp.concatenate(x) if x else jnp.zeros(0, leaf.dtype) for x, leaf in zip(pieces, leaves, strict=True)
+    ]
+    return [x[: leaf.size].reshape(leaf.shape) for x, leaf in zip(flat, leaves, strict=True)]
+
+
+def part(stack: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
+    """The rows at `position` of `parts` equal blocks of rows."""
+    rows = stack.shape[0] // parts
+    if isinstance(position, int):
+        return stack[position * rows : (position + 1) * rows]
+    return lax.dynamic_slice_in_dim(stack, position * rows, rows)
+
+
+def join(stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Messages (rows, C): a large stack is one by itself, without a copy; small ones are joined by dtype."""
+    flat = [stack.reshape(stack.shape[0], -1) for stack in stacks]
+    return [
+        flat[which[0]] if len(which) == 1 else jnp.concatenate([flat[i] for i in which], axis=1)
+        for which in _together(stacks)
+    ]
+
+
+def split(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> list[jax.Array]:
+    """What `join` joined: stacks with the rows of the messages.
+
+    Args:
+      messages: (rows, C) each.
+      stacks: arrays or shapes with the pieces, widths and dtypes of what was joined.
+    """
+    found: list[Any] = [None] * len(stacks)
+    for message, which in zip(messages, _together(stacks), strict=True):
         first = 0
-        for i, piece in enumerate(pieces):
-            if piece.dtype == message.dtype:
-                found[i] = message[..., first : first + piece.size]
-                first += piece.size
+        for i in which:
+            _, pieces, width = stacks[i].shape
+            columns = message[:, first : first + pieces * width]
+            found[i] = columns.reshape(message.shape[0], pieces, width)
+            first += pieces * width
     return found
+
+
+def _together(stacks: Sequence[Any]) -> list[list[int]]:
+    """Which stacks share a message; the same at every level, whatever the number of rows."""
+    messages: dict[Any, list[int]] = {}
+    for i, stack in enumerate(stacks):
+        alone = stack.shape[1] * stack.shape[2] >= LARGE
+        messages.setdefault((stack.dtype, i if alone else -1), []).append(i)
+    return list(messages.values())
 
 
 def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:

@@ -15,11 +15,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import mpi4jax
 from jax import lax
-from mpi4py import MPI
 
 from shardtrain.islands.options import REDUCE
+from shardtrain.islands.pages import keep_pages
+
+# MPI starts with its import, and a thread of its own with it, which would get an arena of malloc's
+keep_pages()
+
+import mpi4jax  # noqa: E402
+from mpi4py import MPI  # noqa: E402
 
 MOST_ELEMENTS = 2**31 - 1
 """An MPI count is a C int."""

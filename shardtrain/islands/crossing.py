@@ -18,8 +18,8 @@ from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buck
 if TYPE_CHECKING:
     from shardtrain.islands.bridge import MpiGroup  # importing it starts MPI
 
-LaneProgram = Callable[[Any, Any, Any], Any]
-"""(arrays, kept, group) -> outputs: what happens to a bucket on its lane, in a jit over one device."""
+LaneProgram = Callable[[Any, Any], Any]
+"""(arrays, group) -> outputs: what happens to a bucket on its lane, in a jit over one device."""
 
 
 class _Lane(NamedTuple):
@@ -75,19 +75,13 @@ class Crossing:
         ]
         return assign_buckets(described, *self._caps)
 
-    def keep(self, number: int, tree: Any) -> Any:
-        """Put a tree on the lane of bucket `number`; () where that is another process's."""
-        lane = self._lane(number)
-        return () if lane.group is None else jax.device_put(tree, lane.runs_on)
-
-    def start(self, number: int, program: LaneProgram, arrays: Any, kept: Any = ()) -> Future[Any]:
+    def start(self, number: int, program: LaneProgram, arrays: Any) -> Future[Any]:
         """Send a bucket on its way; the caller goes on.
 
         Args:
           number: of the bucket; buckets take turns on the lanes.
           program: one and the same function for all calls of a kind: it is compiled once a shape.
           arrays: a tree of arrays on the mesh, sharded in any way.
-          kept: a tree that is on the lane already: from `keep`, or what a program returned.
 
         Returns:
           What the program returns, on the lane; None where that is another process's.
@@ -103,7 +97,7 @@ class Crossing:
         if lane.runs_on is not lane.device:
             mine = jax.device_put(mine, lane.runs_on)
         compiled = self._compiled(program, lane.group)
-        return self._thread.submit(lambda: jax.block_until_ready(compiled(mine, kept)))
+        return self._thread.submit(lambda: jax.block_until_ready(compiled(mine)))
 
     def land(self, number: int, arrays: Any, like: Any) -> Any:
         """What came out of a lane, on the mesh.
@@ -122,7 +116,7 @@ class Crossing:
         """A tree through a program and back, with the shapes and shardings that it had.
 
         Args:
-          program: (list of arrays, (), group) -> list of arrays.
+          program: (list of arrays, group) -> list of arrays.
           tree: arrays on the mesh.
         """
         leaves, structure = jax.tree.flatten(tree)
@@ -144,7 +138,7 @@ class Crossing:
     def _compiled(self, program: LaneProgram, group: "MpiGroup") -> Any:
         key = (program, id(group))
         if key not in self._programs:
-            self._programs[key] = jax.jit(lambda arrays, kept: program(arrays, kept, group))
+            self._programs[key] = jax.jit(lambda arrays: program(arrays, group))
         return self._programs[key]
 
     def _whole(self, arrays: Any) -> Any:

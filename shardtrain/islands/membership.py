@@ -114,25 +114,22 @@ def join(
     hosts = control.share("start", place.host, START_SECONDS)
     control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
     seat = seats[place.rank]
-    if seat.num_processes > 1:
-        _join_processes(seat, comm)
+    _join_processes(seat, comm, place.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
     return Islands(seat=seat, place=place, control=control, comm=comm, first_ranks=first_ranks)
 
 
-def _join_processes(seat: Seat, comm: "MPI.Comm") -> None:
-    """One JAX runtime of several processes; the first of them says where they meet."""
+def _join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
+    """One JAX runtime of an island's processes; the first of them says where they meet."""
     island = comm.Split(seat.island, seat.process)
-    address = None
-    if seat.process == 0:
+    if seat.num_processes > 1:
         with socket.socket() as free:
             free.bind(("", 0))
-            address = f"{socket.gethostbyname(socket.gethostname())}:{free.getsockname()[1]}"
-    jax.distributed.initialize(
-        coordinator_address=island.bcast(address, 0),
-        num_processes=seat.num_processes,
-        process_id=seat.process,
-    )
+            port = free.getsockname()[1]
+        # by name: many hosts know their own name by an address of loopback, 127.0.1.1
+        alone = len(set(island.allgather(host))) == 1
+        address = island.bcast(f"{'127.0.0.1' if alone else socket.gethostname()}:{port}", 0)
+        jax.distributed.initialize(address, seat.num_processes, seat.process)
     island.Free()
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -148,7 +149,7 @@ class Keeper:
 
 
 class Follower:
-    """Passes on what is added to a log: as it comes without a prefix, else in whole lines."""
+    """Passes on what is added to a log, in whole lines; without a prefix, what stays unfinished too."""
 
     def __init__(self, log: Path, start: int, before: str) -> None:
         self._file = log.open("rb")
@@ -158,29 +159,40 @@ class Follower:
 
     def look(self) -> None:
         """Pass on what is new."""
+        before = self._rest
         while new := self._file.read(1 << 16):
-            if not self._before:
-                self._write(new)
-                continue
             *lines, self._rest = (self._rest + new).split(b"\n")
-            self._write(b"".join(self._line(line) for line in lines))
+            self._write([self._line(line) for line in lines])
+        # a bar, or a question: not a line that was seen between its text and its end
+        if self._rest and self._rest == before and not self._before:
+            self._write([self._rest])
+            self._rest = b""
 
     def finish(self) -> None:
         """Pass on the rest, a line that was not ended too."""
         self.look()
         if self._rest:
-            self._write(self._line(self._rest))
+            self._write([self._line(self._rest) if self._before else self._rest])
         self._file.close()
 
     def _line(self, line: bytes) -> bytes:
+        if not self._before:
+            return line + b"\n"
         # of a bar that is drawn again and again in one line, the last
         return self._before + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, lines: Sequence[bytes]) -> None:
+        """In pieces that a pipe takes whole, so that launchers find no cut lines to mix with others."""
+        pieces = [b""]
+        for line in lines:
+            if len(pieces[-1]) + len(line) > select.PIPE_BUF:
+                pieces.append(b"")
+            pieces[-1] += line
         # nobody reads any more: the log goes on
         with contextlib.suppress(OSError):
-            while data:
-                data = data[os.write(1, data) :]
+            for piece in pieces:
+                while piece:
+                    piece = piece[os.write(1, piece) :]
 
 
 def guard(group: int, then: signal.Signals = signal.SIGKILL):

@@ -123,3 +123,29 @@ def test_signals_reach_the_program_once(options, number, heard, code, returned, 
     assert process.returncode == returned
     assert record(tmp_path)["asked"] == heard.name
     assert record(tmp_path)["code"] == (code or 128 + heard)
+
+
+def test_an_unfinished_line_is_passed_on_only_without_a_prefix(tmp_path):
+    """A bar moves; the lines of other islands stay whole."""
+    program = "import sys; sys.stdout.write('\\r10%'); sys.stdout.flush(); sys.stdin.read(); print('\\r20%')"
+    for rank, environ, first in ((0, {}, b"\r10%"), (1, SECOND, b"")):
+        keeper, command = words(tmp_path, program=program)
+        environ = {**os.environ, **environ}
+        with subprocess.Popen(
+            [*keeper, *command], cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            log = tmp_path / f"logs/rank-{rank}.log"
+            until(lambda log=log: log.is_file() and log.read_bytes() == b"\r10%")
+            if first:
+                assert process.stdout.read(len(first)) == first
+            process.stdin.close()
+            assert process.stdout.read() == (b"\r20%\n" if first else b"[island 1] 20%\n")
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)

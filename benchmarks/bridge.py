@@ -1,0 +1,325 @@
+"""What the bridge between islands costs: its all-reduce beside MPI's own, the step with it beside the step alone.
+
+Run it on several ranks: `mpiexec -n 2 python benchmarks/bridge.py`. Figures: docs/benchmarks/bridge.md.
+"""
+
+import json
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from paired import Spread, spread
+
+from shardtrain.across import make_step_across
+from shardtrain.combine import make_combiner
+from shardtrain.data import place
+from shardtrain.islands.bridge import MPI, MpiGroup, world
+from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
+from shardtrain.islands.crossing import Crossing
+from shardtrain.islands.place import bind_cpus, find_place
+from shardtrain.layout import Layout
+from shardtrain.loss import next_token_loss
+from shardtrain.mesh import make_mesh
+from shardtrain.model import from_nnx
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.state import init_state, make_placement
+from shardtrain.step import make_step
+
+Side = Callable[[], Any]
+RAW, NEW, JIT, BRIDGE, MEAN = "MPI", "MPI into new memory", "one jit", "bridge", "bridge, as mean"
+ALONE, TOGETHER, ONE_BY_ONE, ONE_BUCKET = (
+    "alone",
+    "bridge",
+    "bridge, bucket after bucket",
+    "bridge, one bucket",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+      part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone.
+      num_bytes: what is summed.
+      rounds: calls of each side.
+      quiet: rounds in which other programs took more than this share of the processors are run again;
+        1 takes all. It asks Linux, and all ranks must be on one host.
+      embed, num_layers, seq: of the decoder that steps.
+      rows: of each island.
+      steps: in one call.
+      bucket_bytes: see `options.Across`.
+      seed: of parameters, data and orders.
+      json: where to write all figures too.
+    """
+
+    part: Literal["all_reduce", "step"] = "all_reduce"
+    num_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+    rounds: int = 40
+    quiet: float = 1.0
+    embed: int = 128
+    num_layers: int = 4
+    seq: int = 64
+    rows: int = 8
+    steps: int = 5
+    bucket_bytes: int = CAP_BYTES
+    seed: int = 0
+    json: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One side.
+
+    Args:
+      what: was done.
+      side: by whom.
+      seconds: median over rounds of the slowest rank's.
+      ratio: over the first side, round by round.
+      faults: median page faults of a call on rank 0.
+    """
+
+    what: str
+    side: str
+    seconds: float
+    ratio: Spread
+    faults: float
+
+
+class Call(NamedTuple):
+    """One timed call: the slowest rank's seconds, and this rank's page faults."""
+
+    seconds: float
+    faults: int
+
+
+def in_turn(
+    comm: MPI.Comm, sides: Mapping[str, Side], num_rounds: int, seed: int = 0, quiet: float = 1.0
+) -> dict[str, list[Call]]:
+    """Run every side once a round, each round in another order, after a barrier; the ranks do it together.
+
+    Args:
+      comm: of all ranks.
+      sides: name -> one call, the same on all ranks.
+      num_rounds: how often.
+      seed: of the orders.
+      quiet: rounds in which other programs took more than this share of the processors are run again;
+        1 takes all.
+
+    Returns:
+      name -> its calls, one a round.
+    """
+    order, generator = list(sides), random.Random(seed)
+    found: dict[str, list[Call]] = {name: [] for name in sides}
+    while len(found[order[0]]) < num_rounds:
+        generator.shuffle(order)
+        calls, share = others_share(comm, lambda: [timed(comm, sides[name]) for name in order])
+        if share <= quiet:
+            for name, call in zip(order, calls, strict=True):
+                found[name].append(call)
+        else:
+            time.sleep(0.2)
+    return found
+
+
+def timed(comm: MPI.Comm, side: Side) -> Call:
+    """One call, from a barrier to the last rank's end."""
+    comm.Barrier()
+    faults, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+    side()
+    seconds = time.perf_counter() - start
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return Call(comm.allreduce(seconds, MPI.MAX), faults)
+
+
+def others_share(comm: MPI.Comm, work: Callable[[], Any]) -> tuple[Any, float]:
+    """What some work returns, and the share of this host's processors that no rank took; equal on all ranks.
+
+    All ranks must be on one host.
+    """
+    comm.Barrier()
+    before, began, own = _busy_seconds(), time.perf_counter(), time.process_time()
+    result = work()
+    ranks = comm.allreduce(time.process_time() - own)
+    others = _busy_seconds() - before - ranks
+    return result, comm.bcast(others / ((time.perf_counter() - began) * (os.cpu_count() or 1)), 0)
+
+
+def _busy_seconds() -> float:
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    except FileNotFoundError:
+        return 0.0
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def bind() -> None:
+    """Keep to this rank's cores, as `shardtrain train` does; before jax starts its threads."""
+    if cores := bind_cpus(find_place(os.environ)):
+        os.sched_setaffinity(0, cores)
+
+
+def all_reduced(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
+    """The lane's program: every array summed."""
+    return [group.all_reduce(x) for x in arrays]
+
+
+def averaged(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
+    """The lane's program of a step that takes the mean: packed, weighed by counts, summed, unpacked."""
+    return make_combiner("mean").combine(arrays, jnp.float32(1), (), group).value
+
+
+def all_reduce_sides(comm: MPI.Comm, crossing: Crossing, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
+    """The same sum, from MPI's own to that of the step: what lies between them tells where time goes."""
+    # made as a gradient is, by a compiled program, not on memory of NumPy's
+    array = jax.jit(lambda: jnp.full(num_bytes // 4, comm.rank + 1, jnp.float32))()
+    host = np.full(num_bytes // 4, comm.rank + 1, np.float32)
+    out = np.empty_like(host)
+    compiled = jax.jit(group.all_reduce)
+    expected = comm.size * (comm.size + 1) / 2
+
+    def bridge(program: Any) -> None:
+        (found,) = crossing.map(program, [array])
+        assert found[-1] == expected / (1 if program is all_reduced else comm.size)
+
+    return {
+        RAW: lambda: comm.Allreduce(host, out),
+        NEW: lambda: comm.Allreduce(host, np.empty_like(host)),
+        JIT: lambda: jax.block_until_ready(compiled(array)),
+        BRIDGE: partial(bridge, all_reduced),
+        MEAN: partial(bridge, averaged),
+    }
+
+
+class OneByOne(Crossing):
+    """A crossing that waits for each bucket before it starts the next."""
+
+    def start(self, number: int, program: Any, arrays: Any) -> Any:
+        future = super().start(number, program, arrays)
+        future.result()
+        return future
+
+
+class Stepper:
+    """Steps of one island on its own rows, each with a state of its own: alone, or with a crossing."""
+
+    def __init__(self, options: Options, rank: int, crossing: Crossing | None) -> None:
+        config = DecoderConfig(
+            vocab=256,
+            seq=options.seq,
+            embed=options.embed,
+            num_layers=options.num_layers,
+            num_heads=4,
+        )
+        model, layout, optimizer = from_nnx(config), Layout(), optax.adamw(1e-3)
+        mesh = make_mesh(layout, jax.local_devices()[:1])
+        placement = make_placement(model, optimizer, layout, mesh)
+        self._state = init_state(model, optimizer, placement, options.seed)
+        if crossing is None:
+            self._step = make_step(model, next_token_loss, optimizer, placement)
+        else:
+            self._step = make_step_across(model, next_token_loss, optimizer, placement, crossing)
+            self._state = self._state._replace(combine_state=self._step.init_combine_state())
+        tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
+        batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
+        self._batch = place(batch, mesh, layout.batch_axes)
+        self._num_steps = options.steps
+        self.num_parameters = sum(x.size for x in jax.tree.leaves(self._state.params))
+
+    def __call__(self) -> None:
+        """Some steps, waited for at the end only, as a loop that reads its metrics late."""
+        for _ in range(self._num_steps):
+            self._state, metrics = self._step(self._state, self._batch)
+        jax.block_until_ready((self._state.params, metrics))
+
+
+def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
+    """The step of an island alone, and with the bridge in several ways."""
+    mesh = make_mesh(Layout(), jax.local_devices()[:1])
+    caps = (options.bucket_bytes, min(options.bucket_bytes, FIRST_BYTES))
+    crossings = {
+        ALONE: None,
+        TOGETHER: Crossing(mesh, [MpiGroup(comm)], *caps),
+        ONE_BY_ONE: OneByOne(mesh, [MpiGroup(comm)], *caps),
+        ONE_BUCKET: Crossing(mesh, [MpiGroup(comm)], 1 << 40, 1 << 40),
+    }
+    return {name: Stepper(options, comm.rank, crossing) for name, crossing in crossings.items()}
+
+
+def summed_up(calls: Mapping[str, Sequence[Call]], base: str, what: str, num_steps: int = 1) -> list[Row]:
+    """Each side beside the base, round by round."""
+    return [
+        Row(
+            what=what,
+            side=side,
+            seconds=median(call.seconds for call in found) / num_steps,
+            ratio=spread([a.seconds / b.seconds for a, b in zip(found, calls[base], strict=True)]),
+            faults=median(call.faults for call in found) / num_steps,
+        )
+        for side, found in calls.items()
+    ]
+
+
+def measure(options: Options) -> list[Row]:
+    """All rows; all ranks together."""
+    comm = world()
+    turns = partial(in_turn, comm, seed=options.seed)
+    if options.part == "step":
+        sides = step_sides(options, comm)
+        turns(sides, 1)
+        what = f"{sides[ALONE].num_parameters:,} parameters, {options.rows} x {options.seq} tokens"
+        return summed_up(turns(sides, options.rounds, quiet=options.quiet), ALONE, what, options.steps)
+    group = MpiGroup(comm)
+    crossing = Crossing(make_mesh(Layout(), jax.local_devices()[:1]), [group])
+    rows = []
+    for num_bytes in options.num_bytes:
+        sides = all_reduce_sides(comm, crossing, group, num_bytes)
+        turns(sides, 3)
+        what = f"{num_bytes >> 10:,} KB"
+        rows += summed_up(turns(sides, options.rounds, quiet=options.quiet), RAW, what)
+    crossing.close()
+    return rows
+
+
+def report(rows: Sequence[Row], num_ranks: int, options: Options) -> str:
+    """The rows as a table."""
+    lines = [
+        f"{num_ranks} ranks, {os.cpu_count()} cores, {options.rounds} rounds; jax {jax.__version__},"
+        f" {MPI.Get_library_version().splitlines()[0].rstrip(chr(0))}",
+        "",
+        "| | | ms | ratio | quartiles | median lies (95 %) in | page faults |",
+        "|---|---|--:|--:|---|---|--:|",
+    ]
+    for row in rows:
+        ratio = row.ratio
+        lines.append(
+            f"| {row.what} | {row.side} | {1e3 * row.seconds:.3g} | {ratio.median:.2f} |"
+            f" {ratio.low:.2f} - {ratio.high:.2f} | {ratio.sure[0]:.2f} - {ratio.sure[1]:.2f} | {row.faults:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(options: Options) -> None:
+    bind()
+    rows, comm = measure(options), world()
+    if comm.rank == 0:
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        print(report(rows, comm.size, options))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,295 @@
+"""Steps to a target loss with mean and with Adasum, at more and more replicas, learning rates tuned for both.
+
+The task is real text: the next byte from the eight before it, by a small network. Replicas are a vmapped
+dim on one device, and the combiners are those of the package. Figures: docs/benchmarks/adasum.md.
+"""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from shardtrain.combine import MeshGroup, make_combiner
+from shardtrain.data import Text
+
+VOCAB, EMBED, HIDDEN = 256, 16, 64
+CHUNK = 5
+"""Steps between two looks at the held-out loss."""
+
+DIVERGED = 8.0
+"""A run with such a loss, or with none, is given up: knowing nothing costs log 256 = 5.5."""
+
+OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "sgd": optax.sgd,
+    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+    "adam": lambda rate: optax.adam(rate, b2=0.99),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to train, for which learning rates are searched.
+
+    Args:
+      optimizer: of `OPTIMIZERS`.
+      batch: examples of one replica.
+      target: held-out loss, nats a byte.
+      rates: log2 of the learning rates that every combiner tries at every number of replicas.
+      combiners: by name; "+deltas" combines what each replica's own optimizer made of its own gradient.
+    """
+
+    optimizer: Literal["sgd", "momentum", "adam"]
+    batch: int
+    target: float
+    rates: tuple[int, ...]
+    combiners: tuple[str, ...] = ("mean", "adasum")
+
+
+SETTINGS = {
+    "sgd, 16 examples": Setting(optimizer="sgd", batch=16, target=2.6, rates=tuple(range(-4, 3))),
+    "sgd, 128 examples": Setting(optimizer="sgd", batch=128, target=2.6, rates=tuple(range(-4, 3))),
+    "momentum, 16 examples": Setting(optimizer="momentum", batch=16, target=2.6, rates=tuple(range(-7, 1))),
+    "adam, 16 examples": Setting(
+        optimizer="adam",
+        batch=16,
+        target=2.6,
+        rates=tuple(range(-10, -3)),
+        combiners=("mean", "adasum+deltas", "adasum"),
+    ),
+}
+TOO_MANY = 3
+"""A run with more steps than this many times the best of its row is given up: it cannot become the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to train.
+
+    Args:
+      replicas: numbers of replicas.
+      settings: names of `SETTINGS`.
+      most_steps: a run that has not come to its target by then is given up.
+      seeds: how often each is run; the median counts.
+      context: bytes that the next is told from.
+      heldout: examples whose loss is looked at.
+      json: where to write all figures too.
+    """
+
+    replicas: tuple[int, ...] = (1, 4, 8, 16)
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    most_steps: int = 1200
+    seeds: int = 3
+    context: int = 8
+    heldout: int = 4096
+    json: Path | None = None
+
+
+class Task(NamedTuple):
+    """Bytes of text: those to train on, and the held-out examples."""
+
+    text: jax.Array
+    heldout: tuple[jax.Array, jax.Array]
+    context: int
+
+
+def make_task(options: Options, folder: Path) -> Task:
+    """The default text of `examples/gpt_text.py`, the sources of Python's standard library."""
+    text = Text(seq=options.context)
+    tokens = np.load(text.pack(folder).path)
+    begin = int(len(tokens) * (1 - text.heldout_fraction))
+    starts = np.random.default_rng(0).integers(begin, len(tokens) - options.context - 1, options.heldout)
+    windows = tokens[starts[:, None] + np.arange(options.context + 1)]
+    heldout = (jnp.asarray(windows[:, :-1], jnp.int32), jnp.asarray(windows[:, -1], jnp.int32))
+    return Task(jnp.asarray(tokens[:begin], jnp.uint8), heldout, options.context)
+
+
+def init(key: jax.Array, context: int) -> dict[str, jax.Array]:
+    """The network of Bengio et al. 2003: a table, one hidden layer, the logits."""
+    keys = jax.random.split(key, 3)
+    width = context * EMBED
+    return {
+        "table": jax.random.normal(keys[0], (VOCAB, EMBED)),
+        "hidden": jax.random.normal(keys[1], (width, HIDDEN)) / math.sqrt(width),
+        "hidden_bias": jnp.zeros(HIDDEN),
+        "head": jax.random.normal(keys[2], (HIDDEN, VOCAB)) * 0.1 / math.sqrt(HIDDEN),
+        "head_bias": jnp.zeros(VOCAB),
+    }
+
+
+def loss(params: dict[str, jax.Array], inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean cross-entropy in nats. Tables are looked up by products, which are faster here."""
+    embedded = params["table"][inputs].reshape(len(inputs), -1)
+    hidden = jnp.tanh(embedded @ params["hidden"] + params["hidden_bias"])
+    logits = hidden @ params["head"] + params["head_bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+class Carry(NamedTuple):
+    """What a run carries from step to step; the optimizer's state has a leading dim where replicas own it."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+class Trainer:
+    """Runs of one setting, combiner and number of replicas: compiled once for all learning rates."""
+
+    def __init__(self, task: Task, setting: Setting, combiner: str, replicas: int) -> None:
+        name, _, on = combiner.partition("+")
+        self._task, self._batch, self._replicas = task, setting.batch, replicas
+        self._deltas = on == "deltas"
+        self._optimizer = OPTIMIZERS[setting.optimizer]
+        self._combiner, self._group = make_combiner(name), MeshGroup("replicas", replicas)
+        self._chunk = jax.jit(self._steps)
+
+    def steps_to(self, target: float, rate: float, seed: int, most_steps: float) -> int | None:
+        """How many steps it takes to a held-out loss; None where it does not come to it."""
+        carry, steps = self._begin(jax.random.key(seed)), 0
+        while steps < most_steps:
+            carry, found = self._chunk(carry, jnp.float32(rate), jax.random.key(seed + 1000))
+            steps += CHUNK
+            if not found < DIVERGED:
+                return None
+            if found <= target:
+                return steps
+        return None
+
+    def _begin(self, key: jax.Array) -> Carry:
+        params = init(key, self._task.context)
+        opt_state = self._optimizer(1.0).init(params)
+        if self._deltas:
+            opt_state = jax.tree.map(lambda x: jnp.stack([x] * self._replicas), opt_state)
+        return Carry(params, opt_state, jnp.int32(0))
+
+    def _steps(self, carry: Carry, rate: jax.Array, key: jax.Array) -> tuple[Carry, jax.Array]:
+        carry, _ = jax.lax.scan(lambda c, _: (self._step(c, rate, key), None), carry, length=CHUNK)
+        return carry, loss(carry.params, *self._task.heldout)
+
+    def _step(self, carry: Carry, rate: jax.Array, key: jax.Array) -> Carry:
+        optimizer = self._optimizer(rate)
+        text, context = self._task.text, self._task.context
+        shape = (self._replicas, self._batch, 1)
+        starts = jax.random.randint(jax.random.fold_in(key, carry.step), shape, 0, len(text) - context - 1)
+        windows = text[starts + jnp.arange(context + 1)].astype(jnp.int32)
+        grads = jax.vmap(jax.grad(loss), (None, 0, 0))(carry.params, windows[..., :-1], windows[..., -1])
+        if self._deltas:
+            deltas, opt_state = jax.vmap(optimizer.update, (0, 0, None))(grads, carry.opt_state, carry.params)
+            updates = self._combined(deltas)
+        else:
+            updates, opt_state = optimizer.update(self._combined(grads), carry.opt_state, carry.params)
+        return Carry(optax.apply_updates(carry.params, updates), opt_state, carry.step + 1)
+
+    def _combined(self, trees: Any) -> Any:
+        def combine(tree: Any) -> Any:
+            return self._combiner.combine(tree, jnp.float32(self._batch), (), self._group).value
+
+        found = jax.vmap(combine, axis_name="replicas")(trees)
+        return jax.tree.map(lambda x: x[0], found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One setting, combiner and number of replicas.
+
+    Args:
+      steps: log2 of the learning rate -> median steps over seeds; None where more than half did not arrive.
+      seconds: that all its runs took.
+    """
+
+    setting: str
+    combiner: str
+    replicas: int
+    steps: dict[int, float | None]
+    seconds: float
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The learning rate with the fewest steps, and these."""
+        found = [(steps, rate) for rate, steps in self.steps.items() if steps is not None]
+        steps, rate = min(found, default=(0.0, 0))
+        return (rate, steps) if found else None
+
+
+def measure(options: Options, tell: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """All rows."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        task = make_task(options, Path(name))
+    for name in options.settings:
+        setting = SETTINGS[name]
+        for replicas in options.replicas:
+            # one replica alone is the same whatever combines it
+            for combiner in setting.combiners[: None if replicas > 1 else 1]:
+                began = time.perf_counter()
+                trainer = Trainer(task, setting, combiner, replicas)
+                steps = search(trainer, setting, options)
+                rows.append(
+                    Row(
+                        setting=name,
+                        combiner=combiner,
+                        replicas=replicas,
+                        steps=steps,
+                        seconds=time.perf_counter() - began,
+                    )
+                )
+                tell(str(rows[-1]))
+    return rows
+
+
+def search(trainer: Trainer, setting: Setting, options: Options) -> dict[int, float | None]:
+    """log2 of the learning rate -> the median of the steps over seeds."""
+    found: dict[int, float | None] = {}
+    for rate in setting.rates:
+        least = min((steps for steps in found.values() if steps is not None), default=math.inf)
+        most = min(options.most_steps, TOO_MANY * least)
+        seeds = [
+            trainer.steps_to(setting.target, 2.0**rate, seed, most) or math.inf
+            for seed in range(options.seeds)
+        ]
+        found[rate] = None if math.isinf(median(seeds)) else median(seeds)
+    return found
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The table: each beside the steps at the learning rate that was best for one replica."""
+    lines = [
+        "| setting | replicas | combiner | steps, tuned | its rate | steps at one replica's rate |",
+        "|---|--:|---|--:|--:|--:|",
+    ]
+    alone: dict[str, tuple[int, float] | None] = {}
+    for row in rows:
+        alone.setdefault(row.setting, row.best)
+        base, best = alone[row.setting], row.best
+        same = row.steps[base[0]] if base else None
+        lines.append(
+            f"| {row.setting} | {row.replicas} | {row.combiner if row.replicas > 1 else ''} |"
+            f" {_number(best and best[1])} | {f'2^{best[0]}' if best else ''} | {_number(same)} |"
+        )
+    return "\n".join(lines)
+
+
+def _number(steps: float | None) -> str:
+    return "not reached" if steps is None else f"{steps:.0f}"
+
+
+def main(options: Options) -> None:
+    rows = measure(options, lambda text: print(text, flush=True))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    print(report(rows))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

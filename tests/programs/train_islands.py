@@ -1,0 +1,77 @@
+"""Whole runs on islands: args are the text, a folder, and the numbers of processes of the islands."""
+
+import dataclasses
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["SHARDTRAIN_ISLAND_PROCESSES"] = sys.argv[3]
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.config import Run, Strategy
+from shardtrain.data import Text
+from shardtrain.islands.membership import join
+from shardtrain.islands.options import Across
+from shardtrain.layout import Layout
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.optimizer import Optimizer, Schedule
+from shardtrain.replicas import Combine
+from shardtrain.trainer import train
+
+TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
+ISLANDS = join()
+SEQ = 8
+RUN = Run(
+    model=DecoderConfig(vocab=256, seq=SEQ, embed=16, num_layers=2, num_heads=2, mlp=32, dropout=0.1),
+    data=Text(paths=(TEXT,), seq=SEQ, heldout_fraction=0.06),
+    optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2, warmup=2)),
+    strategy=Strategy(layout=Layout(mesh={"data": -1}), accumulate=2, across=Across(bucket_bytes=3000)),
+    batch=8,
+    steps=6,
+    seed=3,
+    log_every=1,
+    evaluate_every=3,
+    checkpoints=CheckpointPolicy(every_steps=2, keep=4),
+)
+
+
+def run(name: str, **changes: object):
+    console = Console(file=io.StringIO(), width=200)
+    trained = train(dataclasses.replace(RUN, run_dir=FOLDER / name, **changes), console, ISLANDS)
+    return trained, console.file.getvalue()
+
+
+def bits(tree) -> list[bytes]:
+    return [np.asarray(leaf.addressable_data(0)).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def interrupted(name: str, combine: Combine):
+    """Six steps at once, and four and two: the same bits in everything that an island has."""
+    strategy = dataclasses.replace(RUN.strategy, combine=combine)
+    whole, _ = run(f"{name}-whole", strategy=strategy)
+    run(f"{name}-parts", strategy=strategy, steps=4)
+    parts, text = run(f"{name}-parts", strategy=strategy)
+    assert parts.step == 6
+    assert bits(parts.state) == bits(whole.state), name
+    if ISLANDS is None or ISLANDS.is_first:
+        assert "resumed from step 4" in text, text
+        assert "found no checkpoint" not in text, text
+    return whole.state
+
+
+run("mean")
+if ISLANDS is not None:
+    own = Combine(by="int8+adasum", on="deltas", local_steps=2)
+    state = interrupted("own", own)
+    # each island has an optimizer of its own, and all have the same parameters
+    digest = [[x.hex() for x in bits(tree)] for tree in (state.params, state.opt_state)]
+    shared = ISLANDS.by_island("digests", digest)
+    assert all(params == shared[0][0] for params, _ in shared)
+    assert all(opt != shared[0][1] for _, opt in shared[1:])
+sys.stdout.write(json.dumps(sorted(path.name for path in (FOLDER / "own-whole").glob("checkpoints*"))))
