@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from shardtrain.checkpoint_policy import CheckpointPolicy
     from shardtrain.config import Run, Strategy
     from shardtrain.data import Batches, Text, Tokens, place
+    from shardtrain.islands.membership import join
+    from shardtrain.islands.options import Across
     from shardtrain.layout import Layout, read_layout
     from shardtrain.loss import classification_loss, cross_entropy, next_token_loss
     from shardtrain.mesh import make_mesh
     from shardtrain.model import from_linen, from_nnx
     from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
+    from shardtrain.recipes import Scaling
+    from shardtrain.replicas import Combine
     from shardtrain.state import init_state, make_placement, restorable_state
     from shardtrain.step import make_evaluate, make_gradients, make_step
     from shardtrain.trainer import train
@@ -27,23 +31,30 @@ _ROOMS = {
     "checkpoint_policy": ("CheckpointPolicy",),
     "config": ("Run", "Strategy"),
     "data": ("Batches", "Text", "Tokens", "place"),
+    "islands.membership": ("join",),
+    "islands.options": ("Across",),
     "layout": ("Layout", "read_layout"),
     "loss": ("classification_loss", "cross_entropy", "next_token_loss"),
     "mesh": ("make_mesh",),
     "model": ("from_linen", "from_nnx"),
     "optimizer": ("Optimizer", "Schedule", "make_optimizer"),
+    "recipes": ("Scaling",),
+    "replicas": ("Combine",),
     "state": ("init_state", "make_placement", "restorable_state"),
     "step": ("make_evaluate", "make_gradients", "make_step"),
     "trainer": ("train",),
 }
 
 __all__ = [
+    "Across",
     "Batches",
     "CheckpointPolicy",
     "Checkpoints",
+    "Combine",
     "Layout",
     "Optimizer",
     "Run",
+    "Scaling",
     "Schedule",
     "Strategy",
     "Text",
@@ -53,6 +64,7 @@ __all__ = [
     "from_linen",
     "from_nnx",
     "init_state",
+    "join",
     "make_evaluate",
     "make_gradients",
     "make_mesh",

@@ -72,6 +72,12 @@ VALUES = (
     "shardtrain.layout",
     "shardtrain.checkpoint_policy",
     "shardtrain.data",
+    "shardtrain.split",
+    "shardtrain.islands.place",
+    "shardtrain.islands.buckets",
+    "shardtrain.islands.options",
+    "shardtrain.islands.agreement",
+    "shardtrain.launch.supervise",
 )
 
 

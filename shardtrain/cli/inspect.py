@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     sizes = axis_sizes(layout, options.devices or _devices_named(layout.mesh))
     model = as_model(run.model)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
-    sys.stdout.write(sharding_text(state_specs(model, optimizer, layout, sizes), sizes) + "\n")
+    specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine)
+    sys.stdout.write(sharding_text(specs, sizes) + "\n")
     problem = batch_problem(run.batch, {a: sizes[a] for a in layout.batch_axes}, run.strategy.accumulate)
     if problem:
         raise ValueError(problem)

@@ -1,6 +1,7 @@
 """The ranks that combine: a mesh axis, or a stack of arrays that were gathered.
 
-A combiner is written once over `Group`, and runs on each of them, and over MPI (`islands/bridge.py`). Next: `combiner.py`.
+A combiner is written once over `Group`, and runs on each of them, and over MPI
+(`islands/bridge.py`). Next: `combiner.py`.
 """
 
 from collections.abc import Mapping, Sequence

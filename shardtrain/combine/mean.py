@@ -97,9 +97,6 @@ def _combine_narrow(
     mine = (jnp.arange(size) == index)[:, None, None]
     lost = [jnp.where(mine, x - r.astype(jnp.float32), 0) for x, r in zip(exact, rounded, strict=True)]
     whole = [group.all_gather(message[0]) for message in join(rounded)]
-    return (
-        uncut([[x] for x in split(whole, stacks)], owners, leaves),
-        uncut(
-            [[x] for x in lost], owners, [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in leaves]
-        ),
-    )
+    floats = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in leaves]
+    blocks, lost_blocks = ([[x] for x in stacks] for stacks in (split(whole, stacks), lost))
+    return uncut(blocks, owners, leaves), uncut(lost_blocks, owners, floats)

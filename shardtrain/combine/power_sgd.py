@@ -38,9 +38,9 @@ def power_sgd(rank: int = 4) -> Codec:
     """Each leaf of two and more dims as factors of a rank, by one power iteration per round.
 
     The dims after the first are flattened. Leaves that the factors would not make smaller cross as they
-    are. The right factors of a round are where the next one starts, before `mean` and `sum` on all ranks alike, so
-    they are the one part of a state that moves on in a round without examples. Of a sharded leaf each device factors
-    its shard.
+    are. The right factors of a round are where the next one starts: before `mean` and `sum` the same on all
+    ranks, so that these alone move on on a rank without examples. Of a sharded leaf each device factors its
+    shard.
 
     Before `mean` and `sum`: two of their calls, on the left factors (with the leaves that are not factored)
     and on the right ones: of a ring 2 n' (P - 1) / P bytes per rank, n' = 4 rank (rows + columns) bytes
@@ -156,7 +156,7 @@ def _times(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _next(right: jax.Array | None, old: jax.Array | None) -> jax.Array | None:
     """Where the next round starts; a column that found nothing stays, or it would be zero for ever."""
-    if right is None:
+    if right is None or old is None:
         return None
     greatest = jnp.max(jnp.abs(right), axis=0)
     scaled = right / jnp.where(greatest < TINY, 1, greatest)

@@ -40,7 +40,7 @@ def summed(ranks, counts):
 def adasum(ranks, counts, units=None):
     """units: the number of each leaf's unit; by default each leaf is one."""
     units = list(range(len(ranks[0]))) if units is None else units
-    found = [None] * len(units)
+    found: list = [None] * len(units)
     for unit in set(units):
         which = [i for i, u in enumerate(units) if u == unit]
         flat = [
@@ -99,6 +99,10 @@ def factored(leaves, kept):
     return found, after
 
 
+def target(leaves, residual, count):
+    return [(x if count else np.zeros_like(x)) + e for x, e in zip(leaves, residual, strict=True)]
+
+
 class Coded:
     """A codec before a combiner, with error feedback on each rank."""
 
@@ -110,13 +114,11 @@ class Coded:
     def __call__(self, ranks, counts):
         sent = []
         for r, (leaves, n) in enumerate(zip(ranks, counts, strict=True)):
-            target = [
-                (x if n else np.zeros_like(x)) + e for x, e in zip(leaves, self.residual[r], strict=True)
-            ]
-            decoded, kept = self.encode(target, self.kept[r])
+            owed = target(leaves, self.residual[r], n)
+            decoded, kept = self.encode(owed, self.kept[r])
             sent.append(decoded)
             if n:
-                self.residual[r] = [t - s for t, s in zip(target, decoded, strict=True)]
+                self.residual[r] = [t - s for t, s in zip(owed, decoded, strict=True)]
                 self.kept[r] = kept
         return self.combine(sent, counts)
 
@@ -130,7 +132,7 @@ class PowerMean:
 
     def __call__(self, ranks, counts):
         targets = [
-            [(x if n else np.zeros_like(x)) + e for x, e in zip(leaves, residual, strict=True)]
+            target(leaves, residual, n)
             for leaves, residual, n in zip(ranks, self.residual, counts, strict=True)
         ]
         found = self.combine(targets, counts)

@@ -1,0 +1,97 @@
+"""Groups: sums over blocks, exchanges, and what a whole leaf is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from shardtrain.combine import MeshGroup
+from shardtrain.combine.group import StackGroup
+
+
+@pytest.mark.parametrize("kind", ["mesh", "vmap"])
+def test_sums_over_blocks_and_exchanges(kind, ranks):
+    size = 6
+    sources = [3, 0, 1, 2, 5, 4]
+
+    def methods(group, x, y):
+        sums = [group.all_reduce(x, span) for span in (None, 1, 2, 3, 6)]
+        return sums, group.exchange(y, sources), group.all_gather(y), group.index, group.whole(x)
+
+    x = jnp.arange(6.0) ** 2
+    y = jnp.arange(12, dtype=jnp.bfloat16).reshape(6, 2)
+    sums, exchanged, gathered, index, whole = ranks.run(kind, methods, size)(x, y)
+    for span, found in zip((6, 1, 2, 3, 6), sums, strict=True):
+        expected = np.repeat(np.asarray(x).reshape(-1, span).sum(1), span)
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(exchanged, y[jnp.array(sources)])
+    assert exchanged.dtype == gathered.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gathered, jnp.stack([y] * 6))
+    np.testing.assert_array_equal(index, np.arange(6))
+    np.testing.assert_array_equal(whole, x)
+
+
+def test_a_group_of_one_needs_no_axis():
+    assert MeshGroup("data", 1).index == 0
+
+
+def test_partial_values_of_shards_become_those_of_leaves():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+    group = MeshGroup("data", 2, [("fsdp", "tensor"), ("tensor",), ()], {"fsdp": 2, "tensor": 2})
+    stack = StackGroup("stack", group)
+
+    def shard(x):
+        device = jax.lax.axis_index("fsdp") * 2.0 + jax.lax.axis_index("tensor")
+        partial = jnp.stack([1 + device, 10 * (1 + jax.lax.axis_index("tensor")), 100.0]) * x[0]
+        return group.whole(partial)[None], group.whole(partial, "max")[None], stack.whole(partial)[None]
+
+    run = jax.shard_map(
+        shard, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+    )
+    sums, greatest, of_stack = jax.jit(run)(jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(sums, [[10, 30, 100], [20, 60, 200]])
+    np.testing.assert_array_equal(greatest, [[4, 20, 100], [8, 40, 200]])
+    np.testing.assert_array_equal(of_stack, sums)
+
+
+@pytest.mark.parametrize("name", ["int8+adasum", "float16+mean", "top_k:0.5+mean", "power_sgd:1+mean"])
+def test_codecs_work_on_shards(name):
+    """int8 and float16 scale by the whole leaf; the others send each shard's own greatest parts."""
+    from shardtrain.combine import make_combiner
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
+    combiner = make_combiner(name)
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, 8, 6)) * np.array([1] * 4 + [30] * 4)[:, None], jnp.float32)
+
+    def shard(group):
+        def combine(x):
+            state = combiner.init([x[0]])
+            return combiner.combine([x[0]], 1.0, state, group).value[0]
+
+        return combine
+
+    def run(axes, group, devices, axis_names):
+        spec = PartitionSpec("data", *axes)
+        mesh = Mesh(devices, axis_names)
+        out = PartitionSpec(*axes)
+        return jax.jit(jax.shard_map(shard(group), mesh=mesh, in_specs=spec, out_specs=out, check_vma=False))(
+            x
+        )
+
+    sharded = run(("fsdp",), MeshGroup("data", 2, [("fsdp",)], {"fsdp": 2}), mesh.devices, mesh.axis_names)
+    if name.startswith(("int8", "float16")):
+        whole = run((), MeshGroup("data", 2), mesh.devices[:, 0], ("data",))
+        np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-4)
+    else:
+        halves = [
+            jax.jit(
+                jax.vmap(
+                    lambda x: combiner.combine([x], 1.0, combiner.init([x]), MeshGroup("data", 2)).value[0],
+                    axis_name="data",
+                )
+            )(half)[0]
+            for half in (x[:, :4], x[:, 4:])
+        ]
+        np.testing.assert_allclose(sharded, jnp.concatenate(halves), rtol=1e-4, atol=1e-4)
