@@ -1,7 +1,7 @@
 """A combiner of one's own: the median of the replicas' gradients, which one bad replica cannot spoil.
 
-    shardtrain train examples/gpt_text.py --cpu-devices 4 --combine examples/own_combiner.py:median
-    shardtrain launch --islands 3 -- train examples/gpt_text.py --combine examples/own_combiner.py:median
+shardtrain train examples/gpt_text.py --cpu-devices 4 --combine examples/own_combiner.py:median
+shardtrain launch --islands 3 -- train examples/gpt_text.py --combine examples/own_combiner.py:median
 """
 
 import jax

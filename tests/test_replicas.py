@@ -1,6 +1,7 @@
 """Combiners on a mesh: the step with Adasum, compression, deltas and local steps against plain arithmetic."""
 
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from shardtrain.combine import Combined, Combiner
+from shardtrain.cli.run_options import StrategyOptions
+from shardtrain.config import Strategy
 from shardtrain.data import place
 from shardtrain.layout import Layout
 from shardtrain.loss import classification_loss
@@ -167,12 +169,10 @@ def test_what_a_codec_leaves_out_is_kept_and_added_later():
 
 
 def test_a_users_own_combiner_runs_on_the_mesh():
-    def largest(tree, count, state, group):
-        ranks = jax.tree.map(lambda x: group.all_gather(jnp.where(count > 0, x, 0)), tree)
-        return Combined(jax.tree.map(lambda x: x.max(0), ranks))
-
-    states, _, _ = steps(Combine(by=Combiner(lambda tree: (), largest)), optax.sgd(1.0), {"data": 4})
-    assert_changed_by(states, jax.tree.map(lambda *g: -np.max(g, 0), *replica_gradients()))
+    text = f"{Path(__file__).parents[1] / 'examples' / 'own_combiner.py'}:median"
+    combine = StrategyOptions(combine=text).applied_to(Strategy()).combine
+    states, _, _ = steps(combine, optax.sgd(1.0), {"data": 4})
+    assert_changed_by(states, jax.tree.map(lambda *g: -np.median(g, 0), *replica_gradients()))
 
 
 def test_a_gradient_that_is_not_finite_on_one_replica_is_skipped_by_all():

@@ -55,9 +55,10 @@ def adasum(per: Per = "leaf") -> Combiner:
 
     >>> from shardtrain.combine.group import MeshGroup
     >>> combine = lambda x: adasum().combine(x, 1.0, (), MeshGroup("data", 2)).value
-    >>> jax.vmap(combine, axis_name="data")(jnp.array([[1.0, 0.0], [0.0, 1.0]])).tolist()
+    >>> on_ranks = jax.jit(jax.vmap(combine, axis_name="data"))
+    >>> on_ranks(jnp.array([[1.0, 0.0], [0.0, 1.0]])).tolist()
     [[1.0, 1.0], [1.0, 1.0]]
-    >>> jax.vmap(combine, axis_name="data")(jnp.array([[1.0, 0.0], [3.0, 0.0]])).tolist()
+    >>> on_ranks(jnp.array([[1.0, 0.0], [3.0, 0.0]])).tolist()
     [[2.0, 0.0], [2.0, 0.0]]
     """
     if per not in ("leaf", "whole") and not callable(per):

@@ -27,6 +27,9 @@ AFTERWARDS = re.compile(
     r"application called MPI_Abort|Abort\(\d+\) on node|MPI_ABORT was invoked|Exception ignored in|[-=]{20}"
 )
 MOST_LINES, FIRST_LINES, TAIL_LINES = 60, 8, 15
+MISTAKE = re.compile(r"shardtrain[.\w]*( \w+)?: ")
+MISTAKE_END = "(the traceback: SHARDTRAIN_TRACEBACK=1)"
+"""How `cli` begins and ends what it says of a user's mistake, see `cli.main`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +222,8 @@ def _abort_code(text: str) -> int:
 
 
 def error_text(log: str) -> str:
-    """The last traceback of a log, with those it is chained to, or its last lines where it has none.
+    """What went wrong, from a log: its last traceback, with those it is chained to; what the command line
+    said of a mistake; or its last lines.
 
     >>> print(error_text("step 1\\nTraceback (most recent call last):\\n  File ...\\nValueError: no\\n"))
     Traceback (most recent call last):
@@ -230,7 +234,7 @@ def error_text(log: str) -> str:
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.rstrip("\n").split("\n")]
     starts = [i for i, line in enumerate(lines) if TRACEBACK in line and not _ignored(lines, i)]
     if not starts:
-        return "\n".join(lines[-TAIL_LINES:]).strip("\n") or "(its log is empty)"
+        return "\n".join(_mistake(lines) or lines[-TAIL_LINES:]).strip("\n") or "(its log is empty)"
     start = starts.pop()
     while starts and any(line.startswith(CHAINED) for line in lines[starts[-1] : start]):
         start = starts.pop()
@@ -241,6 +245,13 @@ def error_text(log: str) -> str:
         cut = len(text) - MOST_LINES
         text[FIRST_LINES : FIRST_LINES + cut] = [f"  ... {cut} lines, see the log ..."]
     return "\n".join(text).rstrip()
+
+
+def _mistake(lines: Sequence[str]) -> list[str]:
+    """What stands between the mark of a mistake and that of its end; the libraries' farewell is left out."""
+    ends = [i for i, line in enumerate(lines) if line == MISTAKE_END]
+    starts = [i for i, line in enumerate(lines[: ends[-1]]) if MISTAKE.match(line)] if ends else []
+    return list(lines[starts[-1] : ends[-1] + 1]) if starts else []
 
 
 def _ignored(lines: Sequence[str], index: int) -> bool:

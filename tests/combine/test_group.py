@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from shardtrain.combine import MeshGroup
+from shardtrain.combine import MeshGroup, make_combiner
 from shardtrain.combine.group import StackGroup
 
 
@@ -58,8 +58,6 @@ def test_partial_values_of_shards_become_those_of_leaves():
 @pytest.mark.parametrize("name", ["int8+adasum", "float16+mean", "top_k:0.5+mean", "power_sgd:1+mean"])
 def test_codecs_work_on_shards(name):
     """int8 and float16 scale by the whole leaf; the others send each shard's own greatest parts."""
-    from shardtrain.combine import make_combiner
-
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
     combiner = make_combiner(name)
     random = np.random.default_rng(0)

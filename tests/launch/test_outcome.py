@@ -43,6 +43,14 @@ def test_all_is_well(left, tmp_path):
     assert not any_failed(tmp_path)
 
 
+def test_of_a_mistake_its_message_alone_is_shown(left, tmp_path):
+    message = "shardtrain train: shares has 3 weights\n  - one each\n(the traceback: SHARDTRAIN_TRACEBACK=1)\n"
+    abort = "Abort(2) on node 0: application called MPI_Abort(MPI_COMM_WORLD, 2) - process 0\n"
+    left(0, None, text="a table\nshardtrain train: waiting\n" + message + abort)
+    text = told(tmp_path, 2).text
+    assert f"called MPI_Abort, 0 s after its start ===\n{message}\nwhole log" in text, text
+
+
 def test_the_first_error_is_shown_and_named(left, tmp_path):
     left(0, 0, 120)
     left(1, 3, 112, "step 1\n" + ERROR)

@@ -1,0 +1,86 @@
+"""The benchmarks of the bridge and of Adasum, run as people run them with tiny sizes. Nothing here looks at a time."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+ABOVE_AN_ARENA = 80 << 20
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Run a benchmark on some ranks: what it prints, and its figures."""
+
+    def launch(num_ranks, script, *arguments, environment=None):
+        path = tmp_path_factory.mktemp("figures") / "figures.json"
+        command = shutil.which(
+            "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
+        assert command is not None
+        words = [command, "-n", str(num_ranks), sys.executable, str(FOLDER / script), "--json", str(path)]
+        done = subprocess.run(
+            [*words, *map(str, arguments)],
+            env={**os.environ, "MPI4JAX_NO_WARN_JAX_VERSION": "1", **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, json.loads(path.read_text())
+
+    return launch
+
+
+def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
+    sizes = [4096, ABOVE_AN_ARENA]
+    printed, rows = launch(2, "bridge.py", "--rounds", 3, "--num-bytes", *sizes)
+    sides = ["MPI", "MPI into new memory", "one jit", "bridge", "bridge, as mean"]
+    assert [(row["what"], row["side"]) for row in rows] == [
+        (f"{size >> 10:,} KB", side) for size in sizes for side in sides
+    ]
+    for row in rows:
+        assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+        assert row["seconds"] > 0
+        # a buffer of new pages would cost 20,000, or 40 huge ones
+        assert row["faults"] < 20, row
+        assert (row["ratio"]["median"] == 1) == (row["side"] == "MPI") or row["side"] != "MPI"
+    assert printed.count("| bridge |") == len(sizes)
+
+
+def test_without_settings_of_malloc_each_call_takes_new_pages(launch):
+    rows = launch(
+        2,
+        "bridge.py",
+        *("--rounds", 3, "--num-bytes", ABOVE_AN_ARENA),
+        environment={"SHARDTRAIN_MALLOC": "no"},
+    )[1]
+    faults = {row["side"]: row["faults"] for row in rows}
+    assert faults["bridge"] >= 40
+
+
+def test_the_step_alone_and_with_the_bridge(launch):
+    sizes = {"embed": 16, "num-layers": 2, "seq": 8, "rows": 2, "steps": 2, "rounds": 2, "bucket-bytes": 4096}
+    arguments = [word for name, value in sizes.items() for word in (f"--{name}", value)]
+    _, rows = launch(2, "bridge.py", "--part", "step", *arguments)
+    sides = ["alone", "bridge", "bridge, bucket after bucket", "bridge, one bucket"]
+    assert [row["side"] for row in rows] == sides
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_adasum_sends_what_an_all_reduce_sends_and_scalars(launch):
+    _, figures = launch(4, "adasum.py", "--embed", 16, "--blocks", 2, "--rounds", 2)
+    assert figures["num_leaves"] == 12
+    assert figures["num_parameters"] == 2 * (12 * 16**2 + 5 * 16)
+    ring = 2 * 4 * figures["num_parameters"] * 3 / 4
+    assert figures["ring_bytes"] == ring
+    # 4 bytes a rank and leaf for the exponents, 12 a level and leaf, 8 a leaf at the end
+    assert ring < figures["sent_bytes"]["adasum"] < ring + 12 * (4 * 3 + 2 * 12 * 2 + 8 * 2)
+    assert ring < figures["sent_bytes"]["mean"] < ring + 100
+    assert set(figures["ratios"]) == {"mean", "adasum"}

@@ -1,0 +1,52 @@
+"""Combiners over MPI: reads rank-stacked trees, writes what each size of group makes of them."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardtrain.combine import make_combiner
+from shardtrain.islands.bridge import MpiGroup, world
+
+inputs, output = sys.argv[1:3]
+cases = [case.rsplit("@", 1) for case in sys.argv[3:]]
+comm = world()
+data = np.load(inputs)
+found = {}
+for name, size in cases:
+    inside = comm.rank < int(size)
+    part = comm.Split(0 if inside else 1, comm.rank)
+    if not inside:
+        continue
+    group = MpiGroup(part)
+    combiner = make_combiner(name)
+    combine = jax.jit(lambda tree, count, state, c=combiner, g=group: c.combine(tree, count, state, g)[:3])
+    state = None
+    for step in range(2):
+        tree = [jnp.asarray(data[f"{step}/{i}"][comm.rank]) for i in range(int(data["leaves"]))]
+        tree[0] = tree[0].astype(jnp.bfloat16)
+        counts = data["counts"][: int(size)]
+        if step and int(size) > 1:
+            counts = np.where(np.arange(int(size)) == 1, 0, counts)
+            if part.rank == 1:
+                tree = [x * jnp.nan for x in tree]
+        state = combiner.init(tree) if state is None else state
+        value, after, metrics = combine(tree, jnp.float32(counts[part.rank]), state)
+        values = [np.asarray(x, np.float32) for x in value]
+        # the same bits on all ranks
+        everyone = part.allgather([x.tobytes() for x in (*values, *map(np.asarray, metrics.values()))])
+        assert all(other == everyone[0] for other in everyone), (name, size)
+        if not counts[part.rank]:
+            kept, before = (state, after) if isinstance(state, tuple) and not state else (after[0], state[0])
+            jax.tree.map(np.testing.assert_array_equal, kept, before)
+        state = after
+        if part.rank == 0:
+            for i, x in enumerate(values):
+                found[f"{name}@{size}/{step}/{i}"] = x
+    # a NaN of one rank reaches all of them
+    tree[1] = tree[1].at[0].set(jnp.nan if part.rank == int(size) - 1 else 1.0)
+    value, _, _ = combine([jnp.nan_to_num(tree[0]), tree[1], *map(jnp.nan_to_num, tree[2:])], 1.0, state)
+    assert not np.isfinite(value[1]).all(), (name, size)
+if comm.rank == 0:
+    np.savez(output, **found)

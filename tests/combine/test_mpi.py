@@ -1,0 +1,70 @@
+"""The combiners over MPI give what the references give, for 1 to 9 ranks."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardtrain.combine import make_combiner
+
+SHAPES = [(9,), (70,), (12, 10), (), (0,), (5,)]
+TOLERANCES = {
+    "mean": 2e-6,
+    "adasum": 1e-5,
+    "sum": 2e-6,
+    "bfloat16+mean": 2**-6,
+    "float16+adasum": 2**-8,
+    "int8+adasum": 2e-4,
+    "top_k:0.2+mean": 1e-5,
+    "power_sgd:2+mean": 2e-4,
+}
+CASES = [f"adasum@{size}" for size in range(1, 10)] + ["mean@1", "mean@3"]
+CASES += [f"{name}@3" for name in TOLERANCES if name not in ("mean", "adasum")]
+
+
+def reference(name, size, references):
+    """A function of (ranks, counts)."""
+    *codecs, last = name.split("+")
+    combine = getattr(references, last)
+    if not codecs:
+        return combine
+    codec, _, argument = codecs[0].partition(":")
+    if codec == "power_sgd":
+        init = make_combiner(name).init([jax.ShapeDtypeStruct(s, jnp.float32) for s in SHAPES])
+        kept = [None if q is None else np.asarray(q, np.float64) for q in init.codec]
+        return references.PowerMean(combine, size, SHAPES, kept)
+    encode = references.top_k(float(argument)) if codec == "top_k" else getattr(references, codec)
+    return references.Coded(encode, combine, size, SHAPES)
+
+
+def test_combiners_over_mpi_equal_their_references(mpiexec, tmp_path, references):
+    random = np.random.default_rng(0)
+    data = {
+        f"{step}/{i}": random.normal(size=(9, *shape)) + 0.5
+        for step in (0, 1)
+        for i, shape in enumerate(SHAPES)
+    }
+    data = {k: x.astype(np.float32) for k, x in data.items()}
+    for step in (0, 1):  # what bfloat16 holds exactly
+        data[f"{step}/0"] = np.asarray(jnp.asarray(data[f"{step}/0"], jnp.bfloat16), np.float32)
+    counts = np.array([1, 3, 2, 5, 1, 1, 2, 4, 1], np.float32)
+    np.savez(tmp_path / "inputs.npz", counts=counts, leaves=len(SHAPES), **data)
+    mpiexec(
+        9, Path(__file__).parent / "mpi_program.py", tmp_path / "inputs.npz", tmp_path / "found.npz", *CASES
+    )
+    found = np.load(tmp_path / "found.npz")
+    for case in CASES:
+        name, size = case.split("@")[0], int(case.split("@")[1])
+        combine = reference(name, size, references)
+        for step in (0, 1):
+            ranks = [[data[f"{step}/{i}"][r].astype(float) for i in range(len(SHAPES))] for r in range(size)]
+            empty = (np.arange(size) == 1) & (step == 1)
+            expected = combine(ranks, np.where(empty, 0, counts[:size]))
+            for i, y in enumerate(expected):
+                x = found[f"{case}/{step}/{i}"]
+                assert x.shape == SHAPES[i]
+                scale = max(np.abs(leaves[i]).max(initial=0) for leaves in ranks)
+                # the first leaf is bfloat16: rounded after each level
+                tolerance = max(TOLERANCES[name], 2**-5) if i == 0 else TOLERANCES[name]
+                np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale, err_msg=f"{case} {step} {i}")
