@@ -4,6 +4,8 @@ An island's own gradient (or its delta, after local steps) crosses bucket by buc
 every island makes the same update of it. One island needs none of this: see `step.py`.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -206,7 +208,7 @@ def make_step_across(
     return kind(model, loss, optimizer, placement, crossing, combine, learning_rate, start_row)
 
 
-class AcrossStep:
+class AcrossStep(ABC):
     """A step across islands; see `make_step_across`."""
 
     def __init__(
@@ -233,12 +235,12 @@ class AcrossStep:
         """Whether islands meet at the end of this step (counted from 1)."""
         return step % self._combine.local_steps == 0
 
-    def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None: ...
 
+    @abstractmethod
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """One step."""
-        raise NotImplementedError
 
 
 class _GradientsAcross(AcrossStep):
@@ -247,14 +249,16 @@ class _GradientsAcross(AcrossStep):
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
         placement, combine, mesh = self._placement, self._combine, self._placement.mesh
         gradients = make_gradients(model, loss, placement, start_row)
-        num_replicas = 1 if combine.inside == "mean" else mesh.shape["data"] * mesh.shape["fsdp"]
+        sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
+        factor = math.prod(sizes) if combine.inside == "sum" else 1
 
         def local(state: State, batch: Batch) -> Gradients:
             found = gradients(state.params, state.model_state, step_key(state.seed, state.step), batch)
-            return found._replace(grads=jax.tree.map(lambda g: g * num_replicas, found.grads))
+            return found._replace(grads=jax.tree.map(lambda g: g * factor, found.grads))
 
-        def update(state: State, found: Gradients, extra: Any) -> tuple[State, Metrics]:
+        def update(state: State, found: Gradients, kept: Any, extra: Any) -> tuple[State, Metrics]:
             new, metrics = apply_gradients(optimizer, placement, state, found)
+            new = new._replace(combine_state=kept)
             return unless_skipped(state, new, {**metrics, **_joined_metrics(extra)}, learning_rate)
 
         whole = NamedSharding(mesh, PartitionSpec())
@@ -263,30 +267,27 @@ class _GradientsAcross(AcrossStep):
             placement.specs.sharded,
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
+        state = placement.state._replace(combine_state=whole)
         shardings = Gradients(whole, whole, sharded, whole, whole)  # type: ignore[arg-type]
-        self._local = jax.jit(local, in_shardings=(placement.state, placement.batch), out_shardings=shardings)
+        self._local = jax.jit(local, in_shardings=(state, placement.batch), out_shardings=shardings)
         self._update = jax.jit(
             update,
-            in_shardings=(placement.state, shardings, whole),
-            out_shardings=(placement.state, whole),
+            in_shardings=(state, shardings, whole, whole),
+            out_shardings=(state, whole),
             donate_argnums=0,
         )
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """One step."""
-        kept, state = state.combine_state, state._replace(combine_state=())
         found = self._local(state, batch)
         grads = _by_path(found.grads)
-        under_way = self._combining.start(grads, found.count, kept)
+        under_way = self._combining.start(grads, found.count, state.combine_state)
         sums = {"loss_sum": found.loss_sum, "count": found.count, "metrics": found.metrics}
         totals = _total(self._crossing, _Totals(sums, found.model_state), found.count)
         crossed = self._combining.finish(grads, under_way)
-        found = Gradients(
-            grads=_like(found.grads, crossed.value), model_state=totals.model_state, **totals.sums
-        )
-        new, metrics = self._update(state, found, crossed.metrics)
-        kept = crossed.state
-        return new._replace(combine_state=kept), metrics
+        combined = _like(found.grads, crossed.value)
+        found = Gradients(grads=combined, model_state=totals.model_state, **totals.sums)
+        return self._update(state, found, crossed.state, crossed.metrics)
 
 
 def _joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:

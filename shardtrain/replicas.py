@@ -182,22 +182,19 @@ def combine_replicas(
     replica_specs = with_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
     shard_axes = {a: n for a, n in mesh.shape.items() if a != axes.DATA and n > 1}
-    by_piece = cut(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree), stacked)
-    leaf_axes = {}
-    for (path, _), spec in zip(
-        jax.tree.leaves_with_path(tree),
-        jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)),
-        strict=True,
-    ):
-        name, over = path_text(path), tuple(a for a in spec_axes(spec) if a in shard_axes)
-        leaf_axes |= {label: over for label in by_piece if label == name or label.rpartition("/")[0] == name}
+    leaf_axes = {
+        path_text(path): tuple(axis for axis in spec_axes(spec) if axis in shard_axes)
+        for path, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    }
 
     def combine_shard(tree: Any, counts: jax.Array, state: Any) -> Any:
         tree, state = jax.tree.map(lambda x: x[0], (tree, state))
-        group = MeshGroup(
-            axes.DATA, mesh.shape[axes.DATA], [leaf_axes[label] for label in sorted(by_piece)], shard_axes
-        )
-        found = combiner.combine(cut(tree, stacked), counts[0], state, group)
+        pieces = cut(tree, stacked)
+        of_leaf = [
+            leaf_axes.get(label) or leaf_axes.get(label.rpartition("/")[0], ()) for label in sorted(pieces)
+        ]
+        group = MeshGroup(axes.DATA, mesh.shape[axes.DATA], of_leaf, shard_axes)
+        found = combiner.combine(pieces, counts[0], state, group)
         return joined(found.value, tree, stacked), jax.tree.map(lambda x: x[None], found.state), found.metrics
 
     return jax.shard_map(

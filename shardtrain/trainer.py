@@ -180,15 +180,27 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
 
 
 def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
-    """The run for as many replicas as there are, see `recipes.scaled`."""
+    """The run for as many replicas as there are, see `recipes.scaled`.
+
+    Raises:
+      ValueError: the last step would not be one that combines.
+    """
     sizes = axis_sizes(run.strategy.layout, jax.device_count())
     mine = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
-    each = [mine] if islands is None else islands.by_island("replicas", mine)
+    replicas = [mine] if islands is None else islands.by_island("replicas", mine)
     by = run.strategy.combine.by
-    inside = 1 if islands is None else max(each)
-    found = scaled(run, run.scaling, sum(each), by if isinstance(by, str) else "own", inside)
+    inside = 1 if islands is None else max(replicas)
+    found = scaled(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
     for line in found.notes:
         notes.note(line)
+    steps, each = found.run.steps, run.strategy.combine.local_steps
+    if rest := steps % each:
+        below = steps - rest
+        use = f"{below} or {below + each}" if below else f"{each}"
+        raise ValueError(
+            f"steps is {steps}, and replicas are combined every {each} steps: {steps} % {each} = {rest}."
+            f" Use {use}."
+        )
     return found.run
 
 
@@ -235,19 +247,8 @@ def _loader(run: Run, parts: Parts, together: Together, source: Any) -> Loader:
 
 
 def _across(run: Run, parts: Parts, together: Together, loader: Loader) -> AcrossStep | None:
-    """The step across islands, None for one that is alone.
-
-    Raises:
-      ValueError: the last step would not be one that combines.
-    """
+    """The step across islands, None for one that is alone."""
     combine = run.strategy.combine
-    if rest := run.steps % combine.local_steps:
-        below = run.steps - rest
-        use = f"{below} or {below + combine.local_steps}" if below else f"{combine.local_steps}"
-        raise ValueError(
-            f"steps is {run.steps}, and replicas are combined every {combine.local_steps} steps:"
-            f" {run.steps} % {combine.local_steps} = {rest}. Use {use}."
-        )
     if together.crossing is None:
         return None
     return make_step_across(

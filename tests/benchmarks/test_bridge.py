@@ -1,4 +1,4 @@
-"""The benchmarks of the bridge and of Adasum, run as people run them with tiny sizes. Nothing here looks at a time."""
+"""The benchmarks of the bridge and of Adasum, run as people run them, small. Nothing here looks at a time."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ABOVE_AN_ARENA = 80 << 20
 def launch(tmp_path_factory):
     """Run a benchmark on some ranks: what it prints, and its figures."""
 
-    def launch(num_ranks, script, *arguments, environment=None):
+    def launch(num_ranks, script, *arguments):
         path = tmp_path_factory.mktemp("figures") / "figures.json"
         command = shutil.which(
             "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -26,7 +26,7 @@ def launch(tmp_path_factory):
         words = [command, "-n", str(num_ranks), sys.executable, str(FOLDER / script), "--json", str(path)]
         done = subprocess.run(
             [*words, *map(str, arguments)],
-            env={**os.environ, "MPI4JAX_NO_WARN_JAX_VERSION": "1", **(environment or {})},
+            env={**os.environ, "MPI4JAX_NO_WARN_JAX_VERSION": "1"},
             capture_output=True,
             text=True,
             timeout=180,
@@ -40,7 +40,7 @@ def launch(tmp_path_factory):
 
 def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
     sizes = [4096, ABOVE_AN_ARENA]
-    printed, rows = launch(2, "bridge.py", "--rounds", 3, "--num-bytes", *sizes)
+    printed, rows = launch(2, "bridge.py", "--rounds", 2, "--num-bytes", *sizes)
     sides = ["MPI", "MPI into new memory", "one jit", "bridge", "bridge, as mean"]
     assert [(row["what"], row["side"]) for row in rows] == [
         (f"{size >> 10:,} KB", side) for size in sizes for side in sides
@@ -50,19 +50,7 @@ def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
         assert row["seconds"] > 0
         # a buffer of new pages would cost 20,000, or 40 huge ones
         assert row["faults"] < 20, row
-        assert (row["ratio"]["median"] == 1) == (row["side"] == "MPI") or row["side"] != "MPI"
     assert printed.count("| bridge |") == len(sizes)
-
-
-def test_without_settings_of_malloc_each_call_takes_new_pages(launch):
-    rows = launch(
-        2,
-        "bridge.py",
-        *("--rounds", 3, "--num-bytes", ABOVE_AN_ARENA),
-        environment={"SHARDTRAIN_MALLOC": "no"},
-    )[1]
-    faults = {row["side"]: row["faults"] for row in rows}
-    assert faults["bridge"] >= 40
 
 
 def test_the_step_alone_and_with_the_bridge(launch):

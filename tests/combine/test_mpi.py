@@ -8,7 +8,7 @@ import numpy as np
 
 from shardtrain.combine import make_combiner
 
-SHAPES = [(9,), (70,), (12, 10), (), (0,), (5,)]
+SHAPES = [(9,), (70,), (12, 10), (), (0,)]
 TOLERANCES = {
     "mean": 2e-6,
     "adasum": 1e-5,
@@ -49,7 +49,8 @@ def test_combiners_over_mpi_equal_their_references(mpiexec, tmp_path, references
     for step in (0, 1):  # what bfloat16 holds exactly
         data[f"{step}/0"] = np.asarray(jnp.asarray(data[f"{step}/0"], jnp.bfloat16), np.float32)
     counts = np.array([1, 3, 2, 5, 1, 1, 2, 4, 1], np.float32)
-    np.savez(tmp_path / "inputs.npz", counts=counts, leaves=len(SHAPES), **data)
+    arrays: dict = {"counts": counts, "leaves": len(SHAPES), **data}
+    np.savez(tmp_path / "inputs.npz", **arrays)
     mpiexec(
         9, Path(__file__).parent / "mpi_program.py", tmp_path / "inputs.npz", tmp_path / "found.npz", *CASES
     )

@@ -1,4 +1,4 @@
-"""What malloc gave out once costs no page faults again, in any thread; on huge pages where the system has them."""
+"""What malloc gave out once costs no page faults again, in any thread."""
 
 import subprocess
 import sys

@@ -110,7 +110,26 @@ def main() -> None:
         crossed = combining.finish(tree, combining.start(tree, found.count, combining.init()))
         got = [crossed.value[path] for path in tree]
         check(comm, got, jax.tree.leaves(expected[2]), f"{reduce} {cap}")
+    if num_islands == 2:
+        one_bad_island(comm, Crossing(mesh, groups["all_reduce"]), placement, batch, start)
     sys.stdout.write("done\n")
+
+
+def one_bad_island(comm, crossing, placement, batch, start) -> None:
+    """A gradient that is not finite on one island changes nothing on any, what a codec keeps included."""
+    combine = Combine(by="int8+adasum")
+    arguments = (MODEL, classification_loss, gradients_as_state(), placement, crossing, combine)
+    step = make_step_across(*arguments, start_row=start)
+    state = init_state(MODEL, gradients_as_state(), placement, 7)
+    state, metrics = step(state._replace(combine_state=step.init_combine_state()), batch)
+    assert metrics["skipped"] == 0
+    assert comm.rank or any(jnp.any(x) for x in jax.tree.leaves(state.combine_state))
+    before = jax.device_get(state)
+    bad = {**batch, "image": batch["image"] * (jnp.nan if comm.rank == 0 else 1)}
+    state, metrics = step(state, bad)
+    assert metrics["skipped"] == 1
+    assert state.step == before.step + 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state)._replace(step=before.step), before)
 
 
 main()

@@ -1,0 +1,175 @@
+"""`shardtrain launch --islands N -- train ...` as a user runs it: trains, stops, dies, and says why not."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.metrics import read_jsonl
+
+RUN = """
+import os
+from pathlib import Path
+from shardtrain.config import Run
+from shardtrain.data import Text
+from shardtrain.islands.place import find_place
+from shardtrain.models.decoder import DecoderConfig
+
+HERE = Path(__file__).parent
+
+
+def run() -> Run:
+    mlp = 32 + find_place(os.environ).rank * int(os.environ.get("WIDER", "0"))
+    return Run(
+        model=DecoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2, mlp=mlp),
+        data=Text(paths=(HERE / "text.txt",), seq=8),
+        run_dir=HERE / "run",
+        log_every=1,
+        batch=8,
+        steps=1_000_000,
+    )
+"""
+BINDING = 5  # rank, island, host, pid, devices and more
+GONE_SECONDS = 30
+LONG_SECONDS = 240
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    letters = random.Random(0).choices("abcdefgh \n", k=3000)
+    (tmp_path / "text.txt").write_text("".join(letters))
+    (tmp_path / "tiny.py").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*options, **environment):
+    """Two islands of one device each; what they print goes to the files `out` and `err`."""
+    words = [sys.executable, "-m", "shardtrain", "launch", "--islands", "2", "--logs", "logs", "--"]
+    words += ["train", "tiny.py", "--cpu-devices", "1", *options]
+    with Path("out").open("w") as out, Path("err").open("w") as err:
+        return subprocess.Popen(words, stdout=out, stderr=err, env={**os.environ, **environment})
+
+
+def ended(process, seconds=LONG_SECONDS):
+    try:
+        process.wait(seconds)
+    finally:
+        process.kill()
+    return process.returncode, Path("out").read_text(), Path("err").read_text()
+
+
+def until_steps(process):
+    """Until the run has logged two steps."""
+    metrics, deadline = Path("run/metrics.jsonl"), time.monotonic() + LONG_SECONDS
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, Path("err").read_text()
+        assert time.monotonic() < deadline, "it never came to its second step"
+        time.sleep(0.05)
+
+
+def pids(out):
+    """By island, from the table that is printed at the start."""
+    rows = [line.split() for line in out.splitlines()]
+    return {int(row[1]): int(row[3]) for row in rows if len(row) > BINDING and row[0] == row[1]}
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(folder):
+    process = start()
+    until_steps(process)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = ended(process)
+    assert code == 128 + signal.SIGINT, err
+    assert "SIGTERM: all ranks are asked to stop and save" in err
+    assert "stopped by SIGINT: islands 0, 1\n" in err
+    (saved,) = Path("run/checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step_"))
+    assert f"stopped by SIGINT after step {step}, which is saved; the same command goes on\n" in out
+    assert read_jsonl(Path("run/metrics.jsonl"))[-1]["step"] == step
+    assert pids(out).keys() == {0, 1}
+
+    # one row for two islands
+    options = ["--steps", str(step + 2), "--batch", "1", "--combine", "adasum"]
+    code, out, err = ended(start(*options))
+    assert code == 0, err
+    assert out.count("rank   island") == 1
+    assert out.count("parameters: ") == 1
+    assert f"resumed from step {step} in " in out
+    last = read_jsonl(Path("run/metrics.jsonl"))[-1]
+    assert last["step"] == step + 2
+    # island 1 has nothing to say: what is combined is island 0's gradient
+    assert last["orthogonality"] == pytest.approx(1)
+
+
+def test_a_killed_rank_is_named_and_the_others_end(folder):
+    process = start()
+    until_steps(process)
+    before = pids(Path("out").read_text())
+    os.kill(before[1], signal.SIGKILL)
+    code, _, err = ended(process, GONE_SECONDS)
+    assert code == 128 + signal.SIGKILL
+    assert "=== island 1 failed first: rank 1 on " in err
+    assert "killed by SIGKILL" in err
+    assert not any(map(alive, before.values()))
+
+
+def test_islands_that_differ_are_told_apart_before_anything_is_saved(folder):
+    code, out, err = ended(start(WIDER="8"))
+    assert code == cli.USER_ERROR
+    assert (out + err).count(
+        "islands do not agree, so nothing was started:\n  model.mlp: 32 on island 0 "
+    ) == 1
+    assert "; 40 on island 1 (host " in err
+    assert "parameters/blocks/mlp/up/kernel: float32 (1, 16, 32) on island 0 (host " in err
+    assert "Traceback" not in out + err
+    left = [path.name for path in Path("run").iterdir()]
+    # the text, as numbers, and nothing of a run
+    assert all(name.startswith("text-") for name in left), left
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--shares", "1,2,3"], "shares has 3 weights, and there are 2 islands"),
+        (["--combine", "adasun"], "combiner 'adasun' (did you mean 'adasum'?)"),
+    ],
+)
+def test_a_mistake_ends_all_islands_with_one_message(options, text, folder):
+    code, out, err = ended(start(*options))
+    assert code == cli.USER_ERROR
+    headline, _, rest = err.partition(" ===\nshardtrain train: ")
+    assert "failed first: rank " in headline
+    assert text in rest
+    assert "Traceback" not in out + err
+    assert "sharded over" not in out + err
+    assert not Path("run/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--local-steps", "2"], "local_steps is 2, but gradients are combined in every step; use deltas"),
+        (
+            ["--local-steps", "4", "--combine-on", "deltas", "--steps", "6"],
+            "steps is 6, and replicas are combined every 4 steps: 6 % 4 = 2. Use 4 or 8.",
+        ),
+    ],
+)
+def test_local_steps_that_do_not_fit_are_refused(options, text, folder, capsys):
+    assert cli.main(["train", "tiny.py", *options]) == cli.USER_ERROR
+    assert text in capsys.readouterr().err
+    assert not Path("run").exists()
