@@ -128,7 +128,7 @@ def init(key: jax.Array, context: int) -> dict[str, jax.Array]:
 
 
 def loss(params: dict[str, jax.Array], inputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean cross-entropy in nats. Tables are looked up by products, which are faster here."""
+    """The mean cross-entropy in nats."""
     embedded = params["table"][inputs].reshape(len(inputs), -1)
     hidden = jnp.tanh(embedded @ params["hidden"] + params["hidden_bias"])
     logits = hidden @ params["head"] + params["head_bias"]
@@ -228,13 +228,13 @@ def measure(options: Options, tell: Callable[[str], None] = lambda text: None) -
     with tempfile.TemporaryDirectory() as name:
         task = make_task(options, Path(name))
     for name in options.settings:
-        setting = SETTINGS[name]
+        setting, alone = SETTINGS[name], None
         for replicas in options.replicas:
             # one replica alone is the same whatever combines it
             for combiner in setting.combiners[: None if replicas > 1 else 1]:
                 began = time.perf_counter()
                 trainer = Trainer(task, setting, combiner, replicas)
-                steps = search(trainer, setting, options)
+                steps = search(trainer, setting, options, alone)
                 rows.append(
                     Row(
                         setting=name,
@@ -244,22 +244,31 @@ def measure(options: Options, tell: Callable[[str], None] = lambda text: None) -
                         seconds=time.perf_counter() - began,
                     )
                 )
+                if alone is None and rows[-1].best is not None:
+                    alone = rows[-1].best[0]
                 tell(str(rows[-1]))
     return rows
 
 
-def search(trainer: Trainer, setting: Setting, options: Options) -> dict[int, float | None]:
-    """log2 of the learning rate -> the median of the steps over seeds."""
+def search(
+    trainer: Trainer, setting: Setting, options: Options, alone: int | None
+) -> dict[int, float | None]:
+    """log2 of the learning rate -> the median of the steps over seeds.
+
+    Args:
+      alone: the rate that was best for one replica: tried first, and never given up early.
+    """
     found: dict[int, float | None] = {}
-    for rate in setting.rates:
+    near = setting.rates[len(setting.rates) // 2] if alone is None else alone
+    for rate in sorted(setting.rates, key=lambda rate: abs(rate - near)):
         least = min((steps for steps in found.values() if steps is not None), default=math.inf)
-        most = min(options.most_steps, TOO_MANY * least)
+        most = options.most_steps if rate == alone else min(options.most_steps, TOO_MANY * least)
         seeds = [
             trainer.steps_to(setting.target, 2.0**rate, seed, most) or math.inf
             for seed in range(options.seeds)
         ]
         found[rate] = None if math.isinf(median(seeds)) else median(seeds)
-    return found
+    return dict(sorted(found.items()))
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -6,7 +6,7 @@ every island makes the same update of it. One island needs none of this: see `st
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from shardtrain.model import Model, path_text
 from shardtrain.replicas import Combine, cut, joined, stacked_paths
 from shardtrain.rng import step_key
 from shardtrain.state import Placement, State
-from shardtrain.step import Metrics, apply_gradients, make_step, unless_skipped
+from shardtrain.step import Metrics, apply_gradients, compiled, unless_skipped
 
 
 class _Bucket(NamedTuple):
@@ -89,6 +89,11 @@ class Combining:
         pieces = [bucket.pieces(self._stacked) for bucket in self._buckets]
         create = jax.jit(lambda: [self._combiner.init(each) for each in pieces], out_shardings=self._whole)
         return create()
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the combiner keeps anything."""
+        return any(jax.tree.leaves(bucket.state) for bucket in self._buckets)
 
     def start(self, tree: dict[str, jax.Array], count: jax.Array, state: Sequence[Any]) -> list[Future[Any]]:
         """Send everything on its way; the caller goes on.
@@ -186,6 +191,7 @@ def make_step_across(
     combine: Combine = Combine(),
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
+    meet: Callable[[str], None] = lambda name: None,
 ) -> "AcrossStep":
     """The training step of one island among several.
 
@@ -198,14 +204,17 @@ def make_step_across(
       combine: how islands become one.
       learning_rate: the optimizer's schedule, if it shall stand among the metrics.
       start_row: where this island's rows begin in the whole batch.
+      meet: called with a name before islands meet in MPI, so that somebody can say who is missing.
 
     Returns:
       (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. Where
-      islands step alone, metrics of the loss come with the step that combines, and have count 0 until then.
+      islands step alone, those of the loss come with the step that combines, and have count 0 until then;
+      learning_rate, and grad_norm and skipped until then, are the island's own. It remembers what happened
+      since islands last met: give it the states that it returns.
     """
     assert placement.combine.is_mean
     kind = _DeltasAcross if combine.on_deltas else _GradientsAcross
-    return kind(model, loss, optimizer, placement, crossing, combine, learning_rate, start_row)
+    return kind(model, loss, optimizer, placement, crossing, combine, learning_rate, start_row, meet)
 
 
 class AcrossStep(ABC):
@@ -221,8 +230,10 @@ class AcrossStep(ABC):
         combine: Combine,
         learning_rate: optax.Schedule | None,
         start_row: int,
+        meet: Callable[[str], None],
     ) -> None:
         self._crossing, self._combine, self._placement = crossing, combine, placement
+        self._meet = meet
         self._combining = Combining(combine.combiner, placement, crossing)
         self.labels = self._combining.labels
         self._make(model, loss, optimizer, learning_rate, start_row)
@@ -230,6 +241,11 @@ class AcrossStep(ABC):
     def init_combine_state(self) -> list[Any]:
         """What the combiner keeps on this island, for `State.combine_state`."""
         return self._combining.init()
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the combiner keeps anything."""
+        return self._combining.keeps_state
 
     def combines(self, step: int) -> bool:
         """Whether islands meet at the end of this step (counted from 1)."""
@@ -281,6 +297,7 @@ class _GradientsAcross(AcrossStep):
         """One step."""
         found = self._local(state, batch)
         grads = _by_path(found.grads)
+        self._meet("combine gradients")
         under_way = self._combining.start(grads, found.count, state.combine_state)
         sums = {"loss_sum": found.loss_sum, "count": found.count, "metrics": found.metrics}
         totals = _total(self._crossing, _Totals(sums, found.model_state), found.count)
@@ -305,17 +322,28 @@ class _DeltasAcross(AcrossStep):
 
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
         placement = self._placement
-        self._step = make_step(model, loss, optimizer, placement, learning_rate, start_row)
-        self._common: Any = None  # the parameters that all islands had last
-        self._sums: Any = None  # what was counted since
+        gradients = make_gradients(model, loss, placement, start_row)
+        # since islands last met: the parameters that all had then, steps done, and what was counted
+        self._common: Any = None
+        self._done = 0
+        self._sums: Any = None
+
+        def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+            key = step_key(state.seed, state.step)
+            found = gradients(state.params, state.model_state, key, batch)
+            new, metrics = apply_gradients(optimizer, placement, state, found)
+            # an island without examples takes no step
+            new = jax.tree.map(lambda n, o: jnp.where(found.count > 0, n.astype(o.dtype), o), new, state)
+            return unless_skipped(state, new, metrics, learning_rate)
 
         def delta(params: Any, common: Any) -> Any:
-            return jax.tree.map(lambda p, c: (p - c).astype(jnp.float32), params, common)
+            return jax.tree.map(lambda p, c: p.astype(jnp.float32) - c.astype(jnp.float32), params, common)
 
         def merged(common: Any, deltas: Any) -> Any:
-            return jax.tree.map(lambda c, d: c + d.astype(c.dtype), common, deltas)
+            return jax.tree.map(lambda c, d: (c.astype(jnp.float32) + d).astype(c.dtype), common, deltas)
 
         params = placement.state.params
+        self._step = compiled(step, placement)
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=params)
         self._delta = jax.jit(delta, out_shardings=params)
         self._merged = jax.jit(merged, out_shardings=params)
@@ -323,32 +351,43 @@ class _DeltasAcross(AcrossStep):
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """One step."""
         kept, state = state.combine_state, state._replace(combine_state=())
-        if self._common is None:
-            self._common = self._copy(state.params)
-            self._steps = int(state.step)
+        if self._sums is None:
+            self._common, self._done = self._copy(state.params), int(state.step)
         state, metrics = self._step(state, batch)
-        self._steps += 1
+        self._done += 1
         sums = _counted(metrics)
         self._sums = sums if self._sums is None else jax.tree.map(jnp.add, self._sums, sums)
-        if not self.combines(self._steps):
-            nothing = jax.tree.map(jnp.zeros_like, sums)
-            return state._replace(combine_state=kept), {**metrics, **_shown(nothing)}
+        if not self.combines(self._done):
+            return state._replace(combine_state=kept), {
+                **metrics,
+                **_shown(jax.tree.map(jnp.zeros_like, sums)),
+            }
+        self._meet("combine deltas")
         deltas = _by_path(self._delta(state.params, self._common))
         under_way = self._combining.start(deltas, self._sums["count"], kept)
         totals = _total(self._crossing, _Totals(self._sums, state.model_state), self._sums["count"])
         crossed = self._combining.finish(deltas, under_way)
         params = self._merged(self._common, _like(state.params, crossed.value))
-        self._common, self._sums = self._copy(params), None
+        self._common = self._sums = None
         state = state._replace(params=params, model_state=totals.model_state, combine_state=crossed.state)
-        return state, {**metrics, **_shown(totals.sums), **_joined_metrics(crossed.metrics)}
+        others = {
+            "grad_norm": jnp.sqrt(totals.sums["squares"] / jnp.maximum(totals.sums["steps"], 1)),
+            "skipped_by_islands": totals.sums["skipped"],
+        }
+        return state, {**metrics, **_shown(totals.sums), **others, **_joined_metrics(crossed.metrics)}
 
 
 def _counted(metrics: Metrics) -> dict[str, Any]:
-    """The sums of a step that count; none of a step that was skipped."""
-    kept = 1 - metrics["skipped"]
-    pairs = {name: value for name, value in metrics.items() if isinstance(value, tuple)}
-    sums = {"loss_sum": metrics["loss_sum"], "count": metrics["count"], "metrics": pairs}
-    return jax.tree.map(lambda x: jnp.where(kept > 0, x, 0), sums)
+    """The sums of a step; nothing but that it was skipped where it was."""
+    skipped = metrics["skipped"]
+    sums = {
+        "loss_sum": metrics["loss_sum"],
+        "count": metrics["count"],
+        "metrics": {name: value for name, value in metrics.items() if isinstance(value, tuple)},
+        "squares": metrics["grad_norm"] ** 2,
+        "steps": jnp.where(metrics["count"] > 0, 1.0, 0.0),
+    }
+    return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
 
 
 def _shown(sums: dict[str, Any]) -> Metrics:

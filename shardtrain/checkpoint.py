@@ -162,6 +162,12 @@ class Checkpoints:
                 pending.step, pending.num_bytes, RuntimeError("another process failed")
             )
 
+    def forget_after(self, step: int) -> None:
+        """Go on from this step (-1: the start): later ones are replaced when the run comes there."""
+        finished = self._with_manifest()
+        self._broken.update(later for later in finished if later > step)
+        self._latest = max((earlier for earlier in finished if earlier <= step), default=None)
+
     def restore(self, abstract_state: Any, newest: int | None = None) -> Restored | None:
         """Read the newest whole checkpoint, each array straight into the sharding asked for.
 

@@ -73,6 +73,7 @@ class Pieces:
       progress: whom to tell.
       extra: what a checkpoint holds beside state and position.
       agree: (step, wish) -> what all islands do after this step; alone, that is the wish.
+      anywhere: whether something is so on any island; alone, on this one.
       before_save: the state that is saved, and gone on with; islands make theirs equal here.
       labels: what the entries of a metric (L,) are of.
     """
@@ -86,6 +87,7 @@ class Pieces:
     progress: Progress
     extra: Mapping[str, Any]
     agree: "Callable[[int, Wish], Wish]" = lambda step, wish: wish
+    anywhere: Callable[[bool], bool] = lambda here: here
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()
 
@@ -174,8 +176,10 @@ def run_loop(
     log.finish()
     if done > first_step:
         _wait(pieces)
-        if pieces.checkpoints.latest() != done:
+        unsaved = pieces.checkpoints.latest() != done
+        if pieces.anywhere(unsaved):
             state = pieces.before_save(state)
+        if unsaved:
             _save(pieces, done, state, position, must=True)
             pieces.checkpoints.wait()
     return state, done
@@ -218,8 +222,8 @@ def _plain(values: Metrics, labels: Sequence[str]) -> dict[str, float]:
             continue
         if np.ndim(value) == 0:
             line[name] = float(value)
-        elif np.isfinite(value).all():  # else it was not computed in this step
-            line[name] = float(np.mean(value))
+        elif len(finite := value[np.isfinite(value)]):  # else it was not computed in this step
+            line[name] = float(np.mean(finite))
             line |= {f"{name}/{label}": float(x) for label, x in zip(labels, value, strict=True)}
     return line
 

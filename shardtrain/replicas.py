@@ -57,6 +57,8 @@ class Combine:
             problems.append(
                 f"local_steps is {self.local_steps}, but gradients are combined in every step; use deltas"
             )
+        if self.inside == "sum" and self.on == "deltas":
+            problems.append("inside is 'sum', but deltas are of an island's own mean gradient; use mean")
         if problems:
             raise problems_error("replicas cannot be combined like this", problems)
         if isinstance(self.by, str):

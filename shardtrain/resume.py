@@ -6,7 +6,6 @@ of its own beside that of island 0. Next: `trainer.py`.
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ CHECKPOINTS = "checkpoints"
 
 def has_own_state(run: Run, across: AcrossStep | None) -> bool:
     """Each island keeps something of its own that a checkpoint must hold."""
-    return across is not None and (
-        run.strategy.combine.on_deltas or bool(jax.tree.leaves(across.init_combine_state()))
-    )
+    return across is not None and (run.strategy.combine.on_deltas or across.keeps_state)
 
 
 def island_checkpoints(
@@ -43,11 +40,10 @@ def island_checkpoints(
     return Checkpoints(folder / name, run.checkpoints, report=note)
 
 
-class Elsewhere(ExitStack):
+class Elsewhere:
     """Checkpoints that another island writes."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._latest: int | None = None
 
     def latest(self) -> int | None:
@@ -62,16 +58,17 @@ class Elsewhere(ExitStack):
         """There is nothing to wait for."""
 
 
-def made_equal(together: Together, state: State, note: Callable[[str], None]) -> State:
+def made_equal(run: Run, together: Together, state: State, note: Callable[[str], None]) -> State:
     """Before a save: unequal hosts round differently, and their copies drift apart by the last bits."""
-    paths = together.differing(state)
+    own_optimizers = run.strategy.combine.on_deltas
+    paths = together.differing(state, own_optimizers)
     if not paths:
         return state
     note(
         f"{len(paths)} parameters were not the same bits on all islands, {paths[0]} among them;"
         " all go on with those of island 0"
     )
-    return together.same_state(state)
+    return together.same_state(state, own_optimizers)
 
 
 def begin(
@@ -91,14 +88,16 @@ def begin(
     restored = together.restore(checkpoints, wanted, has_own)
     found = None if restored is None else restored.state
     state = init()._replace(**kept) if found is None else found
+    missing = together.share("own state", has_own and found is None)
+    own_optimizers = run.strategy.combine.on_deltas and not any(missing)
+    state = together.same_state(state, own_optimizers)
+    if wrong := together.differing(state, own_optimizers):
+        raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
     if restored is None:
-        return together.same_state(state), 0, BEGINNING
-    missing = together.share("own state", has_own and restored.state is None)
-    everything = not has_own or any(missing)
-    state = (together.same_everything if everything else together.same_state)(state)
-    if has_own and any(missing):
+        return state, 0, BEGINNING
+    if any(missing):
         note(
-            f"{sum(missing)} of {len(missing)} islands found no checkpoint of their own of this step:"
+            f"{sum(missing)} of {len(missing)} ranks found no checkpoint of their island's own of this step:"
             " all go on with the optimizer's state of island 0"
         )
     note(f"resumed from step {restored.step} in {run.run_dir}")

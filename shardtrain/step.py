@@ -57,10 +57,11 @@ def make_step(
         new, metrics = compute(state, batch)
         return unless_skipped(state, new, metrics, learning_rate)
 
-    return _compiled(step, placement)
+    return compiled(step, placement)
 
 
-def _compiled(step: Callable[..., Any], placement: Placement) -> Step:
+def compiled(step: Step, placement: Placement) -> Step:
+    """A step as one program: state and batch lie where the placement says, and the state is donated."""
     whole = NamedSharding(placement.mesh, PartitionSpec())
     return jax.jit(
         step,

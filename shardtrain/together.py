@@ -23,6 +23,9 @@ from shardtrain.loop import Wish
 from shardtrain.model import path_text
 from shardtrain.state import State
 
+LONG_SECONDS = 5 * 60 * 60.0
+"""How long to wait for a rank that may be reading data, or finishing a checkpoint, which may take 4 hours."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowShare:
@@ -179,11 +182,11 @@ class Together:
 
     def agree(self, step: int, wish: Wish, across: AcrossStep | None) -> Wish:
         """What all islands do after a step: what any of them must, and what the first would."""
-        if self.islands is None or across is None:
+        if self.islands is None:
             return wish
-        if not across.combines(step):
+        if across is not None and not across.combines(step):
             return Wish(0, False)
-        wishes = self.islands.control.share(f"after step {step}", list(wish))
+        wishes = self.islands.control.share(f"after step {step}", list(wish), LONG_SECONDS)
         return Wish(max(stop for stop, _ in wishes), wishes[0][1])
 
     def totals(self, name: str, sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
@@ -200,14 +203,26 @@ class Together:
         """Let the ranks of a host do something one after the other, for they share its disk."""
         if self.islands is None:
             return work()
-        hosts = self.islands.control.share(f"{name}: hosts", self.islands.place.host)
+        control = self.islands.control
+        hosts = control.share(f"{name}: hosts", self.islands.place.host)
         turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
         done = None
         for turn in range(max(turns) + 1):
-            if turns[self.islands.place.rank] == turn:
+            if turns[control.rank] == turn:
                 done = work()
-            self.islands.control.share(f"{name}: turn {turn}")
+            control.share(f"{name}: turn {turn}", timeout_seconds=LONG_SECONDS)
         return done
+
+    def meet(self, name: str) -> None:
+        """Wait for all ranks, by name: what follows, MPI in compiled programs, cannot say who is missing."""
+        if self.islands is not None:
+            self.islands.control.share(name, timeout_seconds=LONG_SECONDS)
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank."""
+        if self.islands is None:
+            return here
+        return any(self.islands.control.share("anywhere", here, LONG_SECONDS))
 
     def restore(self, checkpoints: Checkpoints | None, wanted: State, has_own: bool) -> Restored | None:
         """The newest checkpoint of island 0, and what this island saved of its own at the same step.
@@ -226,6 +241,8 @@ class Together:
             return checkpoints.restore(wanted)
         steps = self.islands.by_island("checkpoints", checkpoints.steps() if checkpoints else [])
         newest = _common_step(steps) if has_own else max(steps[0], default=None)
+        if checkpoints:
+            checkpoints.forget_after(-1 if newest is None else newest)
         if newest is None:
             return None
         found = checkpoints.restore(wanted, newest) if checkpoints and self.writes else None
@@ -239,25 +256,25 @@ class Together:
             found = found if found and found.step == step else None
         return Restored(step=step, state=found and found.state, extra=extra, passed_over=())
 
-    def same_state(self, state: State) -> State:
-        """Everything but what each island keeps of its own, as island 0 has it."""
+    def same_state(self, state: State, own_optimizers: bool) -> State:
+        """What islands have in common, as island 0 has it.
+
+        Args:
+          state: of this island.
+          own_optimizers: the optimizer's state is each island's own, and stays.
+        """
         if self.crossing is None:
             return state
-        common = self.crossing.map(_broadcast, _common(state))
-        return state._replace(**common)
+        return state._replace(**self.crossing.map(_broadcast, _common(state, own_optimizers)))
 
-    def same_everything(self, state: State) -> State:
-        """The optimizer's state too, as island 0 has it."""
-        if self.crossing is None:
-            return state
-        return self.same_state(state)._replace(opt_state=self.crossing.map(_broadcast, state.opt_state))
-
-    def differing(self, state: State) -> list[str]:
+    def differing(self, state: State, own_optimizers: bool) -> list[str]:
         """The arrays, of those that islands have in common, that are not the same bits on all of them."""
-        if self.islands is None:
+        if self.crossing is None:
             return []
-        paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(_common(state))]
-        prints = self.islands.by_island("fingerprints", np.asarray(_fingerprints(_common(state))).tolist())
+        assert self.islands is not None
+        common = _common(state, own_optimizers)
+        paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(common)]
+        prints = self.islands.by_island("fingerprints", np.asarray(_fingerprints(common)).tolist())
         return [path for path, *found in zip(paths, *prints, strict=True) if len(set(found)) > 1]
 
     def close(self) -> None:
@@ -266,8 +283,9 @@ class Together:
             self.crossing.close()
 
 
-def _common(state: State) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in ("step", "seed", "params", "model_state")}
+def _common(state: State, own_optimizers: bool) -> dict[str, Any]:
+    names = ("step", "seed", "params", "model_state", *(() if own_optimizers else ("opt_state",)))
+    return {name: getattr(state, name) for name in names}
 
 
 def _common_step(steps: Sequence[Sequence[int]]) -> int | None:

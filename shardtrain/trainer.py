@@ -5,12 +5,13 @@ Each piece can be made and used alone, see the README; here they are put togethe
 
 import fcntl
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from rich.console import Console
 from shardtrain.across import AcrossStep, make_step_across
 from shardtrain.config import Run, describe, run_text
 from shardtrain.data import Batches
-from shardtrain.gradients import make_gradients
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
 from shardtrain.layout import axis_sizes
@@ -37,7 +37,6 @@ from shardtrain.report.islands import binding_text
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
 from shardtrain.resume import BEGINNING, Elsewhere, begin, has_own_state, island_checkpoints, made_equal
-from shardtrain.rng import step_key
 from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
 from shardtrain.together import Loader, Together
@@ -109,31 +108,17 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
     folder = run.run_dir or Path("runs/run")
     first = jax.process_index() == 0 if islands is None else islands.is_first
     console = (console or Console()) if first else Console(quiet=True)
-    notes = _Notes()
-    if islands is not None:
-        say(console, binding_text(binding(islands)))
-    run = _scaled(run, islands, notes)
-    parts = make_parts(run, 1 if islands is None else islands.seat.num_islands)
+    notes = _Notes(None if first or islands is None else islands.control.names[islands.place.rank])
     with ExitStack() as stack:
-        together = _together(run, parts, islands)
-        stack.callback(together.close)
-        source, heldout = together.in_turn("data", lambda: (run.data.train(folder), run.data.heldout(folder)))
-        description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
-        together.check(_facts(run, parts, description))
-        loader = _loader(run, parts, together, source)
-        # a batch that cannot be split is refused here, before anything is compiled
-        batch = loader.place(loader.batches.load(BEGINNING))
-        if islands is not None:
-            together.check(_program(run, parts, batch))
-        say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
-        if summary := getattr(run.data, "summary", None):
-            notes.note(summary(folder))
-        across = _across(run, parts, together, loader)
+        run, parts, together, loader, heldout, across, description = _agreed(
+            run, folder, islands, console, notes, stack
+        )
         has_own = has_own_state(run, across)
         if together.is_first:
             stack.enter_context(_alone_in(folder))
         checkpoints = island_checkpoints(run, folder, together, has_own, notes.note)
-        stack.enter_context(checkpoints or ExitStack())
+        if checkpoints is not None:
+            stack.enter_context(checkpoints)
         state, first_step, position = begin(
             run,
             parts.placement,
@@ -167,16 +152,57 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
             checkpoints=checkpoints or Elsewhere(),
             policy=run.checkpoints,
             sink=sinks,
-            progress=notes.progress,
+            progress=_Speaking(notes),
             extra={"run": description},
             agree=lambda step, wish: together.agree(step, wish, across),
-            before_save=lambda state: made_equal(together, state, notes.note),
+            anywhere=together.anywhere,
+            before_save=lambda state: made_equal(run, together, state, notes.note),
             labels=across.labels if across else combined_labels(placement),
         )
         with StopSignals() as stop:
             state, step = run_loop(state, first_step, pieces, _pace(run), stop)
         sample = _ending(run, parts, together, state, step, stop, folder, console)
     return Trained(state=state, step=step, stopped_by=stop.received, run_dir=folder, sample=sample)
+
+
+class _Agreed(NamedTuple):
+    run: Run
+    parts: Parts
+    together: Together
+    loader: Loader
+    heldout: Any
+    across: AcrossStep | None
+    description: dict[str, Any]
+
+
+def _agreed(
+    run: Run,
+    folder: Path,
+    islands: Islands | None,
+    console: Console,
+    notes: "_Notes",
+    stack: ExitStack,
+) -> _Agreed:
+    """Everything that is made before the first array, and that all islands must have in common."""
+    if islands is not None:
+        say(console, binding_text(binding(islands)))
+    run = _scaled(run, islands, notes)
+    parts = make_parts(run, 1 if islands is None else islands.seat.num_islands)
+    together = _together(run, parts, islands)
+    stack.callback(together.close)
+    source, heldout = together.in_turn("data", lambda: (run.data.train(folder), run.data.heldout(folder)))
+    description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
+    together.check(_facts(run, parts, description))
+    loader = _loader(run, parts, together, source)
+    # a batch that cannot be split is refused here, before anything is compiled
+    batch = loader.place(loader.batches.load(BEGINNING))
+    if islands is not None:
+        together.check(_program(run, parts, batch))
+    say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
+    if summary := getattr(run.data, "summary", None):
+        notes.note(summary(folder))
+    across = _across(run, parts, together, loader)
+    return _Agreed(run, parts, together, loader, heldout, across, description)
 
 
 def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
@@ -189,7 +215,8 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     mine = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
     replicas = [mine] if islands is None else islands.by_island("replicas", mine)
     by = run.strategy.combine.by
-    inside = 1 if islands is None else max(replicas)
+    # what is averaged before a combiner gets it: an island's devices, or on one island all but data
+    inside = max(replicas) if len(replicas) > 1 else max(mine // sizes["data"], 1)
     found = scaled(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
     for line in found.notes:
         notes.note(line)
@@ -197,16 +224,21 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     if rest := steps % each:
         below = steps - rest
         use = f"{below} or {below + each}" if below else f"{each}"
+        scaled_text = "" if steps == run.steps else " when scaled"
         raise ValueError(
-            f"steps is {steps}, and replicas are combined every {each} steps: {steps} % {each} = {rest}."
-            f" Use {use}."
+            f"steps is {steps}{scaled_text}, and replicas are combined every {each} steps:"
+            f" {steps} % {each} = {rest}. Use {use}."
         )
+    if len(replicas) == 1 and run.strategy.combine.inside == "sum":
+        raise ValueError("inside is 'sum', but there is one island, and nothing crosses; use mean")
     return found.run
 
 
 def _together(run: Run, parts: Parts, islands: Islands | None) -> Together:
     if islands is None:
         return Together()
+    if islands.seat.num_islands == 1:
+        return Together(islands)
     across, platform = run.strategy.across, jax.devices()[0].platform
     on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
     return Together(islands, islands.crossing(parts.mesh, across, on_device))
@@ -221,16 +253,9 @@ def _facts(run: Run, parts: Parts, description: dict[str, Any]) -> dict[str, Any
 def _program(run: Run, parts: Parts, batch: Any) -> dict[str, str]:
     """The hash of what islands of the same mesh and share compile."""
     placement = parts.placement
-    gradients = make_gradients(parts.model, run.loss, placement)
-
-    def program(state: State, batch: Any) -> Any:
-        return gradients(state.params, state.model_state, step_key(state.seed, state.step), batch)
-
-    lowered = jax.jit(program, in_shardings=(placement.state, placement.batch)).lower(
-        restorable_state(placement), batch
-    )
+    step: Any = make_step(parts.model, run.loss, parts.optimizer, placement, parts.learning_rate)
     return program_fact(
-        lowered.as_text(),
+        step.lower(restorable_state(placement), batch).as_text(),
         mesh=dict(parts.mesh.shape),
         batch=str(jax.tree.map(jnp.shape, batch)),
         layout=str(describe(run.strategy.layout)),
@@ -260,6 +285,7 @@ def _across(run: Run, parts: Parts, together: Together, loader: Loader) -> Acros
         combine,
         parts.learning_rate,
         loader.share.start,
+        together.meet,
     )
 
 
@@ -280,14 +306,22 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 class _Notes:
-    """Lines that people must see: kept until the progress bar is there, then shown by it."""
+    """Lines that people must see: kept until the progress bar is there, then shown by it.
 
-    def __init__(self) -> None:
+    Args:
+      name: of a process that is not the first: its warnings, and nothing else, go to stderr.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
         self.kept: list[str] = []
         self.progress: Any = None
 
     def note(self, text: str) -> None:
-        if self.progress is None:
+        if self.name is not None:
+            if text.startswith("WARNING"):
+                sys.stderr.write(f"{self.name}: {text}\n")
+        elif self.progress is None:
             self.kept.append(text)
         else:
             self.progress.note(text)
@@ -298,11 +332,28 @@ class _Notes:
             progress.note(text)
 
 
+class _Speaking:
+    """A progress whose notes go where this process's notes go."""
+
+    def __init__(self, notes: _Notes) -> None:
+        self._notes = notes
+        self.update = notes.progress.update
+        self.note = notes.note
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
 def _pace(run: Run) -> Pace:
+    each = run.strategy.combine.local_steps
+    # in between, replicas have no parameters in common
+    every = run.evaluate_every and -(-run.evaluate_every // each) * each
     return Pace(
         steps=run.steps,
         log_every=run.log_every,
-        evaluate_every=run.evaluate_every,
+        evaluate_every=every,
         nonfinite=run.nonfinite,
         unit=run.unit,
     )

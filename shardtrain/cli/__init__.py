@@ -66,6 +66,7 @@ def _run(command: str, rest: list[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"shardtrain {command}: interrupted; what was saved before is still there\n")
         sys.stderr.flush()
+        _end_other_ranks(128 + signal.SIGINT)
         # not through the interpreter's end: compiler threads may be at work, and it would crash
         os._exit(128 + signal.SIGINT)
 

@@ -39,8 +39,8 @@ class StrategyOptions:
       sequence_sharded: shard activations between blocks over tensor, along the sequence.
       unnamed: refuse or replicate parameters whose dims have no names.
       accumulate: microbatches that add up to one step.
-      combine: how replicas (islands, or the indices of data) become one: mean, sum, adasum, with codecs before
-        it as in int8+adasum; or a file of your own, path.py:name.
+      combine: how replicas (islands, or the indices of data) become one: mean, sum, adasum, with codecs
+        before it as in int8+adasum; or a file of your own, path.py:name.
       combine_on: gradients, or the deltas of each replica's own optimizer.
       local_steps: steps that a replica takes alone before its delta is combined.
       inside: what an island makes of its own devices' gradients before they cross: mean or sum.
@@ -120,8 +120,8 @@ def _combiner(text: str) -> Any:
     if not isinstance(found, Combiner):
         names = [n for n, value in vars(module).items() if not n.startswith("_")]
         raise ValueError(
-            f"--combine {text}: {path} has no combiner by the name {near(name or 'combiner', names)}; give it a"
-            " shardtrain.combine.Combiner, or a function without arguments that returns one"
+            f"--combine {text}: {path} has no combiner by the name {near(name or 'combiner', names)};"
+            " give it a shardtrain.combine.Combiner, or a function without arguments that returns one"
         )
     return found
 

@@ -74,6 +74,10 @@ def _common_exponents(leaves: list[jax.Array], count: jax.Array, group: Group) -
     """What brings each leaf's greatest element of any rank to 2^14 / P."""
     if not leaves:
         return []
-    own = group.whole(jnp.stack([exponent(leaf) for leaf in leaves]), "max")
-    greatest = group.all_gather(own).max(0) - FLOAT16_EXPONENT + (group.size - 1).bit_length()
+    # shards of a leaf may differ: a power of two costs no digits
+    greatest = (
+        group.all_gather(jnp.stack([exponent(leaf) for leaf in leaves])).max(0)
+        - FLOAT16_EXPONENT
+        + (group.size - 1).bit_length()
+    )
     return list(jnp.clip(greatest, -126, 126))

@@ -26,9 +26,6 @@ keep_pages()
 import mpi4jax  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-MOST_ELEMENTS = 2**31 - 1
-"""An MPI count is a C int."""
-
 
 class MpiGroup:
     """A communicator as a `combine.Group`: its methods are called in a jit over one device.

@@ -14,9 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buckets
+from shardtrain.layout import problems_error
 
 if TYPE_CHECKING:
     from shardtrain.islands.bridge import MpiGroup  # importing it starts MPI
+
+MOST_ELEMENTS = 2**31 - 1
 
 LaneProgram = Callable[[Any, Any], Any]
 """(arrays, group) -> outputs: what happens to a bucket on its lane, in a jit over one device."""
@@ -69,6 +72,12 @@ class Crossing:
           units: a label per array; arrays of one label stay together. By default each is its own.
         """
         labels = range(len(leaves)) if units is None else units
+        if too_long := [str(leaf.shape) for leaf in leaves if leaf.size > MOST_ELEMENTS]:
+            raise problems_error(
+                f"arrays of more than {MOST_ELEMENTS} elements cannot cross: an MPI count is a C int; cut"
+                " them, by layers for example",
+                too_long,
+            )
         described = [
             Leaf(num_bytes=leaf.size * leaf.dtype.itemsize, dtype=str(leaf.dtype), unit=label)
             for leaf, label in zip(leaves, labels, strict=True)
@@ -129,8 +138,8 @@ class Crossing:
         return jax.tree.unflatten(structure, leaves)
 
     def close(self) -> None:
-        """End the thread. Nothing may be under way."""
-        self._thread.shutdown()
+        """End the thread, without waiting: after an error it may be in MPI, where nobody else comes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _lane(self, number: int) -> _Lane:
         return self._lanes[number % len(self._lanes)]

@@ -221,12 +221,14 @@ def decide_device_memory(
     Raises:
       ValueError: "device", and a probe failed.
     """
-    able = wanted != "host" and platform == "gpu" and probe()
+    # of several processes, two could start a gather of jax and a message of MPI in opposite orders
+    possible = wanted != "host" and platform == "gpu" and islands.seat.num_processes == 1
+    able = possible and probe()
     all_able = islands.control.share("device memory", able)
     if wanted == "device" and not all(all_able):
         names = [name for name, able in zip(islands.control.names, all_able, strict=True) if not able]
         raise ValueError(
             f"bridge memory is 'device', but MPI does not take device memory on {', '.join(names)};"
-            " use 'host', or an MPI and mpi4jax built for CUDA"
+            " use 'host', or an MPI and mpi4jax built for CUDA and one process per island"
         )
     return all(all_able)

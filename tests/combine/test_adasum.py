@@ -168,6 +168,14 @@ def test_zero_and_subnormal_vectors_are_neutral():
     assert orthogonality == 1
 
 
+def test_what_cancels_to_almost_nothing_counts_as_zero():
+    # the pair leaves 3e-20, whose squares are flushed to zero, but not its products with the third
+    left = np.full(100_000, 1e-20)
+    ranks = np.stack([left, left, np.ones(100_000)])
+    ranks[:2, 0] = 1, -1
+    np.testing.assert_allclose(one_leaf(ranks)[0], ranks[2], rtol=1e-6)
+
+
 def test_dot_products_of_long_vectors_keep_their_digits():
     # 3 million terms: one running float32 sum is off by 1e-3
     random = np.random.default_rng(0)

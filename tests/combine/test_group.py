@@ -57,7 +57,7 @@ def test_partial_values_of_shards_become_those_of_leaves():
 
 @pytest.mark.parametrize("name", ["int8+adasum", "float16+mean", "top_k:0.5+mean", "power_sgd:1+mean"])
 def test_codecs_work_on_shards(name):
-    """int8 and float16 scale by the whole leaf; the others send each shard's own greatest parts."""
+    """int8 scales by the whole leaf, to float16 it is all the same; the others encode each shard alone."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
     combiner = make_combiner(name)
     random = np.random.default_rng(0)
