@@ -85,7 +85,13 @@ def begin(
     """The newest checkpoint, or the beginning."""
     kept = {} if across is None else {"combine_state": across.init_combine_state()}
     wanted = restorable_state(placement)._replace(**jax.tree.map(_restorable, kept))
-    restored = together.restore(checkpoints, wanted, has_own)
+    try:
+        restored = together.restore(checkpoints, wanted, has_own)
+    except ValueError as error:
+        if "combine_state/" not in str(error):
+            raise
+        hint = "What a combiner keeps is saved by buckets: go on with the same --combine and --bucket-bytes."
+        raise ValueError(f"{error}\n{hint}") from None
     found = None if restored is None else restored.state
     state = init()._replace(**kept) if found is None else found
     missing = together.share("own state", has_own and found is None)

@@ -23,6 +23,9 @@ from shardtrain.loop import Wish
 from shardtrain.model import path_text
 from shardtrain.state import State
 
+AGREEMENT_SECONDS = 600.0
+"""How long to wait for a rank that traces a large model slowly. A difference is told once all have come."""
+
 LONG_SECONDS = 5 * 60 * 60.0
 """How long to wait for a rank that may be reading data, or finishing a checkpoint, which may take 4 hours."""
 
@@ -178,7 +181,7 @@ class Together:
         """
         if self.islands is not None:
             control = self.islands.control
-            check_agreement(control.share, control.names[control.rank], facts)
+            check_agreement(control.share, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
     def agree(self, step: int, wish: Wish, across: AcrossStep | None) -> Wish:
         """What all islands do after a step: what any of them must, and what the first would."""

@@ -56,9 +56,9 @@ def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
             "runpy.run_path(sys.argv[0], run_name='__main__')\n"
             "sys.stdout.flush()\n"
         )
+        python = [sys.executable, "-m", "mpi4py", "-c"]
         done = subprocess.run(
-            [command, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-c", redirect]
-            + [str(program), *map(str, arguments)],
+            [command, "-n", str(num_ranks), *python, redirect, str(program), *map(str, arguments)],
             env={
                 **os.environ,
                 "XLA_FLAGS": " ".join([count, *FLAGS[1:]]),
@@ -71,8 +71,9 @@ def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
             timeout=timeout,
             check=False,
         )
-        texts = [(outputs / str(rank)).read_text() for rank in range(num_ranks)]
+        texts = [path.read_text() for path in sorted(outputs.iterdir(), key=lambda path: int(path.name))]
         assert done.returncode == 0, "\n".join([*texts, done.stdout, done.stderr])
+        assert len(texts) == num_ranks
         return texts
 
     return run

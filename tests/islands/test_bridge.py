@@ -1,4 +1,4 @@
-"""Real ranks: every reduction mode gives the sum, messages of every dtype arrive, and who is missing is named."""
+"""Real ranks: every way of summing, messages of every dtype, and who is missing is named."""
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -21,7 +21,8 @@ for span in spans:
 sources = [(i + 1) % size for i in range(size)]
 for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32, jnp.uint32, jnp.bool_):
     x = jnp.full((3, 2), rank + 1, dtype)
-    got = jax.jit(lambda x: (group.exchange(x, sources), group.all_gather(x), group.broadcast(x, size - 1)))(x)
+    moved = lambda x: (group.exchange(x, sources), group.all_gather(x), group.broadcast(x, size - 1))
+    got = jax.jit(moved)(x)
     assert all(y.dtype == dtype for y in got)
     assert (got[0] == jnp.full((3, 2), (rank + 1) % size + 1, dtype)).all()
     assert (got[1] == jnp.stack([jnp.full((3, 2), r + 1, dtype) for r in range(size)])).all()

@@ -112,6 +112,7 @@ def main() -> None:
         check(comm, got, jax.tree.leaves(expected[2]), f"{reduce} {cap}")
     if num_islands == 2:
         one_bad_island(comm, Crossing(mesh, groups["all_reduce"]), placement, batch, start)
+        an_empty_island(comm, Crossing(mesh, groups["all_reduce"]), layout, mesh, batch, start)
     sys.stdout.write("done\n")
 
 
@@ -130,6 +131,38 @@ def one_bad_island(comm, crossing, placement, batch, start) -> None:
     assert metrics["skipped"] == 1
     assert state.step == before.step + 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state)._replace(step=before.step), before)
+
+
+def an_empty_island(comm, crossing, layout, mesh, batch, start) -> None:
+    """An island without rows takes no step of its own, and a delta is of the parameters that were given."""
+    optimizer = optax.adam(1e-2)
+    placement = make_placement(MODEL, optimizer, layout, mesh)
+    batch = {**batch, "weights": batch["weights"] * (comm.rank == 0)}
+    arguments = (
+        MODEL,
+        classification_loss,
+        optimizer,
+        placement,
+        crossing,
+        Combine(by="adasum", on="deltas"),
+    )
+    step = make_step_across(*arguments, start_row=start)
+    state = init_state(MODEL, optimizer, placement, 7)._replace(combine_state=step.init_combine_state())
+    first = jax.device_get(state.params)
+    state, _ = step(state, batch)
+    assert state.opt_state[0].count == (1 if comm.rank == 0 else 0)
+    change = jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), first)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(change)) > 5e-3
+    # other parameters than those it returned: the next delta is of these
+    doubled = jax.device_put(
+        jax.tree.map(lambda x: 2 * x, jax.device_get(state.params)), placement.state.params
+    )
+    before = jax.device_get(doubled)
+    state, _ = step(state._replace(params=doubled), batch)
+    change = jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), before)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(change)) < 2e-2
+    bits = [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(jax.device_get(state.params))]
+    assert Control(comm).share("bits", bits) == [bits] * comm.size
 
 
 main()
