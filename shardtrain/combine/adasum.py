@@ -37,7 +37,8 @@ def adasum(per: Per = "leaf") -> Combiner:
 
     Numbers: leaves of 16 bits cross as such, and are rounded to their dtype after each level; all arithmetic
     is float32. Each rank's leaf is scaled by a power of two for the dot products, so that any
-    normal magnitude works. What cancels to below 1e-19 of the pair that made it counts as zero.
+    normal magnitude works; what is 2^-124 of its leaf's greatest element may be flushed to zero, and a sum that
+    cancels to below 1e-19 of the pair that made it counts as zero.
 
     Args:
       per: whose dot products decide: "leaf", "whole" (all leaves as one vector), or a function from a

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardtrain.combine import Combined, Combiner, MeshGroup, chain, int8, make_combiner
+from shardtrain.combine.combiner import contribution
 
 SHAPES = {"matrix": (6, 5), "few": (2,), "none": (0,), "scalar": (), "short": (7,)}
 NARROW = "short"
@@ -197,6 +198,13 @@ def test_chain_says_what_stands_in_the_wrong_place():
         "  - link 3 of 3 is 3; call a factory, such as int8()",
         "  - no combiner stands last; end with one, such as mean()",
     ]
+
+
+def test_only_a_count_of_zero_hides_what_a_rank_holds():
+    x = jnp.array([1.0, jnp.nan])
+    np.testing.assert_array_equal(contribution(x, jnp.float32(0)), [0, 0])
+    for count in (1.0, jnp.nan):
+        np.testing.assert_array_equal(contribution(x, jnp.float32(count)), x)
 
 
 def test_leaves_of_other_dtypes_are_refused():

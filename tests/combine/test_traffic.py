@@ -89,6 +89,14 @@ def test_adasum_of_16_bits_sends_16_bits():
     assert sent("bfloat16+adasum", 4, [((64,), jnp.float32)]).bytes("exchange") == 2 * 2 * 64 * 3 / 4
 
 
+def test_small_leaves_share_a_message_and_large_ones_go_without_a_copy():
+    small = [((4,), jnp.float32), ((6,), jnp.float32), ((), jnp.float32)]
+    large = [((1 << 18,), jnp.float32)]
+    for shapes, messages in ((small, 1), (small + large, 2), (2 * large, 1)):
+        exchanges = [n for name, n, _ in sent("adasum", 2, shapes).sent if name == "exchange"]
+        assert len(exchanges) == 2 * messages  # there and back
+
+
 def test_leaves_that_do_not_divide_cost_less_than_a_slice_more():
     group = sent("adasum", 4, [((5,), jnp.float32), ((), jnp.float32), ((0,), jnp.float32)])
     assert group.bytes("exchange") == 2 * 4 * (8 + 4) * 3 / 4
