@@ -272,19 +272,21 @@ def search(
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table: each beside the steps at the learning rate that was best for one replica."""
+    """The table: tuned, at the rate that was best for one replica, and at P times that rate."""
     lines = [
-        "| setting | replicas | combiner | steps, tuned | its rate | steps at one replica's rate |",
-        "|---|--:|---|--:|--:|--:|",
+        "| setting | replicas P | combiner | steps, tuned | its rate | at one replica's rate | at P times it |",
+        "|---|--:|---|--:|--:|--:|--:|",
     ]
     alone: dict[str, tuple[int, float] | None] = {}
     for row in rows:
         alone.setdefault(row.setting, row.best)
         base, best = alone[row.setting], row.best
-        same = row.steps[base[0]] if base else None
+        scaled = base and base[0] + round(math.log2(row.replicas))
         lines.append(
             f"| {row.setting} | {row.replicas} | {row.combiner if row.replicas > 1 else ''} |"
-            f" {_number(best and best[1])} | {f'2^{best[0]}' if best else ''} | {_number(same)} |"
+            f" {_number(best and best[1])} | {f'2^{best[0]}' if best else ''} |"
+            f" {_number(row.steps[base[0]] if base else None)} |"
+            f" {_number(row.steps[scaled]) if scaled in row.steps else 'not tried'} |"
         )
     return "\n".join(lines)
 

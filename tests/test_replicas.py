@@ -18,7 +18,7 @@ from shardtrain.mesh import make_mesh
 from shardtrain.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.mlp import MlpConfig
-from shardtrain.replicas import Combine, cut, joined
+from shardtrain.replicas import Combine, cut, joined, stacked_paths
 from shardtrain.state import init_state, make_placement, state_specs
 from shardtrain.step import combined_labels, make_step
 
@@ -193,7 +193,7 @@ def test_layers_are_combined_one_by_one():
     tree = jax.tree.map(
         lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), specs.abstract.params
     )
-    stacked = frozenset(path for path, named in specs.arrays.items() if named.dims[0] == "layers")
+    stacked = stacked_paths(specs.arrays, specs.params)
     pieces = cut(tree, stacked)
     labels = [label for label in sorted(pieces) if label.startswith("blocks/mlp/up/kernel")]
     assert labels == [f"blocks/mlp/up/kernel/{i:02d}" for i in range(11)]

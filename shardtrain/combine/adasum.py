@@ -5,6 +5,7 @@ Next: `slices.py` (how leaves are cut), `exponents.py` (what keeps dot products 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from shardtrain.combine.group import Group
 from shardtrain.combine.slices import Owners, block_sources, cut, in_order, join, part, split, uncut
 
 Per = str | Callable[[str], str]
+Stacks = Sequence[jax.Array]
 
 TINY = float(jnp.finfo(jnp.float32).tiny)
 ABSENT = -1000  # the exponent of a rank without examples
@@ -37,8 +39,8 @@ def adasum(per: Per = "leaf") -> Combiner:
 
     Numbers: leaves of 16 bits cross as such, and are rounded to their dtype after each level; all arithmetic
     is float32. Each rank's leaf is scaled by a power of two for the dot products, so that any
-    normal magnitude works; what is 2^-124 of its leaf's greatest element may be flushed to zero, and a sum that
-    cancels to below 1e-19 of the pair that made it counts as zero.
+    normal magnitude works; what is 2^-124 of its leaf's greatest element may be flushed to zero, and a
+    sum that cancels to below 1e-19 of the pair that made it counts as zero.
 
     Args:
       per: whose dot products decide: "leaf", "whole" (all leaves as one vector), or a function from a
@@ -156,20 +158,19 @@ def _adasum(
     for radix, distance in levels(group.size):
         blocks = exponents.reshape(-1, distance, units.number).max(1)
         first = group.index // (distance * radix) * radix
-        nodes = [
-            _Node(rows, lax.dynamic_index_in_dim(blocks, first + i, keepdims=False))
-            for i, rows in enumerate(_scatter(stacks, radix, distance, group))
-        ]
-        stacks, norms = _tree(nodes, distance * radix, work)
+        heard = _scatter(stacks, radix, distance, group)
+        level = _Level(
+            rows=partial(_in_order, stacks, heard, radix, distance, group),
+            exponents=[lax.dynamic_index_in_dim(blocks, first + i, keepdims=False) for i in range(radix)],
+            span=distance * radix,
+            anyone=exponents.max() != ABSENT,
+        )
+        stacks, norms = _tree(level, [x.dtype for x in stacks], work)
         if distance == 1:
             squares = lax.dynamic_index_in_dim(norms, group.index % radix, keepdims=False)
     scale = jnp.maximum(exponents.max(0), LEAST)
     orthogonality = _orthogonality(stacks, scale, squares * power(2 * (own - scale)), work)
-    # a branch, or XLA on CPU would repeat the arithmetic in each concatenation, element by element
-    zeros = [jnp.zeros_like(x) for x in join(stacks)]
-    messages = lax.cond(exponents.max() != ABSENT, lambda x: x, lambda x: zeros, join(stacks))
-    blocks = _gather(messages, stacks, group)
-    return uncut(blocks, owners, leaves), orthogonality
+    return uncut(_gather(stacks, group), owners, leaves), orthogonality
 
 
 def _exponents(stacks: Sequence[jax.Array], work: _Work) -> jax.Array:
@@ -180,22 +181,31 @@ def _exponents(stacks: Sequence[jax.Array], work: _Work) -> jax.Array:
     return work.units.max(work.group.whole(leaves, "max"))
 
 
-def _scatter(stacks: Sequence[jax.Array], radix: int, distance: int, group: Group) -> list[list[jax.Array]]:
-    """This rank's part of the rows from each rank of its block, ordered by the position of the sender."""
+def _scatter(stacks: Stacks, radix: int, distance: int, group: Group) -> list[list[jax.Array]]:
+    """The messages that this rank hears in each turn, with its part of the rows of its partners."""
     position = group.index // distance % radix
-    own = [part(x, position, radix) for x in stacks]
-    turns = [own]
+    heard = []
     for turn in range(1, radix):
         sources = block_sources(group.size, distance, radix, turn)
         given = join([part(x, (position - turn) % radix, radix) for x in stacks])
-        turns.append(split([group.exchange(message, sources) for message in given], own))
-    by_stack = [in_order(heard, position) for heard in zip(*turns, strict=True)]
-    return [list(heard) for heard in zip(*by_stack, strict=True)]
+        heard.append([group.exchange(message, sources) for message in given])
+    return heard
 
 
-def _gather(messages: list[jax.Array], stacks: Sequence[jax.Array], group: Group) -> list[list[jax.Array]]:
+def _in_order(
+    stacks: Stacks, heard: list[list[jax.Array]], radix: int, distance: int, group: Group
+) -> list[list[jax.Array]]:
+    """This rank's part of the rows of each rank of its block, ordered by the position of that rank."""
+    position = group.index // distance % radix
+    own = [part(x, position, radix) for x in stacks]
+    turns = [own, *(split(messages, own) for messages in heard)]
+    by_stack = [in_order(of_stack, position) for of_stack in zip(*turns, strict=True)]
+    return [list(rows) for rows in zip(*by_stack, strict=True)]
+
+
+def _gather(stacks: Stacks, group: Group) -> list[list[jax.Array]]:
     """The rows that all ranks hold, by the way back: for each stack blocks of rows, in order."""
-    blocks = [[message] for message in messages]
+    blocks = [[message] for message in join(stacks)]
     for radix, distance in reversed(levels(group.size)):
         blocks = [_block_rows(rows, radix, distance, group) for rows in blocks]
     by_block = [split(rows, stacks) for rows in zip(*blocks, strict=True)]
@@ -214,21 +224,62 @@ def _block_rows(rows: list[jax.Array], radix: int, distance: int, group: Group) 
     return ordered
 
 
-def _tree(nodes: list[_Node], span: int, work: _Work) -> tuple[list[jax.Array], jax.Array]:
+class _Level(NamedTuple):
+    """The nodes of a level: `rows()` of each, made anew by each reader so that slices are never copied."""
+
+    rows: Callable[[], list[list[jax.Array]]]
+    exponents: list[jax.Array]
+    span: int
+    anyone: jax.Array
+
+
+def _tree(level: _Level, dtypes: list[Any], work: _Work) -> tuple[list[jax.Array], jax.Array]:
     """The nodes of one level by consecutive pairs; also the squared norms of each node, (radix, units)."""
-    dtypes = [x.dtype for x in nodes[0].stacks]
-    norms: list[Any] = [None] * len(nodes)
-    known: list[int | None] = list(range(len(nodes)))
-    while len(nodes) > 1:
-        pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
-        partial = work.group.whole(jnp.stack([_dots(a, b, work) for a, b in pairs]))
-        dots = work.group.all_reduce(work.units.sum(partial), span)
-        for i, node in enumerate(known[: 2 * len(pairs)]):
+    rows, exponents = level.rows, level.exponents
+    norms: list[Any] = [None] * len(exponents)
+    known: list[int | None] = list(range(len(exponents)))
+    while len(exponents) > 1:
+        nodes = [_Node(*node) for node in zip(rows(), exponents, strict=True)]
+        num_pairs = len(nodes) // 2
+        pairs = [(nodes[2 * i], nodes[2 * i + 1]) for i in range(num_pairs)]
+        shards = work.group.whole(jnp.stack([_dots(a, b, work) for a, b in pairs]))
+        dots = work.group.all_reduce(work.units.sum(shards), level.span)
+        for i, node in enumerate(known[: 2 * num_pairs]):
             if node is not None:
                 norms[node] = dots[i // 2, 1 + i % 2]
-        nodes = [_pair(a, b, dots[i], work) for i, (a, b) in enumerate(pairs)] + nodes[2 * len(pairs) :]
-        known = [None] * len(pairs) + known[2 * len(pairs) :]
-    return [x.astype(dtype) for x, dtype in zip(nodes[0].stacks, dtypes, strict=True)], jnp.stack(norms)
+        known = [None] * num_pairs + known[2 * num_pairs :]
+        rows = partial(_round, rows, exponents, dots, dtypes, level.anyone, work)
+        exponents = [jnp.maximum(a.exponents, b.exponents) for a, b in pairs] + exponents[2 * num_pairs :]
+        made = rows()
+        rows = lambda made=made: made  # noqa: E731
+    return rows()[0], jnp.stack(norms)
+
+
+def _round(
+    rows: Callable[[], list[list[jax.Array]]],
+    exponents: list[jax.Array],
+    dots: jax.Array,
+    dtypes: list[Any],
+    anyone: jax.Array,
+    work: _Work,
+) -> list[list[jax.Array]]:
+    """The rows of the next round's nodes; float32, but of the last one, which has the dtypes of the leaves."""
+
+    def compute() -> list[list[jax.Array]]:
+        nodes = [_Node(*node) for node in zip(rows(), exponents, strict=True)]
+        found = [_pair(nodes[2 * i], nodes[2 * i + 1], dots[i], work) for i in range(len(nodes) // 2)]
+        found += [list(node.stacks) for node in nodes[2 * len(found) :]]
+        last = len(found) == 1
+        return [[x.astype(t) if last else x for x, t in zip(node, dtypes, strict=True)] for node in found]
+
+    zeros = jax.eval_shape(compute)
+
+    def nothing() -> list[list[jax.Array]]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+
+    # a branch of its own: XLA on CPU would repeat the arithmetic for each reader, and element by element
+    # where that is a concatenation
+    return lax.platform_dependent(cpu=lambda: lax.cond(anyone, compute, nothing), default=compute)
 
 
 def _scaled(node: _Node, i: int, work: _Work) -> jax.Array:
@@ -247,7 +298,7 @@ def _dots(a: _Node, b: _Node, work: _Work) -> jax.Array:
     return work.per_leaf(found)
 
 
-def _pair(a: _Node, b: _Node, dots: jax.Array, work: _Work) -> _Node:
+def _pair(a: _Node, b: _Node, dots: jax.Array, work: _Work) -> list[jax.Array]:
     """The sum of two nodes, in float32. `dots` (3, units) are of the scaled vectors.
 
     With s the greater of the scales sa and sb, in scaled vectors:
@@ -264,7 +315,7 @@ def _pair(a: _Node, b: _Node, dots: jax.Array, work: _Work) -> _Node:
         x = _scaled(a, i, work) * work.of_stack(i, share_a)
         y = _scaled(b, i, work) * work.of_stack(i, share_b)
         stacks.append((x + y) * power(work.of_stack(i, exponents)))
-    return _Node(stacks, exponents)
+    return stacks
 
 
 def _orthogonality(
@@ -272,8 +323,8 @@ def _orthogonality(
 ) -> jax.Array:
     """||result||^2 / sum_r ||g_r||^2 of each leaf's unit, from this rank's rows and its own square: (L,)."""
     scaled = [_scaled(_Node(stacks, scale), i, work) for i in range(len(stacks))]
-    partial = work.per_leaf([_sums((x * x,))[0][None] for x in scaled])[0]
-    result, total = work.group.all_reduce(jnp.stack([work.units.sum(work.group.whole(partial)), squares]))
+    shards = work.per_leaf([_sums((x * x,))[0][None] for x in scaled])[0]
+    result, total = work.group.all_reduce(jnp.stack([work.units.sum(work.group.whole(shards)), squares]))
     ratio = jnp.where(total < TINY, 1, result / jnp.maximum(total, TINY))
     return ratio[jnp.array(work.units.of_leaf)]
 

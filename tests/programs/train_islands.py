@@ -44,7 +44,7 @@ RUN = Run(
 def run(name: str, **changes: object):
     console = Console(file=io.StringIO(), width=200)
     trained = train(dataclasses.replace(RUN, run_dir=FOLDER / name, **changes), console, ISLANDS)
-    return trained, console.file.getvalue()
+    return trained, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def bits(tree) -> list[bytes]:
