@@ -274,7 +274,7 @@ def search(
 def report(rows: Sequence[Row]) -> str:
     """The table: tuned, at the rate that was best for one replica, and at P times that rate."""
     lines = [
-        "| setting | replicas P | combiner | steps, tuned | its rate | at one replica's rate | at P times it |",
+        "| setting | P | combiner | steps, tuned | its rate | at one replica's rate | at P times it |",
         "|---|--:|---|--:|--:|--:|--:|",
     ]
     alone: dict[str, tuple[int, float] | None] = {}
@@ -282,11 +282,13 @@ def report(rows: Sequence[Row]) -> str:
         alone.setdefault(row.setting, row.best)
         base, best = alone[row.setting], row.best
         scaled = base and base[0] + round(math.log2(row.replicas))
+        # the rule is the mean's
+        at_scaled = _number(row.steps[scaled]) if scaled in row.steps else "not tried"
         lines.append(
             f"| {row.setting} | {row.replicas} | {row.combiner if row.replicas > 1 else ''} |"
             f" {_number(best and best[1])} | {f'2^{best[0]}' if best else ''} |"
             f" {_number(row.steps[base[0]] if base else None)} |"
-            f" {_number(row.steps[scaled]) if scaled in row.steps else 'not tried'} |"
+            f" {at_scaled if row.combiner == 'mean' else ''} |"
         )
     return "\n".join(lines)
 

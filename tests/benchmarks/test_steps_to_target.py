@@ -56,8 +56,13 @@ def test_the_table_sets_each_beside_the_rate_that_was_best_alone(benchmark):
     def row(replicas, combiner, steps):
         return benchmark.Row(setting="s", combiner=combiner, replicas=replicas, steps=steps, seconds=1.0)
 
-    text = benchmark.report([row(1, "mean", {0: 90.0, 1: None}), row(2, "adasum", {0: None, 1: 20.0})])
-    assert text.splitlines()[2:] == [
+    rows = [
+        row(1, "mean", {0: 90.0, 1: None}),
+        row(2, "mean", {0: 50.0, 1: 30.0}),
+        row(2, "adasum", {0: 20.0}),
+    ]
+    assert benchmark.report(rows).splitlines()[2:] == [
         "| s | 1 |  | 90 | 2^0 | 90 | 90 |",
-        "| s | 2 | adasum | 20 | 2^1 | not reached | 20 |",
+        "| s | 2 | mean | 30 | 2^1 | 50 | 30 |",
+        "| s | 2 | adasum | 20 | 2^0 | 20 |  |",
     ]
