@@ -248,10 +248,8 @@ def _tree(level: _Level, dtypes: list[Any], work: _Work) -> tuple[list[jax.Array
             if node is not None:
                 norms[node] = dots[i // 2, 1 + i % 2]
         known = [None] * num_pairs + known[2 * num_pairs :]
-        rows = partial(_round, rows, exponents, dots, dtypes, level.anyone, work)
+        rows = partial(list, _round(rows, exponents, dots, dtypes, level.anyone, work))
         exponents = [jnp.maximum(a.exponents, b.exponents) for a, b in pairs] + exponents[2 * num_pairs :]
-        made = rows()
-        rows = lambda made=made: made  # noqa: E731
     return rows()[0], jnp.stack(norms)
 
 
@@ -263,7 +261,7 @@ def _round(
     anyone: jax.Array,
     work: _Work,
 ) -> list[list[jax.Array]]:
-    """The rows of the next round's nodes; float32, but of the last one, which has the dtypes of the leaves."""
+    """The rows of the next round's nodes; float32, but of the last node, which has the leaves' dtypes."""
 
     def compute() -> list[list[jax.Array]]:
         nodes = [_Node(*node) for node in zip(rows(), exponents, strict=True)]

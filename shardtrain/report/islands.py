@@ -13,7 +13,7 @@ def binding_text(ranks: Sequence[Mapping[str, Any]]) -> str:
       ranks: from `islands.membership.binding`.
 
     >>> row = {"rank": 0, "island": 0, "process": 0, "host": "a", "pid": 7}
-    >>> print(binding_text([row | {"devices": "2 x cpu", "ids": "", "cores": 4}]).split("\n")[2].split())
+    >>> binding_text([row | {"devices": "2 x cpu", "ids": "", "cores": 4}]).splitlines()[2].split()
     ['0', '0', 'a', '7', '2', 'x', 'cpu', '4']
     """
     several = any(row["process"] for row in ranks)

@@ -49,7 +49,7 @@ def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
         assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
         assert row["seconds"] > 0
         # a buffer of new pages would cost 20,000, or 40 huge ones
-        assert row["faults"] < 20, row
+        assert row["faults"] < 35, row
     assert printed.count("| bridge |") == len(sizes)
 
 
