@@ -99,7 +99,7 @@ def rounds(
             pass
         generator.shuffle(order)
         found, share = others_share(lambda: [timed(sides[name], first) for name in order])
-        if share <= quiet:
+        if quiet >= 1 or share <= quiet:
             for name, block in zip(order, found, strict=True):
                 blocks[name].append(block)
     return blocks
