@@ -19,7 +19,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.layers import Attentions, Dims, Linear, Norm, Norms, at_use, attend, normal, rotate
+from shardtrain.models.layers import (
+    Attentions,
+    Dims,
+    Linear,
+    Norm,
+    Norms,
+    at_use,
+    attend,
+    coming_keys,
+    normal,
+    rotate,
+)
 
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "swiglu"]
@@ -108,33 +119,37 @@ class DecoderConfig:
     attention: Attentions = "auto"
 
     def __post_init__(self):
-        checks.refuse("DecoderConfig", _problems(self))
+        checks.refuse("DecoderConfig", problems(self))
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each dim, by name, with the defaults filled in."""
-        return {
-            VOCAB: self.vocab,
-            SEQ: self.seq,
-            EMBED: self.embed,
-            LAYERS: self.num_layers,
-            HEADS: self.num_heads,
-            KV_HEADS: self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            HEAD_DIM: self.embed // self.num_heads if self.head_dim is None else self.head_dim,
-            MLP: 4 * self.embed if self.mlp is None else self.mlp,
-        }
+        return {LAYERS: self.num_layers, **block_sizes(self)}
 
     def __call__(self, rngs: nnx.Rngs) -> "Decoder":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
         return Decoder(self, rngs=rngs)
 
 
-def _problems(config: DecoderConfig) -> list[str]:
-    """What is wrong with a configuration; the relations between sizes only once each is positive."""
+def block_sizes(config: Any) -> dict[str, int]:
+    """The size of each dim of a block and of the tables, with the defaults of `DecoderConfig` filled in."""
+    return {
+        VOCAB: config.vocab,
+        SEQ: config.seq,
+        EMBED: config.embed,
+        HEADS: config.num_heads,
+        KV_HEADS: config.num_heads if config.num_kv_heads is None else config.num_kv_heads,
+        HEAD_DIM: config.embed // config.num_heads if config.head_dim is None else config.head_dim,
+        MLP: 4 * config.embed if config.mlp is None else config.mlp,
+    }
+
+
+def problems(config: Any) -> list[str]:
+    """What is wrong with a configuration of this kind; the relations between sizes once each is positive."""
     counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
     found = checks.positive({name: value for name, value in counts.items() if value is not None})
     if not found:
-        sizes = config.sizes
+        sizes = block_sizes(config)
         found += checks.multiple("num_heads", config.num_heads, "num_kv_heads", sizes[KV_HEADS])
         if config.head_dim is None:
             found += checks.multiple("embed", config.embed, "num_heads", config.num_heads)
@@ -150,20 +165,20 @@ def _problems(config: DecoderConfig) -> list[str]:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention from the normed stream (batch, seq, embed) back to the residual stream."""
+    """Self-attention, causal or whole, from the normed stream (batch, seq, embed) to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.q = _linear(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
-        self.k = _linear(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.v = _linear(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.o = _linear(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, causal: bool = True):
+        self.config, self.causal = config, causal
+        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
+        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
+        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
+        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
         if self.config.positions == "rotary":
             q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=self.causal)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         return to_stream(self.o, y_BTHK)
 
@@ -193,9 +208,9 @@ class FeedForward(nnx.Module):
     """Two or three projections around an activation, from (batch, seq, embed) back to the residual stream."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.up = _linear(config, (EMBED,), (MLP,), rngs)
-        self.gate = _linear(config, (EMBED,), (MLP,), rngs) if config.activation == "swiglu" else None
-        self.down = _linear(config, (MLP,), (EMBED,), rngs)
+        self.up = linear_of(config, (EMBED,), (MLP,), rngs)
+        self.gate = linear_of(config, (EMBED,), (MLP,), rngs) if config.activation == "swiglu" else None
+        self.down = linear_of(config, (MLP,), (EMBED,), rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is None:
@@ -213,9 +228,9 @@ class Block(nnx.Module):
     """Pre-norm residual block. It holds parameters only: the key of its dropout is an argument."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config)
+        self.attention_norm = norm_of(config)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = _norm(config)
+        self.mlp_norm = norm_of(config)
         self.mlp = FeedForward(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
@@ -232,7 +247,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token ids to logits. `nnx.view(decoder, deterministic=True)` is the same model with dropout off.
 
-    A pipeline calls its three parts one by one: `embed`, then `run` on shares of `blocks`, then `logits`.
+    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`. A
+    pipeline calls them one by one, in programs of their own, and `run` on shares of the blocks.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -241,8 +257,8 @@ class Decoder(nnx.Module):
         self.embedding = table(TABLE)
         self.positions = table((SEQ, EMBED)) if config.positions == "learned" else None
         self.blocks = _stacked_blocks(config, rngs)
-        self.final_norm = _norm(config)
-        self.head = None if config.tied else _linear(config, (EMBED,), (VOCAB,), rngs, bias=False)
+        self.final_norm = norm_of(config)
+        self.head = None if config.tied else linear_of(config, (EMBED,), (VOCAB,), rngs, bias=False)
         self.dropout = nnx.Dropout(config.dropout)
         self.rngs = rngs["dropout"].fork() if config.dropout else None
 
@@ -258,32 +274,32 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: if T is above `seq`.
         """
-        # One gathered table for both uses; XLA still reduces their two gradients before it adds them.
-        table_VD = at_use(self.embedding, TABLE, self.config.dtype)
-        first, keys = self.dropout_keys()
-        x_BTD = self.run(self.blocks, self.embed(tokens_BT, first, table_VD), keys)
-        return self.logits(x_BTD, table_VD)
+        logits_BTV = self.last(self.run(self.blocks, self.first(tokens_BT), self.block_keys()))
+        if self._keys() is not None and self.rngs is not None:
+            self.rngs()  # the next call has masks of its own
+        return logits_BTV
 
-    def dropout_keys(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """Draw the keys of dropout for the embedding and for the blocks; (None, None) where it is off."""
-        if self.rngs is None or self.dropout.deterministic:
-            return None, None
-        keys = jax.random.split(self.rngs(), self.config.num_layers + 1)
-        return keys[0], keys[1:]
-
-    def embed(
-        self, tokens_BT: jax.Array, key: jax.Array | None, table_VD: jax.Array | None = None
-    ) -> jax.Array:
-        """Look up tokens and positions: the residual stream that enters the first block."""
+    def first(self, tokens_BT: jax.Array) -> jax.Array:
+        """Look up tokens and positions: the residual stream (batch, seq, embed) that enters the blocks."""
         if tokens_BT.shape[1] > self.config.seq:
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
-        if table_VD is None:
-            table_VD = at_use(self.embedding, TABLE, self.config.dtype)
-        x_BTD = jnp.take(table_VD, tokens_BT, axis=0)
+        x_BTD = jnp.take(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT, axis=0)
         if self.positions is not None:
             x_BTD += at_use(self.positions, (SEQ, EMBED), self.config.dtype)[: tokens_BT.shape[1]]
         x_BTD = with_logical_constraint(x_BTD, STREAM)
-        return with_logical_constraint(self.dropout(x_BTD, rngs=key), STREAM)
+        keys = self._keys()
+        return with_logical_constraint(self.dropout(x_BTD, rngs=None if keys is None else keys[0]), STREAM)
+
+    def block_keys(self) -> jax.Array | None:
+        """The keys of the blocks' dropout, (num_layers,); None where it is off."""
+        keys = self._keys()
+        return None if keys is None else keys[1:]
+
+    def _keys(self) -> jax.Array | None:
+        """One key for the embedding, then one for each block: the same until a whole call is over."""
+        if self.rngs is None or self.dropout.deterministic:
+            return None
+        return coming_keys(self.rngs, self.config.num_layers + 1)
 
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
         """Send the residual stream through stacked blocks (all, or a pipeline stage's share of them)."""
@@ -304,14 +320,13 @@ class Decoder(nnx.Module):
             x_BTD = run_block(block, x_BTD, key)
         return x_BTD
 
-    def logits(self, x_BTD: jax.Array, table_VD: jax.Array | None = None) -> jax.Array:
+    def last(self, x_BTD: jax.Array) -> jax.Array:
         """Norm the residual stream and score it against the vocabulary; rounded to dtype, then float32."""
         x_BTD = whole_seq(self.final_norm(x_BTD))
         if self.head is not None:
             logits_BTV = self.head(x_BTD)
         else:
-            table_VD = at_use(self.embedding, TABLE, self.config.dtype) if table_VD is None else table_VD
-            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD)
+            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, at_use(self.embedding, TABLE, self.config.dtype))
         return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
 
 
@@ -334,7 +349,7 @@ def whole_seq(x_BTD: jax.Array) -> jax.Array:
     return checkpoint_name(x_BTD, "whole_seq")
 
 
-def _linear(
+def linear_of(
     config: DecoderConfig, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None
 ) -> Linear:
     """A projection initialised as in GPT-2: what writes to the residual stream starts smaller."""
@@ -343,7 +358,7 @@ def _linear(
     return Linear(into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs)
 
 
-def _norm(config: DecoderConfig) -> Norm:
+def norm_of(config: DecoderConfig) -> Norm:
     return Norm(config.norm, config.embed, eps=config.eps, bias=config.bias, dtype=config.dtype)
 
 

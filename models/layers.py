@@ -30,6 +30,14 @@ def normal(dims: Dims, *, sizes: Mapping[str, int], std: float, rngs: nnx.Rngs) 
     return parameter(std * jax.random.normal(rngs.params(), [sizes[dim] for dim in dims], jnp.float32), dims)
 
 
+def coming_keys(stream: nnx.RngStream, num: int) -> jax.Array:
+    """Keys (num,) split off what the stream gives next, without drawing it.
+
+    So the parts of a model, called in any order and in programs of their own, see the same keys.
+    """
+    return jax.random.split(jax.random.fold_in(stream.key[...], stream.count[...]), num)
+
+
 def at_use(parameter: nnx.Param | jax.Array, dims: Dims, dtype: str) -> jax.Array:
     """Cast a parameter to the compute dtype and constrain it to its dims: here a sharded one is gathered."""
     return with_logical_constraint(parameter[...].astype(dtype), dims)
@@ -111,9 +119,10 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHK.dtype)
 
 
-def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: Attentions) -> jax.Array:
-    """Causal scaled dot-product attention; softmax in float32; k and v may have fewer heads than q
-    (grouped-query).
+def attend(
+    q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: Attentions, *, causal: bool = True
+) -> jax.Array:
+    """Scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
 
     Args:
       q_BTHK: queries.
@@ -121,6 +130,8 @@ def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: Attent
       v_BSHK: values, shaped as the keys.
       kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" on a GPU in 16 bits with a
         head_dim that it takes (a multiple of 8, at most 128), else "xla".
+      causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
+        another sequence than its own, whose length may differ).
 
     Returns:
       The context, shaped and typed as `q_BTHK`.
@@ -129,4 +140,4 @@ def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: Attent
         half_precision = q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
         fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128
         kind = "cudnn" if half_precision and fits and jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, is_causal=True, implementation=kind)
+    return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, is_causal=causal, implementation=kind)

@@ -17,6 +17,7 @@ from shardtrain.islands.options import Across
 from shardtrain.layout import Layout, problems_error
 from shardtrain.loss import Loss, next_token_loss
 from shardtrain.optimizer import Optimizer
+from shardtrain.pipeline.options import Pipeline
 from shardtrain.recipes import Scaling
 from shardtrain.replicas import Combine
 
@@ -30,6 +31,7 @@ class Strategy:
       accumulate: microbatches whose gradients add up to one step.
       combine: how replicas become one.
       across: what crosses between islands, where several were launched.
+      pipeline: how a pipeline is cut and scheduled; its microbatches are those of `accumulate`.
 
     Raises:
       ValueError: `accumulate` is below 1.
@@ -39,6 +41,7 @@ class Strategy:
     accumulate: int = 1
     combine: Combine = Combine()
     across: Across = Across()
+    pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

@@ -21,7 +21,7 @@ Rules = Mapping[str, tuple[str, ...]]
 Spec = tuple[tuple[str, ...], ...]
 """For each dim of an array, the axes that shard it (empty: not sharded)."""
 
-BUILT_AXES = (axes.DATA, axes.FSDP, axes.TENSOR)
+BUILT_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
 """Axes that may be larger than 1 today; the others are known words only."""
 
 PARAMETER_RULES: Rules = {
@@ -32,7 +32,7 @@ PARAMETER_RULES: Rules = {
     axes.HEAD_DIM: (),
     axes.MLP: (axes.TENSOR,),
     axes.VOCAB: (axes.TENSOR,),
-    axes.LAYERS: (),
+    axes.LAYERS: (axes.PIPELINE,),
     axes.EXPERTS: (axes.EXPERT,),
     axes.HEIGHT: (),
     axes.WIDTH: (),

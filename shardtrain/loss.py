@@ -87,6 +87,51 @@ def _kind(value: Any) -> str:
     return f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
 
 
+class _Asked(BaseException):
+    """Not an error: how a loss is stopped once it has said what it gives to the model."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def model_inputs(loss: Loss, batch: Batch) -> tuple[Any, ...]:
+    """What a loss gives to the model.
+
+    Raises:
+      ValueError: it does not call the model.
+    """
+
+    def asked(*inputs: Any) -> Any:
+        raise _Asked(inputs)
+
+    try:
+        loss(asked, batch)
+    except _Asked as found:
+        return found.inputs
+    raise ValueError("the loss returned without calling the model; a pipeline needs one call, apply(inputs)")
+
+
+def once(last: Callable[..., Any]) -> Callable[..., Any]:
+    """A model that a loss may call once.
+
+    Raises:
+      ValueError: (at the second call).
+    """
+    calls = []
+
+    def apply(*inputs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError(
+                "the loss calls the model more than once; a pipeline sends each microbatch through once:"
+                " join the inputs into one call along the batch"
+            )
+        return last(*inputs)
+
+    return apply
+
+
 def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of each next token.
 

@@ -16,10 +16,40 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from shardtrain.axes import LAYERS
 from shardtrain.layout import Named, Rules, near, problems_error, repeated
 
 Tree = dict[str, Any]
 """A nested dict with string keys and arrays (or what stands for them) as leaves."""
+
+
+BLOCKS = "blocks"
+"""Where the parameters of a chain's blocks stand."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chain:
+    """A model as blocks in a row, which a pipeline cuts: `apply` is first, run over all blocks, last.
+
+    What goes from block to block is the stream: a tree of arrays, each with the rows of the batch first.
+    Every function may be given fewer parameters and less model state than the whole model has: those that
+    it uses.
+
+    Args:
+      num_blocks: how many blocks there are.
+      stacked: the parameters of all blocks stand in `params["blocks"]` along a first dim, so that any
+        block's fit any other; else block i has `params["blocks"][str(i)]`.
+      first: (params, model_state, rng, train, *inputs) -> (stream, model_state).
+      run: (params, model_state, rng, train, start, number, stream) -> (stream, model_state): the blocks
+        from `start` on. Stacked blocks are given as `number` rows, and `start` may be traced.
+      last: (params, model_state, rng, train, stream) -> (outputs, model_state).
+    """
+
+    num_blocks: int
+    stacked: bool
+    first: Callable[..., tuple[Any, Tree]]
+    run: Callable[..., tuple[Any, Tree]]
+    last: Callable[..., tuple[Any, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,11 +61,13 @@ class Model:
         (running statistics); it is {} for most models.
       apply: (params, model_state, rng, train, *inputs) -> (outputs, model_state).
       dims: like params, with a tuple of dim names for each leaf, or None where it has no names.
+      chain: the same model as blocks in a row; None for one that does not say what its blocks are.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
     apply: Callable[..., tuple[Any, Tree]]
     dims: Tree
+    chain: Chain | None = None
 
 
 def is_module(value: Any) -> bool:
@@ -78,7 +110,10 @@ def from_nnx(factory: Factory) -> Model:
 
     Returns:
       A `Model`. In training `deterministic` and `use_running_average` are False, else True, in
-      every submodule that has them; rngs are refilled from the step's key.
+      every submodule that has them; rngs are refilled from the step's key. A module with `blocks` (an
+      nnx.List, or one module whose parameters are stacked), `first(*inputs)`, `run(blocks, stream, keys)`
+      and `last(stream)` has a chain; `keys` are the same share of what its `block_keys()` returns, if it
+      has that: anything with a first dim of blocks.
     """
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
@@ -95,18 +130,55 @@ def from_nnx(factory: Factory) -> Model:
         _, params, _, model_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
         return _plain(params), _plain(model_state)
 
-    def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
-        module = nnx.merge(
-            graphs[train], _filled(variables, params), _seeded(rngs, rng), _filled(rest, model_state)
-        )
-        outputs = module(*inputs)
-        _, _, _, changed = nnx.split(module, nnx.Param, nnx.RngState, ...)
-        return outputs, _plain(changed)
+    def calling(method: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
+        def call(
+            params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any
+        ) -> tuple[Any, Tree]:
+            module = nnx.merge(
+                graphs[train], _filled(variables, params), _seeded(rngs, rng), _filled(rest, model_state)
+            )
+            outputs = method(module, *inputs)
+            _, _, _, changed = nnx.split(module, nnx.Param, nnx.RngState, ...)
+            return outputs, _plain(changed)
+
+        return call
 
     dims = _nested(
         (path, _names(v.get_metadata().get("out_sharding"))) for path, v in nnx.to_flat_state(variables)
     )
-    return Model(init=init, apply=apply, dims=dims)
+    apply = calling(lambda module, *inputs: module(*inputs))
+    return Model(init=init, apply=apply, dims=dims, chain=_chain(abstract, dims, calling))
+
+
+Calling = Callable[[Callable[..., Any]], Callable[..., tuple[Any, Tree]]]
+
+
+def _chain(module: Any, dims: Tree, calling: Calling) -> Chain | None:
+    """The chain of an nnx module, None where it has not all of its parts."""
+    parts = ("first", "run", "last")
+    if not hasattr(module, BLOCKS) or not all(callable(getattr(module, name, None)) for name in parts):
+        return None
+    stacked = not isinstance(module.blocks, nnx.List)
+    names = jax.tree.leaves(dims.get(BLOCKS, {}), is_leaf=lambda x: x is None or isinstance(x, tuple))
+    if stacked and not (names and all(n and n[0] == LAYERS for n in names)):
+        return None
+    num_blocks = jax.tree.leaves(module.blocks)[0].shape[0] if stacked else len(module.blocks)
+
+    def keys(module: Any, start: Any, number: int) -> Any:
+        found = module.block_keys() if hasattr(module, "block_keys") else None
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, number), found)
+
+    def run(module: Any, start: Any, number: int, stream: Any) -> Any:
+        blocks = module.blocks if stacked else list(module.blocks)[start : start + number]
+        return module.run(blocks, stream, keys(module, start, number))
+
+    return Chain(
+        num_blocks=num_blocks,
+        stacked=stacked,
+        first=calling(lambda module, *inputs: module.first(*inputs)),
+        run=calling(run),
+        last=calling(lambda module, stream: module.last(stream)),
+    )
 
 
 def _names(out_sharding: Any) -> tuple[str | None, ...] | None:
@@ -126,17 +198,22 @@ def _nested(items: Any) -> Tree:
 
 
 def _plain(state: Any) -> Tree:
-    return _nested((path, v.get_value()) for path, v in nnx.to_flat_state(state))
+    flat = ((path, v.get_value()) for path, v in nnx.to_flat_state(state))
+    return _nested((path, value) for path, value in flat if not isinstance(value, jax.ShapeDtypeStruct))
 
 
 def _filled(state: Any, tree: Tree) -> Any:
-    def leaf(path: Any) -> Any:
+    """The variables with values from a tree; what is not there stays the shape that it is."""
+
+    def filled(path: Any, variable: Any) -> Any:
         node: Any = tree
         for key in map(str, path):
+            if key not in node:
+                return variable
             node = node[key]
-        return node
+        return variable.replace(node)
 
-    return nnx.from_flat_state([(path, v.replace(leaf(path))) for path, v in nnx.to_flat_state(state)])
+    return nnx.from_flat_state([(path, filled(path, v)) for path, v in nnx.to_flat_state(state)])
 
 
 def _seeded(state: Any, rng: jax.Array) -> Any:

@@ -15,7 +15,8 @@ from shardtrain.across import AcrossStep
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.config import Run, differences
 from shardtrain.data import Position
-from shardtrain.state import Placement, State, restorable_state
+from shardtrain.saved import from_saved, saved_state, to_saved
+from shardtrain.state import Placement, State
 from shardtrain.together import Together
 
 BEGINNING = Position(epoch=0, index=0)
@@ -38,6 +39,23 @@ def island_checkpoints(
     assert together.islands is not None
     name = f"{CHECKPOINTS}-island-{together.islands.seat.island}"
     return Checkpoints(folder / name, run.checkpoints, report=note)
+
+
+class InOrder:
+    """Checkpoints of a state whose blocks are saved in the model's order.
+
+    Args:
+      checkpoints: where to.
+      placement: of the state.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, placement: Placement) -> None:
+        self._checkpoints, self._to_saved = checkpoints, to_saved(placement)
+        self.latest, self.wait = checkpoints.latest, checkpoints.wait
+
+    def save(self, step: int, state: State, extra: Any) -> None:
+        """See `Checkpoints.save`."""
+        self._checkpoints.save(step, self._to_saved(state), extra)
 
 
 class Elsewhere:
@@ -84,7 +102,7 @@ def begin(
 ) -> tuple[State, int, Position]:
     """The newest checkpoint, or the beginning."""
     kept = {} if across is None else {"combine_state": across.init_combine_state()}
-    wanted = restorable_state(placement)._replace(**jax.tree.map(_restorable, kept))
+    wanted = saved_state(placement)._replace(**jax.tree.map(_restorable, kept))
     try:
         restored = together.restore(checkpoints, wanted, has_own)
     except ValueError as error:
@@ -93,7 +111,7 @@ def begin(
         hint = "What a combiner keeps is saved by buckets: go on with the same --combine and --bucket-bytes."
         raise ValueError(f"{error}\n{hint}") from None
     found = None if restored is None else restored.state
-    state = init()._replace(**kept) if found is None else found
+    state = init()._replace(**kept) if found is None else from_saved(placement)(found)
     missing = together.share("own state", has_own and found is None)
     own_optimizers = run.strategy.combine.on_deltas and not any(missing)
     state = together.same_state(state, own_optimizers)

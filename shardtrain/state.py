@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.layout import PARAMETER_RULES, Layout, Named, near, problems_error
-from shardtrain.model import Model, Tree, named_arrays, path_text
+from shardtrain.model import BLOCKS, Model, Tree, named_arrays, path_text
+from shardtrain.pipeline.rows import Stages
 from shardtrain.replicas import Combine, cut, shard_shapes, stacked_paths
 from shardtrain.sharding import partition_specs, spec_axes, with_leading_dim
 
@@ -86,6 +87,8 @@ class Placement:
       combine: how the replicas of this mesh become one.
       specs: of the state.
       state: a `State` of NamedSharding.
+      stages: how a pipeline in this mesh has cut the model's blocks; None without one.
+      schedule: of the pipeline, see `pipeline.schedule.make_table`.
     """
 
     mesh: Mesh
@@ -93,6 +96,8 @@ class Placement:
     combine: Combine
     specs: Specs
     state: State
+    stages: Stages | None = None
+    schedule: str = "1f1b"
 
     @property
     def batch(self) -> NamedSharding:
@@ -100,13 +105,19 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(None, self.layout.batch_axes))
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> State:
+def abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, stages: Stages | None = None
+) -> State:
     """The shapes and dtypes of a state whose replicas have nothing of their own; nothing is computed."""
-    return jax.eval_shape(lambda: _init(model, optimizer, jnp.uint32(0)))
+    return jax.eval_shape(lambda: _init(model, optimizer, jnp.uint32(0), stages))
 
 
-def _init(model: Model, optimizer: optax.GradientTransformation, seed: jax.Array) -> State:
+def _init(
+    model: Model, optimizer: optax.GradientTransformation, seed: jax.Array, stages: Stages | None = None
+) -> State:
     params, model_state = model.init(jax.random.key(seed))
+    if stages is not None:
+        params = {**params, BLOCKS: jax.tree.map(stages.stored, params[BLOCKS])}
     state = State(jnp.int32(0), seed, params, model_state, optimizer.init(params))
     # weak types do not survive a checkpoint, and results of another dtype would follow from that
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)
@@ -139,6 +150,7 @@ def state_specs(
     layout: Layout,
     sizes: Mapping[str, int],
     combine: Combine = Combine(),
+    stages: Stages | None = None,
 ) -> Specs:
     """How the state of this model and optimizer lies on a mesh of these sizes.
 
@@ -149,11 +161,12 @@ def state_specs(
       layout: the rules.
       sizes: axis -> size, see `layout.axis_sizes`.
       combine: how the replicas of this mesh become one.
+      stages: how a pipeline cuts the model's blocks; None without one.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
-    abstract = abstract_state(model, optimizer)
+    abstract = abstract_state(model, optimizer, stages)
     arrays = named_arrays(model, abstract.params)
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))
@@ -223,6 +236,8 @@ def make_placement(
     layout: Layout,
     mesh: Mesh,
     combine: Combine = Combine(),
+    stages: Stages | None = None,
+    schedule: str = "1f1b",
 ) -> Placement:
     """Join a layout with a model, an optimizer and a mesh.
 
@@ -232,15 +247,41 @@ def make_placement(
       layout: the rules.
       mesh: the mesh.
       combine: how the replicas of this mesh become one.
+      stages: how a pipeline cuts the model's blocks; a mesh with an axis pipeline above 1 needs it.
+      schedule: of the pipeline, see `pipeline.schedule.make_table`.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
-    specs = state_specs(model, optimizer, layout, dict(mesh.shape), combine)
+    _check_stages(dict(mesh.shape), combine, stages)
+    specs = state_specs(model, optimizer, layout, dict(mesh.shape), combine, stages)
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    return Placement(mesh=mesh, layout=layout, combine=combine, specs=specs, state=state)
+    return Placement(
+        mesh=mesh,
+        layout=layout,
+        combine=combine,
+        specs=specs,
+        state=state,
+        stages=stages,
+        schedule=schedule,
+    )
+
+
+def _check_stages(sizes: Mapping[str, int], combine: Combine, stages: Stages | None) -> None:
+    num_stages = sizes[axes.PIPELINE]
+    if (1 if stages is None else stages.num_stages) != num_stages:
+        raise ValueError(
+            f"the mesh has pipeline={num_stages}, and the model is cut into"
+            f" {'no stages' if stages is None else f'{stages.num_stages} stages'}; make them with"
+            f" pipeline.costs.make_stages(model, Pipeline(), {num_stages}, loss, microbatch)"
+        )
+    if stages is not None and not combine.is_mean:
+        raise ValueError(
+            f"pipeline={num_stages} inside a mesh sums the gradients of its replicas, and combine is"
+            f" {combine.by!r} on {combine.on}; combine by 'mean', or join replicas as islands (--across)"
+        )
 
 
 def init_state(
@@ -257,7 +298,7 @@ def init_state(
     specs, combine, sizes = placement.specs, placement.combine, dict(placement.mesh.shape)
 
     def create(seed: jax.Array) -> State:
-        state = _init(model, optimizer, seed)
+        state = _init(model, optimizer, seed, placement.stages)
         return _with_replicas(state, combine, sizes, specs.arrays, specs.sharded)
 
     return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))

@@ -13,7 +13,15 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.gradients import Bound, Gradients, beside, constrained, make_gradients, make_replica_means
+from shardtrain.gradients import (
+    Bound,
+    Gradients,
+    beside,
+    constrained,
+    make_gradients,
+    make_pipeline_losses,
+    make_replica_means,
+)
 from shardtrain.loss import Batch, Loss, checked
 from shardtrain.model import Model, activation_rules
 from shardtrain.replicas import combine_replicas, cut, stacked_paths
@@ -212,6 +220,10 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
     """
     mesh, layout = placement.mesh, placement.layout
 
+    def evaluate_stages(state: State, batch: Batch) -> Metrics:
+        found = make_pipeline_losses(model, loss, placement)(state.params, batch)
+        return {**found.metrics, "loss_sum": found.loss_sum, "count": found.count}
+
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:
             bound = Bound(model, state.params, state.model_state, jax.random.key(0), train=False)
@@ -222,4 +234,8 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
             return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, batch))
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(evaluate, in_shardings=(placement.state, placement.batch), out_shardings=whole)
+    return jax.jit(
+        evaluate if placement.stages is None else evaluate_stages,
+        in_shardings=(placement.state, placement.batch),
+        out_shardings=whole,
+    )

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
 from shardtrain.across import AcrossStep, make_step_across
+from shardtrain.axes import PIPELINE
 from shardtrain.config import Run, describe, run_text
-from shardtrain.data import Batches
+from shardtrain.data import Batch, Batches
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
 from shardtrain.layout import axis_sizes
@@ -30,13 +32,23 @@ from shardtrain.mesh import make_mesh
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model, as_model
 from shardtrain.optimizer import make_optimizer
+from shardtrain.pipeline.costs import make_stages
 from shardtrain.recipes import scaled
 from shardtrain.replicas import Combine
 from shardtrain.report import plots
 from shardtrain.report.islands import binding_text
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
-from shardtrain.resume import BEGINNING, Elsewhere, begin, has_own_state, island_checkpoints, made_equal
+from shardtrain.resume import (
+    BEGINNING,
+    Elsewhere,
+    InOrder,
+    begin,
+    has_own_state,
+    island_checkpoints,
+    made_equal,
+)
+from shardtrain.saved import to_saved
 from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
 from shardtrain.together import Loader, Together
@@ -75,12 +87,13 @@ class Trained:
     sample: str | None
 
 
-def make_parts(run: Run, num_islands: int = 1) -> Parts:
+def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None) -> Parts:
     """Model, optimizer, mesh and placement of a run.
 
     Args:
       run: the run.
       num_islands: where there are several, replicas are islands, and each averages its own devices.
+      microbatch: as the loss is given it, arrays or shapes; a pipeline needs it.
 
     Raises:
       ValueError: the mesh does not fit the devices, or the layout not the model.
@@ -89,7 +102,14 @@ def make_parts(run: Run, num_islands: int = 1) -> Parts:
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
     mesh = make_mesh(run.strategy.layout)
     combine = run.strategy.combine if num_islands == 1 else Combine()
-    placement = make_placement(model, optimizer, run.strategy.layout, mesh, combine)
+    num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
+    stages = None
+    if num_stages > 1:
+        assert microbatch is not None
+        stages = make_stages(model, pipeline, num_stages, run.loss, microbatch)
+    placement = make_placement(
+        model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
+    )
     return Parts(model, optimizer, learning_rate, mesh, placement)
 
 
@@ -149,7 +169,7 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
             step=across or make_step(model, run.loss, optimizer, placement, parts.learning_rate),
             batches=((loader.place(batch), after) for batch, after in loaded),
             evaluate=_evaluation(run, parts, together, heldout),
-            checkpoints=checkpoints or Elsewhere(),
+            checkpoints=InOrder(checkpoints, placement) if checkpoints else Elsewhere(),
             policy=run.checkpoints,
             sink=sinks,
             progress=_Speaking(notes),
@@ -187,10 +207,12 @@ def _agreed(
     if islands is not None:
         say(console, binding_text(binding(islands)))
     run = _scaled(run, islands, notes)
-    parts = make_parts(run, 1 if islands is None else islands.seat.num_islands)
+    source, heldout = Together(islands).in_turn(
+        "data", lambda: (run.data.train(folder), run.data.heldout(folder))
+    )
+    parts = make_parts(run, 1 if islands is None else islands.seat.num_islands, _microbatch(run, source))
     together = _together(run, parts, islands)
     stack.callback(together.close)
-    source, heldout = together.in_turn("data", lambda: (run.data.train(folder), run.data.heldout(folder)))
     description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
     together.check(_facts(run, parts, description))
     loader = _loader(run, parts, together, source)
@@ -232,6 +254,13 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     if len(replicas) == 1 and run.strategy.combine.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing crosses; use mean")
     return found.run
+
+
+def _microbatch(run: Run, source: Any) -> Batch:
+    """The shapes of a microbatch of all devices."""
+    rows = max(run.batch // run.strategy.accumulate, 1)
+    batch = Batches(source=source, batch=run.batch, seed=run.seed, rows=[0]).load(BEGINNING)
+    return {name: np.broadcast_to(x, (rows, *x.shape[1:])) for name, x in batch.items()}
 
 
 def _together(run: Run, parts: Parts, islands: Islands | None) -> Together:
@@ -380,9 +409,11 @@ def _evaluation(
         return lambda state: {}
     evaluate = make_evaluate(parts.model, run.loss, parts.placement)
     axes, mesh = run.strategy.layout.batch_axes, parts.mesh
-    share = together.rows(run.batch, run.strategy.across.shares, mesh, axes, 1)
+    # a pipeline without microbatches is one stage at work
+    microbatches = 1 if parts.placement.stages is None else run.strategy.accumulate
+    share = together.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
     batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=share.rows)
-    loader = share.load(batches, mesh, axes, 1)
+    loader = share.load(batches, mesh, axes, microbatches)
 
     def evaluated(state: State) -> State:
         # what a combiner keeps across islands does not lie on the mesh
@@ -426,7 +457,8 @@ def _ending(
         return None
     sample = None
     if run.sample is not None:
-        sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), state.params, state.model_state))
+        params = to_saved(parts.placement)(state).params
+        sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), params, state.model_state))
         say(console, sample)
     say(console, f"run folder: {folder}")
     return sample

@@ -1,16 +1,24 @@
 """`shardtrain inspect RUN`: how a run lies on a mesh, without compiling; the devices need not be here."""
 
 import math
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
+from shardtrain import axes
 from shardtrain.cli.run_options import parse_run
+from shardtrain.config import Strategy
 from shardtrain.data import batch_problem
-from shardtrain.layout import axis_sizes
+from shardtrain.layout import axis_sizes, problems_error
 from shardtrain.model import as_model
 from shardtrain.optimizer import make_optimizer
+from shardtrain.pipeline.schedule import make_table, read_table
+from shardtrain.pipeline.table import Table
+from shardtrain.report import plots
 from shardtrain.report.sharding import sharding_text
+from shardtrain.report.timeline import timeline_text
 from shardtrain.state import state_specs
 
 
@@ -20,26 +28,76 @@ class InspectOptions:
 
     Args:
       devices: how many devices to lay it on; by default as many as --mesh names, or those here.
+      pipeline_stages: draw the schedule for so many; by default the size of the mesh axis pipeline, or 4.
+      microbatches: draw the schedule for so many; by default those of --accumulate.
+      lockstep: draw the form for a mesh, where every tick waits for all stages, or the one for islands;
+        by default the first where the mesh has an axis pipeline.
+      timeline: draw the schedule as a picture too, .svg or .png.
     """
 
     devices: int | None = None
+    pipeline_stages: int | None = None
+    microbatches: int | None = None
+    lockstep: bool | None = None
+    timeline: Path | None = None
+
+    def check(self) -> None:
+        """Refuse counts below 1, all of them at once."""
+        counts = ("devices", "pipeline_stages", "microbatches")
+        given = {name: number for name in counts if (number := getattr(self, name)) is not None}
+        wrong = [
+            f"--{name.replace('_', '-')} is {number}; use 1 or more"
+            for name, number in given.items()
+            if number < 1
+        ]
+        if wrong:
+            raise problems_error("this cannot be shown", wrong)
+
+    @property
+    def of_schedule(self) -> bool:
+        """Whether one of them is about the schedule."""
+        return any(getattr(self, f.name) is not None for f in fields(self) if f.name != "devices")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table; returns 0."""
     run, options = parse_run("inspect", arguments, InspectOptions)
-    if options.devices is not None and options.devices < 1:
-        raise ValueError(f"--devices is {options.devices}; use 1 or more")
+    options.check()
     layout = run.strategy.layout
     sizes = axis_sizes(layout, options.devices or _devices_named(layout.mesh))
     model = as_model(run.model)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine)
     sys.stdout.write(sharding_text(specs, sizes) + "\n")
+    asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
+    if asked or sizes[axes.PIPELINE] > 1:
+        _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     problem = batch_problem(run.batch, {a: sizes[a] for a in layout.batch_axes}, run.strategy.accumulate)
     if problem:
         raise ValueError(problem)
     return 0
+
+
+def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:
+    """The table that such a mesh runs; without a pipeline in it, one to look at."""
+    schedule, chunks = strategy.pipeline.schedule, strategy.pipeline.virtual_stages
+    lockstep = num_stages > 1 if options.lockstep is None else options.lockstep
+    sizes = (num_stages, strategy.accumulate, chunks)
+    if num_stages == 1 and schedule.endswith(".csv"):
+        found = read_table(schedule, lockstep=lockstep)
+        sizes = (found.num_stages, found.num_microbatches, found.num_chunks)
+    elif num_stages == 1:
+        sizes = (4, strategy.accumulate, chunks)
+    stages, microbatches = options.pipeline_stages or sizes[0], options.microbatches or sizes[1]
+    return make_table(schedule, stages, microbatches, sizes[2], lockstep=lockstep)
+
+
+def _show(table: Table, picture: Path | None) -> None:
+    """The timeline of a schedule; whole where there is no terminal that could be too narrow."""
+    width, _ = shutil.get_terminal_size(fallback=(1_000_000, 24))
+    sys.stdout.write("\n" + timeline_text(table, width))
+    if picture is not None:
+        sys.stdout.write(f"timeline: {plots.timeline(table, picture)}\n")
 
 
 def _devices_named(mesh: Mapping[str, int]) -> int:

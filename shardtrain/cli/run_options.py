@@ -50,6 +50,9 @@ class StrategyOptions:
       bucket_bytes: size of the buckets in which gradients cross.
       first_bucket_bytes: size of the first one.
       bridge_memory: what MPI is given: auto, device, host.
+      schedule: of a pipeline: gpipe, 1f1b, interleaved, zero_bubble, or a table of your own (path.csv).
+      virtual_stages: parts of the model on each stage of a pipeline.
+      stages: how a pipeline cuts the blocks: equal, params, flops, or numbers such as 3,4,4,1.
     """
 
     mesh: str | None = None
@@ -67,6 +70,9 @@ class StrategyOptions:
     bucket_bytes: int | None = None
     first_bucket_bytes: int | None = None
     bridge_memory: str | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    stages: str | None = None
 
     def applied_to(self, strategy: Strategy) -> Strategy:
         """The strategy with these changes."""
@@ -97,6 +103,12 @@ class StrategyOptions:
                 bucket_bytes=self.bucket_bytes,
                 first_bucket_bytes=self.first_bucket_bytes,
                 memory=self.bridge_memory,
+            ),
+            pipeline=_changed(
+                strategy.pipeline,
+                schedule=self.schedule,
+                virtual_stages=self.virtual_stages,
+                stages=self.stages,
             ),
         )
 

@@ -238,20 +238,12 @@ class TestDropout:
     config = replace(GPT, dropout=0.25)
 
     @pytest.fixture
-    def forward(self, pure, quick_jit):
+    def forward(self, pure, seeded, quick_jit):
         """(config, deterministic) -> (seed -> the logits of two calls of one module)."""
 
         def compiled(config, deterministic):
-            module: Any = nnx.view(nnx.eval_shape(lambda: config(nnx.Rngs(0))), deterministic=deterministic)
-            graph, params, rngs = nnx.split(module, nnx.Param, ...)
-
             def twice(seed):
-                nnx.replace_by_pure_dict(params, pure(GPT).params)
-                seeded = jax.tree.map(
-                    lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(rngs, nnx.RngCount)
-                )
-                keys = jax.tree.map(lambda _: jax.random.key(seed), nnx.filter_state(rngs, nnx.RngKey))
-                module = nnx.merge(graph, params, seeded, keys)
+                module = seeded(config, pure(GPT).params, seed, deterministic)
                 return module(TOKENS), module(TOKENS)
 
             return quick_jit(twice)
@@ -269,20 +261,29 @@ class TestDropout:
         assert not np.allclose(first, second)
         assert not np.allclose(first, third)
 
-    def test_the_embedding_and_every_layer_have_a_key_of_their_own(self):
-        module: Any = nnx.eval_shape(lambda: self.config(nnx.Rngs(0)))
-        module.rngs = nnx.Rngs(7)["dropout"]
-        first, keys = module.dropout_keys()
-        data = [tuple(jax.random.key_data(key).tolist()) for key in (first, *keys)]
+    def test_parts_in_any_order_have_the_masks_of_a_call(self, pure, seeded, quick_jit, forward):
+        """Each part in a program of its own, from the same seed."""
+
+        def part(work):
+            return quick_jit(lambda *given: work(seeded(self.config, pure(GPT).params, 3), *given))
+
+        keys = part(lambda module: module.block_keys())()
+        x = part(lambda module: module.first(TOKENS))()
+        x = part(lambda module, x, keys: module.run(module.blocks, x, keys))(x, keys)
+        logits = part(lambda module, x: module.last(x))(x)
+        assert_close(logits, forward(self.config, deterministic=False)(3)[0])
+
+    def test_the_embedding_and_every_layer_have_a_key_of_their_own(self, pure, seeded, monkeypatch):
+        used = []
+        monkeypatch.setattr(nnx.Dropout, "__call__", lambda _, x, rngs: used.append(rngs) or x)
+        module = seeded(self.config, pure(GPT).params, 7)
+        module.first(TOKENS)
+        data = [tuple(jax.random.key_data(key).tolist()) for key in (*used, *module.block_keys())]
         assert len(set(data)) == len(data) == self.config.num_layers + 1
 
-    def test_the_embedding_drops_the_rate(self, pure, quick_jit):
-        module: Any = nnx.eval_shape(lambda: self.config(nnx.Rngs(0)))
-        graph, params, rest = nnx.split(module, nnx.Param, ...)
-        nnx.replace_by_pure_dict(params, pure(GPT).params)
-        embedded = quick_jit(
-            lambda: nnx.merge(graph, params, rest).embed(jnp.zeros((64, 8), int), jax.random.key(0))
-        )()
+    def test_the_embedding_drops_the_rate(self, pure, seeded, quick_jit):
+        tokens = jnp.zeros((64, 8), int)
+        embedded = quick_jit(lambda: seeded(self.config, pure(GPT).params, 0).first(tokens))()
         assert (np.asarray(embedded) == 0).mean() == pytest.approx(0.25, abs=0.02)
 
     def test_scan_and_unrolled_draw_the_same_masks(self, forward):
@@ -314,16 +315,16 @@ def unstacked(blocks):
 
 
 def test_parts_make_the_whole(pure, quick_jit, logits_of):
-    """A pipeline's way: embed, run shares of the blocks, logits."""
+    """A pipeline's way: first, run on shares of the blocks, last."""
     graph, state = nnx.split(nnx.eval_shape(lambda: GPT(nnx.Rngs(0))))
 
     def in_parts(params):
         nnx.replace_by_pure_dict(state, params)
         module: Any = nnx.merge(graph, state)
-        x = module.embed(TOKENS, None)
+        x = module.first(TOKENS)
         for share in (slice(0, 1), slice(1, 2)):
             x = module.run(jax.tree.map(lambda leaf, share=share: leaf[share], module.blocks), x, None)
-        return module.logits(x)
+        return module.last(x)
 
     assert_close(quick_jit(in_parts)(pure(GPT).params), logits_of(GPT))
 

@@ -1,0 +1,125 @@
+"""Whether a table can run: every task once, in a place of its own, after what it needs. No jax."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from shardtrain.layout import near, problems_error
+from shardtrain.pipeline.table import KINDS, Table, Task, needs
+
+
+def check(table: Table, live_bound: Sequence[int] | None = None) -> None:
+    """Refuse a table that cannot run.
+
+    Args:
+      table: of any origin.
+      live_bound: for each stage, the most (chunk, microbatch) that it may hold at once; None: any number.
+
+    Raises:
+      ValueError: lists every task that is missing, done twice, out of range, in the place of another or
+        before what it needs, and every stage that holds more than its bound.
+
+    >>> check(Table(num_stages=1, num_microbatches=1, tasks=(Task(0, 0, 0, 0, "forward"),), name="mine"))
+    """
+    problems = [*_size_problems(table)]
+    if not problems:
+        outside = [problem for task in table.tasks for problem in _range_problems(table, task)]
+        problems = [*outside, *_count_problems(table), *_place_problems(table), *_order_problems(table)]
+    if not problems and live_bound is not None:
+        problems = _live_problems(table, live_bound)
+    if problems:
+        raise problems_error(f"schedule {table.name!r} cannot run", problems)
+
+
+def _text(task: Task, num_chunks: int) -> str:
+    chunk = f" of chunk {task.chunk}" if num_chunks > 1 else ""
+    return f"the {task.kind}{chunk} of microbatch {task.microbatch} on stage {task.stage}"
+
+
+def _size_problems(table: Table) -> list[str]:
+    sizes = {"stages": table.num_stages, "microbatches": table.num_microbatches, "chunks": table.num_chunks}
+    problems = [f"{what} is {size}; use 1 or more" for what, size in sizes.items() if size < 1]
+    problems += [f"kind {near(kind, KINDS)}" for kind in table.kinds if kind not in KINDS]
+    if "forward" not in table.kinds or ("weight" in table.kinds and "backward" not in table.kinds):
+        problems.append(
+            f"its kinds are {list(table.kinds)}; use ['forward'], ['forward', 'backward'] or all three"
+        )
+    return problems
+
+
+def _range_problems(table: Table, task: Task) -> list[str]:
+    """What is out of range in a task, one sentence each."""
+    ends = {"stage": table.num_stages, "chunk": table.num_chunks, "microbatch": table.num_microbatches}
+    where = f"in tick {task.tick}, {_text(task, table.num_chunks)}"
+    problems = [
+        f"{where}: {what} is {getattr(task, what)}; there are {end}, 0 to {end - 1}"
+        for what, end in ends.items()
+        if not 0 <= getattr(task, what) < end
+    ]
+    problems += [f"{where}: tick is below 0; the first is 0"] if task.tick < 0 else []
+    return problems + ([] if task.kind in table.kinds else [f"{where}: kind {near(task.kind, table.kinds)}"])
+
+
+def _count_problems(table: Table) -> list[str]:
+    counts = Counter(task[1:] for task in table.tasks)
+    wanted = [
+        Task(0, stage, chunk, microbatch, kind)
+        for stage in range(table.num_stages)
+        for chunk in range(table.num_chunks)
+        for microbatch in range(table.num_microbatches)
+        for kind in table.kinds
+    ]
+    missing = [
+        f"{_text(task, table.num_chunks)} is missing; add it" for task in wanted if not counts[task[1:]]
+    ]
+    return missing + [
+        f"{_text(Task(0, *rest), table.num_chunks)} stands {count} times; leave {count - 1} out"
+        for rest, count in counts.items()
+        if count > 1
+    ]
+
+
+def _place_problems(table: Table) -> list[str]:
+    """Tasks that stand where only one can."""
+    if table.lockstep:
+        counts = Counter((task.tick, task.stage, task.kind) for task in table.tasks)
+        what, limit = "{} tasks of kind {!r}", "one of each kind in a lock-step tick"
+    else:
+        counts = Counter((task.tick, task.stage, "") for task in table.tasks)
+        what, limit = "{} tasks", "one, or read the table as lock-step"
+    return [
+        f"tick {tick} of stage {stage} has {what.format(count, kind)}; allowed: {limit}"
+        for (tick, stage, kind), count in counts.items()
+        if count > 1
+    ]
+
+
+def _order_problems(table: Table) -> list[str]:
+    """Tasks that stand before what they need; of what is missing or twice something else is said."""
+    ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in table.tasks}
+    problems = []
+    for task in table.tasks:
+        for kind, part in needs(table, task):
+            made = ticks.get((kind, part, task.microbatch))
+            same_tick = table.lockstep and part == table.part(task)
+            if made is None or made < task.tick or (same_tick and made == task.tick):
+                continue
+            chunk, stage = divmod(part, table.num_stages)
+            source = _text(Task(made, stage, chunk, task.microbatch, kind), table.num_chunks)
+            problems.append(
+                f"{_text(task, table.num_chunks)} is in tick {task.tick}, but needs {source},"
+                f" which is in tick {made}; move it to tick {made + (not same_tick)} or later"
+            )
+    return problems
+
+
+def _live_problems(table: Table, live_bound: Sequence[int]) -> list[str]:
+    problems = []
+    for stage, bound in enumerate(live_bound):
+        live = table.live(stage)
+        if live > bound:
+            first = f"the {table.kinds[-1]} of the first"
+            problems.append(
+                f"stage {stage} holds {live} microbatches at once, its bound is {bound};"
+                f" do {first} before forward {bound + 1}"
+            )
+    return problems

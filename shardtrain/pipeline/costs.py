@@ -1,0 +1,165 @@
+"""What the blocks of a model cost, what its ends use, and the stages that follow from it."""
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.loss import Loss, model_inputs, once
+from shardtrain.model import BLOCKS, Chain, Model, path_text
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.pipeline.rows import Stages
+from shardtrain.pipeline.stages import Costs, counts, parse_stages
+
+STATE = "model_state/"
+"""What stands before the path of a model state, among those of parameters."""
+
+
+def make_stages(
+    model: Model, pipeline: Pipeline, num_stages: int, loss: Loss, microbatch: Mapping[str, Any]
+) -> Stages:
+    """Cut a model's blocks into the stages of a pipeline.
+
+    Args:
+      model: with a chain.
+      pipeline: how to cut.
+      num_stages: S.
+      loss: what calls the model.
+      microbatch: name -> array or shape (rows, ...), as the loss is given it.
+
+    Raises:
+      ValueError: the model does not say what its blocks are, or they cannot be cut like this.
+    """
+    chain = model.chain
+    if chain is None:
+        raise ValueError(
+            "the model does not say what its blocks are, so a pipeline cannot cut it; give the module"
+            " `blocks`, first(*inputs), run(blocks, stream, keys) and last(stream) (docs/pipeline.md), or use"
+            " pipeline=1"
+        )
+    by = parse_stages(pipeline.stages)
+    found = {}
+    if by in ("params", "flops"):
+        found[by] = Pieces(model, loss, microbatch).costs(by)
+    num_parts = num_stages * pipeline.virtual_stages
+    cut = counts(by, chain.num_blocks, num_parts, **found)
+    return Stages(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(cut))
+
+
+class Pieces:
+    """The pieces of a chain, traced one by one without computing anything.
+
+    Args:
+      model: with a chain.
+      loss: what calls the model.
+      microbatch: name -> array or shape (rows, ...).
+    """
+
+    def __init__(self, model: Model, loss: Loss, microbatch: Mapping[str, Any]) -> None:
+        assert model.chain is not None
+        self.chain: Chain = model.chain
+        self.loss = loss
+        self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
+        self.params, self.model_state = jax.eval_shape(model.init, jax.random.key(0))
+        self.streams = [jax.eval_shape(self.first, self.params, self.batch)]
+        for block in range(self.chain.num_blocks):
+            run = partial(self.run, block)
+            self.streams.append(jax.eval_shape(run, self.block(block), self.streams[-1]))
+
+    def block(self, number: int) -> Any:
+        """The parameters of one block."""
+        blocks = self.params[BLOCKS]
+        if not self.chain.stacked:
+            return {str(number): blocks.get(str(number), {})}
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), blocks)
+
+    def first(self, params: Any, batch: Any, model_state: Any = None) -> Any:
+        """What enters the blocks."""
+        inputs = model_inputs(self.loss, batch)
+        state = self.model_zeros() if model_state is None else model_state
+        return self.chain.first(params, state, jax.random.key(0), True, *inputs)[0]
+
+    def entered(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
+        """(stream, model state) of what a loss gives to the model."""
+        return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch))
+
+    def run(self, number: int, block: Any, stream: Any) -> Any:
+        """One block."""
+        return self.chain.run(
+            {BLOCKS: block}, self.model_zeros(), jax.random.key(0), True, number, 1, stream
+        )[0]
+
+    def last(self, params: Any, stream: Any, batch: Any, model_state: Any = None) -> Any:
+        """The loss of what leaves the blocks."""
+        state = self.model_zeros() if model_state is None else model_state
+
+        def apply(*inputs: Any) -> Any:
+            return self.chain.last(params, state, jax.random.key(0), True, stream)[0]
+
+        return self.loss(once(apply), batch)[0]
+
+    def model_zeros(self) -> Any:
+        """A model state to trace with."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model_state)
+
+    @cached_property
+    def first_paths(self) -> frozenset[str]:
+        """The parameters that the first piece uses, and the model state (`model_state/...`)."""
+        batch = self.zeros(self.batch)
+        return _used(lambda params, state: self.first(params, batch, state), self.params, self.model_state)
+
+    @cached_property
+    def last_paths(self) -> frozenset[str]:
+        """The same of the last piece."""
+        stream, batch = self.zeros(self.streams[-1]), self.zeros(self.batch)
+        return _used(
+            lambda params, state: self.last(params, stream, batch, state), self.params, self.model_state
+        )
+
+    def zeros(self, shapes: Any) -> Any:
+        """Arrays of these shapes."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def costs(self, by: str) -> Costs:
+        """What the pieces cost.
+
+        Args:
+          by: "params", numbers of parameters; or "flops", those of a forward pass of these rows, counted in
+            the program as it is before XLA optimises it.
+        """
+        if by == "params":
+            sizes = {path_text(path): leaf.size for path, leaf in jax.tree.leaves_with_path(self.params)}
+            first, last = self.first_paths, self.last_paths
+            return Costs(
+                blocks=[
+                    float(sum(leaf.size for leaf in jax.tree.leaves(self.block(i))))
+                    for i in range(self.chain.num_blocks)
+                ],
+                first=float(sum(size for path, size in sizes.items() if path in first)),
+                last=float(sum(size for path, size in sizes.items() if path in last)),
+            )
+        blocks = [
+            _flops(partial(self.run, i), self.block(i), self.streams[i])
+            for i in range(1 if self.chain.stacked else self.chain.num_blocks)
+        ]
+        return Costs(
+            blocks=blocks * self.chain.num_blocks if self.chain.stacked else blocks,
+            first=_flops(self.first, self.params, self.batch),
+            last=_flops(self.last, self.params, self.streams[-1], self.batch),
+        )
+
+
+def _flops(function: Any, *shapes: Any) -> float:
+    found = jax.jit(function).lower(*shapes).cost_analysis()
+    return float((found or {}).get("flops", 0.0))
+
+
+def _used(function: Any, params: Any, model_state: Any) -> frozenset[str]:
+    """The parameters, and the model state, that any operation of a function reads."""
+    traced = jax.make_jaxpr(function)(params, model_state).jaxpr
+    read = {id(v) for equation in traced.eqns for v in equation.invars} | {id(v) for v in traced.outvars}
+    paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
+    paths += [f"{STATE}{path_text(path)}" for path, _ in jax.tree.leaves_with_path(model_state)]
+    return frozenset(path for path, v in zip(paths, traced.invars, strict=True) if id(v) in read)

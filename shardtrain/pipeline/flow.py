@@ -1,0 +1,105 @@
+"""Which values go from part to part of a model, found by tracing it: nothing is declared.
+
+A value that a part only hands through goes straight from the part that made it to those that read it,
+and errors come back the same way. So skip edges and several values at a boundary need no care of the
+model's. Next: `islands/stage_runner.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Value(NamedTuple):
+    """An array between parts: leaf `leaf` of the stream that part `part` returns, for each microbatch."""
+
+    part: int
+    leaf: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """The values of a model that is cut into parts.
+
+    Args:
+      streams: part -> the stream that it is given, as shapes; () for the first part.
+      sources: part -> where each leaf of that stream was made.
+      reads: part -> the values that it reads.
+      writes: part -> the values that it makes and a later part reads.
+      shapes: of each value that is read, for all rows of a microbatch.
+    """
+
+    streams: tuple[Any, ...]
+    sources: tuple[tuple[Value, ...], ...]
+    reads: tuple[tuple[Value, ...], ...]
+    writes: tuple[tuple[Value, ...], ...]
+    shapes: Mapping[Value, jax.ShapeDtypeStruct]
+
+    def readers(self, value: Value) -> list[int]:
+        """The parts that read a value, in their order."""
+        return [part for part, values in enumerate(self.reads) if value in values]
+
+    def has_error(self, value: Value) -> bool:
+        """Whether errors come back for a value: masks and numbers have none."""
+        return jnp.issubdtype(self.shapes[value].dtype, jnp.inexact)
+
+    def num_bytes(self, value: Value) -> int:
+        """Of one message of it."""
+        shape = self.shapes[value]
+        return shape.size * shape.dtype.itemsize
+
+
+def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any) -> Flow:
+    """Trace parts one after the other; nothing is computed.
+
+    Args:
+      parts: each a function (params, stream) -> stream; the first is given (), the last returns anything.
+      params: shapes.
+
+    Raises:
+      ValueError: a stream has no arrays, or one whose first dim is not that of the others.
+    """
+    streams: list[Any] = [()]
+    sources: list[tuple[Value, ...]] = [()]
+    reads: list[tuple[Value, ...]] = []
+    for number, part in enumerate(parts):
+        traced, shapes = jax.make_jaxpr(part, return_shape=True)(params, streams[-1])
+        jaxpr, before = traced.jaxpr, sources[-1]
+        given = jaxpr.invars[len(jaxpr.invars) - len(before) :]
+        used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
+        is_last = number == len(parts) - 1
+        if is_last:
+            used |= {id(v) for v in jaxpr.outvars}
+        reads.append(tuple(dict.fromkeys(s for s, v in zip(before, given, strict=True) if id(v) in used)))
+        if is_last:
+            break
+        through = {id(v): source for source, v in zip(before, given, strict=True)}
+        sources.append(tuple(through.get(id(v), Value(number, i)) for i, v in enumerate(jaxpr.outvars)))
+        streams.append(shapes)
+        if problem := _stream_problem(number, shapes):
+            raise ValueError(problem)
+    read = sorted({value for values in reads for value in values})
+    return Flow(
+        streams=tuple(streams),
+        sources=tuple(sources),
+        reads=tuple(reads),
+        writes=tuple(tuple(v for v in read if v.part == part) for part in range(len(parts))),
+        shapes={v: jax.tree.leaves(streams[v.part + 1])[v.leaf] for v in read},
+    )
+
+
+def _stream_problem(part: int, stream: Any) -> str:
+    """What keeps a stream from being handed on; "" if nothing."""
+    leaves = jax.tree.leaves_with_path(stream)
+    if not leaves:
+        return f"part {part} of the model returns a stream without arrays; return what the next block reads"
+    if len({x.shape[:1] for _, x in leaves}) > 1 or not leaves[0][1].shape:
+        shapes = ", ".join(f"{jax.tree_util.keystr(path)} {list(x.shape)}" for path, x in leaves)
+        return (
+            f"part {part} of the model returns arrays whose first dims are not the same: {shapes};"
+            " every array of a stream has the rows of the batch first"
+        )
+    return ""

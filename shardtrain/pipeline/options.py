@@ -1,0 +1,48 @@
+"""How a pipeline is cut and scheduled: values only, no jax."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardtrain.layout import near, problems_error
+from shardtrain.pipeline.schedule import SCHEDULES
+from shardtrain.pipeline.stages import parse_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A pipeline over the mesh axis `pipeline`, or over islands; one stage is no pipeline.
+
+    Microbatches are those of `Strategy.accumulate`.
+
+    Args:
+      schedule: a name of `pipeline.schedule.SCHEDULES`, or the path of a table of your own (.csv).
+      virtual_stages: parts of the model on each stage; more than 1 needs "interleaved" or "gpipe".
+      stages: how blocks are cut: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
+
+    Raises:
+      ValueError: lists everything that is not so.
+    """
+
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stages: str = "equal"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.virtual_stages < 1:
+            problems.append(f"virtual_stages is {self.virtual_stages}; use 1 or more")
+        elif self.schedule in SCHEDULES:
+            problems += _refused(lambda: SCHEDULES[self.schedule](1, 1, self.virtual_stages, False))
+        elif not self.schedule.endswith(".csv"):
+            problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
+        problems += _refused(lambda: parse_stages(self.stages))
+        if problems:
+            raise problems_error("this pipeline cannot be made", problems)
+
+
+def _refused(make: Callable[[], object]) -> list[str]:
+    try:
+        make()
+    except ValueError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,145 @@
+"""How long a table takes, given how long its tasks and transfers take. No jax, no devices.
+
+The bubble is the part of the stages' time in which they wait, and holds whatever times it is asked for.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from shardtrain.layout import problems_error
+from shardtrain.pipeline.table import Table, Task, needs
+
+Seconds = Mapping[tuple[int, int, str], float] | Mapping[str, float] | Callable[[int, int, str], float]
+"""Of a task by (stage, chunk, kind), or by kind where all stages are equal."""
+
+Transfer = float | Callable[[int, int, str], float]
+"""Seconds from part to part of what a kind of task makes; between parts on one stage there are none."""
+
+Key = tuple[int, int, str]
+Times = Mapping[Key, float]
+Run = tuple[dict[Task, float], dict[Task, float], float]
+"""Start and end of each task, and the end of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """A table in time; see `simulate`.
+
+    Args:
+      makespan: seconds from the first start to the last end.
+      bubble: 1 - work / (stages * makespan), 0 to 1.
+      start: seconds at which each task begins.
+      end: seconds at which it is done.
+      live: for each stage, the most (chunk, microbatch) that it holds at once.
+    """
+
+    makespan: float
+    bubble: float
+    start: Mapping[Task, float]
+    end: Mapping[Task, float]
+    live: tuple[int, ...]
+
+
+def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -> Simulated:
+    """Run a table on a clock.
+
+    Each stage does its tasks in order, each as soon as its inputs have arrived; sending costs the sender
+    nothing. In lock-step a tick begins when all stages have done the last one; it lasts as long as its
+    busiest stage, and then as its longest transfer.
+
+    Args:
+      table: one that `check` accepts.
+      seconds: of each task, 0 or more.
+      transfer_seconds: one number, or a function (from part, to part, kind) -> seconds.
+
+    Returns:
+      Starts, ends and what follows from them.
+
+    Raises:
+      ValueError: lists every stage, chunk and kind that has no time or a negative one.
+
+    >>> from shardtrain.pipeline.schedule import make_table
+    >>> found = simulate(make_table("1f1b", 4, 8), {"forward": 1.0, "backward": 2.0})
+    >>> found.makespan, round(found.bubble, 3)
+    (33.0, 0.273)
+    """
+    work, hops = _times(table, seconds, transfer_seconds)
+    start, end, makespan = (_in_lockstep if table.lockstep else _free)(table, work, hops)
+    busy = sum(work[_key(task)] for task in table.tasks)
+    return Simulated(
+        makespan=makespan,
+        bubble=1 - busy / (table.num_stages * makespan) if makespan else 0.0,
+        start=start,
+        end=end,
+        live=tuple(table.live(stage) for stage in range(table.num_stages)),
+    )
+
+
+def _key(task: Task) -> Key:
+    return task.stage, task.chunk, task.kind
+
+
+def _times(table: Table, seconds: Seconds, transfer: Transfer) -> tuple[Times, Times]:
+    """Of each (stage, chunk, kind): the seconds of its work, and of sending what it makes."""
+    places = [(stage, chunk) for stage in range(table.num_stages) for chunk in range(table.num_chunks)]
+    keys = [(*place, kind) for place in places for kind in table.kinds]
+    work = {key: _work_seconds(seconds, key) for key in keys}
+    hops = {key: _hop_seconds(table, transfer, key) for key in keys}
+    problems = [
+        f"{what} of stage {key[0]}, chunk {key[1]}, kind {key[2]!r} takes {found} s; give a number from 0"
+        for what, times in (("work", work), ("transfer", hops))
+        for key, found in times.items()
+        if found is None or not 0 <= found < math.inf
+    ]
+    if problems:
+        raise problems_error(f"schedule {table.name!r} cannot be simulated", problems)
+    return {key: work[key] or 0.0 for key in keys}, {key: hops[key] or 0.0 for key in keys}
+
+
+def _work_seconds(seconds: Seconds, key: Key) -> float | None:
+    if not isinstance(seconds, Mapping):
+        return seconds(*key)
+    times: Mapping[Any, float] = seconds
+    return times.get(key, times.get(key[2]))
+
+
+def _hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
+    """A forward goes to the next part, a backward to the one before, a weight task nowhere."""
+    stage, chunk, kind = key
+    part = chunk * table.num_stages + stage
+    to = {"forward": part + 1, "backward": part - 1}.get(kind, part)
+    if not 0 <= to < table.num_parts or to % table.num_stages == stage:
+        return 0.0
+    return transfer(part, to, kind) if callable(transfer) else transfer
+
+
+def _free(table: Table, work: Times, hops: Times) -> Run:
+    """Each task when its stage is free and its inputs are there; ticks only give an order of computing."""
+    start: dict[Task, float] = {}
+    end: dict[Task, float] = {}
+    made: dict[tuple[str, int, int], Task] = {}
+    free = [0.0] * table.num_stages
+    for task in table.tasks:
+        inputs = [made[*need, task.microbatch] for need in needs(table, task)]
+        arrivals = [end[i] + hops[_key(i)] * (i.stage != task.stage) for i in inputs]
+        start[task] = max([free[task.stage], *arrivals])
+        end[task] = free[task.stage] = start[task] + work[_key(task)]
+        made[task.kind, table.part(task), task.microbatch] = task
+    return start, end, max(end.values(), default=0.0)
+
+
+def _in_lockstep(table: Table, work: Times, hops: Times) -> Run:
+    start: dict[Task, float] = {}
+    end: dict[Task, float] = {}
+    begin = 0.0
+    for _, group in groupby(table.tasks, key=lambda task: task.tick):
+        free, sending = [begin] * table.num_stages, 0.0
+        for task in group:
+            start[task] = free[task.stage]
+            end[task] = free[task.stage] = start[task] + work[_key(task)]
+            sending = max(sending, hops[_key(task)])
+        begin = max(free) + sending
+    return start, end, begin

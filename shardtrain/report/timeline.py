@@ -1,0 +1,124 @@
+"""The timeline of a schedule in a terminal: a line per stage, a cell per tick, and what follows from it.
+
+The same as a picture is `plots.timeline`. Any table is shown, one of ours or a user's own.
+"""
+
+from collections import defaultdict
+
+from shardtrain.pipeline.simulate import Simulated, simulate
+from shardtrain.pipeline.table import Table, Task
+
+LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
+IDLE = "."
+
+
+def unit_seconds(table: Table) -> dict[str, float]:
+    """Times by kind for a look at a table: a forward 1, a backward 2, or 1 for each of its halves."""
+    return {"forward": 1.0, "backward": 1.0 if table.has_weight else 2.0, "weight": 1.0}
+
+
+def task_text(task: Task, num_chunks: int = 1) -> str:
+    """A task in a cell: kind, microbatch, and the chunk as a letter where there are several.
+
+    >>> task_text(Task(5, 0, 1, 12, "backward"), num_chunks=2)
+    'B12b'
+    """
+    return LETTERS[task.kind] + str(task.microbatch) + _chunk_text(task.chunk, num_chunks)
+
+
+def timeline_text(table: Table, width: int | None = None) -> str:
+    """A table as text.
+
+    Args:
+      table: one that can run.
+      width: columns of the terminal; the last ticks that do not fit are left out, and counted. None: all.
+
+    Returns:
+      Lines without trailing blanks, the last one ended.
+
+    >>> from shardtrain.pipeline.schedule import make_table
+    >>> print(timeline_text(make_table("1f1b", 2, 2)), end="")
+    schedule 1f1b: 2 stages, 2 microbatches, one task a tick
+    tick     0  1  2  3  4  5
+    stage 0  F0 F1 .  B0 .  B1
+    stage 1  .  F0 B0 F1 B1 .
+    F forward, B backward, then the microbatch; . waits
+    6 ticks; bubble 33.3% where F takes 1, B takes 2; live microbatches by stage: 2 1
+    """
+    cells = _cells(table)
+    heads = ["tick", *(f"stage {stage}" for stage in range(table.num_stages))]
+    head_width = max(map(len, heads)) + 2
+    cell_width = max(len(text) for line in cells for text in line) + 1
+    shown = table.num_ticks
+    if width is not None:
+        shown = min(shown, max(1, (width + 1 - head_width) // cell_width))
+    lines = [
+        head.ljust(head_width) + "".join(text.ljust(cell_width) for text in line[:shown])
+        for head, line in zip(heads, cells, strict=True)
+    ]
+    if shown < table.num_ticks:
+        lines.append(_left_out(table, shown))
+    last = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
+    lines = [heading(table), *lines, _legend(table), last]
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def heading(table: Table) -> str:
+    """A table's name, sizes and form in one line."""
+    sizes = [_counted(table.num_stages, "stage"), _counted(table.num_microbatches, "microbatch")]
+    sizes += [f"{table.num_chunks} chunks a stage"] if table.num_chunks > 1 else []
+    form = "lock-step" if table.lockstep else "one task a tick"
+    return f"schedule {table.name}: {', '.join([*sizes, form])}"
+
+
+def figures(table: Table, found: Simulated, times: str) -> str:
+    """Ticks, bubble and live microbatches in one line.
+
+    Args:
+      table: one that can run.
+      found: the table in time.
+      times: which times those are.
+    """
+    what = "microbatches" if table.num_chunks == 1 else "(chunk, microbatch)"
+    live = " ".join(map(str, found.live))
+    ticks = _counted(table.num_ticks, "tick")
+    return f"{ticks}; bubble {found.bubble:.1%} {times}; live {what} by stage: {live}"
+
+
+def unit_times(table: Table) -> str:
+    """`unit_seconds` in words."""
+    seconds = unit_seconds(table)
+    return "where " + ", ".join(f"{LETTERS[kind]} takes {seconds[kind]:g}" for kind in table.kinds)
+
+
+def _cells(table: Table) -> list[list[str]]:
+    """A line of tick numbers, then one per stage."""
+    texts: defaultdict[tuple[int, int], str] = defaultdict(str)
+    for task in table.tasks:
+        texts[task.stage, task.tick] += task_text(task, table.num_chunks)
+    ticks = range(table.num_ticks)
+    stages = [[texts.get((stage, tick), IDLE) for tick in ticks] for stage in range(table.num_stages)]
+    return [[str(tick) for tick in ticks], *stages]
+
+
+def _left_out(table: Table, shown: int) -> str:
+    num_tasks = sum(task.tick >= shown for task in table.tasks)
+    return f"ticks {shown} to {table.num_ticks - 1} do not fit here: {_counted(num_tasks, 'task')}"
+
+
+def _legend(table: Table) -> str:
+    kinds = ", ".join(f"{LETTERS[kind]} {kind}" for kind in table.kinds)
+    chunk = ", then the chunk (a, b, ...)" if table.num_chunks > 1 else ""
+    return f"{kinds}, then the microbatch{chunk}; {IDLE} waits"
+
+
+def _chunk_text(chunk: int, num_chunks: int) -> str:
+    """A letter, or a number behind a dot where the letters do not suffice."""
+    if num_chunks == 1:
+        return ""
+    return chr(ord("a") + chunk) if num_chunks <= 26 else f".{chunk}"
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

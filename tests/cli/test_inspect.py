@@ -1,0 +1,101 @@
+"""`shardtrain inspect` and schedules: the timeline stands behind the table, drawn for what was asked."""
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.pipeline.schedule import gpipe, interleaved, make_table, write_table
+from shardtrain.report.timeline import timeline_text
+
+GPT = str(Path(__file__).parents[2] / "examples/gpt_text.py")
+
+
+@pytest.fixture
+def inspected(capsys, monkeypatch):
+    def run(*words, columns=1000):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        code = cli.main(["inspect", GPT, *words])
+        printed = capsys.readouterr()
+        assert code == (2 if printed.err else 0)
+        return printed.out + printed.err
+
+    return run
+
+
+def test_without_a_schedule_there_is_no_timeline(inspected):
+    assert "stage" not in inspected("--mesh", "data=1")
+
+
+def test_a_schedule_is_shown_behind_the_table(inspected):
+    """For four stages where the mesh has no pipeline, with the run's microbatches."""
+    text = inspected("--mesh", "data=1", "--schedule", "zero_bubble", "--accumulate", "8")
+    table, timeline = text.split("\n\n")
+    assert "parameters: 842,496" in table
+    assert timeline == timeline_text(make_table("zero_bubble", 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--schedule=1f1b", "--pipeline-stages", "2", "--microbatches", "3"), ("1f1b", 2, 3)),
+        (
+            ("--schedule", "interleaved", "--virtual-stages", "2", "--microbatches", "8"),
+            ("interleaved", 4, 8, 2),
+        ),
+        (("--lockstep", "True", "--microbatches", "5"), ("1f1b", 4, 5, 1, True)),
+        (("--mesh", "pipeline=2,data=2", "--accumulate", "4"), ("1f1b", 2, 4, 1, True)),
+        (("--mesh", "pipeline=2", "--lockstep", "False", "--microbatches", "4"), ("1f1b", 2, 4)),
+    ],
+)
+def test_sizes_and_form_follow_the_options_and_the_mesh(inspected, words, expected):
+    words = words if "--mesh" in words else ("--mesh", "data=1", *words)
+    assert inspected(*words).endswith("\n\n" + timeline_text(make_table(*expected)))
+
+
+def test_a_table_from_a_file_has_its_own_sizes(inspected, tmp_path):
+    path = tmp_path / "mine.csv"
+    write_table(interleaved(3, 5, 2), path)
+    text = inspected("--mesh", "data=1", "--schedule", str(path))
+    assert "schedule mine.csv: 3 stages, 5 microbatches, 2 chunks a stage, one task a tick\n" in text
+    write_table(gpipe(2, 2), path)
+    text = inspected("--mesh", "pipeline=2,data=1", "--schedule", str(path), "--microbatches", "4")
+    assert "it has 2 microbatches, and 4 were asked for; use 2, or another table" in text
+
+
+def test_a_wide_timeline_is_cut_at_the_terminal(inspected):
+    text = inspected("--mesh", "data=1", "--schedule", "1f1b", "--microbatches", "32", columns=60)
+    timeline = text.split("\n\n")[1].splitlines()
+    assert max(map(len, timeline[1:6])) <= 60
+    assert timeline[6] == "ticks 13 to 69 do not fit here: 216 tasks"
+
+
+def test_a_timeline_is_drawn(inspected, tmp_path):
+    path = tmp_path / "a.svg"
+    text = inspected("--mesh", "data=1", "--timeline", str(path))
+    assert text.endswith(f"\ntimeline: {path}\n")
+    assert "<!-- F0 -->" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (("--schedule", "1f1"), ("'1f1' (did you mean '1f1b'?)",)),
+        (("--schedule", "1f1b", "--virtual-stages", "2"), ("use 1, or the schedule 'interleaved'",)),
+        (("--timeline", "a.gif"), ("it is drawn as .svg or .png: use a.svg",)),
+        (
+            ("--devices", "0", "--microbatches", "0", "--pipeline-stages", "-1"),
+            (
+                "--devices is 0; use 1 or more",
+                "--microbatches is 0; use 1 or more",
+                "--pipeline-stages is -1; use 1 or more",
+            ),
+        ),
+    ],
+)
+def test_mistakes_are_told(words, texts, capsys):
+    assert cli.main(["inspect", GPT, "--mesh", "data=1", *words]) == 2
+    told = capsys.readouterr().err
+    for text in texts:
+        assert text in told
+    assert "Traceback" not in told

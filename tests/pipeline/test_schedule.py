@@ -1,0 +1,268 @@
+"""Schedules: every size gives a table that can run, with the ticks, the bubble and the memory it states."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shardtrain.pipeline.schedule import (
+    SCHEDULES,
+    check,
+    forward_only,
+    gpipe,
+    interleaved,
+    live_bound,
+    make_table,
+    one_forward_one_backward,
+    write_table,
+    zero_bubble,
+)
+from shardtrain.pipeline.simulate import simulate
+
+CHUNKS = {"gpipe": (1, 4), "1f1b": (1, 1), "interleaved": (2, 4), "zero_bubble": (1, 1)}
+"""The least and the most chunks that are tried."""
+
+
+@st.composite
+def asked(draw, names=tuple(SCHEDULES)):
+    name = draw(st.sampled_from(names))
+    sizes = draw(st.integers(1, 16)), draw(st.integers(1, 64)), draw(st.integers(*CHUNKS[name]))
+    return name, *sizes, draw(st.booleans())
+
+
+def ticks(name, stages, microbatches, chunks, lockstep):
+    """The closed forms, for microbatches that the stages divide where there are several chunks."""
+    work = chunks * microbatches
+    if name == "gpipe" or (name in ("1f1b", "interleaved") and not lockstep):
+        return 2 * (work + stages - 1)
+    if name == "zero_bubble" and not lockstep:
+        return 3 * microbatches + 2 * stages - 1 - min(microbatches, stages)
+    return work + chunks * stages + stages - 2
+
+
+def whole(stages, microbatches):
+    return -(-microbatches // stages) * stages
+
+
+def lives(table):
+    return tuple(table.live(stage) for stage in range(table.num_stages))
+
+
+@settings(max_examples=60, deadline=None)
+@example(("interleaved", 16, 64, 4, False))
+@example(("zero_bubble", 16, 5, 1, False))
+@example(("1f1b", 16, 64, 1, True))
+@given(asked())
+def test_every_table_can_run(sizes):
+    name, stages, microbatches, chunks, lockstep = sizes
+    table = SCHEDULES[name](*sizes[1:])
+    bound = live_bound(table)
+    assert bound is not None
+    check(table, bound)
+    assert (table.name, table.lockstep, table.num_parts) == (name, lockstep, stages * chunks)
+    assert table.has_weight is (name == "zero_bubble")
+    assert len(table.tasks) == stages * microbatches * chunks * (3 if table.has_weight else 2)
+
+
+@settings(max_examples=60, deadline=None)
+@example(("interleaved", 16, 64, 4, False))
+@example(("zero_bubble", 16, 5, 1, False))
+@example(("1f1b", 16, 64, 1, True))
+@given(asked())
+def test_ticks_are_the_closed_form(sizes):
+    name, stages, microbatches, chunks, lockstep = sizes
+    found = SCHEDULES[name](*sizes[1:]).num_ticks
+    if chunks == 1 or microbatches % stages == 0:
+        assert found == ticks(*sizes)
+    else:
+        assert found <= ticks(name, stages, whole(stages, microbatches), chunks, lockstep)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(2, 4))
+def test_ticks_of_interleaved_in_lockstep_for_any_number_of_microbatches(stages, microbatches, chunks):
+    group, index = divmod(microbatches - 1, stages)
+    last_unit = (group + 1) * chunks * stages - stages + index
+    found = interleaved(stages, microbatches, chunks, lockstep=True).num_ticks
+    assert found == last_unit + (chunks + 1) * stages - 1
+
+
+@settings(max_examples=60, deadline=None)
+@example(("interleaved", 16, 64, 4, False))
+@example(("zero_bubble", 16, 5, 1, False))
+@example(("1f1b", 16, 64, 1, True))
+@given(asked())
+def test_the_bubble_is_the_closed_form(sizes):
+    """With a backward of any length; 1 - work / (stages * makespan)."""
+    name, stages, microbatches, chunks, lockstep = sizes
+    microbatches = microbatches if chunks == 1 else whole(stages, microbatches)
+    table = SCHEDULES[name](stages, microbatches, chunks, lockstep)
+    work = chunks * microbatches
+    if name == "zero_bubble":
+        found = simulate(table, dict.fromkeys(table.kinds, 1.0))
+        ramp = stages - 1 + max(0, stages - microbatches)
+        makespan = 2 * (work + stages - 1) + work if lockstep else 3 * work + ramp
+        assert found.makespan == makespan
+        assert found.bubble == pytest.approx(1 - 3 * work / makespan, abs=1e-12)
+    else:
+        found = simulate(table, {"forward": 1.0, "backward": 2.0})
+        assert found.makespan == 3 * (work + stages - 1)
+        assert found.bubble == pytest.approx((stages - 1) / (work + stages - 1), abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@example(("interleaved", 16, 64, 4, False))
+@example(("zero_bubble", 16, 5, 1, False))
+@example(("1f1b", 16, 64, 1, True))
+@given(asked())
+def test_live_microbatches_are_what_is_stated(sizes):
+    name, stages, microbatches, chunks, lockstep = sizes
+    found = lives(SCHEDULES[name](*sizes[1:]))
+    everything = chunks * microbatches
+    stated = {
+        "gpipe": lambda stage: everything,
+        # an activation and its error take 2 (S - 1 - s) ticks there and back, one forward each
+        "1f1b": lambda stage: 2 * (stages - stage) - 1 if lockstep else stages - stage,
+        "interleaved": lambda stage: 2 * (stages - stage - 1) + (chunks - 1) * stages + 1,
+        "zero_bubble": lambda stage: 2 * stages - 1 - stage if lockstep else stages,
+    }[name]
+    expected = tuple(min(everything, stated(stage)) for stage in range(stages))
+    if name == "interleaved" and microbatches % stages:
+        assert all(live <= most for live, most in zip(found, expected, strict=True))
+    else:
+        assert found == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 4), st.booleans())
+def test_forward_only_has_no_backwards(stages, microbatches, chunks, lockstep):
+    table = forward_only(stages, microbatches, chunks, lockstep)
+    check(table, live_bound(table))
+    assert table.kinds == ("forward",)
+    assert len(table.tasks) == stages * microbatches * chunks
+    assert lives(table) == (1,) * stages
+    if chunks == 1 or microbatches % stages == 0:
+        assert table.num_ticks == chunks * microbatches + stages - 1
+
+
+def texts(table):
+    """Each stage's order, such as F0 for the forward of microbatch 0; chunks as letters."""
+    letters = "abcd" if table.num_chunks > 1 else [""]
+    return [
+        " ".join(
+            f"{task.kind[0].upper()}{task.microbatch}{letters[task.chunk]}" for task in table.order(stage)
+        )
+        for stage in range(table.num_stages)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (gpipe(2, 3), ["F0 F1 F2 B0 B1 B2"] * 2),
+        (
+            one_forward_one_backward(3, 4),
+            ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+        ),
+        # fewer microbatches than stages: nothing to alternate on the first ones
+        (one_forward_one_backward(3, 1), ["F0 B0"] * 3),
+        (
+            interleaved(2, 2, 2),
+            ["F0a F1a F0b F1b B0b B1b B0a B1a", "F0a F1a F0b B0b F1b B1b B0a B1a"],
+        ),
+        # the order for four microbatches, without the one that is not there
+        (
+            interleaved(2, 3, 2),
+            [
+                "F0a F1a F0b F1b F2a B0b B1b F2b B0a B1a B2b B2a",
+                "F0a F1a F0b B0b F1b B1b F2a B0a B1a F2b B2b B2a",
+            ],
+        ),
+        # the last stage is as many weight tasks late as the first one was ahead
+        (
+            zero_bubble(3, 4),
+            [
+                "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+                "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+                "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+            ],
+        ),
+        (interleaved(1, 2, 2), ["F0a F0b B0b F1a B0a F1b B1b B1a"]),
+        (one_forward_one_backward(2, 2, lockstep=True), ["F0 F1 B0 B1", "F0 B0 F1 B1"]),
+        (
+            zero_bubble(2, 3, lockstep=True),
+            ["F0 F1 F2 B0 W0 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"],
+        ),
+    ],
+)
+def test_orders_by_value(table, expected):
+    assert texts(table) == expected
+
+
+def test_lockstep_ticks_by_value():
+    """A forward and a backward in one tick, in this order."""
+    table = one_forward_one_backward(2, 3, lockstep=True)
+    assert [task[:2] + task[3:] for task in table.tasks] == [
+        (0, 0, 0, "forward"),
+        (1, 0, 1, "forward"),
+        (1, 1, 0, "forward"),
+        (1, 1, 0, "backward"),
+        (2, 0, 2, "forward"),
+        (2, 0, 0, "backward"),
+        (2, 1, 1, "forward"),
+        (2, 1, 1, "backward"),
+        (3, 0, 1, "backward"),
+        (3, 1, 2, "forward"),
+        (3, 1, 2, "backward"),
+        (4, 0, 2, "backward"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (("1f1", 4, 8), ["schedule '1f1' (did you mean '1f1b'?); give one of these, or", "path.csv"]),
+        (
+            ("1f1b", 0, -1, 2),
+            [
+                "schedule '1f1b' cannot be made:",
+                "stages is 0; use 1 or more",
+                "microbatches is -1; use 1 or more",
+                "chunks (virtual stages) is 2; use 1, or the schedule 'interleaved'",
+            ],
+        ),
+        (("zero_bubble", 4, 8, 2), ["chunks (virtual stages) is 2; use 1, or the schedule 'interleaved'"]),
+        (("interleaved", 4, 8), ["chunks (virtual stages) is 1; use 2 or more, or the schedule '1f1b'"]),
+        (("gpipe", 4, 8, 0), ["chunks (virtual stages) is 0; use 1 or more"]),
+        (("nosuch.csv", 4, 8), ["there is no schedule file nosuch.csv to read"]),
+    ],
+)
+def test_what_cannot_be_made_is_told(words, texts):
+    with pytest.raises(ValueError) as error:
+        make_table(*words)
+    for text in texts:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_name_makes_its_table(name, lockstep):
+    chunks = CHUNKS[name][0]
+    assert make_table(name, 3, 5, chunks, lockstep) == SCHEDULES[name](3, 5, chunks, lockstep)
+
+
+def test_a_file_is_a_schedule_too(tmp_path):
+    """One task a tick is also a table for lock-step; the sizes must be those that were asked for."""
+    path = tmp_path / "mine.csv"
+    write_table(one_forward_one_backward(3, 4), path)
+    for lockstep in (False, True):
+        table = make_table(str(path), 3, 4, 1, lockstep)
+        assert (table.name, table.lockstep) == ("mine.csv", lockstep)
+        assert table.tasks == one_forward_one_backward(3, 4).tasks
+    assert live_bound(make_table(path, 3, 4)) is None
+    write_table(forward_only(3, 4), tmp_path / "forwards.csv")
+    with pytest.raises(ValueError, match="it has no backwards; add one for each forward"):
+        make_table(tmp_path / "forwards.csv", 3, 4)
+    with pytest.raises(ValueError) as error:
+        make_table(path, 2, 8)
+    assert "it has 3 stages, and 2 were asked for; use 3, or another table" in str(error.value)
+    assert "it has 4 microbatches, and 8 were asked for; use 4, or another table" in str(error.value)

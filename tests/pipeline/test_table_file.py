@@ -1,0 +1,65 @@
+"""Tables as files: what is written is read again, and what cannot be read is told line by line."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardtrain.pipeline.schedule import SCHEDULES
+from shardtrain.pipeline.table_file import read_table, write_table
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_what_is_written_is_read_again(name, lockstep, tmp_path):
+    table = SCHEDULES[name](3, 4, 2 if name == "interleaved" else 1, lockstep)
+    path = tmp_path / "folder" / "mine.csv"
+    write_table(table, path)
+    assert path.read_text().splitlines()[:2] == ["tick,stage,chunk,microbatch,kind", "0,0,0,0,forward"]
+    assert read_table(path, lockstep=lockstep) == replace(table, name="mine.csv")
+
+
+def test_columns_in_any_order_without_chunks(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("kind, stage, microbatch, tick\nbackward, 0, 0, 1\n forward ,0,0,0\n")
+    table = read_table(path)
+    assert (table.num_stages, table.num_microbatches, table.num_chunks) == (1, 1, 1)
+    assert [task.kind for task in table.tasks] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("tick,stag,kind\n", ["column 'stag' (did you mean 'stage'?)", "column 'microbatch' is missing"]),
+        ("tick,stage,microbatch,kind\n", ["it has no tasks; write one a line, as 0,0,0,0,forward"]),
+        (
+            "tick,stage,microbatch,kind\n0,0,zero,forward\n1,0,0,backwards\n1,0,0\n1,-1,0,backward\n",
+            [
+                "line 2: microbatch is 'zero'; write a whole number from 0",
+                "line 3: kind 'backwards' (did you mean 'backward'",
+                "line 4 has more or fewer cells than the header",
+                "line 5: stage is '-1'; write a whole number from 0",
+            ],
+        ),
+        (
+            "tick,stage,microbatch,kind\n0,0,0,forward\n0,0,0,backward\n",
+            ["tick 0 of stage 0 has 2 tasks", "move it to tick 1 or later"],
+        ),
+        ("", ["column 'tick' is missing"]),
+    ],
+)
+def test_what_cannot_be_read_is_told(content, expected, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError) as error:
+        read_table(path)
+    for text in expected:
+        assert text in str(error.value)
+
+
+def test_a_file_that_is_not_text_is_told(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"mine\.csv is not a CSV file"):
+        read_table(path)
+    with pytest.raises(ValueError, match="there is no schedule file"):
+        read_table(tmp_path / "other.csv")
