@@ -174,12 +174,21 @@ def _total(crossing: Crossing, totals: _Totals, count: jax.Array) -> _Totals:
     return crossing.land(0, crossing.start(0, _total_program, (totals, count)).result(), totals)
 
 
-def _by_path(tree: Any) -> dict[str, jax.Array]:
+def total_model_state(crossing: Crossing, model_state: Any, count: jax.Array) -> Any:
+    """A model state that every island changed for itself: the mean by count, or island 0's of integers."""
+    if not jax.tree.leaves(model_state):
+        return model_state
+    return _total(crossing, _Totals({"count": count}, model_state), count).model_state
+
+
+def by_path(tree: Any) -> dict[str, jax.Array]:
+    """Path -> leaf."""
     return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _like(tree: Any, by_path: dict[str, jax.Array]) -> Any:
-    return jax.tree.map_with_path(lambda path, _: by_path[path_text(path)], tree)
+def like_paths(tree: Any, found: dict[str, jax.Array]) -> Any:
+    """A tree of what stands at its paths."""
+    return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)
 
 
 def make_step_across(
@@ -275,7 +284,7 @@ class _GradientsAcross(AcrossStep):
         def update(state: State, found: Gradients, kept: Any, extra: Any) -> tuple[State, Metrics]:
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=kept)
-            return unless_skipped(state, new, {**metrics, **_joined_metrics(extra)}, learning_rate)
+            return unless_skipped(state, new, {**metrics, **joined_metrics(extra)}, learning_rate)
 
         whole = NamedSharding(mesh, PartitionSpec())
         sharded = jax.tree.map(
@@ -296,19 +305,19 @@ class _GradientsAcross(AcrossStep):
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """One step."""
         found = self._local(state, batch)
-        grads = _by_path(found.grads)
+        grads = by_path(found.grads)
         self._meet("combine gradients")
         under_way = self._combining.start(grads, found.count, state.combine_state)
         sums = {"loss_sum": found.loss_sum, "count": found.count, "metrics": found.metrics}
         totals = _total(self._crossing, _Totals(sums, found.model_state), found.count)
         crossed = self._combining.finish(grads, under_way)
-        combined = _like(found.grads, crossed.value)
+        combined = like_paths(found.grads, crossed.value)
         found = Gradients(grads=combined, model_state=totals.model_state, **totals.sums)
         return self._update(state, found, crossed.state, crossed.metrics)
 
 
-def _joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """One array (L,) of all buckets, or the mean of their scalars."""
+def joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """The metrics of all buckets: one array (L,) of all buckets, or the mean of their scalars."""
     names = by_bucket[0] if by_bucket else {}
     found = {name: [metrics[name] for metrics in by_bucket] for name in names}
     return {
@@ -363,18 +372,18 @@ class _DeltasAcross(AcrossStep):
                 **_shown(jax.tree.map(jnp.zeros_like, sums)),
             }
         self._meet("combine deltas")
-        deltas = _by_path(self._delta(state.params, self._common))
+        deltas = by_path(self._delta(state.params, self._common))
         under_way = self._combining.start(deltas, self._sums["count"], kept)
         totals = _total(self._crossing, _Totals(self._sums, state.model_state), self._sums["count"])
         crossed = self._combining.finish(deltas, under_way)
-        params = self._merged(self._common, _like(state.params, crossed.value))
+        params = self._merged(self._common, like_paths(state.params, crossed.value))
         self._common = self._sums = None
         state = state._replace(params=params, model_state=totals.model_state, combine_state=crossed.state)
         others = {
             "grad_norm": jnp.sqrt(totals.sums["squares"] / jnp.maximum(totals.sums["steps"], 1)),
             "skipped_by_islands": totals.sums["skipped"],
         }
-        return state, {**metrics, **_shown(totals.sums), **others, **_joined_metrics(crossed.metrics)}
+        return state, {**metrics, **_shown(totals.sums), **others, **joined_metrics(crossed.metrics)}
 
 
 def _counted(metrics: Metrics) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.axes import LAYERS
 from shardtrain.layout import Named, Rules, near, problems_error, repeated
@@ -307,7 +307,7 @@ _RULES_IN_USE: Any = jax.make_user_context(default_value=None)
 
 
 @contextmanager
-def activation_rules(rules: Rules, mesh: Mesh) -> Iterator[None]:
+def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """While a function is traced under this, its `nn.with_logical_constraint` follow these rules.
 
     Args:

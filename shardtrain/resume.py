@@ -5,6 +5,7 @@ of its own beside that of island 0. Next: `trainer.py`.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,34 @@ def island_checkpoints(
     run: Run, folder: Path, together: Together, has_own: bool, note: Callable[[str], None]
 ) -> Checkpoints | None:
     """Those of this island: of what all have in common in one folder, of what each has in one each."""
+    seats = together.seats
+    name = CHECKPOINTS if seats is None else f"{CHECKPOINTS}-stage-{seats.stage}-of-{seats.num_stages}"
+    if seats is None or seats.stage == 0:
+        _refuse_other_cut(folder, name if seats is None else name.replace("stage-0", "stage-*"))
     if together.writes:
-        return Checkpoints(folder / CHECKPOINTS, run.checkpoints, report=note)
+        return Checkpoints(folder / name, run.checkpoints, report=note)
     if not has_own:
         return None
     assert together.islands is not None
     name = f"{CHECKPOINTS}-island-{together.islands.seat.island}"
     return Checkpoints(folder / name, run.checkpoints, report=note)
+
+
+def _refuse_other_cut(folder: Path, mine: str) -> None:
+    """Stages save what each owns; a run that is cut in another way cannot read that yet.
+
+    Raises:
+      ValueError: the folder has checkpoints of another cut.
+    """
+    found = [path for path in sorted(folder.glob(f"{CHECKPOINTS}*")) if next(path.iterdir(), None)]
+    kinds = {re.sub("stage-[0-9]+", "stage-*", path.name) for path in found if "-island-" not in path.name}
+    if others := kinds - {mine}:
+        of = {kind.rpartition("-of-")[2] for kind in others if "-of-" in kind}
+        use = f"--across pipeline --partitions {', '.join(sorted(of))}" if of else "no --across pipeline"
+        raise ValueError(
+            f"{folder} has {', '.join(sorted(others))}, and this run would read {mine}: a pipeline across"
+            f" islands resumes with the same number of partitions. Use {use}, or another --run-dir"
+        )
 
 
 class InOrder:

@@ -3,6 +3,7 @@
 An island that is alone does all this by itself, through the same calls. Next: `trainer.py`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,13 @@ from jax.sharding import Mesh
 from shardtrain import split
 from shardtrain.across import AcrossStep
 from shardtrain.checkpoint import Checkpoints, Restored
-from shardtrain.data import Batch, Batches, place, process_rows
+from shardtrain.data import Batch, Batches, batch_problem, place, process_rows
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.crossing import Crossing
 from shardtrain.islands.membership import Islands
 from shardtrain.loop import Wish
 from shardtrain.model import path_text
+from shardtrain.stages_across import Seats
 from shardtrain.state import State
 
 AGREEMENT_SECONDS = 600.0
@@ -77,22 +79,24 @@ def row_share(
     mesh: Mesh,
     batch_axes: Sequence[str],
     microbatches: int,
+    unit: int | None = None,
 ) -> RowShare:
     """The rows of this process.
 
     Args:
       batch: rows of a whole batch.
-      shares: island -> its number of rows; they add up to `batch`.
-      island: this one.
+      shares: replica -> its number of rows; they add up to `batch`.
+      island: the replica that this is, or is a part of.
       mesh: of this island.
       batch_axes: which of its axes share out rows.
       microbatches: M.
+      unit: what the number of rows must be a multiple of; by default what this mesh needs.
 
     Raises:
       ValueError: the one island that there is cannot split the batch.
     """
     start, number = split.starts(shares)[island], shares[island]
-    unit = microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
+    unit = unit or microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
     num_rows = number if len(shares) == 1 else max(-(-number // unit), 1) * unit
     local = process_rows(num_rows, mesh, batch_axes, microbatches)
     rows = start + local % number if number else np.zeros_like(local)
@@ -124,11 +128,13 @@ class Together:
 
     Args:
       islands: None for one that is alone.
-      crossing: to the others, None likewise.
+      crossing: to the others, None likewise; to those of the same stage where islands hold stages.
+      seats: which stage of which pipeline each island holds, where they do.
     """
 
     islands: Islands | None = None
     crossing: Crossing | None = None
+    seats: Seats | None = None
 
     @property
     def is_first(self) -> bool:
@@ -137,7 +143,9 @@ class Together:
 
     @property
     def writes(self) -> bool:
-        """This process belongs to the island that saves what all have in common."""
+        """This process belongs to an island that saves: what all have in common, or what its stage has."""
+        if self.seats is not None:
+            return self.seats.replica == 0
         return self.islands is None or self.islands.seat.island == 0
 
     def rows(
@@ -162,12 +170,22 @@ class Together:
             return row_share(batch, [batch], 0, mesh, batch_axes, microbatches)
         unit = microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
         found = self.islands.by_island("rows", [mesh.devices.size, unit])
+        replica = self.islands.seat.island
+        if (seats := self.seats) is not None:
+            # all stages of a pipeline work on the same rows
+            pipelines = [seats.of_replica(found, i) for i in range(seats.num_replicas)]
+            found = [[sum(n for n, _ in each), math.lcm(*(unit for _, unit in each))] for each in pipelines]
+            replica, unit = seats.replica, found[seats.replica][1]
         if weights is not None and len(weights) != len(found):
             raise ValueError(
-                f"shares has {len(weights)} weights, and there are {len(found)} islands; give one each"
+                f"shares has {len(weights)} weights, and there are {len(found)} replicas; give one each"
             )
+        if len(found) == 1 and (
+            problem := batch_problem(batch, {"data": unit // microbatches}, microbatches)
+        ):
+            raise ValueError(problem)
         shares = island_rows(batch, weights or [n for n, _ in found], [unit for _, unit in found])
-        return row_share(batch, shares, self.islands.seat.island, mesh, batch_axes, microbatches)
+        return row_share(batch, shares, replica, mesh, batch_axes, microbatches, unit)
 
     def share(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -194,8 +212,8 @@ class Together:
 
     def totals(self, name: str, sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         """(sum, count) by name, added up over islands."""
-        if self.islands is None:
-            return dict(sums)
+        if self.islands is None or self.seats is not None:
+            return dict(sums)  # pipelines have told each other already
         by_island = self.islands.by_island(name, {key: list(pair) for key, pair in sums.items()})
         return {
             key: (sum(found[key][0] for found in by_island), sum(found[key][1] for found in by_island))
@@ -242,6 +260,8 @@ class Together:
         if self.islands is None:
             assert checkpoints is not None
             return checkpoints.restore(wanted)
+        if self.seats is not None:
+            return self._restore_stage(self.seats, checkpoints, wanted)
         steps = self.islands.by_island("checkpoints", checkpoints.steps() if checkpoints else [])
         newest = _common_step(steps) if has_own else max(steps[0], default=None)
         if checkpoints:
@@ -257,6 +277,25 @@ class Together:
         if checkpoints and not self.writes:
             found = checkpoints.restore(wanted, step)
             found = found if found and found.step == step else None
+        return Restored(step=step, state=found and found.state, extra=extra, passed_over=())
+
+    def _restore_stage(self, seats: Seats, checkpoints: Checkpoints | None, wanted: State) -> Restored | None:
+        """The newest step that all stages of the first pipeline have saved; the others take it from there."""
+        assert self.islands is not None
+        steps = self.islands.by_island("checkpoints", checkpoints.steps() if checkpoints else [])
+        newest = max(set.intersection(*map(set, seats.of_replica(steps, 0))), default=None)
+        if checkpoints:
+            checkpoints.forget_after(-1 if newest is None else newest)
+        found = checkpoints.restore(wanted, newest) if checkpoints and newest is not None else None
+        told = self.islands.by_island("restored", [found.step, found.extra] if found else [None, None])
+        (step, extra), *others = seats.of_replica(told, 0)
+        if wrong := [i for i, (other, _) in enumerate(others, 1) if other != step]:
+            raise RuntimeError(
+                f"stage 0 restored step {step}, and stages {wrong} could not: their checkpoints of it are"
+                " broken. Remove that step from all checkpoints-stage-* folders, and the one before is taken"
+            )
+        if step is None:
+            return None
         return Restored(step=step, state=found and found.state, extra=extra, passed_over=())
 
     def same_state(self, state: State, own_optimizers: bool) -> State:
@@ -278,6 +317,8 @@ class Together:
         common = _common(state, own_optimizers)
         paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(common)]
         prints = self.islands.by_island("fingerprints", np.asarray(_fingerprints(common)).tolist())
+        if self.seats is not None:
+            prints = prints[self.seats.stage :: self.seats.num_stages]
         return [path for path, *found in zip(paths, *prints, strict=True) if len(set(found)) > 1]
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -26,13 +26,15 @@ from shardtrain.config import Run, describe, run_text
 from shardtrain.data import Batch, Batches
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
-from shardtrain.layout import axis_sizes
+from shardtrain.layout import axis_sizes, problems_error
 from shardtrain.loop import Pace, Pieces, StopSignals, run_loop
 from shardtrain.mesh import make_mesh
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model, as_model
-from shardtrain.optimizer import make_optimizer
-from shardtrain.pipeline.costs import make_stages
+from shardtrain.optimizer import Optimizer, make_optimizer
+from shardtrain.pipeline.costs import Traced, make_stages
+from shardtrain.pipeline.held import Held
+from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.recipes import scaled
 from shardtrain.replicas import Combine
 from shardtrain.report import plots
@@ -49,9 +51,10 @@ from shardtrain.resume import (
     made_equal,
 )
 from shardtrain.saved import to_saved
+from shardtrain.stages_across import Seats, StageStep
 from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
-from shardtrain.together import Loader, Together
+from shardtrain.together import LONG_SECONDS, Loader, Together
 
 RUN_FILE, METRICS, CURVE, LOCK = "run.txt", "metrics.jsonl", "loss.png", ".lock"
 TENSORBOARD = "tensorboard"
@@ -59,13 +62,15 @@ TENSORBOARD = "tensorboard"
 
 
 class Parts(NamedTuple):
-    """A run's model, optimizer and mesh, and how they lie on it."""
+    """A run's model, optimizer and mesh, and how they lie on it; or the stage's that this island has."""
 
     model: Model
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule | None
     mesh: Mesh
     placement: Placement
+    held: Held | None = None
+    seats: Seats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +92,24 @@ class Trained:
     sample: str | None
 
 
-def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None) -> Parts:
+def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, island: int = 0) -> Parts:
     """Model, optimizer, mesh and placement of a run.
 
     Args:
       run: the run.
       num_islands: where there are several, replicas are islands, and each averages its own devices.
       microbatch: as the loss is given it, arrays or shapes; a pipeline needs it.
+      island: this one.
 
     Raises:
       ValueError: the mesh does not fit the devices, or the layout not the model.
     """
     model = as_model(run.model)
-    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
     mesh = make_mesh(run.strategy.layout)
+    if num_islands > 1 and run.strategy.across.axis == "pipeline":
+        assert microbatch is not None
+        return _make_stage_parts(run, model, mesh, num_islands, island, microbatch)
+    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
     combine = run.strategy.combine if num_islands == 1 else Combine()
     num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
     stages = None
@@ -111,6 +120,38 @@ def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None) 
         model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
     )
     return Parts(model, optimizer, learning_rate, mesh, placement)
+
+
+def _make_stage_parts(
+    run: Run, model: Model, mesh: Mesh, num_islands: int, island: int, microbatch: Batch
+) -> Parts:
+    """Those of the stage that this island holds."""
+    strategy, combine = run.strategy, run.strategy.combine
+    problems = []
+    if mesh.shape[PIPELINE] > 1:
+        problems.append(f"the mesh has pipeline={mesh.shape[PIPELINE]}; use pipeline=1 inside each island")
+    if jax.process_count() > 1:
+        problems.append(f"an island has {jax.process_count()} processes; use one each")
+    if combine.on != "gradients" or combine.inside != "mean":
+        problems.append(
+            f"combine is of {combine.on} and {combine.inside} inside; use gradients and mean, as pipelines"
+            " meet in every step"
+        )
+    if problems:
+        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+    num_stages = strategy.across.partitions or num_islands
+    seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
+    stages = make_stages(model, strategy.pipeline, num_stages, run.loss, microbatch)
+    traced = Traced(model, run.loss, microbatch)
+    held = Held(model=model, stages=stages, traced=traced, stage=seats.stage)
+    stage = held.as_model()
+    named = run.optimizer
+    if isinstance(named, Optimizer):
+        # the norm is that of all stages, see `StageStep`
+        named = replace(named, clip=None)
+    optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
+    placement = make_placement(stage, optimizer, strategy.layout, mesh)
+    return Parts(stage, optimizer, learning_rate, mesh, placement, held, seats)
 
 
 def train(run: Run, console: Console | None = None, islands: Islands | None = None) -> Trained:
@@ -168,7 +209,7 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
         pieces = Pieces(
             step=across or make_step(model, run.loss, optimizer, placement, parts.learning_rate),
             batches=((loader.place(batch), after) for batch, after in loaded),
-            evaluate=_evaluation(run, parts, together, heldout),
+            evaluate=_evaluation(run, parts, together, heldout, across),
             checkpoints=InOrder(checkpoints, placement) if checkpoints else Elsewhere(),
             policy=run.checkpoints,
             sink=sinks,
@@ -210,7 +251,9 @@ def _agreed(
     source, heldout = Together(islands).in_turn(
         "data", lambda: (run.data.train(folder), run.data.heldout(folder))
     )
-    parts = make_parts(run, 1 if islands is None else islands.seat.num_islands, _microbatch(run, source))
+    seat = None if islands is None else islands.seat
+    count, island = (1, 0) if seat is None else (seat.num_islands, seat.island)
+    parts = make_parts(run, count, _microbatch(run, source), island)
     together = _together(run, parts, islands)
     stack.callback(together.close)
     description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
@@ -218,12 +261,14 @@ def _agreed(
     loader = _loader(run, parts, together, source)
     # a batch that cannot be split is refused here, before anything is compiled
     batch = loader.place(loader.batches.load(BEGINNING))
-    if islands is not None:
+    if islands is not None and parts.held is None:
         together.check(_program(run, parts, batch))
     say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
     if summary := getattr(run.data, "summary", None):
         notes.note(summary(folder))
     across = _across(run, parts, together, loader)
+    if isinstance(across, StageStep):
+        stack.callback(across.close)
     return _Agreed(run, parts, together, loader, heldout, across, description)
 
 
@@ -236,6 +281,8 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     sizes = axis_sizes(run.strategy.layout, jax.device_count())
     mine = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
     replicas = [mine] if islands is None else islands.by_island("replicas", mine)
+    if run.strategy.across.axis == "pipeline":
+        replicas = replicas[:: run.strategy.across.partitions or len(replicas)]
     by = run.strategy.combine.by
     # what is averaged before a combiner gets it: an island's devices, or on one island all but data
     inside = max(replicas) if len(replicas) > 1 else max(mine // sizes["data"], 1)
@@ -270,12 +317,17 @@ def _together(run: Run, parts: Parts, islands: Islands | None) -> Together:
         return Together(islands)
     across, platform = run.strategy.across, jax.devices()[0].platform
     on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
-    return Together(islands, islands.crossing(parts.mesh, across, on_device))
+    stage = 0 if parts.seats is None else parts.seats.stage
+    return Together(islands, islands.crossing(parts.mesh, across, on_device, stage), parts.seats)
 
 
 def _facts(run: Run, parts: Parts, description: dict[str, Any]) -> dict[str, Any]:
     """What islands must have in common."""
     trees = {"parameters": parts.placement.specs.abstract.params}
+    if parts.held is not None:
+        trees = {"parameters": parts.held.traced.params}
+        stages = {"pipeline.blocks": list(parts.held.stages.counts), "accumulate": run.strategy.accumulate}
+        description = {**description, **stages}
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
 
 
@@ -305,6 +357,8 @@ def _across(run: Run, parts: Parts, together: Together, loader: Loader) -> Acros
     combine = run.strategy.combine
     if together.crossing is None:
         return None
+    if parts.held is not None:
+        return _stage_step(run, parts, parts.held, together, loader)
     return make_step_across(
         parts.model,
         run.loss,
@@ -315,6 +369,35 @@ def _across(run: Run, parts: Parts, together: Together, loader: Loader) -> Acros
         parts.learning_rate,
         loader.share.start,
         together.meet,
+    )
+
+
+def _stage_step(run: Run, parts: Parts, held: Held, together: Together, loader: Loader) -> StageStep:
+    islands, seats, crossing = together.islands, parts.seats, together.crossing
+    assert islands is not None
+    assert seats is not None
+    assert crossing is not None
+    microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
+    sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
+    rows = loader.share.num_rows // microbatches
+    shapes = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in held.traced.batch.items()
+    }
+    return StageStep(
+        held=held,
+        flow=held.flow(shapes),
+        table=make_table(pipeline.schedule, *sizes),
+        losses=forward_only(*sizes),
+        optimizer=parts.optimizer,
+        clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
+        placement=parts.placement,
+        crossing=crossing,
+        seats=seats,
+        mailbox=islands.mailbox(seats.replica, seats.stage),
+        share=lambda name, value: islands.control.share(name, value, LONG_SECONDS),
+        combine=run.strategy.combine,
+        learning_rate=parts.learning_rate,
+        start_row=loader.share.start,
     )
 
 
@@ -402,15 +485,16 @@ def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> Iterator[An
 
 
 def _evaluation(
-    run: Run, parts: Parts, together: Together, heldout: Any
+    run: Run, parts: Parts, together: Together, heldout: Any, across: AcrossStep | None
 ) -> Callable[[State], dict[str, float]]:
     """state -> held-out values: the same rows each time, each island its share of them."""
     if heldout is None:
         return lambda state: {}
-    evaluate = make_evaluate(parts.model, run.loss, parts.placement)
+    in_stages = isinstance(across, StageStep)
+    evaluate = across.evaluate if in_stages else make_evaluate(parts.model, run.loss, parts.placement)
     axes, mesh = run.strategy.layout.batch_axes, parts.mesh
     # a pipeline without microbatches is one stage at work
-    microbatches = 1 if parts.placement.stages is None else run.strategy.accumulate
+    microbatches = run.strategy.accumulate if in_stages or parts.placement.stages else 1
     share = together.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
     batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=share.rows)
     loader = share.load(batches, mesh, axes, microbatches)
@@ -456,7 +540,9 @@ def _ending(
         )
         return None
     sample = None
-    if run.sample is not None:
+    if run.sample is not None and parts.held is not None:
+        say(console, "no sample: the model is spread over islands")
+    elif run.sample is not None:
         params = to_saved(parts.placement)(state).params
         sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), params, state.model_state))
         say(console, sample)

@@ -44,8 +44,9 @@ class StrategyOptions:
       combine_on: gradients, or the deltas of each replica's own optimizer.
       local_steps: steps that a replica takes alone before its delta is combined.
       inside: what an island makes of its own devices' gradients before they cross: mean or sum.
-      across: how islands are joined: data (each is a replica).
-      shares: weights of the islands, such as 3,1, for their rows of a batch; by default their devices.
+      across: how islands are joined: data (each is a replica) or pipeline (each holds stages).
+      partitions: islands that make up one pipeline; by default all.
+      shares: weights of the replicas, such as 3,1, for their rows of a batch; by default their devices.
       reduce: how sums are made between islands: all_reduce, root, hierarchical.
       bucket_bytes: size of the buckets in which gradients cross.
       first_bucket_bytes: size of the first one.
@@ -65,6 +66,7 @@ class StrategyOptions:
     local_steps: int | None = None
     inside: str | None = None
     across: str | None = None
+    partitions: int | None = None
     shares: str | None = None
     reduce: str | None = None
     bucket_bytes: int | None = None
@@ -98,6 +100,7 @@ class StrategyOptions:
             across=_changed(
                 strategy.across,
                 axis=self.across,
+                partitions=self.partitions,
                 shares=shares,
                 reduce=self.reduce,
                 bucket_bytes=self.bucket_bytes,

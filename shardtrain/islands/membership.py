@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from shardtrain.islands.bridge import Control
+    from shardtrain.islands.mailbox import Mailbox
 
 START_SECONDS = 300.0
 """How long the ranks of a run may take to start, one after the other."""
@@ -59,13 +60,16 @@ class Islands:
         values = self.control.share(name, value)
         return [values[rank] for rank in self.first_ranks]
 
-    def crossing(self, mesh: Mesh, across: Across = Across(), on_device: bool = False) -> Crossing:
+    def crossing(
+        self, mesh: Mesh, across: Across = Across(), on_device: bool = False, stage: int = 0
+    ) -> Crossing:
         """The way from this island's mesh to the others; all ranks must make it together.
 
         Args:
           mesh: of this island.
           across: buckets, and how sums are made.
           on_device: MPI is CUDA-aware, see `cuda_aware`.
+          stage: only islands of the same stage are joined.
         """
         from mpi4py import MPI
 
@@ -76,9 +80,22 @@ class Islands:
         groups = []
         for device in devices[:num_lanes]:
             mine = device.process_index == jax.process_index()
-            comm = self.comm.Split(0 if mine else MPI.UNDEFINED, self.seat.island)
+            comm = self.comm.Split(stage if mine else MPI.UNDEFINED, self.seat.island)
             groups.append(MpiGroup(comm, across.reduce) if mine else None)
         return Crossing(mesh, groups, across.bucket_bytes, across.first_bucket_bytes, on_device)
+
+    def mailbox(self, replica: int, stage: int) -> "Mailbox":
+        """Messages between the stages of a pipeline; all ranks must make it together.
+
+        Args:
+          replica: which pipeline this island is a part of.
+          stage: which stage it is there.
+        """
+        from shardtrain.islands.mailbox import Mailbox
+
+        comm = self.comm.Split(replica, stage)
+        names = comm.allgather(self.control.names[self.place.rank])
+        return Mailbox(comm, names, self.control.patience_seconds)
 
 
 def join(

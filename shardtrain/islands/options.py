@@ -16,8 +16,10 @@ class Across:
     """What crosses between islands, and how.
 
     Args:
-      axis: "data": each island is a replica, and has a share of every batch.
-      shares: island -> its weight, in proportion to which rows are given out; None: by numbers of devices.
+      axis: "data": each island is a replica, and has a share of every batch. "pipeline": each island holds
+        stages of a pipeline; island i has stage i % partitions of replica i // partitions.
+      partitions: islands that make up one pipeline; None: all of them.
+      shares: replica -> its weight, in proportion to which rows are given out; None: by numbers of devices.
       reduce: how sums are made: in one all-reduce; at island 0 and from there ("root"); inside each
         host first, then across ("hierarchical").
       bucket_bytes: gradients cross in buckets of about this size; 0: each array for itself.
@@ -28,7 +30,8 @@ class Across:
       ValueError: lists everything out of range.
     """
 
-    axis: Literal["data"] = "data"
+    axis: Literal["data", "pipeline"] = "data"
+    partitions: int | None = None
     shares: tuple[float, ...] | None = None
     reduce: Literal["all_reduce", "root", "hierarchical"] = "all_reduce"
     bucket_bytes: int = CAP_BYTES
@@ -39,7 +42,7 @@ class Across:
         problems = [
             f"{name} is {value!r}; allowed: {', '.join(allowed)}"
             for name, value, allowed in (
-                ("axis", self.axis, ("data",)),
+                ("axis", self.axis, ("data", "pipeline")),
                 ("reduce", self.reduce, REDUCE),
                 ("memory", self.memory, MEMORY),
             )
@@ -50,9 +53,15 @@ class Across:
             for name in ("bucket_bytes", "first_bucket_bytes")
             if (value := getattr(self, name)) < 0
         ]
+        if self.partitions is not None and self.partitions < 1:
+            problems.append(f"partitions is {self.partitions}; use 1 or more")
+        if self.partitions is not None and self.axis != "pipeline":
+            problems.append(f"partitions is {self.partitions}, but islands are joined along {self.axis}")
         if self.shares is not None and (
             any(not 0 <= share < math.inf for share in self.shares) or not sum(self.shares)
         ):
-            problems.append(f"shares is {self.shares}; give each island a number from 0, one of them above 0")
+            problems.append(
+                f"shares is {self.shares}; give each replica a number from 0, one of them above 0"
+            )
         if problems:
             raise problems_error("islands cannot be joined like this", problems)

@@ -42,13 +42,13 @@ def make_stages(
     by = parse_stages(pipeline.stages)
     found = {}
     if by in ("params", "flops"):
-        found[by] = Pieces(model, loss, microbatch).costs(by)
+        found[by] = Traced(model, loss, microbatch).costs(by)
     num_parts = num_stages * pipeline.virtual_stages
     cut = counts(by, chain.num_blocks, num_parts, **found)
     return Stages(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(cut))
 
 
-class Pieces:
+class Traced:
     """The pieces of a chain, traced one by one without computing anything.
 
     Args:

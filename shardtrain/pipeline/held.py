@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from shardtrain.loss import Batch, checked, once
 from shardtrain.model import BLOCKS, Model, Tree, path_text
-from shardtrain.pipeline.costs import STATE, Pieces
+from shardtrain.pipeline.costs import STATE, Traced
 from shardtrain.pipeline.flow import Flow, find_flow
 from shardtrain.pipeline.rows import Stages
 
@@ -26,13 +26,13 @@ class Held:
     Args:
       model: the whole.
       stages: how its blocks are cut.
-      pieces: of the model.
+      traced: the model's pieces.
       stage: which one this is.
     """
 
     model: Model
     stages: Stages
-    pieces: Pieces
+    traced: Traced
     stage: int
 
     @property
@@ -48,7 +48,7 @@ class Held:
     @cached_property
     def users(self) -> dict[str, list[int]]:
         """Path of a parameter outside the blocks, or of a model state (`model_state/...`) -> its stages."""
-        first, last = self.pieces.first_paths, self.pieces.last_paths
+        first, last = self.traced.first_paths, self.traced.last_paths
         last_stage = self.stages.num_stages - 1
         found = {}
         for path in self._paths():
@@ -58,8 +58,8 @@ class Held:
         return found
 
     def _paths(self) -> list[str]:
-        params = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.pieces.params)]
-        state = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.pieces.model_state)]
+        params = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.params)]
+        state = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.model_state)]
         found = [path for path in params if not path.startswith(f"{BLOCKS}/")]
         return found + [f"{STATE}{path}" for path in state if not path.startswith(f"{BLOCKS}/")]
 
@@ -127,15 +127,15 @@ class Held:
         found: Tree = {BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
         uses: frozenset[str] = frozenset()
         if part == 0:
-            uses |= self.pieces.first_paths
+            uses |= self.traced.first_paths
         if part == self.last_part:
-            uses |= self.pieces.last_paths
+            uses |= self.traced.last_paths
         rest = {path_text(p): leaf for p, leaf in jax.tree.leaves_with_path(params)}
         return {**nested({path: leaf for path, leaf in rest.items() if path in uses}), **found}
 
     def _blocks(self, blocks: Tree, part: int) -> Tree:
         start, count = self.stages.starts[part], self.stages.counts[part]
-        if not self.pieces.chain.stacked:
+        if not self.traced.chain.stacked:
             numbers = [str(i) for i in range(start, start + count)]
             return {number: blocks[number] for number in numbers if number in blocks}
         offset = self.block_numbers.index(start)
@@ -144,7 +144,7 @@ class Held:
     def added(self, grads: Tree, part: int, found: Tree) -> Tree:
         """Gradients of a stage with those of a part's `taken` added, in float32."""
         by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
-        stacked = self.pieces.chain.stacked
+        stacked = self.traced.chain.stacked
         offset = self.block_numbers.index(self.stages.starts[part])
 
         def add(path: Any, total: jax.Array) -> jax.Array:
@@ -172,10 +172,10 @@ class Held:
           batch: these rows, for the first and the last part.
           stream: what the part before returned.
         """
-        chain, loss = self.pieces.chain, self.pieces.loss
+        chain, loss = self.traced.chain, self.traced.loss
         start, count = self.stages.starts[part], self.stages.counts[part]
         if part == 0:
-            stream, model_state = self.pieces.entered(taken, model_state, rng, train, batch)
+            stream, model_state = self.traced.entered(taken, model_state, rng, train, batch)
         blocks = {BLOCKS: taken[BLOCKS]}
         stream, model_state = chain.run(blocks, model_state, rng, train, start, count, stream)
         if part < self.last_part:
@@ -196,15 +196,15 @@ class Held:
         Args:
           microbatch: name -> array or shape (rows, ...).
         """
-        batch = self.pieces.zeros(microbatch)
-        state = self.pieces.model_zeros()
+        batch = self.traced.zeros(microbatch)
+        state = self.traced.model_zeros()
 
         def part(number: int) -> Callable[[Any, Any], Any]:
             def run(params: Any, stream: Any) -> Any:
                 held = Held(
                     model=self.model,
                     stages=self.stages,
-                    pieces=self.pieces,
+                    traced=self.traced,
                     stage=number % self.stages.num_stages,
                 )
                 taken = held.taken({**params, BLOCKS: held.own({BLOCKS: params[BLOCKS]})[BLOCKS]}, number)
@@ -212,7 +212,7 @@ class Held:
 
             return run
 
-        return find_flow([part(number) for number in range(self.last_part + 1)], self.pieces.params)
+        return find_flow([part(number) for number in range(self.last_part + 1)], self.traced.params)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""Arrays from stage to stage over MPI: sends never wait, so no order of tasks can deadlock.
+
+A thread waits for what is to be sent, starts the message and keeps it going; messages of any size
+arrive while the stage computes. Next: `stage_runner.py`.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardtrain.islands.bridge import MPI, Missing, missing_text
+
+LONGEST_NAP_SECONDS = 2e-4
+
+
+class Mailbox:
+    """Messages between the stages of one pipeline.
+
+    Args:
+      comm: duplicated; rank s is stage s.
+      names: rank -> how people call it.
+      patience_seconds: how long to wait for a message.
+    """
+
+    def __init__(self, comm: "MPI.Comm", names: Sequence[str], patience_seconds: float = 1800.0) -> None:
+        self._comm = comm.Dup()
+        self._names, self.patience_seconds = list(names), patience_seconds
+        self._largest_tag = self._comm.Get_attr(MPI.TAG_UB) or 32767
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self.num_messages = 0
+        self.num_bytes = 0
+        self._thread = threading.Thread(target=self._send_all, name="mailbox", daemon=True)
+        self._thread.start()
+
+    @property
+    def stage(self) -> int:
+        """This rank."""
+        return self._comm.rank
+
+    def send(self, array: Any, to: int, tag: int) -> None:
+        """Send an array once it is computed; returns at once.
+
+        Args:
+          array: a jax or numpy array, whole on this process.
+          to: a stage.
+          tag: tells the messages of a step apart; two of one tag arrive in the order of their sends.
+        """
+        self._check()
+        assert tag <= self._largest_tag, (tag, self._largest_tag)
+        self.num_messages += 1
+        self.num_bytes += array.size * array.dtype.itemsize
+        self._queue.put((array, to, tag))
+
+    def receive(self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str) -> np.ndarray:
+        """Wait for an array.
+
+        Args:
+          shape, dtype: as it was sent.
+          source: a stage.
+          tag: as it was sent.
+          what: it is, for the message if it does not come.
+
+        Raises:
+          Missing: it did not come in time.
+          RuntimeError: what was to be sent from here could not be computed.
+        """
+        found = np.empty(tuple(shape), dtype)
+        began, nap = time.monotonic(), 0.0
+        while not self._comm.Iprobe(source, tag):
+            self._check()
+            waited = time.monotonic() - began
+            if waited > self.patience_seconds:
+                text = missing_text(what, [self._names[source]], waited)
+                raise Missing(text, [source])
+            time.sleep(nap)
+            nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+        self._comm.Recv([_as_bytes(found), MPI.BYTE], source, tag)
+        return found
+
+    def close(self) -> None:
+        """End the thread once everything is sent; it does not wait for a thread that is stuck."""
+        self._queue.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError("an array that was to be sent could not be computed") from self._failed
+
+    def _send_all(self) -> None:
+        under_way: list[tuple[Any, np.ndarray]] = []
+        nap, closing = 0.0, False
+        while not closing or under_way:
+            try:
+                # a message under way must be kept going: MPI works only while somebody calls it
+                item = self._queue.get_nowait() if under_way or closing else self._queue.get()
+                if item is None:
+                    closing = True
+                    continue
+                array, to, tag = item
+                data = np.ascontiguousarray(array)
+                under_way.append((self._comm.Isend([_as_bytes(data), MPI.BYTE], to, tag), data))
+                nap = 0.0
+            except queue.Empty:
+                under_way = [(request, data) for request, data in under_way if not request.Test()]
+                time.sleep(nap)
+                nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+            except Exception as error:
+                self._failed = error
+                return
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    """The memory of an array, for MPI knows no 16-bit floats."""
+    return array.reshape(-1).view(np.uint8)
