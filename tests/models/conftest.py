@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,7 +14,7 @@ from flax import nnx
 
 @dataclass(frozen=True, kw_only=True)
 class Pure:
-    """Parameters, the dims of each, and (params, inputs) -> outputs."""
+    """Parameters, the dims of each, and (params, *inputs) -> outputs."""
 
     params: dict[str, Any]
     dims: dict[str, Any]
@@ -26,11 +27,11 @@ def _pure(config):
     flat = nnx.to_flat_state(state)
     rng = np.random.default_rng(1)
 
-    def apply(params, inputs):
+    def apply(params, *inputs):
         filled = [
             (path, v.replace(functools.reduce(lambda tree, key: tree[key], path, params))) for path, v in flat
         ]
-        return nnx.merge(graph, nnx.from_flat_state(filled), rest)(inputs)
+        return nnx.merge(graph, nnx.from_flat_state(filled), rest)(*inputs)
 
     def draw(path, shape):
         """Far from the symmetric initial values: biases are not 0, scales not 1, logits spread."""
@@ -54,6 +55,21 @@ def nested(items):
 def pure():
     """Config -> Pure, made once each; nothing is compiled."""
     return _pure
+
+
+def _seeded(config, params, seed, deterministic=False):
+    module: Any = nnx.view(nnx.eval_shape(lambda: config(nnx.Rngs(0))), deterministic=deterministic)
+    graph, state, rngs = nnx.split(module, nnx.Param, ...)
+    nnx.replace_by_pure_dict(state, params)
+    counts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.filter_state(rngs, nnx.RngCount))
+    keys = jax.tree.map(lambda _: jax.random.key(seed), nnx.filter_state(rngs, nnx.RngKey))
+    return nnx.merge(graph, state, counts, keys)
+
+
+@pytest.fixture(scope="session")
+def seeded():
+    """(config, params, seed, deterministic=False) -> the model, its dropout freshly seeded."""
+    return _seeded
 
 
 @pytest.fixture(scope="session")

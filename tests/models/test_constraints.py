@@ -12,13 +12,20 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.mlp import MlpConfig
+from shardtrain.models.resnet import ResNetConfig
+from shardtrain.models.vgg import VggConfig
 
-PARAMETERS = {"vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+PARAMETERS = {
+    "vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
+    "channels_in": "fsdp", "channels_out": "tensor",
+}  # fmt: skip
 ACTIVATIONS = {
     "batch": "fsdp", "residual_seq": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
-    "vocab": "tensor", "seq": None, "embed": None, "head_dim": None,
+    "channels_out": "tensor", "vocab": "tensor", "seq": None, "embed": None, "head_dim": None,
+    "height": None, "width": None, "channels_in": None,
 }  # fmt: skip
 
 GPT = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4)
@@ -28,6 +35,11 @@ LLAMA = DecoderConfig(
 )  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 32, (4, 8), dtype=np.int32)
 MLP = MlpConfig(features=12, mlp=16, num_layers=2, classes=8)
+RESNET = ResNetConfig(depth=11, filters=4, num_groups=2, height=6, width=4, colours=1, classes=8)
+VGG = VggConfig(filters=4, num_groups=2, hidden=8, classes=8)
+BOTH = EncoderDecoderConfig(
+    vocab=32, seq=8, embed=16, num_encoder_layers=1, num_decoder_layers=2, num_heads=4, num_kv_heads=2,
+)  # fmt: skip
 IMAGES = np.random.default_rng(0).normal(size=(4, 3, 4)).astype(np.float32)
 
 
@@ -38,15 +50,26 @@ def mesh():
     )
 
 
-@pytest.fixture(params=["gpt", "llama", "linen", "mlp"])
+CASES = {
+    "gpt": (GPT, [TOKENS]),
+    "llama": (LLAMA, [TOKENS]),
+    "mlp": (MLP, [IMAGES]),
+    "resnet": (RESNET, [np.random.default_rng(1).normal(size=(4, 6, 4, 1)).astype(np.float32)]),
+    "vgg": (VGG, [np.random.default_rng(1).normal(size=(4, 32, 32, 3)).astype(np.float32)]),
+    "encoder_decoder": (BOTH, [TOKENS[:, :6], TOKENS]),
+}
+"""Name -> configuration, inputs of the model."""
+
+
+@pytest.fixture(params=[*CASES, "linen"])
 def case(request, pure):
     """Name, parameters, their dims, (params, inputs) -> outputs, inputs."""
     name = request.param
-    if name == "mlp":
-        return name, pure(MLP).params, pure(MLP).dims, pure(MLP).apply, IMAGES
-    model = pure(LLAMA if name == "llama" else GPT)
     if name != "linen":
-        return name, model.params, model.dims, model.apply, TOKENS
+        config, inputs = CASES[name]
+        model = pure(config)
+        return name, model.params, model.dims, lambda params, inputs: model.apply(params, *inputs), inputs
+    model = pure(GPT)
     linen = LinenDecoder(GPT)
     return (
         name,
@@ -55,6 +78,9 @@ def case(request, pure):
         lambda params, tokens: linen.apply({"params": params}, tokens),
         TOKENS,
     )
+
+
+MODULES = ("layers", "decoder", "linen_decoder", "mlp", "convolution", "resnet", "vgg", "encoder_decoder")
 
 
 def names_used(apply, params, inputs, monkeypatch):
@@ -66,7 +92,7 @@ def names_used(apply, params, inputs, monkeypatch):
         used.append(dims)
         return x
 
-    for module in ("layers", "decoder", "linen_decoder", "mlp"):
+    for module in MODULES:
         monkeypatch.setattr(f"shardtrain.models.{module}.with_logical_constraint", record)
     jax.eval_shape(lambda: apply(params, inputs))  # a new function: nothing traced before is reused
     return used
@@ -81,6 +107,7 @@ def test_every_weight_is_constrained_where_it_is_used(case, monkeypatch):
             assert own in used or JOINED.get(own) in used, own
 
 
+@pytest.mark.parametrize("case", ["gpt", "llama", "linen", "mlp"], indirect=True)
 def test_activations_are_named_in_order(case, monkeypatch):
     """One constraint said twice running counts once."""
     name, params, _, apply, inputs = case
@@ -97,6 +124,20 @@ def test_activations_are_named_in_order(case, monkeypatch):
     block = [stream, gathered, joined, q, kv, q, gathered, stream, gathered, hidden, gathered, stream]
     assert activations[: len(block)] == block
     assert activations[-3:] == [stream, gathered, ("batch", "seq", "vocab")]
+
+
+IMAGE = ("batch", "height", "width")
+
+
+def test_what_a_convolution_reads_is_whole_and_what_it_writes_is_not(pure, monkeypatch):
+    """Norms and sums lie between two convolutions, on shards."""
+    config, inputs = CASES["resnet"]
+    apply = lambda params, inputs: pure(config).apply(params, *inputs)  # noqa: E731
+    used = names_used(apply, pure(config).params, inputs, monkeypatch)
+    activations = [dims for dims in used if dims[0] == "batch"]
+    reads, writes = (*IMAGE, "channels_in"), (*IMAGE, "channels_out")
+    projected = [*[reads, writes] * 4, writes]
+    assert activations == [reads, writes, *projected * 3, ("batch", "channels_in"), ("batch", "vocab")]
 
 
 JOINED = {

@@ -1,0 +1,180 @@
+"""Layers the image models share: a convolution over named dims, group and batch norm over channels.
+
+Images are (batch, height, width, channels). What enters a convolution is named channels_in, which each device
+holds whole; what it writes is channels_out, which may be sharded: norms and activations work on shards.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain.axes import BATCH, CHANNELS_IN, CHANNELS_OUT, HEIGHT, WIDTH
+from shardtrain.models.layers import at_use, normal, parameter
+
+ImageNorms = Literal["group", "batch"]
+
+ENTERING = (BATCH, HEIGHT, WIDTH, CHANNELS_IN)
+WRITTEN = (BATCH, HEIGHT, WIDTH, CHANNELS_OUT)
+EPS = 1e-5
+MOMENTUM = 0.9
+"""Share of the old value in a running statistic."""
+
+
+class Convolution(nnx.Module):
+    """A convolution with a square window, padded so that a stride of 1 keeps the size, and a bias.
+
+    Initial values as in He et al. 2015, https://arxiv.org/abs/1502.01852, section 2.2. `of_image` is for the
+    one that reads the image itself, whose few colours no axis divides: its kernel has the shape (height,
+    width x colours, channels_out).
+    """
+
+    def __init__(
+        self,
+        channels_in: int,
+        channels_out: int,
+        window: int,
+        *,
+        stride: int = 1,
+        of_image: bool = False,
+        dtype: str,
+        rngs: nnx.Rngs,
+    ):
+        self.stride, self.dtype = stride, dtype
+        sizes = {HEIGHT: window, WIDTH: window, CHANNELS_IN: channels_in, CHANNELS_OUT: channels_out}
+        self.dims = (HEIGHT, WIDTH, CHANNELS_IN, CHANNELS_OUT)
+        self.shape = tuple(sizes[dim] for dim in self.dims)
+        if of_image:
+            self.dims, sizes[WIDTH] = (HEIGHT, WIDTH, CHANNELS_OUT), window * channels_in
+        std = (2 / (window * window * channels_in)) ** 0.5
+        self.kernel = normal(self.dims, sizes=sizes, std=std, rngs=rngs)
+        self.bias = parameter(jnp.zeros(channels_out), (CHANNELS_OUT,))
+
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        kernel = at_use(self.kernel, self.dims, self.dtype).reshape(self.shape)
+        y_BHWC = jax.lax.conv_general_dilated(
+            with_logical_constraint(x_BHWC, ENTERING),
+            kernel,
+            (self.stride, self.stride),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return with_logical_constraint(y_BHWC + at_use(self.bias, (CHANNELS_OUT,), self.dtype), WRITTEN)
+
+
+class ChannelNorm(nnx.Module):
+    """Group or batch norm with a scale and a bias for each channel, computed in float32.
+
+    Args:
+      kind: "group": statistics of each image over its pixels and the channels of a group, so that no image
+        depends on another and every split of a batch gives the same numbers. "batch": statistics over the
+        images of one microbatch of one replica; running averages of them are state, which training changes
+        and evaluation reads.
+      num_groups: of "group"; it divides `channels`.
+
+    References:
+      Wu and He 2018, Group normalization, https://arxiv.org/abs/1803.08494; Ioffe and Szegedy 2015, Batch
+      normalization, https://arxiv.org/abs/1502.03167.
+    """
+
+    def __init__(self, kind: ImageNorms, channels: int, *, num_groups: int, dtype: str):
+        self.kind, self.num_groups, self.dtype = kind, num_groups, dtype
+        self.scale = parameter(jnp.ones(channels), (CHANNELS_OUT,))
+        self.bias = parameter(jnp.zeros(channels), (CHANNELS_OUT,))
+        if kind == "batch":
+            self.mean = nnx.BatchStat(jnp.zeros(channels))
+            self.variance = nnx.BatchStat(jnp.ones(channels))
+        self.use_running_average = False
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Let `nnx.view(model, use_running_average=True)` switch to evaluation.
+
+        Args:
+          use_running_average: whether batch norm reads its running statistics instead of the batch's.
+        """
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        x_BHWC = x_BHWC.astype(jnp.float32)
+        y_BHWC = self._by_group(x_BHWC) if self.kind == "group" else self._by_batch(x_BHWC)
+        y_BHWC = y_BHWC * at_use(self.scale, (CHANNELS_OUT,), "float32")
+        return (y_BHWC + at_use(self.bias, (CHANNELS_OUT,), "float32")).astype(self.dtype)
+
+    def _by_group(self, x_BHWC: jax.Array) -> jax.Array:
+        x = x_BHWC.reshape(*x_BHWC.shape[:3], self.num_groups, -1)
+        x = x - jnp.mean(x, axis=(1, 2, 4), keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=(1, 2, 4), keepdims=True) + EPS)
+        return x.reshape(x_BHWC.shape)
+
+    def _by_batch(self, x_BHWC: jax.Array) -> jax.Array:
+        if self.use_running_average:
+            return (x_BHWC - self.mean[...]) * jax.lax.rsqrt(self.variance[...] + EPS)
+        mean_C = jnp.mean(x_BHWC, axis=(0, 1, 2))
+        variance_C = jnp.mean(jnp.square(x_BHWC - mean_C), axis=(0, 1, 2))
+        for running, new_C in ((self.mean, mean_C), (self.variance, variance_C)):
+            running[...] = MOMENTUM * running[...] + (1 - MOMENTUM) * jax.lax.stop_gradient(new_C)
+        return (x_BHWC - mean_C) * jax.lax.rsqrt(variance_C + EPS)
+
+
+def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan: bool) -> jax.Array:
+    """Send an array through blocks, in order.
+
+    Args:
+      blocks: modules that take an array and give one; their running statistics are updated.
+      x: what enters the first.
+      remat: whether the backward pass computes each block again from its input.
+      scan: whether neighbours that differ in their numbers alone, and so keep the shape of the array, are one
+        loop of the compiled program.
+
+    Returns:
+      What the last block gives.
+    """
+    for _, alike in itertools.groupby(blocks, _kind if scan else id):
+        alike = list(alike)
+        graph, *_ = nnx.split(alike[0], nnx.BatchStat, ...)
+        states = [nnx.split(block, nnx.BatchStat, ...)[1:] for block in alike]
+
+        # made anew at each call: jax keeps traces by function, whatever rules they were made under
+        def call(x: jax.Array, states: Any, graph: Any = graph) -> tuple[jax.Array, Any]:
+            block = nnx.merge(graph, *states)
+            return block(x), nnx.state(block, nnx.BatchStat)
+
+        call = jax.checkpoint(call, prevent_cse=len(alike) == 1) if remat else call
+        if len(alike) == 1:
+            x, running = call(x, states[0])
+            nnx.update(alike[0], running)
+            continue
+        x, stacked = jax.lax.scan(call, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+        for i, block in enumerate(alike):
+            nnx.update(block, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+    return x
+
+
+def _kind(block: nnx.Module) -> tuple[Any, ...]:
+    """Equal for blocks that differ in the values of their parameters alone."""
+    graph, state = nnx.split(block)
+    return graph, *((path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state))
+
+
+def check_images(shape: tuple[int, ...], expected: tuple[int, int, int]) -> None:
+    """Refuse images that are not (batch, height, width, colours) of the model.
+
+    Raises:
+      ValueError: with the sizes to build the model with.
+
+    >>> check_images((2, 8, 8), (8, 8, 1))
+    Traceback (most recent call last):
+    ValueError: images of shape (8, 8) were given to a model of (8, 8, 1). Give four dims, the last of size 1.
+    """
+    if shape[1:] == expected:
+        return
+    named = zip(("height", "width", "colours"), shape[1:], strict=False)
+    change = f"Give four dims, the last of size {expected[2]}."
+    if len(shape) == 4:
+        change = f"Build it with {', '.join(f'{name}={size}' for name, size in named)}."
+    raise ValueError(f"images of shape {shape[1:]} were given to a model of {expected}. {change}")

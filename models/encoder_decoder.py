@@ -1,0 +1,313 @@
+"""An encoder-decoder transformer in nnx: `EncoderDecoderConfig` is the factory, `EncoderDecoder` the model.
+
+Encoder blocks come first, then decoder blocks, in one `nnx.List`. Between blocks flow both sequences: a dict
+with the entries source and target. `decoder.py` has the parts that it shares with a decoder alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+from jax.ad_checkpoint import checkpoint_name
+
+from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ, VOCAB
+from shardtrain.models import checks
+from shardtrain.models.decoder import (
+    BLOCK_OUTPUT,
+    REMAT_POLICIES,
+    STREAM,
+    TABLE,
+    Activations,
+    Attention,
+    DecoderConfig,
+    Dtypes,
+    FeedForward,
+    Positions,
+    Remats,
+    block_sizes,
+    linear_of,
+    norm_of,
+    problems,
+    to_stream,
+    too_long,
+    whole_seq,
+)
+from shardtrain.models.layers import Attentions, Norms, at_use, attend, coming_keys, normal
+
+Stream = dict[str, jax.Array]
+"""The residual streams (batch, seq, embed) of "source" and of "target"; the last block drops the source."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig:
+    """Sizes and options of an encoder-decoder; called with `nnx.Rngs` it builds the model.
+
+    Options that it shares with `DecoderConfig` mean the same.
+
+    Args:
+      vocab: number of tokens in the vocabulary, one for both sequences.
+      seq: largest number of positions of each sequence. Every position counts: there is no padding mask.
+      num_encoder_layers: blocks that read the source.
+      num_decoder_layers: blocks that read the target before them, and the encoded source.
+      tied: whether the head is the embedding table. Source and target always share that table.
+
+    Raises:
+      ValueError: listing every option that is out of range or does not fit another.
+
+    References:
+      Vaswani et al. 2017, Attention is all you need, https://arxiv.org/abs/1706.03762, section 3, with the
+      norms before each part of a block and after the last (Xiong et al. 2020,
+      https://arxiv.org/abs/2002.04745).
+
+    >>> config = EncoderDecoderConfig(
+    ...     vocab=256, seq=32, embed=64, num_encoder_layers=2, num_decoder_layers=3, num_heads=4
+    ... )
+    >>> config.num_blocks
+    5
+    """
+
+    vocab: int
+    seq: int
+    embed: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp: int | None = None
+    positions: Positions = "learned"
+    theta: float = 10_000.0
+    norm: Norms = "layernorm"
+    eps: float = 1e-5
+    activation: Activations = "gelu"
+    bias: bool = True
+    tied: bool = True
+    dropout: float = 0.0
+    remat: Remats = "weights"
+    dtype: Dtypes = "float32"
+    attention: Attentions = "auto"
+
+    def __post_init__(self):
+        checks.refuse("EncoderDecoderConfig", problems(self))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the encoder and of the decoder."""
+        return self.num_encoder_layers + self.num_decoder_layers
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim, by name, with the defaults filled in."""
+        return block_sizes(self)
+
+    @property
+    def parts(self) -> DecoderConfig:
+        """What the parts of a block are made of."""
+        own = ("num_encoder_layers", "num_decoder_layers")
+        same = {name: value for name, value in vars(self).items() if name not in own}
+        return DecoderConfig(num_layers=self.num_blocks, **same)
+
+    def __call__(self, rngs: nnx.Rngs) -> "EncoderDecoder":
+        """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
+        return EncoderDecoder(self, rngs=rngs)
+
+
+class CrossAttention(nnx.Module):
+    """Attention of the normed target stream to the encoded source, back to the target's residual stream."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
+        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
+        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
+        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
+
+    def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
+        q_BTHK = with_logical_constraint(self.q(x_BTD), (BATCH, SEQ, HEADS, HEAD_DIM))
+        # one product for keys and values, whose gradient is then reduced over devices once
+        kernel = jnp.stack([self.k.cast(), self.v.cast()], 1)
+        kernel = with_logical_constraint(kernel, (EMBED, None, KV_HEADS, HEAD_DIM))
+        y = jnp.tensordot(source_BSD, kernel, 1)
+        y = with_logical_constraint(y, (BATCH, SEQ, None, KV_HEADS, HEAD_DIM))
+        k_BSHK, v_BSHK = self.k.shifted(y[:, :, 0]), self.v.shifted(y[:, :, 1])
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False)
+        return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
+
+
+class EncoderBlock(nnx.Module):
+    """Self-attention and feed-forward on the source; the target goes through untouched.
+
+    The last one norms what it gives, once for all the decoder blocks that read it.
+    """
+
+    def __init__(self, config: DecoderConfig, *, is_last: bool, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config, causal=False, rngs=rngs)
+        self.mlp_norm = norm_of(config)
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.source_norm = norm_of(config) if is_last else None
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
+        encoded = _recomputed(EncoderBlock.encoded, self.config.remat)
+        return {**stream, "source": encoded(self, stream["source"], key)}
+
+    def encoded(self, x_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """The source's stream after this block."""
+        keys = _split(key, 2)
+        x_BSD = _added(x_BSD, self.attention(whole_seq(self.attention_norm(x_BSD))), self.dropout, keys[0])
+        x_BSD = _added(x_BSD, self.mlp(whole_seq(self.mlp_norm(x_BSD))), self.dropout, keys[1])
+        if self.source_norm is None:
+            return x_BSD
+        return with_logical_constraint(self.source_norm(x_BSD), STREAM)
+
+
+class DecoderBlock(nnx.Module):
+    """Causal self-attention on the target, attention to the encoded source, feed-forward.
+
+    The source goes through untouched for the blocks after it; the last one drops it.
+    """
+
+    def __init__(self, config: DecoderConfig, *, is_last: bool, rngs: nnx.Rngs):
+        self.config, self.is_last = config, is_last
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config, rngs=rngs)
+        self.cross_norm = norm_of(config)
+        self.cross = CrossAttention(config, rngs=rngs)
+        self.mlp_norm = norm_of(config)
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
+        decoded = _recomputed(DecoderBlock.decoded, self.config.remat)
+        x_BTD = decoded(self, stream["target"], stream["source"], key)
+        return {"target": x_BTD} if self.is_last else {**stream, "target": x_BTD}
+
+    def decoded(self, x_BTD: jax.Array, source_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """The target's stream after this block."""
+        keys = _split(key, 3)
+        x_BTD = _added(x_BTD, self.attention(whole_seq(self.attention_norm(x_BTD))), self.dropout, keys[0])
+        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), whole_seq(source_BSD))
+        x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[1])
+        return _added(x_BTD, self.mlp(whole_seq(self.mlp_norm(x_BTD))), self.dropout, keys[2])
+
+
+class EncoderDecoder(nnx.Module):
+    """Token ids of two sequences to logits of the second. `nnx.view(model, deterministic=True)`: no dropout.
+
+    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`.
+    """
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        parts = config.parts
+        table = partial(normal, sizes=config.sizes, std=0.02, rngs=rngs)
+        self.embedding = table(TABLE)
+        learned = config.positions == "learned"
+        self.source_positions = table((SEQ, EMBED)) if learned else None
+        self.target_positions = table((SEQ, EMBED)) if learned else None
+        self.blocks = nnx.List(
+            [
+                Kind(parts, is_last=i == num - 1, rngs=rngs)
+                for Kind, num in (
+                    (EncoderBlock, config.num_encoder_layers),
+                    (DecoderBlock, config.num_decoder_layers),
+                )
+                for i in range(num)
+            ]
+        )
+        self.final_norm = norm_of(parts)
+        self.head = None if config.tied else linear_of(parts, (EMBED,), (VOCAB,), rngs, bias=False)
+        self.dropout = nnx.Dropout(config.dropout)
+        self.rngs = rngs["dropout"].fork() if config.dropout else None
+
+    def __call__(self, source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+        """Predict the next token at every position of the target.
+
+        Args:
+          source_BS: int token ids below `vocab`; S is at most `seq`. An id out of range gives NaN.
+          target_BT: int token ids, the same; a position is predicted from the source and the target before
+            it and at it.
+
+        Returns:
+          Logits (batch, target's seq, vocab), float32.
+
+        Raises:
+          ValueError: if S or T is above `seq`.
+        """
+        stream = self.first(source_BS, target_BT)
+        logits_BTV = self.last(self.run(self.blocks, stream, self.block_keys()))
+        if self._keys() is not None and self.rngs is not None:
+            self.rngs()  # the next call has masks of its own
+        return logits_BTV
+
+    def first(self, source_BS: jax.Array, target_BT: jax.Array) -> Stream:
+        """Look up tokens and positions of both sequences: the residual streams that enter the blocks."""
+        keys = self._keys()
+        source_key, target_key = _split(None if keys is None else keys[0], 2)
+        return {
+            "source": self._embedded(source_BS, self.source_positions, source_key),
+            "target": self._embedded(target_BT, self.target_positions, target_key),
+        }
+
+    def block_keys(self) -> jax.Array | None:
+        """The keys of the blocks' dropout, (num_blocks,); None where it is off."""
+        keys = self._keys()
+        return None if keys is None else keys[1:]
+
+    def run(self, blocks: Sequence[Any], stream: Stream, keys: jax.Array | None) -> Stream:
+        """Send the streams through blocks, in order: all, or a pipeline stage's share of them."""
+        for i, block in enumerate(blocks):
+            stream = block(stream, None if keys is None else keys[i])
+        return stream
+
+    def last(self, stream: Stream) -> jax.Array:
+        """Norm the target's stream and score it against the vocabulary; rounded to dtype, then float32."""
+        x_BTD = whole_seq(self.final_norm(stream["target"]))
+        if self.head is not None:
+            logits_BTV = self.head(x_BTD)
+        else:
+            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, at_use(self.embedding, TABLE, self.config.dtype))
+        return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+
+    def _keys(self) -> jax.Array | None:
+        """One key for the embeddings, then one for each block: the same until a whole call is over."""
+        if self.rngs is None or self.dropout.deterministic:
+            return None
+        return coming_keys(self.rngs, self.config.num_blocks + 1)
+
+    def _embedded(
+        self, tokens_BT: jax.Array, positions: nnx.Param | None, key: jax.Array | None
+    ) -> jax.Array:
+        if tokens_BT.shape[1] > self.config.seq:
+            raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
+        x_BTD = jnp.take(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT, axis=0)
+        if positions is not None:
+            x_BTD += at_use(positions, (SEQ, EMBED), self.config.dtype)[: tokens_BT.shape[1]]
+        return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
+
+
+def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
+    """The part of a block that its backward pass computes again, as far as `remat` says."""
+
+    # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
+    def call(*given: Any) -> jax.Array:
+        return part(*given)
+
+    return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
+
+
+def _added(x_BTD: jax.Array, h_BTD: jax.Array, dropout: nnx.Dropout, key: jax.Array | None) -> jax.Array:
+    """A residual stream with a part of a block added to it, after dropout."""
+    h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
+    return with_logical_constraint(x_BTD + dropout(h_BTD, rngs=key), STREAM)
+
+
+def _split(key: jax.Array | None, num: int) -> Any:
+    return [None] * num if key is None else jax.random.split(key, num)

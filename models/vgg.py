@@ -1,0 +1,217 @@
+"""VGG-16 and VGG-19 for small images in nnx: `VggConfig` is the factory, `Vgg` the model.
+
+Each convolution is a block of an `nnx.List`, with its norm and relu; the last of a size has the pooling too.
+`convolution.py` has the parts.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain.axes import BATCH, CHANNELS_IN, EMBED, MLP, VOCAB
+from shardtrain.models import checks
+from shardtrain.models.convolution import (
+    WRITTEN,
+    ChannelNorm,
+    Convolution,
+    ImageNorms,
+    check_images,
+    run_blocks,
+)
+from shardtrain.models.layers import Linear, coming_keys
+
+CONVOLUTIONS = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+"""Depth -> convolutions at each size of the image; three more layers classify."""
+CHANNELS = (1, 2, 4, 8, 8)
+"""Channels at each size of the image, in multiples of `filters`."""
+HALVED = 2 ** len(CHANNELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VggConfig:
+    """Sizes and options of a VGG; called with `nnx.Rngs` it builds the model.
+
+    Args:
+      depth: 16 (configuration D of the paper) or 19 (E).
+      filters: channels of the first convolutions, 64 in the paper; the last have 8 times as many.
+      height: rows of an image, a multiple of 32, for each of five poolings halves them.
+      width: columns of an image, a multiple of 32.
+      colours: channels of an image.
+      classes: number of classes, the dim vocab.
+      hidden: features of the two hidden layers of the classifier, 4096 in the paper; None: none.
+      dropout: rate on the hidden features of the classifier, 0.5 in the paper. It needs a "dropout" stream.
+      norm: after each convolution; see `shardtrain.models.resnet.ResNetConfig`. The paper has none.
+      num_groups: groups of channels of a group norm.
+      remat: whether the backward pass computes each block again from its input.
+      dtype: compute dtype; parameters, norms and logits are float32.
+
+    Raises:
+      ValueError: listing every option that is out of range or does not fit another.
+
+    References:
+      Simonyan and Zisserman 2014, https://arxiv.org/abs/1409.1556, table 1.
+
+    >>> VggConfig(depth=19).num_blocks
+    16
+    """
+
+    depth: int = 16
+    filters: int = 64
+    height: int = 32
+    width: int = 32
+    colours: int = 3
+    classes: int = 10
+    hidden: int | None = 512
+    dropout: float = 0.0
+    norm: ImageNorms = "group"
+    num_groups: int = 4
+    remat: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self):
+        checks.refuse("VggConfig", _problems(self))
+
+    @property
+    def num_blocks(self) -> int:
+        """Convolutions."""
+        return sum(CONVOLUTIONS[self.depth])
+
+    @property
+    def outer_channels(self) -> int:
+        """Channels after the last convolution."""
+        return CHANNELS[-1] * self.filters
+
+    def __call__(self, rngs: nnx.Rngs) -> "Vgg":
+        """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
+        return Vgg(self, rngs=rngs)
+
+
+def _problems(config: VggConfig) -> list[str]:
+    counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
+    found = checks.positive({name: value for name, value in counts.items() if value is not None})
+    if config.depth > 0 and config.depth not in CONVOLUTIONS:
+        near = min(CONVOLUTIONS, key=lambda depth: abs(depth - config.depth))
+        found.append(f"depth is {config.depth}; allowed are 16, 19. Use depth={near}.")
+    for name in ("height", "width"):
+        if getattr(config, name) > 0:
+            found += checks.multiple(name, getattr(config, name), "2 ** poolings", HALVED)
+    if config.norm == "group" and config.filters > 0 and config.num_groups > 0:
+        found += checks.multiple("filters", config.filters, "num_groups", config.num_groups)
+    found += checks.dropout_rate("dropout", config.dropout)
+    if config.dropout > 0 and config.hidden is None:
+        found.append(
+            f"dropout is {config.dropout} and there are no hidden features. Use dropout=0.0 or hidden=512."
+        )
+    found += checks.choice("norm", config.norm, ("group", "batch"))
+    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16"))
+
+
+class VggBlock(nnx.Module):
+    """A convolution, its norm and relu; `pooled`: then the maximum of each 2 x 2 pixels."""
+
+    def __init__(
+        self, config: VggConfig, entering: int, leaving: int, *, pooled: bool, of_image: bool, rngs: nnx.Rngs
+    ):
+        self.pooled = pooled
+        self.convolution = Convolution(entering, leaving, 3, of_image=of_image, dtype=config.dtype, rngs=rngs)
+        self.norm = ChannelNorm(config.norm, leaving, num_groups=config.num_groups, dtype=config.dtype)
+
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        x_BHWC = jax.nn.relu(self.norm(self.convolution(x_BHWC)))
+        if self.pooled:
+            x_BHWC = nnx.max_pool(x_BHWC, (2, 2), strides=(2, 2))
+        return with_logical_constraint(x_BHWC, WRITTEN)
+
+
+class Vgg(nnx.Module):
+    """Images to logits. `nnx.view(vgg, deterministic=True, use_running_average=True)` is for evaluation.
+
+    A call is the composition of its parts: `first`, then `run` on `blocks`, then `last`.
+    """
+
+    def __init__(self, config: VggConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.blocks = nnx.List(_blocks(config, rngs))
+        self.classifier = nnx.List(_classifier(config, rngs))
+        self.dropout = nnx.Dropout(config.dropout)
+        self.rngs = rngs["dropout"].fork() if config.dropout else None
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Score each image against the classes.
+
+        Args:
+          images: float (batch, height, width, colours).
+
+        Returns:
+          Logits (batch, classes), float32.
+
+        Raises:
+          ValueError: if the images are of another size than the model's.
+        """
+        logits_BV = self.last(self.run(self.blocks, self.first(images), self.block_keys()))
+        if self.rngs is not None and not self.dropout.deterministic:
+            self.rngs()  # the next call has masks of its own
+        return logits_BV
+
+    def first(self, images: jax.Array) -> jax.Array:
+        """The images in the compute dtype: the first block reads them."""
+        check_images(images.shape, (self.config.height, self.config.width, self.config.colours))
+        return images.astype(self.config.dtype)
+
+    def block_keys(self) -> None:
+        """No block draws random numbers; the classifier does, in `last`."""
+        return
+
+    def run(self, blocks: Any, x_BHWC: jax.Array, keys: None = None) -> jax.Array:
+        """Send images through blocks, in order: all, or a pipeline stage's share of them."""
+        return run_blocks(blocks, x_BHWC, remat=self.config.remat, scan=False)
+
+    def last(self, x_BHWC: jax.Array) -> jax.Array:
+        """Mean over the pixels that are left (one of 32 x 32), then the classifier."""
+        x_B = x_BHWC.mean((1, 2))
+        dropped = len(self.classifier) - 1
+        keys: Any = [None] * dropped
+        if self.rngs is not None and not self.dropout.deterministic:
+            keys = coming_keys(self.rngs, dropped)
+        for i, linear in enumerate(self.classifier):
+            x_B = with_logical_constraint(x_B, (BATCH, *linear.into))
+            x_B = with_logical_constraint(linear(x_B), (BATCH, *linear.out))
+            if i < dropped:
+                x_B = self.dropout(jax.nn.relu(x_B), rngs=keys[i])
+        return x_B.astype(jnp.float32)
+
+
+def _blocks(config: VggConfig, rngs: nnx.Rngs) -> list[VggBlock]:
+    blocks = []
+    entering = config.colours
+    for multiple, count in zip(CHANNELS, CONVOLUTIONS[config.depth], strict=True):
+        for i in range(count):
+            leaving, pooled = multiple * config.filters, i == count - 1
+            blocks.append(VggBlock(config, entering, leaving, pooled=pooled, of_image=not blocks, rngs=rngs))
+            entering = leaving
+    return blocks
+
+
+def _classifier(config: VggConfig, rngs: nnx.Rngs) -> list[Linear]:
+    """Linear maps from the channels to the classes; hidden features are sharded between the first two."""
+    sizes = {CHANNELS_IN: config.outer_channels, VOCAB: config.classes}
+    dims = [((CHANNELS_IN,), (VOCAB,))]
+    if config.hidden is not None:
+        sizes |= {MLP: config.hidden, EMBED: config.hidden}
+        dims = [((CHANNELS_IN,), (MLP,)), ((MLP,), (EMBED,)), ((EMBED,), (VOCAB,))]
+    return [
+        Linear(
+            into,
+            out,
+            sizes=sizes,
+            std=(2 / sizes[into[0]]) ** 0.5,
+            bias=True,
+            dtype=config.dtype,
+            rngs=rngs,
+        )
+        for into, out in dims
+    ]

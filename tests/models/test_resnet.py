@@ -1,0 +1,298 @@
+"""ResNet: published sizes, its parts, and what its norms do to a batch that is cut."""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardtrain.layout import PARAMETER_RULES, Named, resolve
+from shardtrain.models.convolution import EPS
+from shardtrain.models.resnet import ResNetConfig
+
+CONFIG = ResNetConfig(depth=20, filters=4, num_groups=2, height=8, width=6, colours=1, classes=8)
+SHALLOW = replace(CONFIG, depth=11)
+BATCH_NORM = replace(CONFIG, norm="batch")
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(6, 8, 6, 1)).astype(np.float32)
+LABELS = RNG.integers(0, 8, 6)
+
+assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+def abstract(config, kind: Any = nnx.Param):
+    return nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: config(nnx.Rngs(0))), kind))
+
+
+def count(config, kind: Any = nnx.Param):
+    return sum(math.prod(v.shape) for _, v in abstract(config, kind))
+
+
+def keras_counts(depth):
+    """Trained numbers and running statistics of Keras' CIFAR ResNet v2, by its definition.
+
+    A convolution has a bias; a batch norm trains 2 numbers a channel and keeps 2 more. Keras' own summary of
+    depth 20 is 574,090 in all.
+    """
+    trained = running = 0
+
+    def convolution(window, entering, leaving):
+        nonlocal trained
+        trained += window * window * entering * leaving + leaving
+
+    def norm(channels):
+        nonlocal trained, running
+        trained += 2 * channels
+        running += 2 * channels
+
+    convolution(3, 3, 16)
+    norm(16)
+    entering = inside = 16
+    for stage in range(3):
+        leaving = inside * (2 if stage else 4)
+        for i in range((depth - 2) // 9):
+            if stage or i:
+                norm(entering)
+            convolution(1, entering, inside)
+            norm(inside)
+            convolution(3, inside, inside)
+            norm(inside)
+            convolution(1, inside, leaving)
+            if i == 0:
+                convolution(1, entering, leaving)
+            entering = leaving
+        inside = leaving
+    norm(entering)
+    trained += entering * 10 + 10
+    return trained, running
+
+
+@pytest.mark.parametrize("depth", [20, 110, 1001])
+def test_sizes_are_those_of_keras(depth):
+    config = ResNetConfig(depth=depth, norm="batch")
+    counts = count(config), count(config, nnx.BatchStat)
+    assert counts == keras_counts(depth)
+    if depth == 20:
+        assert sum(counts) == 574_090
+
+
+def test_group_norm_has_the_same_parameters_and_no_statistics():
+    assert count(CONFIG) == count(BATCH_NORM)
+    assert not abstract(CONFIG, nnx.BatchStat)
+
+
+def test_blocks_are_counted_and_a_list():
+    module = nnx.eval_shape(lambda: ResNetConfig(depth=110)(nnx.Rngs(0)))
+    assert isinstance(module.blocks, nnx.List)
+    assert len(module.blocks) == ResNetConfig(depth=110).num_blocks == 36
+
+
+def test_every_parameter_is_placed_by_the_default_rules():
+    arrays = {
+        "/".join(map(str, path)): Named(dims=v.get_metadata()["out_sharding"], shape=v.shape)
+        for path, v in abstract(replace(CONFIG, colours=3))
+    }
+    specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})
+    assert specs["blocks/1/convolutions/1/kernel"] == ((), (), ("fsdp",), ("tensor",))
+    assert specs["head/kernel"] == (("fsdp",), ("tensor",))
+
+
+def test_logits_are_those_of_preactivated_bottlenecks(pure, quick_jit):
+    """The definition once more, as Keras writes it."""
+
+    def convolution(p, x, window, stride=1):
+        kernel = p["kernel"].reshape(window, window, -1, p["bias"].size)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return (
+            jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, "SAME", dimension_numbers=numbers)
+            + p["bias"]
+        )
+
+    def activated(p, x):
+        groups = x.reshape(*x.shape[:3], 2, -1)
+        mean = groups.mean((1, 2, 4), keepdims=True)
+        variance = groups.var((1, 2, 4), keepdims=True)
+        return jax.nn.relu(
+            ((groups - mean) / jnp.sqrt(variance + EPS)).reshape(x.shape) * p["scale"] + p["bias"]
+        )
+
+    def definition(params):
+        x = activated(params["stem_norm"], convolution(params["stem"], IMAGES, 3))
+        for i, block in params["blocks"].items():
+            stride = 2 if i in (2, 4) else 1
+            norms = list(block["norms"].values())
+            y = x if i == 0 else activated(norms.pop(0), x)
+            y = convolution(block["convolutions"][0], y, 1, stride)
+            y = convolution(block["convolutions"][1], activated(norms[0], y), 3)
+            y = convolution(block["convolutions"][2], activated(norms[1], y), 1)
+            x = y + (convolution(block["shortcut"], x, 1, stride) if i % 2 == 0 else x)
+        x = activated(params["final_norm"], x).mean((1, 2))
+        return x @ params["head"]["kernel"] + params["head"]["bias"]
+
+    params = pure(CONFIG).params
+    assert_close(quick_jit(pure(CONFIG).apply)(params, IMAGES), quick_jit(definition)(params))
+
+
+def filled(config, params) -> Any:
+    """The model with these parameters and fresh statistics."""
+    graph, state, running = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param, nnx.BatchStat)
+    nnx.replace_by_pure_dict(state, params)
+    running = jax.tree.map_with_path(
+        lambda path, x: jnp.zeros(x.shape) + ("variance" in jax.tree_util.keystr(path)), running
+    )
+    return nnx.merge(graph, state, running)
+
+
+@pytest.fixture(scope="module")
+def loss_and_gradient(pure, quick_jit):
+    """config -> ((loss, statistics after), gradient) at the same parameters."""
+
+    def loss(config, params):
+        module = filled(config, params)
+        logits = module(jnp.asarray(IMAGES))
+        return -jax.nn.log_softmax(logits)[jnp.arange(6), LABELS].mean(), nnx.state(module, nnx.BatchStat)
+
+    def compute(config):
+        gradient = jax.value_and_grad(functools.partial(loss, config), has_aux=True)
+        return quick_jit(gradient)(pure(config).params)
+
+    return functools.cache(compute)
+
+
+@pytest.mark.parametrize("config", [CONFIG, BATCH_NORM], ids=["group", "batch"])
+@pytest.mark.parametrize(("remat", "scan"), [(True, True), (True, False), (False, False)])
+def test_remat_and_scan_change_no_number(config, remat, scan, loss_and_gradient):
+    config = replace(config, depth=29)
+    changed = loss_and_gradient(replace(config, remat=remat, scan=scan))
+    jax.tree.map(assert_close, changed, loss_and_gradient(config))
+
+
+def test_scan_makes_one_loop_of_alike_blocks(pure):
+    text = {
+        scan: jax.jit(pure(config).apply).lower(pure(config).params, IMAGES).as_text()
+        for scan, config in ((scan, replace(CONFIG, depth=29, scan=scan)) for scan in (True, False))
+    }
+    assert text[True].count("stablehlo.while") == 3
+    assert "stablehlo.while" not in text[False]
+
+
+def test_remat_keeps_less(pure):
+    def kept(config):
+        backward = lambda params: jax.vjp(pure(config).apply, params, IMAGES)[1]  # noqa: E731
+        arrays = jax.tree.leaves(jax.eval_shape(backward, pure(config).params))
+        return sum(x.size for x in arrays)
+
+    assert kept(replace(SHALLOW, remat=True)) < 0.5 * kept(SHALLOW)
+
+
+def test_every_parameter_has_a_gradient(loss_and_gradient):
+    for path, gradient in jax.tree.leaves_with_path(loss_and_gradient(SHALLOW)[1]):
+        assert np.isfinite(gradient).all(), path
+        assert np.abs(gradient).max() > 1e-6, path
+
+
+def test_parts_in_programs_of_their_own_make_the_whole(pure, quick_jit):
+    """A pipeline's way: first, run on shares of the blocks, last."""
+    params = pure(CONFIG).params
+    part = lambda work: quick_jit(lambda *given: work(filled(CONFIG, params), *given))  # noqa: E731
+    x = part(lambda module: module.first(jnp.asarray(IMAGES)))()
+    for share in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        x = part(lambda module, x, share=share: module.run(module.blocks[share], x, module.block_keys()))(x)
+    logits = part(lambda module, x: module.last(x))(x)
+    assert_close(logits, quick_jit(pure(CONFIG).apply)(params, IMAGES))
+
+
+def cut(config, params, quick_jit):
+    """The logits of the whole batch, and of its two thirds and its third."""
+    apply = quick_jit(lambda images: filled(config, params)(images))
+    return apply(IMAGES), jnp.concatenate([apply(IMAGES[:4]), apply(IMAGES[4:])])
+
+
+def test_group_norm_does_not_depend_on_how_a_batch_is_cut(pure, quick_jit):
+    assert_close(*cut(SHALLOW, pure(SHALLOW).params, quick_jit))
+
+
+def test_batch_norm_depends_on_its_microbatch(pure, quick_jit):
+    whole, parts = cut(replace(SHALLOW, norm="batch"), pure(SHALLOW).params, quick_jit)
+    assert np.abs(whole - parts).max() > 0.1
+
+
+def test_running_statistics_change_in_training_alone(pure, quick_jit):
+    config = replace(SHALLOW, norm="batch")
+
+    def after(training):
+        module = nnx.view(filled(config, pure(config).params), use_running_average=not training)
+        logits = module(jnp.asarray(IMAGES))
+        return logits, nnx.state(module, nnx.BatchStat)
+
+    before = nnx.state(filled(config, pure(config).params), nnx.BatchStat)
+    (logits, trained), (evaluated, untouched) = (quick_jit(after, static_argnums=0)(x) for x in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, untouched, before)
+    for path, (new, old) in jax.tree.leaves_with_path(
+        jax.tree.map(lambda *pair: pair, trained, before), is_leaf=lambda x: isinstance(x, tuple)
+    ):
+        assert np.abs(new - old).min() > 0, path
+    assert np.abs(logits - evaluated).max() > 0.1
+
+
+def test_training_lowers_the_loss(quick_jit):
+    graph, state = nnx.split(quick_jit(lambda: SHALLOW(nnx.Rngs(0)))())
+
+    def loss(state):
+        logits = nnx.merge(graph, state)(jnp.asarray(IMAGES))
+        return -jax.nn.log_softmax(logits)[jnp.arange(6), LABELS].mean()
+
+    @quick_jit
+    def step(state):
+        value, gradient = jax.value_and_grad(loss)(state)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient)
+
+    losses = []
+    for _ in range(6):
+        value, state = step(state)
+        losses.append(float(value))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_bfloat16_is_close_and_returns_float32(pure, quick_jit):
+    exact, rounded = (
+        quick_jit(pure(config).apply)(pure(SHALLOW).params, IMAGES)
+        for config in (SHALLOW, replace(SHALLOW, dtype="bfloat16"))
+    )
+    assert rounded.dtype == jnp.float32
+    assert 1e-4 < np.abs(exact - rounded).max() / np.abs(exact).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        ({"depth": 50}, ["depth is 50; it must be 9 n + 2. Use depth=47 or depth=56."]),
+        ({"depth": 2}, ["depth is 2; it must be 9 n + 2. Use depth=11 or depth=20."]),
+        (
+            {"filters": 0, "colours": -1, "norm": "layer", "dtype": "float16"},
+            [
+                "filters is 0; it must be at least 1. Use filters=1 or more.",
+                "colours is -1; it must be at least 1. Use colours=1 or more.",
+                "norm is 'layer'; allowed are 'group', 'batch'. Use norm='group'.",
+                "dtype is 'float16'; allowed are 'float32', 'bfloat16'. Use dtype='bfloat16'.",
+            ],
+        ),
+        (
+            {"filters": 5},
+            ["filters 5 is not a multiple of num_groups 2: 5 % 2 = 1. Use filters=4 or filters=6."],
+        ),
+    ],
+)
+def test_every_problem_of_a_configuration_is_reported(change, problems):
+    with pytest.raises(ValueError, match="ResNetConfig") as error:
+        replace(CONFIG, **change)
+    assert str(error.value).splitlines() == ["ResNetConfig:", *(f"  {problem}" for problem in problems)]
+
+
+def test_groups_are_no_matter_of_batch_norm():
+    assert replace(CONFIG, filters=5, norm="batch").outer_channels == 80
