@@ -19,8 +19,9 @@ from shardtrain import axes
 from shardtrain.layout import Rules
 from shardtrain.loss import Batch, Loss, checked
 from shardtrain.model import BLOCKS, Model, activation_rules
-from shardtrain.pipeline.runner import Sums, pipeline_sums
+from shardtrain.pipeline.runner import pipeline_sums
 from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.sums import Sums
 from shardtrain.pipeline.table import Table
 from shardtrain.rng import row_key, step_key
 from shardtrain.sharding import with_leading_dim
@@ -228,7 +229,7 @@ def _in_stages(
         blocks = PartitionSpec(*[None] * dim, axes.PIPELINE)
         return {name: blocks if name == BLOCKS else whole for name in params}
 
-    grads: Any = () if grads_dim is None else specs(grads_dim)
+    grads: Any = {} if grads_dim is None else specs(grads_dim)
     return lambda *arguments: jax.shard_map(
         run,
         mesh=mesh,

@@ -83,6 +83,8 @@ class Combine:
 def stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
     """The arrays whose first dim counts layers, all of which each device holds.
 
+    The axis pipeline is none that would keep layers together: a mesh where it is above 1 has no combiner.
+
     Args:
       arrays: path -> dims and shape, in the order of the leaves of `specs`.
       specs: the PartitionSpec of each.
@@ -91,7 +93,7 @@ def stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
     return frozenset(
         path
         for (path, named), spec in zip(arrays.items(), leaves, strict=True)
-        if named.dims and named.dims[0] == axes.LAYERS and not spec_axes(PartitionSpec(*spec[:1]))
+        if named.dims and named.dims[0] == axes.LAYERS and not set(spec_axes(PartitionSpec(*spec[:1]))) - {axes.PIPELINE}
     )
 
 

@@ -125,11 +125,12 @@ class StageStep(AcrossStep):
         observe: Observe | None = None,
     ) -> None:
         self.held, self.seats, self.mailbox = held, seats, mailbox
-        self._clip, self._share, self._table = clip, share, table
+        self._clip, self._share = clip, share
         self._borrowed_specs = _borrowed_specs(held, placement)
         self._training = StagePrograms(held, flow, placement, self._borrowed_specs, start_row)
         self._losing = StagePrograms(held, flow, placement, self._borrowed_specs, start_row, train=False)
-        self._runner = StageRunner(table, flow, mailbox, observe)
+        self._flow, self._observe = flow, observe
+        self.follow(table)
         self._losses = StageRunner(losses, flow, mailbox)
         # behind the tags of all values
         self._first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
@@ -199,7 +200,10 @@ class StageStep(AcrossStep):
         self._scaled = jax.jit(scaled, out_shardings=sharded)
         self._squares = jax.jit(lambda grads: optax.tree.norm(grads, squared=True))
         self._counts = jax.jit(_counted)
-        self._merge = jax.jit(lambda x, shares: jax.tree.map(lambda x: merge_replicas(x, shares), x))
+        self._merge = jax.jit(
+            lambda state, shares: jax.tree.map(lambda x: merge_replicas(x, shares), state),
+            out_shardings=whole,
+        )
         self._update = jax.jit(
             update,
             in_shardings=(state, sharded, whole, whole, whole, whole, whole),
@@ -226,6 +230,11 @@ class StageStep(AcrossStep):
         squares = self._share("gradient norms", float(self._squares(grads)))
         squares = np.float32(np.sum(seats.of_replica(squares)))
         return self._update(state, grads, model_state, _totals(by_replica), squares, kept, extra)
+
+    def follow(self, table: Table) -> None:
+        """Walk over another table from now on; of the same stages, microbatches and chunks."""
+        self._table = table
+        self._runner = StageRunner(table, self._flow, self.mailbox, self._observe)
 
     def evaluate(self, state: State, batch: Batch) -> Metrics:
         """The losses of a batch, of all pipelines: loss_sum, count and those of the loss as (sum, count)."""

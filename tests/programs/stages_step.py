@@ -1,0 +1,284 @@
+"""One stage of a pipeline across islands: its loss and its gradients are those of the plain one-device step.
+
+Arguments: how many islands make one pipeline.
+"""
+
+import sys
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from shardtrain.data import place
+from shardtrain.islands.bridge import Control, MpiGroup, world
+from shardtrain.islands.crossing import Crossing
+from shardtrain.islands.mailbox import Mailbox
+from shardtrain.layout import Layout
+from shardtrain.loss import classification_loss, next_token_loss
+from shardtrain.mesh import make_mesh
+from shardtrain.model import from_nnx, path_text
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.costs import Traced, make_stages
+from shardtrain.pipeline.held import Held
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.replicas import Combine
+from shardtrain.stages_across import Seats, StageStep
+from shardtrain.state import init_state, make_placement
+from shardtrain.step import make_evaluate, make_step
+
+ROWS, SEQ, VOCAB = 40, 16, 32
+LAYOUTS = [({"data": 1}, 1), ({"data": 2}, 3), ({"tensor": 2}, 3)]
+"""Of each stage, and by which ZeRO stage: islands are unequal."""
+
+
+class Skips(nnx.Module):
+    """Blocks of different shapes; `early` skips to the last block, `mask` has no error."""
+
+    class Block(nnx.Module):
+        def __init__(self, number, width, before, last, rngs):
+            self.linear = nnx.Linear(before, width, kernel_init=names("embed", "mlp"), rngs=rngs)
+            self.linear.bias.set_metadata(out_sharding=("mlp",))
+            self.norm = nnx.BatchNorm(width, use_bias=False, use_scale=False, rngs=rngs)
+            self.drop = nnx.Dropout(0.3, rngs=rngs)
+            self.number, self.last = number, last
+
+        def __call__(self, stream):
+            x = self.drop(jnp.tanh(self.norm(self.linear(stream["x"]))))
+            if self.number == 0:
+                return {"x": x, "early": x * 2, "mask": stream["mask"]}
+            if self.last:
+                return {"x": x + jnp.where(stream["mask"], stream["early"], 0).sum(-1, keepdims=True)}
+            return {**stream, "x": x}
+
+    def __init__(self, rngs):
+        widths = [16, 6, 10, 8, 4, 8, 12]
+        last = len(widths) - 2
+        self.blocks = nnx.List(
+            [self.Block(i, widths[i + 1], widths[i], i == last, rngs) for i in range(last + 1)]
+        )
+        self.scale = nnx.Param(jnp.ones(16), out_sharding=("embed",))
+
+    def first(self, image):
+        x = image.reshape(len(image), -1) * self.scale
+        return {"x": x, "mask": x[:, :6] > 0}
+
+    def run(self, blocks, stream, keys):
+        for block in blocks:
+            stream = block(stream)
+        return stream
+
+    def last(self, stream):
+        # the first piece's parameter again: it is borrowed
+        return stream["x"][:, :8] * self.scale[:8]
+
+    def __call__(self, image):
+        return self.last(self.run(self.blocks, self.first(image), None))
+
+
+def names(*dims):
+    return nnx.with_metadata(nnx.initializers.normal(0.3), out_sharding=dims)
+
+
+@cache
+def model(name):
+    decoder = DecoderConfig(
+        vocab=VOCAB, seq=SEQ, embed=32, num_layers=7, num_heads=4, mlp=64, dropout=0.3, tied=name == "tied"
+    )
+    return from_nnx(Skips if name == "skips" else decoder)
+
+
+@cache
+def data(name):
+    random = np.random.default_rng(0)
+    weights = np.where(np.arange(ROWS) < ROWS - 3, 1, 0).astype(np.float32)
+    if name == "skips":
+        return classification_loss, {
+            "image": random.normal(size=(ROWS, 4, 4)).astype(np.float32),
+            "label": random.integers(0, 8, ROWS, np.int32),
+            "weights": weights,
+        }
+    return next_token_loss, {
+        "tokens": random.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32),
+        "weights": weights,
+    }
+
+
+def gradients_as_state() -> optax.GradientTransformation:
+    """Keeps the gradient, and changes nothing."""
+    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)  # noqa: E731
+    update = lambda grads, state, params: (zeros(grads), grads)  # noqa: E731
+    return optax.GradientTransformation(zeros, update)  # type: ignore[arg-type]
+
+
+@cache
+def one_device(name, microbatches):
+    """Metrics, gradients, model state and held-out metrics of the whole batch, on one device."""
+    layout = Layout(mesh={"data": 1}, unnamed="replicate")
+    mesh = make_mesh(layout, jax.local_devices()[:1])
+    loss, rows = data(name)
+    placement = make_placement(model(name), gradients_as_state(), layout, mesh)
+    state = init_state(model(name), gradients_as_state(), placement, 7)
+    batch = place(rows, mesh, layout.batch_axes, microbatches)
+    heldout = make_evaluate(model(name), loss, placement)(state, batch)
+    state, metrics = make_step(model(name), loss, gradients_as_state(), placement)(state, batch)
+    return jax.device_get((metrics, state.opt_state, state.model_state, heldout))
+
+
+def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine(), shares=None):
+    """(step, state, batch) of this rank."""
+    seats = Seats(num_islands=comm.size, num_stages=num_stages, island=comm.rank)
+    sizes, zero = LAYOUTS[seats.stage]
+    if name == "skips" and "data" in sizes:
+        sizes = {"tensor": seats.stage + 1}  # a batch norm is of the rows of each replica of an island
+    layout = Layout(mesh=sizes, zero=zero, unnamed="replicate")
+    mesh = make_mesh(layout, jax.local_devices()[: max(sizes.values())])
+    loss, rows = data(name)
+    shares = shares or [ROWS // seats.num_replicas] * seats.num_replicas
+    start, number = sum(shares[: seats.replica]), shares[seats.replica]
+    unit = microbatches if name == "skips" else 2 * microbatches
+    padded = -(-number // unit) * unit
+    mine = np.resize(np.arange(start, start + number), padded)
+    rows = {key: value[mine] for key, value in rows.items()}
+    rows["weights"] = np.where(np.arange(padded) < number, rows["weights"], 0).astype(np.float32)
+    microbatch = {key: value[: padded // microbatches] for key, value in rows.items()}
+    pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages="params")
+    stages = make_stages(model(name), pipeline, num_stages, loss, microbatch)
+    traced = Traced(model(name), loss, microbatch)
+    held = Held(model=model(name), stages=stages, traced=traced, stage=seats.stage)
+    placement = make_placement(held.as_model(), gradients_as_state(), layout, mesh)
+    same_stage = comm.Split(seats.stage, comm.rank)
+    step = StageStep(
+        held=held,
+        flow=held.flow(microbatch),
+        table=make_table(schedule, num_stages, microbatches, chunks),
+        losses=forward_only(num_stages, microbatches, chunks),
+        optimizer=gradients_as_state(),
+        clip=None,
+        placement=placement,
+        crossing=Crossing(mesh, [MpiGroup(same_stage)]),
+        seats=seats,
+        mailbox=Mailbox(
+            comm.Split(seats.replica, seats.stage), [f"stage {i}" for i in range(num_stages)], 60
+        ),
+        share=Control(comm).share,
+        combine=combine,
+        start_row=start,
+    )
+    state = init_state(held.as_model(), gradients_as_state(), placement, 7)
+    state = state._replace(combine_state=step.init_combine_state())
+    return step, state, place(rows, mesh, layout.batch_axes, microbatches)
+
+
+def close(got, expected, case):
+    got, expected = (
+        {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)} for tree in (got, expected)
+    )
+    assert got.keys() == expected.keys(), (case, got.keys() ^ expected.keys())
+    for path in expected:
+        np.testing.assert_allclose(got[path], expected[path], 1e-5, 1e-6, err_msg=f"{case}: {path}")
+
+
+def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shares) -> None:
+    """One set of compiled parts, and every table that fits it."""
+    step, state, batch = make(comm, num_stages, name, schedules[0], chunks, microbatches, shares=shares)
+    metrics, grads, model_state, heldout = one_device(name, microbatches)
+    for schedule in schedules:
+        case = f"{name} {schedule} {num_stages} stages, {chunks} chunks, {microbatches} microbatches"
+        step.follow(make_table(schedule, num_stages, microbatches, chunks))
+        before = (step.mailbox.num_messages, step.mailbox.num_bytes)
+        after, found = step(jax.tree.map(jnp.copy, state), batch)
+        sent = (step.mailbox.num_messages - before[0], step.mailbox.num_bytes - before[1])
+        close(jax.device_get(found), metrics, case)
+        close(jax.device_get(after.opt_state), step.held.own(grads), case)
+        close(jax.device_get(after.model_state), step.held.own(model_state, "model_state/"), case)
+        if name != "skips":
+            traffic(step, sent, microbatches, case)
+    if schedules[0] == "1f1b":
+        close(step.evaluate(state, batch), heldout, f"{case}, held-out")
+    step.close()
+
+
+def traffic(step, sent, microbatches, case) -> None:
+    """Activations x microbatches x boundaries, each way; and what is borrowed goes there and back."""
+    held, seats = step.held, step.seats
+    boundaries = len(held.parts) - (held.last_part in held.parts) + len(held.parts) - (0 in held.parts)
+    rows = step.held.traced.batch["tokens"].shape[0]
+    table = VOCAB * 32 * 4
+    borrows = (seats.stage in (0, seats.num_stages - 1)) and bool(held.lent or held.borrowed)
+    expected = (
+        boundaries * microbatches + borrows,
+        boundaries * microbatches * rows * SEQ * 32 * 4 + borrows * table,
+    )
+    assert sent == expected, (case, sent, expected)
+
+
+def adasum_of_pipelines(comm, num_stages) -> None:
+    """Pipelines combined by Adasum, stage by stage: each its own mean gradient, combined leaf by leaf."""
+    shares = [24, 16]
+    step, state, batch = make(comm, num_stages, "untied", "1f1b", 1, 2, Combine(by="adasum"), shares)
+    state, _ = step(state, batch)
+    means = []
+    for replica in range(2):
+        alone, own, rows = make_alone("untied", sum(shares[:replica]), shares[replica])
+        means.append(jax.device_get(alone(own, rows)[0].opt_state))
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.opt_state)):
+        a, b = (np.asarray(by_path(step.held.own(mean))[path_text(path)]) for mean in means)
+        layers = zip(a, b, leaf, strict=True) if path_text(path).startswith("blocks/") else [(a, b, leaf)]
+        for x, y, got in layers:
+            dot, xx, yy = (float((p.astype(np.float64) * q).sum()) for p, q in ((x, y), (x, x), (y, y)))
+            expected = (1 - dot / (2 * xx)) * x + (1 - dot / (2 * yy)) * y if xx and yy else x + y
+            np.testing.assert_allclose(got, expected, 2e-5, 1e-6, err_msg=path_text(path))
+    step.close()
+
+
+def by_path(tree):
+    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def make_alone(name, start, number):
+    layout = Layout(mesh={"data": 1})
+    mesh = make_mesh(layout, jax.local_devices()[:1])
+    loss, rows = data(name)
+    placement = make_placement(model(name), gradients_as_state(), layout, mesh)
+    step = make_step(model(name), loss, gradients_as_state(), placement, start_row=start)
+    rows = {key: value[start : start + number] for key, value in rows.items()}
+    return step, init_state(model(name), gradients_as_state(), placement, 7), place(rows, mesh, ("data",), 2)
+
+
+def a_bad_gradient(comm, num_stages) -> None:
+    """A loss that is not finite changes nothing on any stage."""
+    step, state, batch = make(comm, num_stages, "skips", "1f1b", 1, 2)
+    state, metrics = step(state, batch)
+    assert metrics["skipped"] == 0
+    before = jax.device_get(state)
+    state, metrics = step(state, {**batch, "image": batch["image"] * jnp.nan})
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state)._replace(step=before.step), before)
+    step.close()
+
+
+def main() -> None:
+    comm, num_stages = world(), int(sys.argv[1])
+    unequal = {1: [40], 2: [24, 16]}[comm.size // num_stages]
+    plain = ["1f1b", "gpipe", "zero_bubble"]
+    cases = {
+        (2, 1): [("tied", 1, 5, plain, None), ("skips", 2, 2, ["interleaved", "gpipe"], None)],
+        (3, 1): [("skips", 1, 8, plain, None), ("untied", 2, 5, ["interleaved"], None)],
+        # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
+        (2, 2): [("untied", 1, 2, plain, unequal), ("tied", 2, 1, ["interleaved"], None)],
+        (3, 2): [("tied", 1, 1, plain, unequal), ("untied", 2, 2, ["interleaved"], None)],
+    }
+    for case in cases[num_stages, comm.size // num_stages]:
+        the_plain_step(comm, num_stages, *case)
+    if comm.size == 4:
+        adasum_of_pipelines(comm, num_stages)
+    if comm.size == 2:
+        a_bad_gradient(comm, num_stages)
+    sys.stdout.write("done\n")
+
+
+main()
