@@ -63,10 +63,13 @@ class Traced:
         self.loss = loss
         self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
         self.params, self.model_state = jax.eval_shape(model.init, jax.random.key(0))
-        self.streams = [jax.eval_shape(self.first, self.params, self.batch)]
-        for block in range(self.chain.num_blocks):
-            run = partial(self.run, block)
-            self.streams.append(jax.eval_shape(run, self.block(block), self.streams[-1]))
+        self.entering = jax.eval_shape(self.first, self.params, self.batch)
+
+    @cached_property
+    def leaving(self) -> Any:
+        """The stream that leaves the blocks, as shapes."""
+        blocks = self.params.get(BLOCKS, {})
+        return jax.eval_shape(partial(self.run, 0, number=self.chain.num_blocks), blocks, self.entering)
 
     def block(self, number: int) -> Any:
         """The parameters of one block."""
@@ -85,10 +88,10 @@ class Traced:
         """(stream, model state) of what a loss gives to the model."""
         return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch))
 
-    def run(self, number: int, block: Any, stream: Any) -> Any:
-        """One block."""
+    def run(self, start: int, blocks: Any, stream: Any, number: int = 1) -> Any:
+        """Some blocks, from `start` on."""
         return self.chain.run(
-            {BLOCKS: block}, self.model_zeros(), jax.random.key(0), True, number, 1, stream
+            {BLOCKS: blocks}, self.model_zeros(), jax.random.key(0), True, start, number, stream
         )[0]
 
     def last(self, params: Any, stream: Any, batch: Any, model_state: Any = None) -> Any:
@@ -113,7 +116,7 @@ class Traced:
     @cached_property
     def last_paths(self) -> frozenset[str]:
         """The same of the last piece."""
-        stream, batch = self.zeros(self.streams[-1]), self.zeros(self.batch)
+        stream, batch = self.zeros(self.leaving), self.zeros(self.batch)
         return _used(
             lambda params, state: self.last(params, stream, batch, state), self.params, self.model_state
         )
@@ -140,20 +143,21 @@ class Traced:
                 first=float(sum(size for path, size in sizes.items() if path in first)),
                 last=float(sum(size for path, size in sizes.items() if path in last)),
             )
-        blocks = [
-            _flops(partial(self.run, i), self.block(i), self.streams[i])
-            for i in range(1 if self.chain.stacked else self.chain.num_blocks)
-        ]
+        blocks, stream = [], self.entering
+        for block in range(1 if self.chain.stacked else self.chain.num_blocks):
+            flops, stream = _flops(partial(self.run, block), self.block(block), stream)
+            blocks.append(flops)
         return Costs(
             blocks=blocks * self.chain.num_blocks if self.chain.stacked else blocks,
-            first=_flops(self.first, self.params, self.batch),
-            last=_flops(self.last, self.params, self.streams[-1], self.batch),
+            first=_flops(self.first, self.params, self.batch)[0],
+            last=_flops(self.last, self.params, self.leaving, self.batch)[0],
         )
 
 
-def _flops(function: Any, *shapes: Any) -> float:
-    found = jax.jit(function).lower(*shapes).cost_analysis()
-    return float((found or {}).get("flops", 0.0))
+def _flops(function: Any, *shapes: Any) -> tuple[float, Any]:
+    """The flops of a function, and the shapes that it returns."""
+    lowered = jax.jit(function).lower(*shapes)
+    return float((lowered.cost_analysis() or {}).get("flops", 0.0)), lowered.out_info
 
 
 def _used(function: Any, params: Any, model_state: Any) -> frozenset[str]:
