@@ -93,7 +93,9 @@ def stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
     return frozenset(
         path
         for (path, named), spec in zip(arrays.items(), leaves, strict=True)
-        if named.dims and named.dims[0] == axes.LAYERS and not set(spec_axes(PartitionSpec(*spec[:1]))) - {axes.PIPELINE}
+        if named.dims
+        and named.dims[0] == axes.LAYERS
+        and not set(spec_axes(PartitionSpec(*spec[:1]))) - {axes.PIPELINE}
     )
 
 

@@ -35,8 +35,7 @@ def island_checkpoints(
     """Those of this island: of what all have in common in one folder, of what each has in one each."""
     seats = together.seats
     name = CHECKPOINTS if seats is None else f"{CHECKPOINTS}-stage-{seats.stage}-of-{seats.num_stages}"
-    if seats is None or seats.stage == 0:
-        _refuse_other_cut(folder, name if seats is None else name.replace("stage-0", "stage-*"))
+    _refuse_other_cut(folder, re.sub("stage-[0-9]+", "stage-*", name))
     if together.writes:
         return Checkpoints(folder / name, run.checkpoints, report=note)
     if not has_own:

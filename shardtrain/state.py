@@ -253,7 +253,7 @@ def make_placement(
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
-    _check_stages(dict(mesh.shape), combine, stages)
+    _check_stages(model, dict(mesh.shape), combine, stages)
     specs = state_specs(model, optimizer, layout, dict(mesh.shape), combine, stages)
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -269,7 +269,7 @@ def make_placement(
     )
 
 
-def _check_stages(sizes: Mapping[str, int], combine: Combine, stages: Stages | None) -> None:
+def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stages: Stages | None) -> None:
     num_stages = sizes[axes.PIPELINE]
     if (1 if stages is None else stages.num_stages) != num_stages:
         raise ValueError(
@@ -277,11 +277,27 @@ def _check_stages(sizes: Mapping[str, int], combine: Combine, stages: Stages | N
             f" {'no stages' if stages is None else f'{stages.num_stages} stages'}; make them with"
             f" pipeline.costs.make_stages(model, Pipeline(), {num_stages}, loss, microbatch)"
         )
-    if stages is not None and not combine.is_mean:
-        raise ValueError(
-            f"pipeline={num_stages} inside a mesh sums the gradients of its replicas, and combine is"
-            f" {combine.by!r} on {combine.on}; combine by 'mean', or join replicas as islands (--across)"
+    if stages is None:
+        return
+    problems = []
+    if not combine.is_mean:
+        problems.append(
+            f"it sums the gradients of its replicas, and combine is {combine.by!r} on {combine.on};"
+            " combine by 'mean', or join replicas as islands (--across)"
         )
+    if model.chain is None or not model.chain.stacked:
+        problems.append(
+            "all its stages run one program, so blocks must be alike, their parameters stacked along the dim"
+            f" {axes.LAYERS!r}, and this model's are not; stack them, or use --across pipeline"
+        )
+    state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
+    if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:
+        problems.append(
+            f"it hands on no running statistics, and the model has {', '.join(kept)}; use a norm without"
+            " them, or --across pipeline"
+        )
+    if problems:
+        raise problems_error(f"pipeline={num_stages} inside a mesh cannot run this", problems)
 
 
 def init_state(
@@ -301,7 +317,12 @@ def init_state(
         state = _init(model, optimizer, seed, placement.stages)
         return _with_replicas(state, combine, sizes, specs.arrays, specs.sharded)
 
-    return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
+    # it runs once, and LLVM would take minutes over what a thousand layers draw
+    on_cpu = placement.mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(create, out_shardings=placement.state, compiler_options=options if on_cpu else None)(
+        jnp.uint32(seed)
+    )
 
 
 def restorable_state(placement: Placement) -> State:

@@ -35,12 +35,14 @@ from shardtrain.optimizer import Optimizer, make_optimizer
 from shardtrain.pipeline.costs import Traced, make_stages
 from shardtrain.pipeline.held import Held
 from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.simulate import simulate
 from shardtrain.recipes import scaled
 from shardtrain.replicas import Combine
 from shardtrain.report import plots
 from shardtrain.report.islands import binding_text
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
+from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.resume import (
     BEGINNING,
     Elsewhere,
@@ -264,6 +266,8 @@ def _agreed(
     if islands is not None and parts.held is None:
         together.check(_program(run, parts, batch))
     say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
+    if text := _pipeline_text(run, parts):
+        notes.note(text)
     if summary := getattr(run.data, "summary", None):
         notes.note(summary(folder))
     across = _across(run, parts, together, loader)
@@ -301,6 +305,18 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     if len(replicas) == 1 and run.strategy.combine.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing crosses; use mean")
     return found.run
+
+
+def _pipeline_text(run: Run, parts: Parts) -> str | None:
+    """How a pipeline is cut, and what its schedule makes of it; None without one."""
+    stages = parts.placement.stages if parts.held is None else parts.held.stages
+    if stages is None:
+        return None
+    pipeline, microbatches = run.strategy.pipeline, run.strategy.accumulate
+    sizes = (stages.num_stages, microbatches, stages.num_chunks)
+    table = make_table(pipeline.schedule, *sizes, lockstep=parts.held is None)
+    found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
+    return f"{heading(table)}; blocks {','.join(map(str, stages.counts))}\n{found}"
 
 
 def _microbatch(run: Run, source: Any) -> Batch:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from shardtrain import axes
 from shardtrain.cli.run_options import parse_run
-from shardtrain.config import Strategy
+from shardtrain.config import Run, Strategy
 from shardtrain.data import batch_problem
 from shardtrain.layout import axis_sizes, problems_error
-from shardtrain.model import as_model
+from shardtrain.model import Model, as_model
 from shardtrain.optimizer import make_optimizer
+from shardtrain.pipeline.rows import Stages
 from shardtrain.pipeline.schedule import make_table, read_table
+from shardtrain.pipeline.stages import counts, parse_stages
 from shardtrain.pipeline.table import Table
 from shardtrain.report import plots
 from shardtrain.report.sharding import sharding_text
@@ -67,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     sizes = axis_sizes(layout, options.devices or _devices_named(layout.mesh))
     model = as_model(run.model)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
-    specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine)
+    stages = _stages(run, model, sizes[axes.PIPELINE])
+    specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine, stages)
     sys.stdout.write(sharding_text(specs, sizes) + "\n")
     asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
     if asked or sizes[axes.PIPELINE] > 1:
@@ -76,6 +79,19 @@ def main(arguments: Sequence[str]) -> int:
     if problem:
         raise ValueError(problem)
     return 0
+
+
+def _stages(run: Run, model: Model, num_stages: int) -> Stages | None:
+    """How such a mesh cuts the blocks; what needs the shapes of the data is shown cut evenly."""
+    if num_stages == 1 or model.chain is None or not model.chain.stacked:
+        return None
+    pipeline = run.strategy.pipeline
+    by = parse_stages(pipeline.stages)
+    if by in ("params", "flops"):
+        sys.stderr.write(f"blocks are shown cut evenly: to cut them by {by} needs the data\n")
+        by = "equal"
+    found = counts(by, model.chain.num_blocks, num_stages * pipeline.virtual_stages)
+    return Stages(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(found))
 
 
 def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:

@@ -5,7 +5,7 @@ backward pass is written by hand: a stage keeps the inputs of its microbatches a
 again, so the schedule alone decides how many are alive. Next: `gradients.py`, which calls it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,15 +53,15 @@ def pipeline_sums(
       ValueError: blocks change the shape of the stream, or the loss does not call the model once.
     """
     work = Work(chain, loss, stages, params, rng, batch, train="backward" in table.kinds)
-    return _Walk(work, table, specs, PartitionSpec(tuple(row_axes))).sums()
+    return _Walk(work, table, specs, tuple(row_axes)).sums()
 
 
 class _Carry(NamedTuple):
     """What a stage hands from tick to tick.
 
     Args:
-      stream: what arrives from the stage before, a `Parted`.
-      error: what arrives from the stage behind, a list like its floats.
+      stream: what goes to the next stage.
+      error: what goes to the stage before, a list like the floats of a stream.
       inputs: slots of streams.
       errors: slots of errors.
       sums: so far.
@@ -87,11 +87,19 @@ class _Task(NamedTuple):
 
 
 class _Walk:
-    """A walk over a table on one stage."""
+    """A walk over a table on one stage.
 
-    def __init__(self, work: Work, table: Table, specs: Any, row_spec: PartitionSpec) -> None:
-        self.work, self.table, self.row_spec = work, table, row_spec
-        self.specs = jax.tree.map(_inside, specs) if work.train else {}
+    In a tick one thing waits for another: permutes (all stages meet there), forward, backward, weight. For
+    where two of them contain collectives and neither needs the other, XLA's runtime for CPUs begins with
+    either, on each device as it comes, and they wait for each other for ever (`plan.rendezvous`).
+    """
+
+    def __init__(self, work: Work, table: Table, specs: Any, row_axes: tuple[str, ...]) -> None:
+        self.work, self.table, self.row_spec = work, table, PartitionSpec(row_axes)
+        self.specs, self.whole = {}, {}
+        if work.train:
+            self.specs = jax.tree.map(partial(_without, {axes.PIPELINE}), specs)
+            self.whole = jax.tree.map(partial(_without, {axes.PIPELINE, *row_axes}), specs)
         self.ticks = make_ticks(table)
 
     def sums(self) -> Sums:
@@ -120,9 +128,12 @@ class _Walk:
     def _tick(self, carry: _Carry, row: dict[str, jax.Array]) -> _Carry:
         mine = {name: lax.dynamic_index_in_dim(x, self.work.stage, 0, False) for name, x in row.items()}
         forward, backward, weight = (self._task(mine, kind) for kind in KINDS)
+        stream, error = self._handed_on(carry.stream, 1), self._handed_on(carry.error, -1)
+        if self.work.train:
+            stream = stream._replace(floats=_after(stream.floats, error, never=mine["forward"] < NONE))
         carry = carry._replace(
-            inputs=put(carry.inputs, carry.stream, mine["arriving_input"]),
-            errors=put(carry.errors, carry.error, mine["arriving_error"]),
+            inputs=put(carry.inputs, stream, mine["arriving_input"]),
+            errors=put(carry.errors, error, mine["arriving_error"]),
         )
         carry = self._forward(forward, carry)
         if self.work.train:
@@ -131,7 +142,7 @@ class _Walk:
 
     def _task(self, mine: dict[str, jax.Array], kind: str) -> _Task:
         # where a stage has one chunk its number is known, and slices of its blocks are the blocks
-        chunk = 0 if self.table.num_chunks == 1 and len(set(self.work.stages.counts))==1 else jnp.maximum(mine[f"{kind}_chunk"], 0)
+        chunk = 0 if self.table.num_chunks == 1 else jnp.maximum(mine[f"{kind}_chunk"], 0)
         stage, is_there = self.work.stage, mine[kind] >= 0
         return _Task(
             is_there=is_there,
@@ -145,23 +156,28 @@ class _Walk:
 
     def _forward(self, task: _Task, carry: _Carry) -> _Carry:
         work = self.work
-        stream = self._either(
-            task.is_first,
-            lambda: work.first(work.rest, task.microbatch),
-            lambda: get(carry.inputs, task.input),
-        )
-        inputs = put(carry.inputs, stream, jnp.where(task.is_first, task.input, NONE))
 
-        def run(size: int) -> Parted:
+        def forward(size: int) -> tuple[Parted, Parted]:
+            entering = self._entering(size, task, carry)
             rows = work.rows(size, task.chunk)
-            return work.run(size, rows, task.chunk, task.microbatch, stream)
+            return entering, work.run(size, rows, task.chunk, task.microbatch, entering)
 
-        # where there is no task a stream goes to where nobody waits for it; and what leaves the last part
-        # only its own backward needs, which computes it again
+        def skip() -> tuple[Parted, Parted]:
+            return carry.stream, carry.stream  # to where nobody waits for it
+
+        # what leaves the last part only its own backward needs, which computes it again
         is_needed = task.is_there & ~task.is_last if work.train else task.is_there
-        stream = self._by_size(is_needed, task, run, lambda: stream)
+        entering, stream = self._by_size(is_needed, task, forward, skip)
+        inputs = put(carry.inputs, entering, jnp.where(task.is_first, task.input, NONE))
         sums = carry.sums if work.train else self._loss_added(task, stream, carry.sums)
-        return carry._replace(inputs=inputs, stream=self._handed_on(stream, 1), sums=sums)
+        return carry._replace(inputs=inputs, stream=stream, sums=sums)
+
+    def _entering(self, size: int, task: _Task, carry: _Carry) -> Parted:
+        """The stream that enters a part: what arrived, or of the first part what the batch gives."""
+        arrived = partial(get, carry.inputs, task.input)
+        if size != self.work.stages.counts[0]:
+            return arrived()
+        return self._either(task.is_first, lambda: self.work.first(self.work.rest, task.microbatch), arrived)
 
     def _loss_added(self, task: _Task, stream: Parted, sums: Sums) -> Sums:
         def added(sums: Sums) -> Sums:
@@ -178,16 +194,19 @@ class _Walk:
             out, pull = self._linear(size, task, carry, by)
             error, sums = self._error(size, task, out, carry, sums)
             found = pull(error)
-            if "rows" in found:
-                sums = with_rows(sums, found["rows"], self.work.start(task.chunk))
-            return error, found["stream"], self._first_added(size, task, found["stream"], sums)
+            if has_weight:
+                return error, found["stream"], self._first_added(task, found["stream"], sums)
+            sums = with_rows(sums, found["rows"], self.work.start(task.chunk))
+            return error, found["stream"], sums
 
         def skip(sums: Sums) -> tuple[Any, Any, Sums]:
             return carry.error, carry.error, sums
 
         error, before, sums = self._by_size(task.is_there, task, backward, skip, carry.sums)
+        if not has_weight:
+            sums = self._first_added(task, before, sums)
         errors = put(carry.errors, error, task.error) if has_weight else carry.errors
-        return carry._replace(error=self._handed_on(before, -1), errors=errors, sums=sums)
+        return carry._replace(error=before, errors=errors, sums=sums)
 
     def _weight(self, task: _Task, carry: _Carry) -> _Carry:
         def weight(size: int, sums: Sums) -> Sums:
@@ -233,16 +252,21 @@ class _Walk:
             return arrived(sums)
         return self._either(task.is_last, of_loss, arrived, sums)
 
-    def _first_added(self, size: int, task: _Task, error: list[Any], sums: Sums) -> Sums:
+    def _first_added(self, task: _Task, error: list[Any], sums: Sums) -> Sums:
         """The sums with the gradients of what comes before the blocks."""
         work = self.work
 
         def added(sums: Sums) -> Sums:
             _, pull, _ = jax.vjp(lambda rest: work.first(rest, task.microbatch), work.rest, has_aux=True)
-            return with_grads(sums, *pull(error))
+            (found,) = pull(error)
+            # the gradient of a lookup is a scatter, whose result XLA cannot shard in here by itself: it ends
+            # the process (a check of the partitioner's fails)
+            whole = {
+                name: jax.tree.map(lax.with_sharding_constraint, found[name], self.whole[name])
+                for name in found
+            }
+            return with_grads(sums, whole)
 
-        if size != work.stages.counts[0]:
-            return sums
         return self._either(task.is_first, added, lambda sums: sums, sums)
 
     def _by_size(
@@ -289,11 +313,23 @@ class _Walk:
         return jax.tree.map(lambda x: lax.ppermute(x, axes.PIPELINE, pairs), arrays)
 
 
+def _after(values: list[jax.Array], others: list[jax.Array], never: jax.Array) -> list[jax.Array]:
+    """Values that are there once others of the same shapes are.
+
+    Args:
+      values: what a conditional takes that must wait.
+      others: what it must wait for.
+      never: False, which XLA must not find out.
+    """
+    zero = jnp.zeros((), jnp.float32)
+    return [jnp.where(never & (y != 0), zero.astype(x.dtype), x) for x, y in zip(values, others, strict=True)]
+
+
 def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _inside(spec: PartitionSpec) -> PartitionSpec:
-    """A spec without the axis pipeline, of which this is inside."""
-    entries = [(e,) if isinstance(e, str) else e or () for e in spec]
-    return PartitionSpec(*(tuple(a for a in entry if a != axes.PIPELINE) or None for entry in entries))
+def _without(names: Iterable[str], spec: PartitionSpec) -> PartitionSpec:
+    """A spec without some axes: pipeline, of which this is inside, or all over which gradients are summed."""
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return PartitionSpec(*(tuple(axis for axis in entry if axis not in names) or None for entry in entries))

@@ -41,9 +41,11 @@ def with_rows(sums: Sums, found: Any, start: Any) -> Sums:
     """The sums with gradients of some of the rows of blocks, from `start` on."""
 
     def added(total: jax.Array, g: jax.Array) -> jax.Array:
+        # added to all rows: that XLA does in place, where it would copy a slice that it reads and writes
         g = g.astype(jnp.float32)
-        # all rows are added to: XLA does it in place, where it would copy the slice that it reads
-        return total + lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), g, start, 0)
+        if g.shape != total.shape:
+            g = lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), g, start, 0)
+        return total + g
 
     blocks = jax.tree.map(added, sums.grads[BLOCKS], found)
     return sums._replace(grads={**sums.grads, BLOCKS: blocks})

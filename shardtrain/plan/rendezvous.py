@@ -1,0 +1,91 @@
+"""Whether a compiled program can wait for ever: all devices meet at a collective-permute, whoever sends.
+
+Other collectives meet in groups. In a branch that only some devices take, as the stages of a pipeline do, a
+permute therefore never ends, while a reduction among devices that take the same branch does.
+"""
+
+from collections.abc import Iterator
+
+from shardtrain.plan.collectives import KINDS, PERMUTE
+from shardtrain.plan.dataflow import Frame
+from shardtrain.plan.hlo import Instruction, parse
+
+
+def permutes_in_branches(hlo_text: str) -> list[str]:
+    """The collective-permutes that a branch of a conditional contains.
+
+    Args:
+      hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
+
+    Returns:
+      For each its name, with the traced operation it came from; empty where none can be left waiting.
+
+    Raises:
+      ValueError: the text is not HLO.
+    """
+    module = parse(hlo_text)
+    return list(_found(Frame(module=module, computation=module.entry), in_branch=False))
+
+
+def _found(frame: Frame, in_branch: bool) -> Iterator[str]:
+    for instruction in frame.computation.instructions.values():
+        if in_branch and instruction.opcode.removesuffix("-start") == PERMUTE:
+            yield f"{instruction.name} ({instruction.source or 'no source noted'})"
+        for inner in _inner(frame, instruction):
+            yield from _found(inner, in_branch or instruction.opcode == "conditional")
+
+
+def _inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
+    """What an instruction runs: the parts of a loop, the branches of a conditional, what it calls."""
+    if instruction.opcode == "while":
+        return frame.body(instruction), frame.condition(instruction)
+    if instruction.opcode == "conditional":
+        return frame.branches(instruction)
+    called = frame.callee(instruction)
+    return () if called is None else (called,)
+
+
+def unordered(hlo_text: str) -> list[tuple[str, str]]:
+    """Pairs of operations that both move data between devices and wait for nothing of each other.
+
+    XLA's runtime for CPUs keeps the order of collectives that stand side by side, but not that of one and a
+    loop or conditional that contains others, nor of two of these: a device may begin with either. Where
+    another device begins with the other one, both wait, and for ever once no thread is free.
+
+    Args:
+      hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
+
+    Returns:
+      (name, name) of each pair, of which at least one is a loop or conditional; empty where all are in order.
+
+    Raises:
+      ValueError: the text is not HLO.
+    """
+    module = parse(hlo_text)
+    return list(dict.fromkeys(_unordered(Frame(module=module, computation=module.entry))))
+
+
+def _unordered(frame: Frame) -> Iterator[tuple[str, str]]:
+    instructions = frame.computation.instructions
+    before: dict[str, set[str]] = {}
+    meeting: list[Instruction] = []
+    for instruction in instructions.values():
+        operands = [name for name in instruction.operands if name in instructions]
+        before[instruction.name] = {*operands}.union(*(before[name] for name in operands))
+        inner = list(_inner(frame, instruction))
+        for child in inner:
+            yield from _unordered(child)
+        if instruction.opcode.removesuffix("-start") in KINDS or any(map(_meets, inner)):
+            for other in meeting:
+                plain = all(i.opcode.removesuffix("-start") in KINDS for i in (other, instruction))
+                if not plain and other.name not in before[instruction.name]:
+                    yield other.name, instruction.name
+            meeting.append(instruction)
+
+
+def _meets(frame: Frame) -> bool:
+    """Whether anything in a frame moves data between devices."""
+    return any(
+        instruction.opcode.removesuffix("-start") in KINDS or any(map(_meets, _inner(frame, instruction)))
+        for instruction in frame.computation.instructions.values()
+    )

@@ -1,0 +1,80 @@
+"""Whole runs of a pipeline across islands: args are the text, a folder, and islands of a pipeline."""
+
+import dataclasses
+import io
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.config import Run, Strategy
+from shardtrain.data import Text
+from shardtrain.islands.membership import join
+from shardtrain.islands.options import Across
+from shardtrain.layout import Layout
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.optimizer import Optimizer, Schedule
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.trainer import train
+
+TEXT, FOLDER, NUM_STAGES = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+ISLANDS = join()
+SEQ = 8
+SHARES = (1.0,) if ISLANDS is None or ISLANDS.seat.num_islands == NUM_STAGES else (3.0, 1.0)
+RUN = Run(
+    model=DecoderConfig(vocab=256, seq=SEQ, embed=16, num_layers=3, num_heads=2, mlp=32, dropout=0.1),
+    data=Text(paths=(TEXT,), seq=SEQ, heldout_fraction=0.06),
+    # the gradient is longer than this: its norm is that of all stages
+    optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2, warmup=2), clip=0.5),
+    strategy=Strategy(layout=Layout(mesh={"data": -1}), accumulate=2),
+    batch=8,
+    steps=6,
+    seed=3,
+    log_every=1,
+    evaluate_every=3,
+    checkpoints=CheckpointPolicy(every_steps=2, keep=4),
+    sample=lambda apply: "a sample",
+)
+if ISLANDS is not None:
+    across = Across(axis="pipeline", partitions=NUM_STAGES, shares=SHARES)
+    RUN = dataclasses.replace(
+        RUN, strategy=dataclasses.replace(RUN.strategy, across=across, pipeline=Pipeline(stages="params"))
+    )
+
+
+def run(name: str, **changes: object):
+    console = Console(file=io.StringIO(), width=200)
+    trained = train(dataclasses.replace(RUN, run_dir=FOLDER / name, **changes), console, ISLANDS)
+    return trained, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def bits(tree) -> list[bytes]:
+    return [np.asarray(leaf.addressable_data(0)).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def refused(**changes: object) -> str:
+    try:
+        run("whole", **changes)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(changes)
+
+
+whole, text = run("whole")
+if ISLANDS is not None:
+    assert not ISLANDS.is_first or "no sample: the model is spread over islands" in text, text
+    run("parts", steps=4)
+    parts, text = run("parts")
+    assert bits(parts.state) == bits(whole.state)
+    assert not ISLANDS.is_first or "resumed from step 4" in text, text
+    other = dataclasses.replace(RUN.strategy, across=Across())
+    assert "resumes with the same number of partitions" in refused(strategy=other)
+    inside = dataclasses.replace(RUN.strategy, layout=Layout(mesh={"pipeline": -1}))
+    if jax.device_count() > 1:
+        assert "use pipeline=1 inside each island" in refused(strategy=inside)
+    odd = dataclasses.replace(RUN.strategy, across=Across(axis="pipeline", partitions=3))
+    assert "do not make whole pipelines" in refused(strategy=odd)
+    sys.stdout.write(" ".join(sorted(path.name for path in (FOLDER / "whole").glob("checkpoints*"))))
