@@ -4,6 +4,7 @@ Its blocks are an `nnx.List`, each with parameters of its own, where the decoder
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +96,10 @@ class Mlp(nnx.Module):
         Raises:
           ValueError: if an example does not hold `features` numbers.
         """
+        return self.last(self.run(self.blocks, self.first(examples), None))
+
+    def first(self, examples: jax.Array) -> jax.Array:
+        """Flatten examples: what enters the first block."""
         num_features = math.prod(examples.shape[1:])
         if num_features != self.config.features:
             raise ValueError(
@@ -102,9 +107,16 @@ class Mlp(nnx.Module):
                 f"features={self.config.features}. Build it with features={num_features}."
             )
         x_BD = examples.reshape(len(examples), num_features).astype(self.config.dtype)
-        x_BD = with_logical_constraint(x_BD, (BATCH, EMBED))
-        for block in self.blocks:
+        return with_logical_constraint(x_BD, (BATCH, EMBED))
+
+    def run(self, blocks: Sequence[MlpBlock], x_BD: jax.Array, keys: None) -> jax.Array:
+        """Send the stream through blocks (all, or a pipeline stage's share of them), which have keys."""
+        for block in blocks:
             x_BD = block(x_BD)
+        return x_BD
+
+    def last(self, x_BD: jax.Array) -> jax.Array:
+        """Score what leaves the last block."""
         return with_logical_constraint(self.head(x_BD).astype(jnp.float32), (BATCH, VOCAB))
 
 

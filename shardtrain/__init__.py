@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardtrain.islands.membership import join
     from shardtrain.islands.options import Across
     from shardtrain.layout import Layout, read_layout
-    from shardtrain.loss import classification_loss, cross_entropy, next_token_loss
+    from shardtrain.loss import classification_loss, cross_entropy, next_token_loss, translation_loss
     from shardtrain.mesh import make_mesh
     from shardtrain.model import from_linen, from_nnx
     from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
@@ -34,7 +34,7 @@ _ROOMS = {
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "layout": ("Layout", "read_layout"),
-    "loss": ("classification_loss", "cross_entropy", "next_token_loss"),
+    "loss": ("classification_loss", "cross_entropy", "next_token_loss", "translation_loss"),
     "mesh": ("make_mesh",),
     "model": ("from_linen", "from_nnx"),
     "optimizer": ("Optimizer", "Schedule", "make_optimizer"),
@@ -76,6 +76,7 @@ __all__ = [
     "read_layout",
     "restorable_state",
     "train",
+    "translation_loss",
 ]
 
 

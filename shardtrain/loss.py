@@ -147,6 +147,21 @@ def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     return cross_entropy(logits, targets, jnp.broadcast_to(batch["weights"][:, None], targets.shape))
 
 
+def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of each next token of a target sequence, given a source sequence.
+
+    Args:
+      apply: source int32 (B, S), target int32 (B, T) -> logits (B, T, V).
+      batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" float32 (B,).
+
+    Returns:
+      (sum in nats, number of tokens).
+    """
+    logits = apply(batch["source"], batch["target"][:, :-1])
+    targets = batch["target"][:, 1:]
+    return cross_entropy(logits, targets, jnp.broadcast_to(batch["weights"][:, None], targets.shape))
+
+
 def classification_loss(
     apply: Apply, batch: Batch
 ) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:

@@ -31,7 +31,7 @@ from shardtrain.loop import Pace, Pieces, StopSignals, run_loop
 from shardtrain.mesh import make_mesh
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model, as_model
-from shardtrain.optimizer import Optimizer, make_optimizer
+from shardtrain.optimizer import Optimizer, coupled, make_optimizer
 from shardtrain.pipeline.costs import Traced, make_stages
 from shardtrain.pipeline.held import Held
 from shardtrain.pipeline.schedule import forward_only, make_table
@@ -151,6 +151,13 @@ def _make_stage_parts(
     if isinstance(named, Optimizer):
         # the norm is that of all stages, see `StageStep`
         named = replace(named, clip=None)
+    whole, _ = make_optimizer(named, run.steps, model.dims)
+    if num_stages > 1 and (problems := coupled(whole, model.dims, traced.params)):
+        raise problems_error(
+            "stages update their own parameters, which would not be the update of the whole model; use"
+            " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
+            problems,
+        )
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     return Parts(stage, optimizer, learning_rate, mesh, placement, held, seats)

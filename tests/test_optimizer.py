@@ -18,6 +18,7 @@ from shardtrain.optimizer import (
     SCHEDULES,
     Optimizer,
     Schedule,
+    coupled,
     decayed,
     make_optimizer,
     make_schedule,
@@ -306,3 +307,29 @@ def test_the_learning_rate_is_the_schedule_of_the_run():
         updates, state = optimizer.update({"w": jnp.ones(1)}, state, params)
         np.testing.assert_allclose(updates["w"], -rate(step), rtol=1e-6)  # type: ignore[index]
     assert [round(float(rate(step)), 6) for step in range(5)] == [0, 0.5, 1, 0.5, 0]
+
+
+ARRAYS, LAYERS_OF_A_STACK = "of one array depends", "of one layer depends"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "problems"),
+    [
+        (Optimizer(name="adamw", clip=None), []),
+        (Optimizer(name="sgd", clip=None), []),
+        (Optimizer(name="lion", clip=None), []),
+        (Optimizer(name="muon", clip=None), []),
+        (Optimizer(name="adamw", clip=1.0), [ARRAYS, LAYERS_OF_A_STACK]),
+        (Optimizer(name="lamb", clip=None), [LAYERS_OF_A_STACK]),
+        (Optimizer(name="adafactor", clip=None), [LAYERS_OF_A_STACK]),
+        (optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.1)), [ARRAYS, LAYERS_OF_A_STACK]),
+        (optax.chain(optax.clip(1.0), optax.rmsprop(0.1)), []),
+    ],
+)
+def test_what_mixes_arrays_or_layers_is_found(optimizer, problems):
+    model = from_nnx(DecoderConfig(vocab=32, seq=8, embed=16, num_layers=3, num_heads=2))
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    made, _ = make_optimizer(optimizer, 100, model.dims)
+    found = coupled(made, model.dims, params)
+    assert len(found) == len(problems)
+    assert all(part in text for part, text in zip(problems, found, strict=True))

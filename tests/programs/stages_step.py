@@ -17,10 +17,11 @@ from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.crossing import Crossing
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.layout import Layout
-from shardtrain.loss import classification_loss, next_token_loss
+from shardtrain.loss import classification_loss, next_token_loss, translation_loss
 from shardtrain.mesh import make_mesh
 from shardtrain.model import from_nnx, path_text
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.pipeline.costs import Traced, make_stages
 from shardtrain.pipeline.held import Held
 from shardtrain.pipeline.options import Pipeline
@@ -85,6 +86,20 @@ def names(*dims):
 
 @cache
 def model(name):
+    if name == "translation":
+        # the encoded source goes to every decoder block, from stage to later stages
+        return from_nnx(
+            EncoderDecoderConfig(
+                vocab=VOCAB,
+                seq=SEQ,
+                embed=32,
+                num_encoder_layers=2,
+                num_decoder_layers=3,
+                num_heads=4,
+                mlp=32,
+                dropout=0.3,
+            )
+        )
     decoder = DecoderConfig(
         vocab=VOCAB, seq=SEQ, embed=32, num_layers=7, num_heads=4, mlp=64, dropout=0.3, tied=name == "tied"
     )
@@ -101,6 +116,9 @@ def data(name):
             "label": random.integers(0, 8, ROWS, np.int32),
             "weights": weights,
         }
+    if name == "translation":
+        tokens = random.integers(0, VOCAB, (2, ROWS, SEQ + 1), np.int32)
+        return translation_loss, {"source": tokens[0, :, 1:], "target": tokens[1], "weights": weights}
     return next_token_loss, {
         "tokens": random.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32),
         "weights": weights,
@@ -195,7 +213,7 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
         close(jax.device_get(found), metrics, case)
         close(jax.device_get(after.opt_state), step.held.own(grads), case)
         close(jax.device_get(after.model_state), step.held.own(model_state, "model_state/"), case)
-        if name != "skips":
+        if name in ("tied", "untied"):
             traffic(step, sent, microbatches, case)
     if schedules[0] == "1f1b":
         close(step.evaluate(state, batch), heldout, f"{case}, held-out")
@@ -267,7 +285,11 @@ def main() -> None:
     plain = ["1f1b", "gpipe", "zero_bubble"]
     cases = {
         (2, 1): [("tied", 1, 5, plain, None), ("skips", 2, 2, ["interleaved", "gpipe"], None)],
-        (3, 1): [("skips", 1, 8, plain, None), ("untied", 2, 5, ["interleaved"], None)],
+        (3, 1): [
+            ("skips", 1, 8, plain, None),
+            ("untied", 2, 5, ["interleaved"], None),
+            ("translation", 1, 2, ["1f1b"], None),
+        ],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
         (2, 2): [("untied", 1, 2, plain, unequal), ("tied", 2, 1, ["interleaved"], None)],
         (3, 2): [("tied", 1, 1, plain, unequal), ("untied", 2, 2, ["interleaved"], None)],
