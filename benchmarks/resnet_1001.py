@@ -4,7 +4,7 @@
 
 Runs examples/digits_resnet.py under mpiexec as one process, as 2 stages x 2 pipelines and as 3 stages,
 and prints the losses side by side. Programs are compiled without LLVM's optimisations, which take
-minutes on a network of 333 blocks.
+long on a network of 333 blocks; the optimizer is SGD.
 """
 
 import argparse
@@ -31,6 +31,9 @@ def losses(num_ranks: int, options: list[str], depth: int, steps: int, folder: P
     command = [str(beside / "mpiexec"), "-n", str(num_ranks), str(beside / "shardtrain"), "train"]
     command += ["examples/digits_resnet.py", "--model.depth", str(depth), "--model.filters", "4"]
     command += ["--model.num-groups", "2", "--batch", "32", "--accumulate", "4", "--log-every", "1"]
+    # of 3000 arrays: XLA takes very long to compile as many updates by AdamW
+    command += ["--optimizer.name", "sgd", "--optimizer.b1", "0", "--optimizer.learning-rate.warmup", "0"]
+    command += ["--optimizer.learning-rate.peak", "0.02"]
     command += ["--steps", str(steps), "--run-dir", str(folder), *options]
     environ = {
         **os.environ,

@@ -19,13 +19,29 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax
+import numpy as np
 import pytest
+
+RTOL, ATOL = 1e-5, 1e-6
+"""Of the central law, in float32: how far two programs that compute the same may be apart."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     """The simulated devices are asserted, never skipped."""
     assert jax.device_count() == 8, jax.devices()
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[..., None]:
+    """(got, expected): trees of the same structure, whose numbers are those of the central law."""
+
+    def assert_same(got, expected):
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, RTOL, ATOL, err_msg=jax.tree_util.keystr(path))
+
+    return assert_same
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,29 @@
-"""What README and examples say is true: their code runs, their tree is the house, links lead somewhere."""
+"""What README, pages and examples say is true: their code runs, their tree is the house, links lead on."""
 
 import dataclasses
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from shardtrain.cli.run_options import load_run
+from shardtrain.cli.inspect import InspectOptions
+from shardtrain.cli.run_options import load_run, parse_run
+from shardtrain.metrics import read_jsonl
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.simulate import simulate
+from shardtrain.report.timeline import timeline_text
 from shardtrain.trainer import train
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PIPELINES = (ROOT / "docs/pipeline.md").read_text()
 RUNS = sorted(path.name for path in (ROOT / "examples").glob("*.py") if "def run()" in path.read_text())
 
 
@@ -75,3 +83,80 @@ def test_the_readme_shows_real_output():
         "run folder: runs/gpt_text",
     ):
         assert line in shown
+
+
+@pytest.fixture
+def in_pages_folder(tmp_path, monkeypatch):
+    """A folder with the run files of docs/pipeline.md, the examples, and the table that it writes."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PIPELINES, re.DOTALL):
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    writes_table = re.search(r"```python\n(from shardtrain\.pipeline.*?)```", PIPELINES, re.DOTALL)
+    assert writes_table is not None
+    exec(writes_table[1], {})
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command that a page shows."""
+    lines = re.findall(r"^(?:    |uv run )((?:shardtrain|mpiexec).*(?:\n {6,}:.*)?)", text, re.MULTILINE)
+    return [shlex.split(part.replace("\\\n", " ")) for line in lines for part in line.split(" : ")]
+
+
+@pytest.mark.usefixtures("in_pages_folder")
+def test_the_commands_for_pipelines_are_understood():
+    section = re.search(r"^## Pipelines\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    found = commands(PIPELINES) + commands(section[1])
+    assert len(found) > 14
+    for words in found:
+        name = "inspect" if "inspect" in words else "train"
+        options = words[words.index(name) + 1 :]
+        if "--cpu-devices" in options:
+            del options[(at := options.index("--cpu-devices")) : at + 2]
+        run, _ = parse_run(name, options, InspectOptions if name == "inspect" else None)
+        strategy = run.strategy
+        assert name == "inspect" or strategy.accumulate > 1
+        assert name == "inspect" or "pipeline" in (strategy.across.axis, *strategy.layout.mesh)
+
+
+SAME = ("step", "train/loss", "heldout/loss", "grad_norm")
+
+
+@pytest.mark.usefixtures("in_pages_folder")
+@pytest.mark.parametrize(("name", "num_ranks", "devices"), [("tower.py", 1, 4), ("hourglass.py", 2, 1)])
+def test_the_models_of_the_pipeline_page_train_in_their_pipeline_as_without(
+    name, num_ranks, devices, mpiexec, tmp_path
+):
+    """By the command that stands below each."""
+    program = "import sys\nfrom shardtrain import cli\nassert cli.main(sys.argv[1:]) == 0\n"
+    words = next(words for words in commands(PIPELINES) if name in words)
+    words = [*words[words.index("train") :], "--steps", 3, "--log-every", 1, "--evaluate-batches", 1]
+    if "--cpu-devices" in words:
+        del words[(at := words.index("--cpu-devices")) : at + 2]
+    mpiexec(num_ranks, program, *words, "--run-dir", "cut", devices=devices)
+    mpiexec(1, program, "train", name, "--accumulate", 4, *words[-6:], "--run-dir", "whole")
+    cut, whole = (read_jsonl(tmp_path / folder / "metrics.jsonl") for folder in ("cut", "whole"))
+    assert len(cut) == len(whole) == 3
+    for mine, expected in zip(cut, whole, strict=True):
+        for key in set(SAME) & expected.keys():
+            np.testing.assert_allclose(mine[key], expected[key], rtol=2e-5, err_msg=key)
+
+
+def test_the_pipeline_page_shows_the_real_timeline():
+    shown = re.search(r"```\n(schedule .*?)```", PIPELINES, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == timeline_text(make_table("1f1b", 4, 8))
+
+
+def test_the_pipeline_page_has_the_figures_of_the_tables():
+    rows = re.findall(r"^\| `(\w+)`( 2)? \| ([\d.% |]+) \|$", PIPELINES, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["gpipe", "1f1b", "interleaved", "zero_bubble"]
+    for name, two, cells in rows:
+        num_chunks = 2 if two else 1
+        free, mesh = (make_table(name, 4, 8, num_chunks, lockstep) for lockstep in (False, True))
+        forwards = {"forward": 1.0, "backward": 2.0 if free.has_weight else 3.0, "weight": 3.0}
+        found = simulate(free, {kind: seconds / num_chunks for kind, seconds in forwards.items()})
+        live = [" ".join(str(table.live(stage)) for stage in range(4)) for table in (free, mesh)]
+        expected = [free.num_ticks, mesh.num_ticks, f"{found.makespan:.0f}", f"{found.bubble:.1%}", *live]
+        assert cells.split(" | ") == list(map(str, expected)), name

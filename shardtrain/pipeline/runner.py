@@ -52,8 +52,9 @@ def pipeline_sums(
     Raises:
       ValueError: blocks change the shape of the stream, or the loss does not call the model once.
     """
-    work = Work(chain, loss, stages, params, rng, batch, train="backward" in table.kinds)
-    return _Walk(work, table, specs, tuple(row_axes)).sums()
+    train = "backward" in table.kinds
+    work = Work(chain, loss, stages, params, rng, batch, tuple(row_axes), train)
+    return _Walk(work, table, specs, row_axes).sums()
 
 
 class _Carry(NamedTuple):
@@ -75,8 +76,12 @@ class _Carry(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A task of this tick on this stage; where there is none its numbers are 0 and mean nothing."""
+    """A task of this tick on this stage; where there is none its numbers are 0 and mean nothing.
 
+    `never` is False, which XLA cannot know (see `_after`).
+    """
+
+    never: jax.Array
     is_there: jax.Array
     is_first: jax.Array
     is_last: jax.Array
@@ -94,12 +99,10 @@ class _Walk:
     either, on each device as it comes, and they wait for each other for ever (`plan.rendezvous`).
     """
 
-    def __init__(self, work: Work, table: Table, specs: Any, row_axes: tuple[str, ...]) -> None:
-        self.work, self.table, self.row_spec = work, table, PartitionSpec(row_axes)
-        self.specs, self.whole = {}, {}
-        if work.train:
-            self.specs = jax.tree.map(partial(_without, {axes.PIPELINE}), specs)
-            self.whole = jax.tree.map(partial(_without, {axes.PIPELINE, *row_axes}), specs)
+    def __init__(self, work: Work, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
+        self.work, self.table = work, table
+        self.specs = jax.tree.map(partial(_without, {axes.PIPELINE}), specs) if work.train else {}
+        self.whole = jax.tree.map(partial(_without, {axes.PIPELINE, *row_axes}), specs)
         self.ticks = make_ticks(table)
 
     def sums(self) -> Sums:
@@ -130,7 +133,7 @@ class _Walk:
         forward, backward, weight = (self._task(mine, kind) for kind in KINDS)
         stream, error = self._handed_on(carry.stream, 1), self._handed_on(carry.error, -1)
         if self.work.train:
-            stream = stream._replace(floats=_after(stream.floats, error, never=mine["forward"] < NONE))
+            stream = stream._replace(floats=_after(stream.floats, error, forward.never))
         carry = carry._replace(
             inputs=put(carry.inputs, stream, mine["arriving_input"]),
             errors=put(carry.errors, error, mine["arriving_error"]),
@@ -145,6 +148,7 @@ class _Walk:
         chunk = 0 if self.table.num_chunks == 1 else jnp.maximum(mine[f"{kind}_chunk"], 0)
         stage, is_there = self.work.stage, mine[kind] >= 0
         return _Task(
+            never=mine[kind] < NONE,
             is_there=is_there,
             is_first=is_there & (stage == 0) & (chunk == 0),
             is_last=is_there & (stage == self.table.num_stages - 1) & (chunk == self.table.num_chunks - 1),
@@ -156,28 +160,34 @@ class _Walk:
 
     def _forward(self, task: _Task, carry: _Carry) -> _Carry:
         work = self.work
+        stream = self._either(
+            task.is_first,
+            lambda: self._first(task, work.rest),
+            lambda: get(carry.inputs, task.input),
+        )
 
-        def forward(size: int) -> tuple[Parted, Parted]:
-            entering = self._entering(size, task, carry)
+        def forward(size: int) -> Parted:
             rows = work.rows(size, task.chunk)
-            return entering, work.run(size, rows, task.chunk, task.microbatch, entering)
+            return work.run(size, rows, task.chunk, task.microbatch, stream)
 
-        def skip() -> tuple[Parted, Parted]:
-            return carry.stream, carry.stream  # to where nobody waits for it
-
-        # what leaves the last part only its own backward needs, which computes it again
+        # where there is no task a stream goes to where nobody waits for it; and what leaves the last part
+        # only its own backward needs, which computes it again
         is_needed = task.is_there & ~task.is_last if work.train else task.is_there
-        entering, stream = self._by_size(is_needed, task, forward, skip)
-        inputs = put(carry.inputs, entering, jnp.where(task.is_first, task.input, NONE))
-        sums = carry.sums if work.train else self._loss_added(task, stream, carry.sums)
-        return carry._replace(inputs=inputs, stream=stream, sums=sums)
+        out = self._by_size(is_needed, task, forward, lambda: stream)
+        if not work.train:
+            return carry._replace(stream=out, sums=self._loss_added(task, out, carry.sums))
+        kept = stream._replace(floats=_after(stream.floats, out.floats, task.never))
+        inputs = put(carry.inputs, kept, jnp.where(task.is_first, task.input, NONE))
+        return carry._replace(inputs=inputs, stream=out)
 
-    def _entering(self, size: int, task: _Task, carry: _Carry) -> Parted:
-        """The stream that enters a part: what arrived, or of the first part what the batch gives."""
-        arrived = partial(get, carry.inputs, task.input)
-        if size != self.work.stages.counts[0]:
-            return arrived()
-        return self._either(task.is_first, lambda: self.work.first(self.work.rest, task.microbatch), arrived)
+    def _first(self, task: _Task, rest: Any) -> Parted:
+        """The stream that the batch gives."""
+        # A lookup, and the scatter that is its gradient, need a table that is whole over the axes of rows:
+        # with another XLA ends the process, for its partitioner fails a check of its own in here.
+        whole = {
+            name: jax.tree.map(lax.with_sharding_constraint, rest[name], self.whole[name]) for name in rest
+        }
+        return self.work.first(whole, task.microbatch)
 
     def _loss_added(self, task: _Task, stream: Parted, sums: Sums) -> Sums:
         def added(sums: Sums) -> Sums:
@@ -257,15 +267,8 @@ class _Walk:
         work = self.work
 
         def added(sums: Sums) -> Sums:
-            _, pull, _ = jax.vjp(lambda rest: work.first(rest, task.microbatch), work.rest, has_aux=True)
-            (found,) = pull(error)
-            # the gradient of a lookup is a scatter, whose result XLA cannot shard in here by itself: it ends
-            # the process (a check of the partitioner's fails)
-            whole = {
-                name: jax.tree.map(lax.with_sharding_constraint, found[name], self.whole[name])
-                for name in found
-            }
-            return with_grads(sums, whole)
+            _, pull, _ = jax.vjp(partial(self._first, task), work.rest, has_aux=True)
+            return with_grads(sums, *pull(error))
 
         return self._either(task.is_first, added, lambda sums: sums, sums)
 
@@ -301,7 +304,7 @@ class _Walk:
 
         def pinned(x: Any) -> Any:
             if not isinstance(x, Sums):
-                return lax.with_sharding_constraint(x, self.row_spec)
+                return self.work.by_rows(x)
             return x._replace(grads=jax.tree.map(lax.with_sharding_constraint, x.grads, self.specs))
 
         return jax.tree.map(pinned, result, is_leaf=lambda x: isinstance(x, Sums))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.loss import Batch, Loss, checked, model_inputs, once
@@ -28,6 +29,7 @@ class Work:
       params: of this stage; `params["blocks"]` are its rows of the blocks.
       rng: microbatch -> the key of its rows.
       batch: every array (microbatches, rows, ...).
+      row_axes: the mesh axes that share out rows.
       train: with dropout.
 
     Raises:
@@ -42,8 +44,10 @@ class Work:
         params: Any,
         rng: Callable[[Any], jax.Array],
         batch: Batch,
+        row_axes: tuple[str, ...],
         train: bool,
     ) -> None:
+        self.row_spec = PartitionSpec(row_axes)
         self.chain, self.loss, self.stages, self.rng, self.batch = chain, loss, stages, rng, batch
         self.train = train
         self.blocks = params[BLOCKS]
@@ -64,6 +68,10 @@ class Work:
         """The shapes of what `loss_of` returns."""
         return jax.eval_shape(lambda stream: self.loss_of(self.rest, stream, 0), self.form.shapes)
 
+    def by_rows(self, arrays: Any) -> Any:
+        """Arrays that lie by rows."""
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.row_spec), arrays)
+
     def microbatch(self, number: Any) -> Batch:
         """One of the batch."""
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), self.batch)
@@ -73,7 +81,8 @@ class Work:
         return self.form.parted(self._first(rest, number))
 
     def _first(self, rest: Any, number: Any) -> Any:
-        inputs = model_inputs(self.loss, self.microbatch(number))
+        # else XLA cuts a sharded sequence from the batch by a permute, at which all stages have to meet
+        inputs = self.by_rows(model_inputs(self.loss, self.microbatch(number)))
         return self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
 
     def start(self, chunk: Any) -> Any:

@@ -18,6 +18,7 @@ from shardtrain.data.placement import batch_problem
 from shardtrain.layout import Layout, near
 from shardtrain.loss import Loss
 from shardtrain.model import Model
+from shardtrain.pipeline.rows import Stages
 from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
 from shardtrain.state import make_placement, restorable_state
@@ -74,6 +75,8 @@ def compile_step(
     mesh: Mesh,
     batch: Mapping[str, jax.ShapeDtypeStruct],
     microbatches: int = 1,
+    stages: Stages | None = None,
+    schedule: str = "1f1b",
 ) -> jax.stages.Compiled:
     """Compile the training step for a mesh, from shapes alone.
 
@@ -85,6 +88,8 @@ def compile_step(
       mesh: of this layout, over devices that are here or over `described_devices`.
       batch: shape (B, ...) and dtype of every array of the global batch.
       microbatches: parts of the batch that a step handles one after the other.
+      stages: how a pipeline cuts the model's blocks; a layout with an axis pipeline above 1 needs it.
+      schedule: of the pipeline.
 
     Returns:
       The program, to be read by `figures`; on devices that are here it can be called.
@@ -92,7 +97,7 @@ def compile_step(
     Raises:
       ValueError: the layout does not fit the model, or B cannot be split.
     """
-    placement = make_placement(model, optimizer, layout, mesh)
+    placement = make_placement(model, optimizer, layout, mesh, stages=stages, schedule=schedule)
     num_rows = next(iter(batch.values())).shape[0]
     problem = batch_problem(num_rows, {axis: mesh.shape[axis] for axis in layout.batch_axes}, microbatches)
     if problem:

@@ -46,17 +46,17 @@ def _inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
 
 
 def unordered(hlo_text: str) -> list[tuple[str, str]]:
-    """Pairs of operations that both move data between devices and wait for nothing of each other.
+    """Pairs of operations that move data between devices, where the second waits for nothing of the first.
 
-    XLA's runtime for CPUs keeps the order of collectives that stand side by side, but not that of one and a
-    loop or conditional that contains others, nor of two of these: a device may begin with either. Where
-    another device begins with the other one, both wait, and for ever once no thread is free.
+    XLA's runtime for CPUs begins with collectives in the order of the program. But a loop or conditional has
+    begun before the collectives in it have: a device may then come to the second operation before these,
+    another device after, and both wait, for ever once no thread is free.
 
     Args:
       hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
 
     Returns:
-      (name, name) of each pair, of which at least one is a loop or conditional; empty where all are in order.
+      (name, name) of each pair, of which the first is a loop or conditional; empty where all are in order.
 
     Raises:
       ValueError: the text is not HLO.
@@ -67,20 +67,19 @@ def unordered(hlo_text: str) -> list[tuple[str, str]]:
 
 def _unordered(frame: Frame) -> Iterator[tuple[str, str]]:
     instructions = frame.computation.instructions
-    before: dict[str, set[str]] = {}
-    meeting: list[Instruction] = []
-    for instruction in instructions.values():
-        operands = [name for name in instruction.operands if name in instructions]
-        before[instruction.name] = {*operands}.union(*(before[name] for name in operands))
-        inner = list(_inner(frame, instruction))
+    needed: dict[str, set[str]] = {}
+    begun: list[str] = []
+    for name, instruction in instructions.items():
+        operands = [operand for operand in instruction.operands if operand in instructions]
+        needed[name] = {*operands}.union(*(needed[operand] for operand in operands))
+        inner = _inner(frame, instruction)
         for child in inner:
             yield from _unordered(child)
-        if instruction.opcode.removesuffix("-start") in KINDS or any(map(_meets, inner)):
-            for other in meeting:
-                plain = all(i.opcode.removesuffix("-start") in KINDS for i in (other, instruction))
-                if not plain and other.name not in before[instruction.name]:
-                    yield other.name, instruction.name
-            meeting.append(instruction)
+        holds = any(map(_meets, inner))
+        if holds or instruction.opcode.removesuffix("-start") in KINDS:
+            yield from ((earlier, name) for earlier in begun if earlier not in needed[name])
+        if holds:
+            begun.append(name)
 
 
 def _meets(frame: Frame) -> bool:

@@ -43,15 +43,20 @@ def test_every_schedule_is_simulated_and_measured(output):
 
 def test_every_task_of_every_schedule_has_its_times(output):
     _, figures = output
-    found = {(t["schedule"], t["stage"], t["chunk"], t["kind"]): t for t in figures["tasks"]}
+    found = [
+        (row["schedule"], task["stage"], task["chunk"], task["kind"])
+        for row in figures["rows"]
+        for task in row["tasks"]
+    ]
     expected = {
         (name, task.stage, task.chunk, task.kind)
         for name in SCHEDULES
         for task in make_table(name, 2, 3, CHUNKS[name]).tasks
     }
     assert set(found) == expected
-    assert len(found) == len(figures["tasks"])
-    assert all(t["alone_seconds"] > 0 < t["in_company_seconds"] for t in found.values())
+    assert len(found) == len(expected)
+    tasks = [task for row in figures["rows"] for task in row["tasks"]]
+    assert all(task["alone_seconds"] > 0 < task["in_company_seconds"] for task in tasks)
 
 
 def test_a_message_is_the_stream_of_a_microbatch(output):

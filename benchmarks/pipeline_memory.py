@@ -1,0 +1,145 @@
+"""What a step of each schedule holds on a device, as microbatches grow, beside accumulation on one device.
+
+Compiled ahead of time for simulated CPU devices; nothing runs. All microbatches are of the same size, so a
+step of more of them is of a larger batch. Figures: docs/benchmarks/pipeline.md.
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+from shardtrain.layout import Layout
+from shardtrain.loss import next_token_loss
+from shardtrain.mesh import make_mesh
+from shardtrain.model import from_nnx
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.rows import Stages
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stages import counts
+from shardtrain.pipeline.ticks import make_ticks
+from shardtrain.plan.collectives import PERMUTE
+from shardtrain.plan.compile import compile_step, described_devices, figures
+
+ONE_DEVICE = "accumulate, 1 device"
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to compile.
+
+    Args:
+      stages: places along the pipeline, each a device.
+      microbatches: numbers of them.
+      rows: sequences of a microbatch.
+      embed, num_layers, seq, vocab: of the decoder.
+      cut: numbers of blocks, such as 3,2,2,1, or equal.
+    """
+
+    stages: int = 4
+    microbatches: tuple[int, ...] = (4, 8, 16, 32)
+    rows: int = 4
+    embed: int = 256
+    num_layers: int = 8
+    seq: int = 128
+    vocab: int = 1024
+    cut: str = "equal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One compiled step; bytes are those of one device.
+
+    Args:
+      slots: streams and errors that wait, at most.
+      temp_bytes: held in a step beside state and batch.
+      state_bytes: of parameters and moments.
+      num_instructions: of the compiled program.
+      compile_seconds: with the rest of the machine's work.
+      permute_bytes: sent to neighbours in a step.
+    """
+
+    schedule: str
+    microbatches: int
+    slots: int
+    temp_bytes: int
+    state_bytes: int
+    num_instructions: int
+    compile_seconds: float
+    permute_bytes: float
+
+
+def main() -> None:
+    """Print the table; MB are 10^6 bytes."""
+    options = tyro.cli(Options)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.stages)
+    stream_bytes = options.rows * options.seq * options.embed * 4
+    print(f"a stream has {stream_bytes / 1e6:.2f} MB\n")
+    print(
+        "| schedule | microbatches | slots | temporary MB | state MB | sent MB | instructions | compile s |"
+    )
+    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    for schedule in (*CHUNKS, ONE_DEVICE):
+        for microbatches in options.microbatches:
+            row = measured(options, schedule, microbatches)
+            print(
+                f"| {schedule} | {microbatches} | {row.slots or ''} | {row.temp_bytes / 1e6:.2f}"
+                f" | {row.state_bytes / 1e6:.2f} | {row.permute_bytes / 1e6:.2f} | {row.num_instructions:,}"
+                f" | {row.compile_seconds:.1f} |",
+                flush=True,
+            )
+
+
+def measured(options: Options, schedule: str, microbatches: int) -> Row:
+    """The figures of one compiled step."""
+    config = DecoderConfig(
+        vocab=options.vocab, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
+    )
+    stages = None if schedule == ONE_DEVICE else cut(options, CHUNKS[schedule])
+    layout = Layout(mesh={"data": 1} if stages is None else {"pipeline": options.stages})
+    mesh = make_mesh(layout, described_devices("cpu", 1 if stages is None else options.stages))
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((microbatches * options.rows, options.seq + 1), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((microbatches * options.rows,), jnp.float32),
+    }
+    start = time.perf_counter()
+    compiled = compile_step(
+        from_nnx(config), next_token_loss, optax.adam(1e-3), layout, mesh, batch, microbatches, stages,
+        "1f1b" if stages is None else schedule,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    found = figures(compiled, dict(mesh.shape))
+    sent = sum(c.wire_bytes_per_device for c in found.collectives if c.kind == PERMUTE)
+    return Row(
+        schedule=schedule,
+        microbatches=microbatches,
+        slots=0 if stages is None else num_slots(stages, schedule, microbatches),
+        temp_bytes=found.temp_bytes,
+        state_bytes=found.alias_bytes,
+        num_instructions=(compiled.as_text() or "").count(" = "),
+        compile_seconds=seconds,
+        permute_bytes=sent,
+    )
+
+
+def cut(options: Options, num_chunks: int) -> Stages:
+    """The stages of the model; a list is of as many parts as there are stages."""
+    by = "equal" if options.cut == "equal" or num_chunks > 1 else tuple(map(int, options.cut.split(",")))
+    found = counts(by, options.num_layers, options.stages * num_chunks)
+    return Stages(num_stages=options.stages, num_chunks=num_chunks, counts=tuple(found))
+
+
+def num_slots(stages: Stages, schedule: str, microbatches: int) -> int:
+    """Streams and errors that a device keeps, with one of each that takes what nobody needs."""
+    table = make_table(schedule, stages.num_stages, microbatches, stages.num_chunks, lockstep=True)
+    ticks = make_ticks(table)
+    return ticks.num_inputs + ticks.num_errors + 2
+
+
+if __name__ == "__main__":
+    main()
