@@ -80,9 +80,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", options.stages)
     stream_bytes = options.rows * options.seq * options.embed * 4
     print(f"a stream has {stream_bytes / 1e6:.2f} MB\n")
-    print(
-        "| schedule | microbatches | slots | temporary MB | state MB | sent MB | instructions | compile s |"
-    )
+    print("| schedule | microbatches | slots | temporary MB | state MB | sent MB | instructions | s |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for schedule in (*CHUNKS, ONE_DEVICE):
         for microbatches in options.microbatches:

@@ -20,6 +20,9 @@ from shardtrain.saved import from_saved, saved_state, to_saved
 from shardtrain.state import Placement, State
 from shardtrain.together import Together
 
+BLOCKS_OF_PARTS = "pipeline.blocks"
+"""In the description of a run whose islands hold stages: how many blocks each part has."""
+
 BEGINNING = Position(epoch=0, index=0)
 CHECKPOINTS = "checkpoints"
 
@@ -127,6 +130,11 @@ def begin(
     try:
         restored = together.restore(checkpoints, wanted, has_own)
     except ValueError as error:
+        if BLOCKS_OF_PARTS in description:
+            hint = (
+                "Each stage saves the blocks that it owns: go on with the same --stages and --virtual-stages."
+            )
+            raise ValueError(f"{error}\n{hint}") from None
         if "combine_state/" not in str(error):
             raise
         hint = "What a combiner keeps is saved by buckets: go on with the same --combine and --bucket-bytes."
@@ -147,6 +155,14 @@ def begin(
         )
     note(f"resumed from step {restored.step} in {run.run_dir}")
     before = restored.extra["run"]
+    cuts = [list(each.get(BLOCKS_OF_PARTS) or ()) for each in (before, description)]
+    if cuts[0] != cuts[1]:
+        chunks = before["strategy.pipeline.virtual_stages"]
+        raise ValueError(
+            f"the checkpoint in {run.run_dir} is of stages of {cuts[0]} blocks, and this run has {cuts[1]}:"
+            f" each stage saves the blocks that it owns. Use --stages {','.join(map(str, cuts[0]))}"
+            f" --virtual-stages {chunks}, or another --run-dir"
+        )
     if before["seed"] != run.seed:
         raise ValueError(
             f"seed is {run.seed}, but the run in {run.run_dir} began with seed"

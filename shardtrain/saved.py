@@ -3,15 +3,15 @@
 A pipeline whose stored order is that of the model is saved as it lies. Next: `checkpoint.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from shardtrain import axes
-from shardtrain.model import path_text
+from shardtrain.model import BLOCKS, path_text
 from shardtrain.pipeline.rows import Stages
+from shardtrain.sharding import without_pipeline
 from shardtrain.state import Placement, State, restorable_state
 
 NOT = -1
@@ -27,7 +27,7 @@ def saved_state(placement: Placement) -> State:
         if dim == NOT:
             return x
         shape = (*x.shape[:dim], stages.num_blocks, *x.shape[dim + 1 :])
-        spec = _elsewhere(x.sharding.spec, dim, shape, dict(placement.mesh.shape))
+        spec = without_pipeline(x.sharding.spec, dim, shape, dict(placement.mesh.shape))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(placement.mesh, spec))
 
     return jax.tree.map(saved, state, _block_dims(placement))
@@ -44,30 +44,44 @@ def from_saved(placement: Placement) -> Callable[[State], State]:
 
 
 def _converted(placement: Placement, convert: Callable[..., Any], like: State) -> Callable[[State], State]:
-    stages = placement.stages
+    """What a combiner keeps stays as it is: it is no array of blocks, and of other islands perhaps."""
+    stages, mesh = placement.stages, placement.mesh
     if stages is None or stages.is_plain:
         return lambda state: state
-    dims = _block_dims(placement)
-    return jax.jit(
-        lambda state: jax.tree.map(lambda x, dim: x if dim == NOT else convert(stages, x, dim), state, dims),
-        out_shardings=jax.tree.map(lambda x: x.sharding, like),
-    )
+    dims = _block_dims(placement)._asdict()
+    specs = saved_state(placement)._asdict()
+    names = ("params", "opt_state", "local")
+
+    def moved(x: Any, dim: int, saved: jax.ShapeDtypeStruct) -> Any:
+        if dim == NOT:
+            return x
+        # rows change their places where every device has all of them: else XLA gathers whole arrays
+        elsewhere = NamedSharding(mesh, saved.sharding.spec)
+        x = jax.lax.with_sharding_constraint(x, elsewhere)
+        return jax.lax.with_sharding_constraint(convert(stages, x, dim), elsewhere)
+
+    def run(trees: dict[str, Any]) -> dict[str, Any]:
+        return {name: jax.tree.map(moved, trees[name], dims[name], specs[name]) for name in names}
+
+    shardings = {name: jax.tree.map(lambda x: x.sharding, like._asdict()[name]) for name in names}
+    compiled = jax.jit(run, out_shardings=shardings)
+    return lambda state: state._replace(**compiled({name: getattr(state, name) for name in names}))
 
 
 def _block_dims(placement: Placement) -> State:
     """For each array of the state, which dim counts blocks; -1 where none does."""
     state, own = placement.specs.abstract, int(placement.combine.on_deltas)
-    blocks = {
-        path_text(path): leaf.shape
-        for path, leaf in jax.tree.leaves_with_path(state.params)
-        if path_text(path).startswith("blocks/")
-    }
+    assert placement.stages is not None
+    num_rows = len(placement.stages.rows)
+    paths = (path_text(path) for path, _ in jax.tree.leaves_with_path(state.params))
+    blocks = {path for path in paths if path.startswith(f"{BLOCKS}/")}
 
     def dim(leading: int) -> Callable[[Any, Any], int]:
         def of(path: Any, leaf: Any) -> int:
             keys = path_text(path).split("/")
-            ends = ("/".join(keys[start:]) for start in range(len(keys)))
-            return leading if any(blocks.get(end) == leaf.shape[leading:] for end in ends) else NOT
+            # of a parameter, whatever its other dims: factored moments have fewer
+            is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))
+            return leading if is_of_block and leaf.shape[leading : leading + 1] == (num_rows,) else NOT
 
         return of
 
@@ -77,18 +91,3 @@ def _block_dims(placement: Placement) -> State:
         opt_state=jax.tree.map_with_path(dim(own), state.opt_state),
         local=jax.tree.map_with_path(dim(1), state.local),
     )
-
-
-def _elsewhere(spec: PartitionSpec, dim: int, shape: Sequence[int], sizes: dict[str, int]) -> PartitionSpec:
-    """A spec with the axis pipeline on another dim than that of blocks, the first that it divides."""
-    entries: list[tuple[str, ...]] = [((e,) if isinstance(e, str) else tuple(e or ())) for e in spec]
-    entries += [()] * (len(shape) - len(entries))
-    entries[dim] = tuple(axis for axis in entries[dim] if axis != axes.PIPELINE)
-    for i, entry in enumerate(entries):
-        shards = sizes[axes.PIPELINE]
-        for axis in entry:
-            shards *= sizes[axis]
-        if i != dim and shape[i] % shards == 0:
-            entries[i] = (*entry, axes.PIPELINE)
-            break
-    return PartitionSpec(*entries)

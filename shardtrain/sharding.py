@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardtrain import axes
 from shardtrain.layout import Named, Rules, Spec, resolve
 
 
@@ -56,6 +57,31 @@ def with_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
     return jax.tree.map(
         lambda spec: PartitionSpec(over, *spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
+
+
+def without_pipeline(
+    spec: PartitionSpec, dim: int, shape: Sequence[int], sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """A spec with the axis pipeline on another dim, the first that it divides, or on none.
+
+    Args:
+      spec: of an array.
+      dim: which is to be whole on every stage.
+      shape: of the array.
+      sizes: axis -> size.
+
+    >>> tuple(without_pipeline(PartitionSpec("pipeline", "fsdp"), 0, (7, 8), {"pipeline": 2, "fsdp": 2}))
+    (None, ('fsdp', 'pipeline'))
+    """
+    entries: list[tuple[str, ...]] = [((e,) if isinstance(e, str) else tuple(e or ())) for e in spec]
+    entries += [()] * (len(shape) - len(entries))
+    entries[dim] = tuple(axis for axis in entries[dim] if axis != axes.PIPELINE)
+    for i, entry in enumerate(entries):
+        shards = math.prod(sizes[axis] for axis in (*entry, axes.PIPELINE))
+        if i != dim and shape[i] % shards == 0:
+            entries[i] = (*entry, axes.PIPELINE)
+            break
+    return PartitionSpec(*(entry or None for entry in entries))
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -96,7 +96,14 @@ class StagePrograms:
         self.params, self.key, self.has_weight = params, key, has_weight
         self.batch, self.first_rows, self.model_state = self._split(batch, model_state)
         self._before: dict[tuple[int, int], Tree] = {}
+        self._made: Any = ()
         self.sums: Sums = self._zeros(params, self.model_state, self.batch, self.first_rows)
+
+    def taken(self) -> Sums:
+        """What the tasks of a step added up; the programs let go of it."""
+        sums = self.sums
+        del self.sums
+        return sums
 
     # -- what the runner calls --
 
@@ -107,6 +114,7 @@ class StagePrograms:
         self._before[part, microbatch] = self.model_state
         *arguments, _ = self._arguments(part, microbatch, inputs, {})
         found, self.model_state = self._forwards[part](*arguments)
+        self._made = found
         if not self.train:
             del self._before[part, microbatch]
         if part == self.held.last_part:
@@ -166,7 +174,7 @@ class StagePrograms:
 
     def wait(self) -> None:
         """See `stage_runner.Programs`."""
-        jax.block_until_ready((self.sums, self.model_state))
+        jax.block_until_ready((self._made, self.sums, self.model_state))
 
     # -- what is compiled --
 
@@ -194,13 +202,13 @@ class StagePrograms:
     ) -> Sums:
         grads = jax.tree.map(lambda x: jnp.zeros((self.num_replicas, *x.shape), jnp.float32), params)
         grads = self._constrained(grads) if self.train else ()
-        zeros = jnp.zeros(self.num_replicas)
+        zeros = self._by_rows(jnp.zeros(self.num_replicas))
         metrics: Any = {}
         if last == self.held.last_part:
             forward = partial(self._forward_of, last, train=False)
             example = self._example(params, model_state, batch, first_rows)
             (_, (_, found)), _ = jax.eval_shape(forward, *example)
-            metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found)
+            metrics = self._by_rows(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found))
         return Sums(grads, zeros, zeros, metrics)
 
     def _example(self, params: Tree, model_state: Tree, batch: Batch, first_rows: jax.Array) -> Any:
@@ -226,7 +234,7 @@ class StagePrograms:
         if part < self.held.last_part:
             return found, model_state
         loss_sum, (count, metrics) = found
-        return Sums((), loss_sum, count, metrics), model_state
+        return Sums((), *self._by_rows((loss_sum, count, metrics))), model_state
 
     def _forward_of(
         self,
@@ -266,11 +274,11 @@ class StagePrograms:
     def _backward(self, part: int, sums: Sums, *arguments: Any) -> tuple[Any, Sums, Tree]:
         grads, errors, loss, model_state = self._pulled(part, *arguments)
         sums = sums._replace(grads=self._grads_added(part, sums.grads, grads))
-        return errors, _with_loss(sums, loss), model_state
+        return errors, self._with_loss(sums, loss), model_state
 
     def _input_backward(self, part: int, sums: Sums, *arguments: Any) -> tuple[Any, Sums, Tree]:
         _, errors, loss, model_state = self._pulled(part, *arguments)
-        return errors, _with_loss(sums, loss), model_state
+        return errors, self._with_loss(sums, loss), model_state
 
     def _weight(self, part: int, sums: Sums, *arguments: Any) -> Sums:
         grads, *_ = self._pulled(part, *arguments)
@@ -319,6 +327,20 @@ class StagePrograms:
         in_axes = (None, 0, 0, 0, 0, 0)
         return self._vmapped(replica, in_axes)(taken, model_state, *rows, list(inputs), list(errors))
 
+    def _with_loss(self, sums: Sums, loss: Any) -> Sums:
+        """Sums with what the last part adds to them; other parts have no loss."""
+        if not loss:
+            return sums
+        loss_sum, (count, metrics) = loss
+        add = partial(jax.tree.map, lambda total, x: total + x.astype(jnp.float32))
+        found = (sums.loss_sum + loss_sum, sums.count + count, add(sums.metrics, metrics))
+        return Sums(sums.grads, *self._by_rows(found))
+
+    def _by_rows(self, tree: Any) -> Any:
+        """Sums (R,) that lie as rows do: always alike, or programs would be compiled for each way."""
+        sharding = NamedSharding(self.placement.mesh, PartitionSpec(self.replica_axes))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+
     def _vmapped(self, function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
         return jax.vmap(function, in_axes=in_axes, spmd_axis_name=self.replica_axes or None)
 
@@ -331,15 +353,6 @@ class StagePrograms:
             for value, leaf in zip(self.flow.sources[part], leaves, strict=True)
         ]
         return jax.tree.unflatten(structure, found)
-
-
-def _with_loss(sums: Sums, loss: Any) -> Sums:
-    """Sums with what the last part adds to them; other parts have no loss."""
-    if not loss:
-        return sums
-    loss_sum, (count, metrics) = loss
-    add = partial(jax.tree.map, lambda total, x: total + x.astype(jnp.float32))
-    return Sums(sums.grads, sums.loss_sum + loss_sum, sums.count + count, add(sums.metrics, metrics))
 
 
 def _is_spec(x: Any) -> bool:

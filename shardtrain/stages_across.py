@@ -197,7 +197,7 @@ class StageStep(AcrossStep):
         )
         state = placement.state._replace(combine_state=whole)
         self._reduced = jax.jit(reduced, out_shardings=(sharded, whole, whole))
-        self._scaled = jax.jit(scaled, out_shardings=sharded)
+        self._scaled = jax.jit(scaled, out_shardings=sharded, donate_argnums=0)
         self._squares = jax.jit(lambda grads: optax.tree.norm(grads, squared=True))
         self._counts = jax.jit(_counted)
         self._merge = jax.jit(
@@ -218,7 +218,7 @@ class StageStep(AcrossStep):
         key = step_key(state.seed, state.step)
         programs.begin(params, state.model_state, key, batch, self._table.has_weight)
         self._runner.run(programs)
-        grads, borrowed, counted = self._reduced(programs.sums)
+        grads, borrowed, counted = self._reduced(programs.taken())
         self._give_back(borrowed)
         by_replica = self._told("losses", counted)
         count = np.float32(by_replica[seats.replica]["count"])
@@ -242,7 +242,7 @@ class StageStep(AcrossStep):
         params = self._with_borrowed(state.params)
         programs.begin(params, state.model_state, jax.random.key(0), batch)
         self._losses.run(programs)
-        totals = _totals(self._told("held-out losses", self._counts(programs.sums)))
+        totals = _totals(self._told("held-out losses", self._counts(programs.taken())))
         return {**totals.pop("metrics"), **totals}
 
     def close(self) -> None:

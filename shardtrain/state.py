@@ -5,7 +5,7 @@ Next: `step.py`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from shardtrain.layout import PARAMETER_RULES, Layout, Named, near, problems_err
 from shardtrain.model import BLOCKS, Model, Tree, named_arrays, path_text
 from shardtrain.pipeline.rows import Stages
 from shardtrain.replicas import Combine, cut, shard_shapes, stacked_paths
-from shardtrain.sharding import partition_specs, spec_axes, with_leading_dim
+from shardtrain.sharding import partition_specs, spec_axes, with_leading_dim, without_pipeline
 
 
 class State(NamedTuple):
@@ -109,15 +109,37 @@ def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, stages: Stages | None = None
 ) -> State:
     """The shapes and dtypes of a state whose replicas have nothing of their own; nothing is computed."""
-    return jax.eval_shape(lambda: _init(model, optimizer, jnp.uint32(0), stages))
+    return jax.eval_shape(lambda: _init(model, optimizer, jnp.uint32(0), _storing(stages)))
+
+
+def _storing(
+    stages: Stages | None, whole: Callable[[Any, Any], Any] = lambda path, x: x
+) -> Callable[[Tree], Tree]:
+    """Parameters with their blocks in the order of a pipeline's stages.
+
+    Args:
+      stages: None for no pipeline.
+      whole: (path, array) -> the array, where every device has all blocks of its share: rows are moved there.
+    """
+    if stages is None or stages.is_plain:
+        return lambda params: params
+
+    def stored(path: Any, x: jax.Array) -> jax.Array:
+        if not path_text(path).startswith(f"{BLOCKS}/"):
+            return x
+        return whole(path, stages.stored(whole(path, x)))
+
+    return lambda params: jax.tree.map_with_path(stored, params)
 
 
 def _init(
-    model: Model, optimizer: optax.GradientTransformation, seed: jax.Array, stages: Stages | None = None
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    seed: jax.Array,
+    store: Callable[[Tree], Tree] = lambda params: params,
 ) -> State:
     params, model_state = model.init(jax.random.key(seed))
-    if stages is not None:
-        params = {**params, BLOCKS: jax.tree.map(stages.stored, params[BLOCKS])}
+    params = store(params)
     state = State(jnp.int32(0), seed, params, model_state, optimizer.init(params))
     # weak types do not survive a checkpoint, and results of another dtype would follow from that
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)
@@ -313,8 +335,19 @@ def init_state(
     """
     specs, combine, sizes = placement.specs, placement.combine, dict(placement.mesh.shape)
 
+    by_path = {
+        path_text(path): spec
+        for path, spec in jax.tree.leaves_with_path(
+            specs.params, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+    }
+
+    def whole(path: Any, x: jax.Array) -> jax.Array:
+        spec = without_pipeline(by_path[path_text(path)], 0, x.shape, sizes)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
+
     def create(seed: jax.Array) -> State:
-        state = _init(model, optimizer, seed, placement.stages)
+        state = _init(model, optimizer, seed, _storing(placement.stages, whole))
         return _with_replicas(state, combine, sizes, specs.arrays, specs.sharded)
 
     # it runs once, and LLVM would take minutes over what a thousand layers draw

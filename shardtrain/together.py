@@ -296,6 +296,8 @@ class Together:
             )
         if step is None:
             return None
+        # another pipeline's own, of an older step, would be of other parameters
+        found = found if found and found.step == step else None
         return Restored(step=step, state=found and found.state, extra=extra, passed_over=())
 
     def same_state(self, state: State, own_optimizers: bool) -> State:

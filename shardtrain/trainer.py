@@ -4,6 +4,7 @@ Each piece can be made and used alone, see the README; here they are put togethe
 """
 
 import fcntl
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from shardtrain.loop import Pace, Pieces, StopSignals, run_loop
 from shardtrain.mesh import make_mesh
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model, as_model
-from shardtrain.optimizer import Optimizer, coupled, make_optimizer
+from shardtrain.optimizer import MIXES_A_STACK, Optimizer, coupled, make_optimizer
 from shardtrain.pipeline.costs import Traced, make_stages
 from shardtrain.pipeline.held import Held
 from shardtrain.pipeline.schedule import forward_only, make_table
@@ -45,6 +46,7 @@ from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.resume import (
     BEGINNING,
+    BLOCKS_OF_PARTS,
     Elsewhere,
     InOrder,
     begin,
@@ -111,6 +113,9 @@ def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, 
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
         return _make_stage_parts(run, model, mesh, num_islands, island, microbatch)
+    if run.strategy.across.axis == "pipeline":
+        # alone: a mistake where several were to be launched
+        Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
     combine = run.strategy.combine if num_islands == 1 else Combine()
     num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
@@ -118,6 +123,12 @@ def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, 
     if num_stages > 1:
         assert microbatch is not None
         stages = make_stages(model, pipeline, num_stages, run.loss, microbatch)
+        filled_up = len(stages.rows) > stages.num_blocks
+        if filled_up and isinstance(run.optimizer, Optimizer) and run.optimizer.name == "adafactor":
+            raise ValueError(
+                f"adafactor takes means over all layers, and stages of {stages.counts} blocks are filled up"
+                " with zeros; use stages of equal numbers of blocks, or another optimizer"
+            )
     placement = make_placement(
         model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
     )
@@ -151,8 +162,7 @@ def _make_stage_parts(
     if isinstance(named, Optimizer):
         # the norm is that of all stages, see `StageStep`
         named = replace(named, clip=None)
-    whole, _ = make_optimizer(named, run.steps, model.dims)
-    if num_stages > 1 and (problems := coupled(whole, model.dims, traced.params)):
+    if num_stages > 1 and (problems := _mixes(named, model.dims, traced)):
         raise problems_error(
             "stages update their own parameters, which would not be the update of the whole model; use"
             " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
@@ -161,6 +171,15 @@ def _make_stage_parts(
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     return Parts(stage, optimizer, learning_rate, mesh, placement, held, seats)
+
+
+def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
+    """Why stages cannot update apart with this optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        return coupled(optimizer, dims, traced.params)
+    if optimizer.name in MIXES_A_STACK and traced.chain.stacked:
+        return [f"{optimizer.name} takes norms over all layers of a stack"]
+    return []
 
 
 def train(run: Run, console: Console | None = None, islands: Islands | None = None) -> Trained:
@@ -266,6 +285,9 @@ def _agreed(
     together = _together(run, parts, islands)
     stack.callback(together.close)
     description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
+    if parts.held is not None:
+        # stages save the blocks that they own, without their numbers
+        description[BLOCKS_OF_PARTS] = list(parts.held.stages.counts)
     together.check(_facts(run, parts, description))
     loader = _loader(run, parts, together, source)
     # a batch that cannot be split is refused here, before anything is compiled
@@ -275,6 +297,8 @@ def _agreed(
     say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
     if text := _pipeline_text(run, parts):
         notes.note(text)
+    elif run.strategy.across.axis == "pipeline":
+        notes.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
     if summary := getattr(run.data, "summary", None):
         notes.note(summary(folder))
     across = _across(run, parts, together, loader)
@@ -349,8 +373,10 @@ def _facts(run: Run, parts: Parts, description: dict[str, Any]) -> dict[str, Any
     trees = {"parameters": parts.placement.specs.abstract.params}
     if parts.held is not None:
         trees = {"parameters": parts.held.traced.params}
-        stages = {"pipeline.blocks": list(parts.held.stages.counts), "accumulate": run.strategy.accumulate}
-        description = {**description, **stages}
+        sizes = (parts.held.stages.num_stages, run.strategy.accumulate, parts.held.stages.num_chunks)
+        tasks = repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)
+        digest = hashlib.sha256(tasks.encode()).hexdigest()[:16]
+        description = {**description, "accumulate": run.strategy.accumulate, "pipeline.tasks": digest}
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
 
 
@@ -416,7 +442,7 @@ def _stage_step(run: Run, parts: Parts, held: Held, together: Together, loader: 
         placement=parts.placement,
         crossing=crossing,
         seats=seats,
-        mailbox=islands.mailbox(seats.replica, seats.stage),
+        mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
         share=lambda name, value: islands.control.share(name, value, LONG_SECONDS),
         combine=run.strategy.combine,
         learning_rate=parts.learning_rate,

@@ -78,6 +78,9 @@ VALUES = (
     "shardtrain.islands.options",
     "shardtrain.islands.agreement",
     "shardtrain.launch.supervise",
+    "shardtrain.pipeline.schedule",
+    "shardtrain.pipeline.simulate",
+    "shardtrain.pipeline.stages",
 )
 
 

@@ -1,6 +1,7 @@
 """What is saved is in the model's own order, whatever pipeline the mesh has; and comes back as it was."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -56,6 +57,28 @@ def test_a_pipelines_state_is_saved_as_one_device_would(sizes, stages):
     assert "pipeline" in str(kernel.sharding.spec)
     back = from_saved(placement)(saved)
     jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+def test_factored_moments_and_what_a_combiner_keeps_are_saved_too():
+    factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    layout, stages = Layout(mesh={"pipeline": 2}), Stages(num_stages=2, counts=(3, 2))
+    mesh = make_mesh(layout, jax.devices()[:2])
+    placement = make_placement(MODEL, factored, layout, mesh, stages=stages)
+    state = init_state(MODEL, factored, placement)
+    # rows that are told apart, as the mesh has them
+    number = jnp.asarray(stages.rows, jnp.float32)
+    opt_state = jax.tree.map(
+        lambda x: x + number.reshape(-1, *[1] * (x.ndim - 1)) if x.shape[:1] == (6,) else x, state.opt_state
+    )
+    kept = [{"x": jnp.ones(3)}]
+    saved = to_saved(placement)(state._replace(opt_state=opt_state, combine_state=kept))
+    assert saved.combine_state is kept
+    moments = jax.tree.leaves_with_path(saved.opt_state)
+    rows = [np.asarray(x) for path, x in moments if "v_row" in str(path) and "kernel" in str(path)]
+    rows = [x for x in rows if x.shape[0] == 5]
+    assert len(rows) == 6  # q, k, v, o, up, down
+    for x in rows:
+        np.testing.assert_array_equal(x.reshape(5, -1)[:, 0], np.arange(5))
 
 
 def test_stages_that_are_stored_in_order_are_saved_as_they_lie():

@@ -22,6 +22,7 @@ from shardtrain.loss import next_token_loss
 from shardtrain.metrics import read_jsonl
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optimizer import Optimizer, Schedule
+from shardtrain.pipeline.options import Pipeline
 from shardtrain.trainer import train
 
 SEQ = 8
@@ -303,3 +304,25 @@ def test_what_was_read_and_left_out_is_told(text, tmp_path):
     _, printed = start(make_run(text, tmp_path / "run", data=data, steps=1))
     assert "text: 1 files, 317 bytes; left out 1 that are no UTF-8 text, or not readable:" in printed
     assert "b.bin" in printed
+
+
+def test_it_resumes_on_another_pipeline_with_the_same_losses(text, tmp_path):
+    """Blocks that divide among no stages, in another order on each mesh; dropout too."""
+    model = dataclasses.replace(MODEL, num_layers=3)
+
+    def trained(folder, steps, mesh, accumulate=1, pipeline=Pipeline()):
+        strategy = Strategy(layout=Layout(mesh=mesh), accumulate=accumulate, pipeline=pipeline)
+        constant = Optimizer(learning_rate=Schedule(name="constant"))
+        changes: dict[str, Any] = {"optimizer": constant, "steps": steps, "evaluate_every": 2}
+        _, printed = start(make_run(text, tmp_path / folder, model=model, strategy=strategy, **changes))
+        return printed
+
+    trained("one", 4, {"data": 1})
+    trained("pipelines", 2, {"pipeline": 2, "data": 2}, 2)
+    printed = trained("pipelines", 4, {"pipeline": 2}, 4, Pipeline(schedule="gpipe", stages="1,2"))
+    assert "resumed from step 2" in printed
+    one, pipelines = (lines(tmp_path / folder) for folder in ("one", "pipelines"))
+    for name in ("train/loss", "train/grad_norm", "heldout/loss"):
+        got, expected = ([line[name] for line in found if name in line] for found in (pipelines, one))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, err_msg=name)
+        assert len(got) == (2 if name == "heldout/loss" else 4)

@@ -234,6 +234,11 @@ def world() -> MPI.Comm:
     """All launched ranks; a process without a launcher is alone. An uncaught exception ends them all."""
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = _end_all
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ValueError(
+                "this MPI was started without MPI_THREAD_MULTIPLE, and several threads call it here; use an"
+                " MPI that was built with it, and unset what lowers the level (MPI4PY_RC_THREAD_LEVEL)"
+            )
     return MPI.COMM_WORLD
 
 

@@ -7,7 +7,7 @@ arrive while the stage computes. Next: `stage_runner.py`.
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,20 @@ class Mailbox:
       comm: duplicated; rank s is stage s.
       names: rank -> how people call it.
       patience_seconds: how long to wait for a message.
+      report: called with a line when a wait takes longer than `REPORT_SECONDS`.
     """
 
-    def __init__(self, comm: "MPI.Comm", names: Sequence[str], patience_seconds: float = 1800.0) -> None:
+    REPORT_SECONDS = 30.0
+
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        names: Sequence[str],
+        patience_seconds: float = 1800.0,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._comm = comm.Dup()
-        self._names, self.patience_seconds = list(names), patience_seconds
+        self._names, self.patience_seconds, self._report = list(names), patience_seconds, report
         self._largest_tag = self._comm.Get_attr(MPI.TAG_UB) or 32767
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._failed: BaseException | None = None
@@ -70,15 +79,20 @@ class Mailbox:
           RuntimeError: what was to be sent from here could not be computed.
         """
         found = np.empty(tuple(shape), dtype)
-        began, nap = time.monotonic(), 0.0
-        while not self._comm.Iprobe(source, tag):
+        began, nap, told = time.monotonic(), 0.0, False
+        status = MPI.Status()
+        while not self._comm.Iprobe(source, tag, status):
             self._check()
             waited = time.monotonic() - began
+            text = missing_text(what, [self._names[source]], waited)
             if waited > self.patience_seconds:
-                text = missing_text(what, [self._names[source]], waited)
                 raise Missing(text, [source])
+            if waited > self.REPORT_SECONDS and not told:
+                told = True
+                self._report(f"waiting: {text}")
             time.sleep(nap)
             nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+        assert status.Get_count(MPI.BYTE) == found.nbytes, (what, status.Get_count(MPI.BYTE), found.nbytes)
         self._comm.Recv([_as_bytes(found), MPI.BYTE], source, tag)
         return found
 
@@ -110,8 +124,8 @@ class Mailbox:
                 time.sleep(nap)
                 nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
             except Exception as error:
+                # what is under way is kept going, so that others hear of it by this rank's own error
                 self._failed = error
-                return
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

@@ -84,18 +84,19 @@ class Islands:
             groups.append(MpiGroup(comm, across.reduce) if mine else None)
         return Crossing(mesh, groups, across.bucket_bytes, across.first_bucket_bytes, on_device)
 
-    def mailbox(self, replica: int, stage: int) -> "Mailbox":
+    def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
         """Messages between the stages of a pipeline; all ranks must make it together.
 
         Args:
           replica: which pipeline this island is a part of.
           stage: which stage it is there.
+          patience_seconds: how long to wait for a message.
         """
         from shardtrain.islands.mailbox import Mailbox
 
         comm = self.comm.Split(replica, stage)
         names = comm.allgather(self.control.names[self.place.rank])
-        return Mailbox(comm, names, self.control.patience_seconds)
+        return Mailbox(comm, names, patience_seconds, self.control.report)
 
 
 def join(

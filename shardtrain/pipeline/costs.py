@@ -35,9 +35,9 @@ def make_stages(
     chain = model.chain
     if chain is None:
         raise ValueError(
-            "the model does not say what its blocks are, so a pipeline cannot cut it; give the module"
-            " `blocks`, first(*inputs), run(blocks, stream, keys) and last(stream) (docs/pipeline.md), or use"
-            " pipeline=1"
+            "the model does not say what its blocks are, so a pipeline cannot cut it; give the nnx module"
+            " `blocks`, first(*inputs), run(blocks, stream, keys) and last(stream) (docs/pipeline.md), where"
+            " every parameter of stacked blocks names its first dim `layers`; or use pipeline=1"
         )
     by = parse_stages(pipeline.stages)
     found = {}

@@ -52,15 +52,16 @@ class Flow:
         return shape.size * shape.dtype.itemsize
 
 
-def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any) -> Flow:
+def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows: int) -> Flow:
     """Trace parts one after the other; nothing is computed.
 
     Args:
       parts: each a function (params, stream) -> stream; the first is given (), the last returns anything.
       params: shapes.
+      num_rows: of a microbatch.
 
     Raises:
-      ValueError: a stream has no arrays, or one whose first dim is not that of the others.
+      ValueError: a stream has no arrays, or one whose first dim is not that of rows.
     """
     streams: list[Any] = [()]
     sources: list[tuple[Value, ...]] = [()]
@@ -79,7 +80,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any) -> Flow:
         through = {id(v): source for source, v in zip(before, given, strict=True)}
         sources.append(tuple(through.get(id(v), Value(number, i)) for i, v in enumerate(jaxpr.outvars)))
         streams.append(shapes)
-        if problem := _stream_problem(number, shapes):
+        if problem := _stream_problem(number, shapes, num_rows):
             raise ValueError(problem)
     read = sorted({value for values in reads for value in values})
     return Flow(
@@ -91,15 +92,15 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any) -> Flow:
     )
 
 
-def _stream_problem(part: int, stream: Any) -> str:
+def _stream_problem(part: int, stream: Any, num_rows: int) -> str:
     """What keeps a stream from being handed on; "" if nothing."""
     leaves = jax.tree.leaves_with_path(stream)
     if not leaves:
         return f"part {part} of the model returns a stream without arrays; return what the next block reads"
-    if len({x.shape[:1] for _, x in leaves}) > 1 or not leaves[0][1].shape:
+    if any(x.shape[:1] != (num_rows,) for _, x in leaves):
         shapes = ", ".join(f"{jax.tree_util.keystr(path)} {list(x.shape)}" for path, x in leaves)
         return (
-            f"part {part} of the model returns arrays whose first dims are not the same: {shapes};"
+            f"part {part} of the model returns arrays whose first dims are not the {num_rows} rows: {shapes};"
             " every array of a stream has the rows of the batch first"
         )
     return ""

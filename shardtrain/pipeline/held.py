@@ -55,6 +55,11 @@ class Held:
             stages = {0} if path in first else set()
             stages |= {last_stage} if path in last else set()
             found[path] = sorted(stages or {0})
+            if path.startswith(STATE) and len(stages) > 1:
+                raise ValueError(
+                    f"{path} is used by the first piece of the model and by the last, which are on"
+                    " different stages; give each a state of its own"
+                )
         return found
 
     def _paths(self) -> list[str]:
@@ -207,12 +212,16 @@ class Held:
                     traced=self.traced,
                     stage=number % self.stages.num_stages,
                 )
-                taken = held.taken({**params, BLOCKS: held.own({BLOCKS: params[BLOCKS]})[BLOCKS]}, number)
+                taken = held.taken(
+                    {**params, BLOCKS: held.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})}, number
+                )
                 return held.run(number, taken, state, jax.random.key(0), True, batch, stream)[0]
 
             return run
 
-        return find_flow([part(number) for number in range(self.last_part + 1)], self.traced.params)
+        num_rows = next(iter(microbatch.values())).shape[0]
+        parts = [part(number) for number in range(self.last_part + 1)]
+        return find_flow(parts, self.traced.params, num_rows)
 
 
 @dataclass(frozen=True)

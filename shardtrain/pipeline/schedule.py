@@ -99,7 +99,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     Groups of S microbatches pass chunk after chunk (Narayanan et al. 2021, Megatron-LM, section 2.2.2). For M
     a multiple of S: one task a tick 2 (V M + S - 1) ticks, lock-step V M + V S + S - 2. For another M the
     order is that of the next multiple, without the microbatches that are not there. In both forms stage s
-    holds at most min(V M, V S + S - 2 s - 1) of a V-th of the size.
+    holds at most min(V M, V S + S - 2 s - 1) inputs of parts.
 
     Args:
       num_stages: S, 1 or more.

@@ -25,7 +25,7 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
       ValueError: no such file, or lists every column and line that cannot be read; or `check` refuses it.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
             header, rows = tuple(reader.fieldnames or ()), [(reader.line_num, row) for row in reader]
     except OSError as error:

@@ -58,7 +58,9 @@ def walked(table):
     return done
 
 
-@pytest.mark.parametrize("table", list(tables()), ids=lambda t: f"{t.name}-{t.num_stages}-{t.num_microbatches}")
+@pytest.mark.parametrize(
+    "table", list(tables()), ids=lambda t: f"{t.name}-{t.num_stages}-{t.num_microbatches}"
+)
 def test_every_task_finds_what_it_needs(table):
     assert walked(table) == [tuple(task) for task in table.tasks]
 

@@ -42,6 +42,7 @@ class Skips(nnx.Module):
     class Block(nnx.Module):
         def __init__(self, number, width, before, last, rngs):
             self.linear = nnx.Linear(before, width, kernel_init=names("embed", "mlp"), rngs=rngs)
+            assert self.linear.bias is not None
             self.linear.bias.set_metadata(out_sharding=("mlp",))
             self.norm = nnx.BatchNorm(width, use_bias=False, use_scale=False, rngs=rngs)
             self.drop = nnx.Dropout(0.3, rngs=rngs)

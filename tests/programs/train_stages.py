@@ -55,9 +55,9 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(leaf.addressable_data(0)).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def refused(**changes: object) -> str:
+def refused(name: str = "whole", **changes: object) -> str:
     try:
-        run("whole", **changes)
+        run(name, **changes)
     except ValueError as error:
         return str(error)
     raise AssertionError(changes)
@@ -75,6 +75,15 @@ if ISLANDS is not None:
     inside = dataclasses.replace(RUN.strategy, layout=Layout(mesh={"pipeline": -1}))
     if jax.device_count() > 1:
         assert "use pipeline=1 inside each island" in refused(strategy=inside)
+    if ISLANDS.seat.num_islands == NUM_STAGES:  # of more, only those that read would notice
+        other_cut = dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages="2,1"))
+        assert "the same --stages and --virtual-stages" in refused(strategy=other_cut)
+        # the same shapes on both stages, of other blocks
+        swapped = Pipeline(schedule="interleaved", virtual_stages=2, stages="1,1,1,1")
+        four = dataclasses.replace(RUN.model, num_layers=4)
+        run("four", model=four, steps=2)
+        other_blocks = dataclasses.replace(RUN.strategy, pipeline=swapped)
+        assert "Use --stages 2,2 --virtual-stages 1" in refused("four", model=four, strategy=other_blocks)
     odd = dataclasses.replace(RUN.strategy, across=Across(axis="pipeline", partitions=3))
     assert "do not make whole pipelines" in refused(strategy=odd)
     sys.stdout.write(" ".join(sorted(path.name for path in (FOLDER / "whole").glob("checkpoints*"))))

@@ -1,10 +1,10 @@
-"""ResNet-v2 with 1001 layers through pipelines across islands: the losses of one device, step by step.
+"""A deep ResNet-v2 through pipelines across islands: the losses of one device, step by step.
 
-    python benchmarks/resnet_1001.py [--depth 1001] [--steps 5]
+    python benchmarks/resnet_depth.py [--depth 110] [--steps 5]
 
 Runs examples/digits_resnet.py under mpiexec as one process, as 2 stages x 2 pipelines and as 3 stages,
 and prints the losses side by side. Programs are compiled without LLVM's optimisations, which take
-long on a network of 333 blocks; the optimizer is SGD.
+long on a network of many blocks; the optimizer is SGD.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def losses(num_ranks: int, options: list[str], depth: int, steps: int, folder: P
     command = [str(beside / "mpiexec"), "-n", str(num_ranks), str(beside / "shardtrain"), "train"]
     command += ["examples/digits_resnet.py", "--model.depth", str(depth), "--model.filters", "4"]
     command += ["--model.num-groups", "2", "--batch", "32", "--accumulate", "4", "--log-every", "1"]
-    # of 3000 arrays: XLA takes very long to compile as many updates by AdamW
+    # of thousands of arrays: XLA takes very long to compile as many updates by AdamW
     command += ["--optimizer.name", "sgd", "--optimizer.b1", "0", "--optimizer.learning-rate.warmup", "0"]
     command += ["--optimizer.learning-rate.peak", "0.02"]
     command += ["--steps", str(steps), "--run-dir", str(folder), *options]
@@ -42,7 +42,7 @@ def losses(num_ranks: int, options: list[str], depth: int, steps: int, folder: P
     }
     subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
     lines = read_jsonl(folder / "metrics.jsonl")
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    return {int(line["step"]): line["train/loss"] for line in lines if "train/loss" in line}
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--depth", type=int, default=1001)
+    parser.add_argument("--depth", type=int, default=110)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     found = {}

@@ -1,0 +1,99 @@
+"""Compiled steps of pipelines: what they hold does not grow, and they move what theory says."""
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from shardtrain.layout import Layout
+from shardtrain.loss import next_token_loss
+from shardtrain.mesh import make_mesh
+from shardtrain.model import from_nnx
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.rows import Stages
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.plan.collectives import ALL_REDUCE, PERMUTE, by_axis
+from shardtrain.plan.compile import compile_step, described_devices, figures
+
+ROWS, SEQ, EMBED = 4, 16, 16
+MODEL = from_nnx(DecoderConfig(vocab=32, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=32))
+CUTS = {
+    "1f1b": Stages(num_stages=4, counts=(1, 1, 1, 1)),
+    "gpipe": Stages(num_stages=4, counts=(1, 1, 1, 1)),
+    "interleaved": Stages(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1)),
+    "zero_bubble": Stages(num_stages=4, counts=(1, 1, 1, 1)),
+}
+STREAM_BYTES = ROWS * SEQ * EMBED * 4
+
+
+@cache
+def program(schedule, microbatches, **mesh):
+    """(figures, number of instructions) of a step of so many microbatches of ROWS rows a replica."""
+    stages = CUTS[schedule]
+    layout = Layout(mesh={"pipeline": stages.num_stages, **mesh})
+    jax_mesh = make_mesh(layout, described_devices("cpu", math.prod(layout.mesh.values())))
+    rows = microbatches * ROWS * mesh.get("data", 1)
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((rows, SEQ + 1), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
+    }
+    optimizer = optax.sgd(1e-2)
+    compiled = compile_step(
+        MODEL, next_token_loss, optimizer, layout, jax_mesh, batch, microbatches, stages, schedule
+    )
+    text = compiled.as_text() or ""
+    return figures(compiled, dict(jax_mesh.shape)), text.count(" = ")
+
+
+class TestMemory:
+    @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+    def test_it_does_not_grow_with_microbatches(self, schedule):
+        few, many = (program(schedule, microbatches)[0].temp_bytes for microbatches in (8, 32))
+        assert many <= 1.05 * few
+
+    def test_that_of_gpipe_grows_by_a_stream_a_microbatch(self):
+        few, many = (program("gpipe", microbatches)[0].temp_bytes for microbatches in (8, 32))
+        # tokens and weights of a microbatch are held too
+        assert (many - few) / (32 - 8) == pytest.approx(STREAM_BYTES, rel=0.1)
+
+    @pytest.mark.parametrize("schedule", CUTS)
+    def test_programs_do_not_grow_with_microbatches(self, schedule):
+        few, many = (program(schedule, microbatches)[1] for microbatches in (8, 32))
+        assert many == pytest.approx(few, rel=0.01)
+
+
+class TestTraffic:
+    @pytest.mark.parametrize("schedule", CUTS)
+    def test_streams_and_errors_travel_in_every_tick(self, schedule):
+        found, _ = program(schedule, 8)
+        stages = CUTS[schedule]
+        ticks = make_table(schedule, stages.num_stages, 8, stages.num_chunks, lockstep=True).num_ticks
+        runs, sent_bytes = by_axis(found.collectives)[PERMUTE, ("pipeline",)]
+        assert (runs, sent_bytes) == (2 * ticks, 2 * ticks * STREAM_BYTES)
+
+    def test_gradients_are_reduced_once_and_no_parameter_is_gathered(self):
+        found, _ = program("1f1b", 8, data=2)
+        params = jax.eval_shape(MODEL.init, jax.random.key(0))[0]
+        own, rest = (
+            4
+            * sum(
+                x.size
+                for name in params
+                for x in jax.tree.leaves(params[name])
+                if (name == "blocks") == blocks
+            )
+            for blocks in (True, False)
+        )
+        moved = by_axis(found.collectives)
+        assert {(kind, over) for kind, over in moved if "pipeline" in over} == {
+            (PERMUTE, ("pipeline",)),
+            (ALL_REDUCE, ("pipeline",)),
+        }
+        # beside them some scalars: loss, count, and for the norm one of each array
+        over_stages, over_data = (moved[ALL_REDUCE, (axis,)][1] for axis in ("pipeline", "data"))
+        assert over_stages == pytest.approx(2 * 3 / 4 * rest, abs=128)
+        assert over_data == pytest.approx(2 * 1 / 2 * (own / 4 + rest), abs=128)
+        assert all(not c.in_loop for c in found.collectives if c.kind == ALL_REDUCE)
