@@ -24,7 +24,7 @@ from shardtrain.pipeline.ticks import make_ticks
 from shardtrain.plan.collectives import PERMUTE
 from shardtrain.plan.compile import compile_step, described_devices, figures
 
-ONE_DEVICE = "accumulate, 1 device"
+ONE_DEVICE = "accumulate"
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1}
 
 
@@ -33,6 +33,7 @@ class Options:
     """What to compile.
 
     Args:
+      schedules: of a pipeline; "accumulate" is one device, a microbatch after the other.
       stages: places along the pipeline, each a device.
       microbatches: numbers of them.
       rows: sequences of a microbatch.
@@ -40,6 +41,7 @@ class Options:
       cut: numbers of blocks, such as 3,2,2,1, or equal.
     """
 
+    schedules: tuple[str, ...] = (*CHUNKS, ONE_DEVICE)
     stages: int = 4
     microbatches: tuple[int, ...] = (4, 8, 16, 32)
     rows: int = 4
@@ -82,7 +84,7 @@ def main() -> None:
     print(f"a stream has {stream_bytes / 1e6:.2f} MB\n")
     print("| schedule | microbatches | slots | temporary MB | state MB | sent MB | instructions | s |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
-    for schedule in (*CHUNKS, ONE_DEVICE):
+    for schedule in options.schedules:
         for microbatches in options.microbatches:
             row = measured(options, schedule, microbatches)
             print(

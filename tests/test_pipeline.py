@@ -325,6 +325,13 @@ class TestStep:
         # Adam divides by gradients: what rounds differently near 0 moves a weight by a part of the rate
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), pipeline[1], one_device[1])
 
+    def test_nothing_can_wait_for_ever(self, both):
+        _, (placement, step, evaluate, state) = both
+        batch = on_mesh(rows(), placement, 4)
+        for program in (step, evaluate):
+            text = program.lower(state, batch).compile().as_text()
+            assert (permutes_in_branches(text), unordered(text)) == ([], [])
+
     def test_a_gradient_that_is_not_finite_changes_nothing(self, both):
         _, (placement, step, _, state) = both
         batch = rows()

@@ -317,12 +317,13 @@ def test_it_resumes_on_another_pipeline_with_the_same_losses(text, tmp_path):
         _, printed = start(make_run(text, tmp_path / folder, model=model, strategy=strategy, **changes))
         return printed
 
-    trained("one", 4, {"data": 1})
-    trained("pipelines", 2, {"pipeline": 2, "data": 2}, 2)
-    printed = trained("pipelines", 4, {"pipeline": 2}, 4, Pipeline(schedule="gpipe", stages="1,2"))
+    other = Pipeline(schedule="gpipe", stages="1,2")
+    trained("one", 4, {"data": 8})
+    trained("pipelines", 2, {"pipeline": 2, "data": 2, "fsdp": 2}, 2)
+    printed = trained("pipelines", 4, {"pipeline": 2, "data": 2, "tensor": 2}, 4, other)
     assert "resumed from step 2" in printed
     one, pipelines = (lines(tmp_path / folder) for folder in ("one", "pipelines"))
-    for name in ("train/loss", "train/grad_norm", "heldout/loss"):
+    for name in ("train/loss", "grad_norm", "heldout/loss"):
         got, expected = ([line[name] for line in found if name in line] for found in (pipelines, one))
         np.testing.assert_allclose(got, expected, rtol=1e-4, err_msg=name)
         assert len(got) == (2 if name == "heldout/loss" else 4)
