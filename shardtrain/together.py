@@ -178,7 +178,8 @@ class Together:
             replica, unit = seats.replica, found[seats.replica][1]
         if weights is not None and len(weights) != len(found):
             raise ValueError(
-                f"shares has {len(weights)} weights, and there are {len(found)} replicas; give one each"
+                f"shares has {len(weights)} weights, and there are {len(found)}"
+                f" {'islands' if self.seats is None else 'pipelines'}; give one each"
             )
         if len(found) == 1 and (
             problem := batch_problem(batch, {"data": unit // microbatches}, microbatches)
