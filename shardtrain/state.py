@@ -350,12 +350,7 @@ def init_state(
         state = _init(model, optimizer, seed, _storing(placement.stages, whole))
         return _with_replicas(state, combine, sizes, specs.arrays, specs.sharded)
 
-    # it runs once, and LLVM would take minutes over what a thousand layers draw
-    on_cpu = placement.mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(create, out_shardings=placement.state, compiler_options=options if on_cpu else None)(
-        jnp.uint32(seed)
-    )
+    return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
 
 
 def restorable_state(placement: Placement) -> State:

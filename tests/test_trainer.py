@@ -268,7 +268,7 @@ def test_two_runs_in_one_folder_are_refused(text, tmp_path):
 
 
 def test_an_evaluation_that_fails_comes_after_the_save(text, tmp_path, monkeypatch):
-    def fail(run: Run, parts: Any, together: Any, heldout: Any) -> Any:
+    def fail(run: Run, *arguments: Any) -> Any:
         def values(state: Any) -> dict[str, float]:
             raise OSError("the held-out file is gone")
 
