@@ -59,7 +59,8 @@ def test_all_problems_of_a_layout_at_once():
         "this layout cannot be used:",
         [
             "axis 'dta' (did you mean 'data'?)",
-            "axis 'expert' has size 2, but is not built yet; use expert=1 (built: pipeline, data, fsdp, tensor)",
+            "axis 'expert' has size 2, but is not built yet;"
+            " use expert=1 (built: pipeline, data, fsdp, tensor)",
             "axis 'data' has size 0; allowed: a whole number from 1, or -1 (the rest)",
             "axis 'context' has size True; allowed: a whole number from 1, or -1 (the rest)",
             "axes ['fsdp', 'tensor'] are all -1; at most one can be the rest",
