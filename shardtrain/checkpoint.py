@@ -1,10 +1,13 @@
 """The one door to Orbax: save in the background, keep a few, restore the newest whole one on any mesh.
 
-When to save is in `checkpoint_policy.py`, what makes a checkpoint whole in `manifest.py`.
+When to save is in `checkpoint_policy.py`, what makes a checkpoint whole in `manifest.py`, which one a run
+goes on from in `choice.py`, how it is read in `restore.py`.
 """
 
+import json
 import logging
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,12 +24,14 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from shardtrain import manifest as manifests
-from shardtrain.checkpoint_policy import CheckpointPolicy, steps_to_delete
-from shardtrain.manifest import Leaf
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.choice import Choice, Share, choose
+from shardtrain.manifest import COMMON, WHOLE, Leaf, Lie, Manifest, Part
+from shardtrain.restore import Allow, restore_arrays
+from shardtrain.retention import FAST_KEPT, Mirror, delete_old
 
 _LOG = logging.getLogger(__name__)
 _SAVE_TIMEOUT_SECONDS = 4 * 60 * 60
-_NONE_SAVED, _ALL_BROKEN = -1, -2
 
 
 class SaveFailed(RuntimeError):
@@ -75,7 +80,11 @@ class Checkpoints:
     Args:
         folder: where the checkpoints lie; made at the first save.
         policy: what to keep.
+        part: which part of each step this writer saves; a step is finished when it has all of them.
         report: called on the caller's thread with each line that people must see.
+
+    Raises:
+        ValueError: several processes would save to a fast disk that each has for itself.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -90,11 +99,25 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, policy: CheckpointPolicy, *, report: Callable[[str], None] = _LOG.warning
+        self,
+        folder: Path,
+        policy: CheckpointPolicy,
+        part: Part = WHOLE,
+        *,
+        report: Callable[[str], None] = _LOG.warning,
     ) -> None:
         self.folder = Path(folder).absolute()
-        self.policy = policy
+        self.policy, self.part = policy, part
         self._report = report
+        if policy.fast is not None and jax.process_count() > 1:
+            raise ValueError(
+                f"checkpoints go to {policy.fast} first, and {jax.process_count()} processes save together:"
+                " none sees the disk of the others. Leave --checkpoints.fast out, or use one process each"
+            )
+        # the runs of a host share its fast disk
+        fast = policy.fast and Path(policy.fast).absolute() / str(self.folder).strip("/").replace("/", "-")
+        self._mirror = Mirror(fast, self.folder, policy, part) if fast else None
+        self._target = fast or self.folder
         # Orbax's default gives up after 20 minutes, and a folder that it makes in the background
         # keeps its threads waiting for minutes where it cannot be made.
         options = ocp.options.AsyncOptions(
@@ -104,17 +127,24 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self._broken: set[int] = set()
-        self._latest = max(self._with_manifest(), default=None)
+        self._latest = max(self.steps(), default=None)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where checkpoints may lie, the fastest first."""
+        return tuple(dict.fromkeys((self._target, self.folder)))
 
     def latest(self) -> int | None:
-        """The step of the newest finished checkpoint (a running save is not one yet), or None."""
+        """The newest step of which this part is finished (a running save is not), or None."""
         return self._latest
 
     def steps(self) -> list[int]:
-        """The steps of all finished checkpoints, broken ones too."""
-        return self._with_manifest()
+        """The steps of all checkpoints of which this part is finished, broken ones too."""
+        return sorted({step for folder in self.folders for step in self._with_manifest(folder)})
 
-    def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
+    def save(
+        self, step: int, state: Any, extra: dict[str, Any], lies: Mapping[str, Lie] | None = None
+    ) -> None:
         """Begin to save; the arrays may be donated or deleted as soon as this returns.
 
         Waits for the save before, if that is still running.
@@ -123,6 +153,7 @@ class Checkpoints:
             step: steps done, larger than that of every checkpoint so far.
             state: pytree of jax arrays, sharded in any way.
             extra: what JSON can hold: data position, seed, description of the run, metrics.
+            lies: path -> which piece of the whole an array is; those that are not named are whole.
 
         Raises:
             SaveFailed: the save *before* this one failed, or this one cannot begin; it is not begun.
@@ -132,13 +163,14 @@ class Checkpoints:
         arrays = _saveable(state)
         _check(manifests.extra_problems(extra), "these values cannot be saved", "Use JSON's types")
         self._check_new(step)
-        leaves = _describe(arrays)
+        leaves = _describe(arrays, lies or {})
         num_bytes = sum(array.nbytes for array in arrays.values())
-        partial = manifests.partial_folder(self.folder, step)
+        partial = manifests.partial_folder(self._target, step, self.part)
         try:
             if _is_primary():
                 # Larger than the newest whole step, so what lies in its place is not whole.
-                manifests.delete(manifests.step_folder(self.folder, step))
+                for folder in self.folders:
+                    manifests.delete(manifests.step_folder(folder, step, self.part))
                 manifests.delete(partial)
                 partial.mkdir(parents=True)
             self._orbax.save(partial / manifests.ARRAYS, arrays)
@@ -162,23 +194,56 @@ class Checkpoints:
                 pending.step, pending.num_bytes, RuntimeError("another process failed")
             )
 
+    def confirm(self, step: int | None) -> None:
+        """All parts of this step are finished, so that what is older may be deleted as the policy says.
+
+        Where there is but one part, that is so as soon as it is finished, and nobody needs to call this.
+        """
+        if self.part.count > 1 and step is not None and _is_primary():
+            self._background.submit(self._delete_old, step)
+
     def forget_after(self, step: int) -> None:
         """Go on from this step (-1: the start): later ones are replaced when the run comes there."""
-        finished = self._with_manifest()
-        self._broken.update(later for later in finished if later > step)
-        self._latest = max((earlier for earlier in finished if earlier <= step), default=None)
+        steps = self.steps()
+        self._broken.update(later for later in steps if later > step)
+        self._latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
-    def restore(self, abstract_state: Any, newest: int | None = None) -> Restored | None:
-        """Read the newest whole checkpoint, each array straight into the sharding asked for.
+    def choose(self, newest: int | None = None, share: Share | None = None) -> Choice:
+        """Find the newest whole checkpoint, whoever can see its parts.
 
         Before anything is loaded, every file's size and checksum are compared with the manifest (for the
-        cost see `manifest.problems`). What is broken or unfinished is passed over and
-        reported with its reason.
+        cost see `manifest.problems`): those of a part by one island that sees it. What is broken or
+        unfinished is passed over and reported with its reason.
+
+        Args:
+            newest: take none after this step.
+            share: where several islands look together, all of them call this.
+
+        Raises:
+            ValueError: every checkpoint is broken.
+        """
+        found = choose(self.folders, newest, share or alone)
+        for line in found.passed_over:
+            self._report(f"checkpoint passed over: {line}")
+        self._broken.update(found.broken)
+        self.forget_after(-1 if found.step is None else found.step)
+        return found
+
+    def restore(
+        self,
+        abstract_state: Any,
+        newest: int | None = None,
+        lies: Mapping[str, Lie] | None = None,
+        allow: Allow = Allow(),
+    ) -> Restored | None:
+        """Read the newest whole checkpoint, each array straight into the sharding asked for.
 
         Args:
             abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays like them; the mesh
                 may differ from the one that saved.
             newest: take none after this step.
+            lies: path -> which piece of the whole an array is; those that are not named are whole.
+            allow: in what the checkpoint may differ; an array that is not read is None in the state.
 
         Returns:
             None where nothing was ever saved completely.
@@ -190,26 +255,15 @@ class Checkpoints:
         """
         self.wait()
         wanted = _restorable(abstract_state)
-        choice, passed_over = self._choose(newest) if _is_primary() else (_NONE_SAVED, [])
-        step = int(multihost_utils.broadcast_one_to_all(np.int32(choice)))
-        for line in passed_over:
-            self._report(f"checkpoint passed over: {line}")
-        if step == _ALL_BROKEN:
-            raise ValueError(_all_broken_text(self.folder, passed_over))
-        if step == _NONE_SAVED:
+        chosen = self.choose(newest)
+        if chosen.step is None:
             return None
-        folder = manifests.step_folder(self.folder, step)
-        manifest, reason = manifests.read_manifest(folder)
-        assert manifest is not None, reason
-        _check(
-            manifests.mismatches(manifest.leaves, _describe(wanted)),
-            f"{folder} holds another state than this run has",
-            "Use the model and optimizer that it was saved with, or another run folder",
+        archive = chosen.archive(self.folders)
+        arrays = restore_arrays(archive, wanted, lies or {}, allow)
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(path) for path in wanted])
+        return Restored(
+            step=chosen.step, state=state, extra=archive.extra, passed_over=tuple(chosen.passed_over)
         )
-        arrays = self._orbax.restore(folder / manifests.ARRAYS, wanted)
-        self._latest = step
-        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in wanted])
-        return Restored(step=step, state=state, extra=manifest.extra, passed_over=tuple(passed_over))
 
     def __enter__(self) -> Self:
         return self
@@ -225,10 +279,17 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._orbax.close()
+            if self._mirror:
+                for note in self._mirror.close():
+                    self._report(note)
 
-    def _with_manifest(self) -> list[int]:
-        steps = manifests.finished_steps(self.folder)
-        return [step for step in steps if manifests.has_manifest(manifests.step_folder(self.folder, step))]
+    def _with_manifest(self, folder: Path) -> list[int]:
+        found = manifests.finished(folder)
+        return [
+            step
+            for step, parts in found.items()
+            if self.part in parts and manifests.has_manifest(parts[self.part])
+        ]
 
     def _check_new(self, step: int) -> None:
         if step < 0:
@@ -239,60 +300,40 @@ class Checkpoints:
                 f"Restore from it and go on from step {self._latest + 1}, or use another run folder."
             )
 
-    def _choose(self, newest: int | None) -> tuple[int, list[str]]:
-        """The newest whole step (or why there is none), and all that was passed over on the way."""
-        passed_over = [
-            f"{path.name}: unfinished, left by a save or a deletion that was interrupted"
-            for path in manifests.partial_folders(self.folder)
-        ]
-        finished = manifests.finished_steps(self.folder)
-        steps = [step for step in finished if newest is None or step <= newest]
-        # to be replaced when the run comes there again, as a broken one is
-        self._broken.update(set(finished) - set(steps))
-        for step in reversed(steps):
-            folder = manifests.step_folder(self.folder, step)
-            found = manifests.problems(folder)
-            if not found:
-                return step, passed_over
-            self._broken.add(step)
-            passed_over.append(f"{folder.name}: broken: {'; '.join(found)}")
-        return (_ALL_BROKEN if steps else _NONE_SAVED), passed_over
-
     def _finish(self, step: int, leaves: Mapping[str, Leaf], extra: dict[str, Any]) -> list[str]:
         """In the background: when Orbax has written all, add the manifest, give the name, delete old ones."""
-        partial = manifests.partial_folder(self.folder, step)
+        partial = manifests.partial_folder(self._target, step, self.part)
         try:
             self._orbax.wait_until_finished()
             if not _is_primary():
                 return []
             manifests.write_manifest(
-                partial, step=step, orbax_version=ocp.__version__, leaves=leaves, extra=extra
+                partial,
+                Manifest(
+                    step=step,
+                    orbax_version=ocp.__version__,
+                    files={},
+                    leaves=leaves,
+                    extra=extra,
+                    part=self.part,
+                    saved_seconds=time.time(),
+                ),
             )
-            partial.rename(manifests.step_folder(self.folder, step))
-            manifests.sync(self.folder)
+            partial.rename(manifests.step_folder(self._target, step, self.part))
+            manifests.sync(self._target)
         except BaseException:
             if _is_primary():
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        return self._delete_old(step)
+        notes = self._delete_old(step) if self.part.count == 1 else []
+        return notes + (self._mirror.copy(step) if self._mirror else [])
 
     def _delete_old(self, newest: int) -> list[str]:
         """Delete what the policy does not keep, and what is broken and older than this whole checkpoint."""
-        whole = [step for step in self._with_manifest() if step <= newest and step not in self._broken]
-        keep = set(whole) - set(steps_to_delete(self.policy, whole))
-        steps = [
-            step for step in manifests.finished_steps(self.folder) if step <= newest and step not in keep
-        ]
-        notes = []
-        for path in [
-            *manifests.partial_folders(self.folder),
-            *(manifests.step_folder(self.folder, step) for step in steps),
-        ]:
-            try:
-                manifests.delete(path)
-            except OSError as error:
-                notes.append(f"old checkpoint {path} could not be deleted: {error}")
-        return notes
+        if self._mirror:
+            fast = CheckpointPolicy(keep=FAST_KEPT)
+            return delete_old(self._target, fast, self.part, newest, self._broken)
+        return delete_old(self._target, self.policy, self.part, newest, self._broken)
 
     def _collect(self) -> SaveFailed | None:
         """Wait for the running save; this process's failure, if any."""
@@ -315,13 +356,23 @@ class Checkpoints:
         older = (
             "there is no older checkpoint" if self._latest is None else f"step {self._latest} is untouched"
         )
-        existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        existing = next(path for path in (self._target, *self._target.parents) if path.exists())
         return SaveFailed(
-            f"step {step} is not saved in {self.folder} ({older}): {_first_line(error)}. The state has "
+            f"step {step} is not saved in {self._target} ({older}): {_first_line(error)}. The state has "
             f"{num_bytes:,} bytes, the disk has {shutil.disk_usage(existing).free:,} free. "
             "Free space, make the folder writable, or use another.",
             step=step,
         )
+
+
+def alone(name: str, look: Callable[[int], Any]) -> list[Any]:
+    """The one island's, as its first process finds it."""
+    if jax.process_count() == 1:
+        return [look(0)]
+    text = json.dumps(look(0)).encode() if _is_primary() else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    found = np.frombuffer(text, np.uint8) if _is_primary() else np.zeros(size, np.uint8)
+    return [json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(found))))]
 
 
 def _saveable(state: Any) -> dict[str, jax.Array]:
@@ -370,18 +421,16 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
 
 
-def _describe(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
-    return {path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name) for path, leaf in arrays.items()}
+def _describe(arrays: Mapping[str, Any], lies: Mapping[str, Lie]) -> dict[str, Leaf]:
+    return {
+        path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, lie=lies.get(path, COMMON))
+        for path, leaf in arrays.items()
+    }
 
 
 def _check(wrong: list[str], what: str, change: str) -> None:
     if wrong:
         raise ValueError("\n  ".join([f"{what}:", *wrong]) + f"\n{change}.")
-
-
-def _all_broken_text(folder: Path, passed_over: list[str]) -> str:
-    listed = "\n  ".join([f"every checkpoint in {folder} is broken:", *passed_over])
-    return f"{listed}\nBring back a copy of one, or use another run folder to start from the beginning."
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,8 @@ class CheckpointPolicy:
         every_minutes: save when the last save is this long ago; None: not by time.
         keep: how many of the newest checkpoints to keep.
         keep_every: keep the checkpoints of steps that this divides for ever; None: keep no others.
+        fast: a folder on a disk of this host, such as a RAM disk: a save goes there first, and is copied
+            to the run folder in the background. None: straight to the run folder.
 
     Raises:
         ValueError: a number that is not positive.
@@ -22,6 +25,7 @@ class CheckpointPolicy:
     every_minutes: float | None = None
     keep: int = 3
     keep_every: int | None = None
+    fast: Path | None = None
 
     def __post_init__(self) -> None:
         allowed = {

@@ -20,6 +20,7 @@ from shardtrain.optimizer import Optimizer
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.recipes import Scaling
 from shardtrain.replicas import Combine
+from shardtrain.restore import Allow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,20 @@ class Strategy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartFrom:
+    """Where a run's parameters begin, if it has no checkpoint of its own.
+
+    Args:
+      checkpoint: a run's folder, its folder of checkpoints, or the folder of a step; its parameters and model
+        state are taken, and nothing else. None: as the seed draws them.
+      step: which step; None takes the newest.
+    """
+
+    checkpoint: Path | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One training run.
 
@@ -73,6 +88,8 @@ class Run:
       sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
       unit: what the loss counts, for rates: tokens, examples.
       scaling: what to change where several replicas carry the run out.
+      start_from: whose parameters it begins with.
+      allow: in what a checkpoint that it reads may differ.
 
     Raises:
       ValueError: lists every field of a wrong kind, or every number out of range.
@@ -95,6 +112,8 @@ class Run:
     sample: Callable[[Any], str] | None = None
     unit: str = "tokens"
     scaling: Scaling = Scaling()
+    start_from: StartFrom = StartFrom()
+    allow: Allow = Allow()
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:

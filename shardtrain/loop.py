@@ -57,6 +57,7 @@ class Saving(Protocol):
     def latest(self) -> int | None: ...
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None: ...
     def wait(self) -> None: ...
+    def confirm(self, step: int | None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +99,12 @@ class Wish(NamedTuple):
     Args:
       stop: the number of the signal that asked to stop, or 0.
       save: a checkpoint is due.
+      saved: the newest step that is saved here, and once agreed on everywhere.
     """
 
     stop: int
     save: bool
+    saved: int | None = None
 
 
 class StopSignals:
@@ -154,18 +157,22 @@ def run_loop(
       SaveFailed: the last save failed. Earlier ones are told to `progress`, and training goes on.
     """
     log = _Log(pieces, pace)
-    done, saved_seconds = first_step, time.monotonic()
+    done, saved_seconds, is_due = first_step, time.monotonic(), False
     while done < pace.steps:
         batch, position = next(pieces.batches)
         state, metrics = pieces.step(state, batch)
         done += 1
         log.add(done, metrics)
         last = done == pace.steps
-        is_due = last or due(pieces.policy, done, time.monotonic() - saved_seconds)
-        stop_now, save_now = pieces.agree(done, Wish(stop.received or 0, is_due))
+        # once due it stays so: replicas may not be of one mind before some steps more
+        is_due = is_due or last or due(pieces.policy, done, time.monotonic() - saved_seconds)
+        stop_now, save_now, saved = pieces.agree(
+            done, Wish(stop.received or 0, is_due, pieces.checkpoints.latest())
+        )
+        pieces.checkpoints.confirm(saved)
         # before the evaluation, which may fail or be cut short
         if save_now:
-            saved_seconds = time.monotonic()
+            saved_seconds, is_due = time.monotonic(), False
             state = pieces.before_save(state)
             _save(pieces, done, state, position)
         if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):

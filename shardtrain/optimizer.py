@@ -272,9 +272,9 @@ def make_optimizer(
         return optimizer, None
     rate = make_schedule(optimizer.learning_rate, steps)
     update = OPTIMIZERS[optimizer.name](optimizer, rate, dims)
-    if optimizer.clip is not None:
-        update = optax.chain(optax.clip_by_global_norm(optimizer.clip), update)
-    return update, rate
+    # without clipping too, so that the state has the same paths
+    clip = optax.identity() if optimizer.clip is None else optax.clip_by_global_norm(optimizer.clip)
+    return optax.chain(clip, update), rate
 
 
 def coupled(optimizer: optax.GradientTransformation, dims: Tree, params: Any) -> list[str]:

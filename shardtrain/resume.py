@@ -1,103 +1,144 @@
-"""Where a run begins, and where it is saved: from its newest checkpoint, or from the start, on all islands.
+"""Where a run begins, and where it is saved: at its newest checkpoint, at another run's, or at the start.
 
-What each island keeps of its own (an optimizer on deltas, what a compression left out) lies in a folder
-of its own beside that of island 0. Next: `trainer.py`.
+Any layout reads the checkpoint of any other: meshes, islands, stages, replicas. Which options may differ is
+said here, and what becomes of state that belongs to a layout. Next: `trainer.py`.
 """
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from shardtrain.across import AcrossStep
+from shardtrain.archive import Archive, find_archives
 from shardtrain.checkpoint import Checkpoints
-from shardtrain.config import Run, differences
+from shardtrain.config import Run, describe, differences
 from shardtrain.data import Position
-from shardtrain.saved import from_saved, saved_state, to_saved
+from shardtrain.layout import problems_error
+from shardtrain.manifest import COMMON, WHOLE, Leaf, Lie, Part, matches
+from shardtrain.model import path_text
+from shardtrain.pipeline.held import Held
+from shardtrain.restore import Allow, check_state, restore_arrays
+from shardtrain.saved import KEPT, lies, saved_part, wanted_state
 from shardtrain.state import Placement, State
 from shardtrain.together import Together
-
-BLOCKS_OF_PARTS = "pipeline.blocks"
-"""In the description of a run whose islands hold stages: how many blocks each part has."""
 
 BEGINNING = Position(epoch=0, index=0)
 CHECKPOINTS = "checkpoints"
 
+FREE = (
+    *("batch", "steps", "strategy.*", "optimizer", "optimizer.*", "scaling.*", "nonfinite"),
+    *("log_every", "evaluate_every", "evaluate_batches", "checkpoints.*", "run_dir", "sample", "unit"),
+    *("allow.*", "start_from.*", "data", "data.*", "watch.*", "time_limit*"),
+)
+"""Options that may differ from those of the checkpoint, which is told; data that differs begins at its
+beginning. Any other must be the same, or stand in `Allow.changed`."""
 
-def has_own_state(run: Run, across: AcrossStep | None) -> bool:
-    """Each island keeps something of its own that a checkpoint must hold."""
-    return across is not None and (run.strategy.combine.on_deltas or across.keeps_state)
-
-
-def island_checkpoints(
-    run: Run, folder: Path, together: Together, has_own: bool, note: Callable[[str], None]
-) -> Checkpoints | None:
-    """Those of this island: of what all have in common in one folder, of what each has in one each."""
-    seats = together.seats
-    name = CHECKPOINTS if seats is None else f"{CHECKPOINTS}-stage-{seats.stage}-of-{seats.num_stages}"
-    _refuse_other_cut(folder, re.sub("stage-[0-9]+", "stage-*", name))
-    if together.writes:
-        return Checkpoints(folder / name, run.checkpoints, report=note)
-    if not has_own:
-        return None
-    assert together.islands is not None
-    name = f"{CHECKPOINTS}-island-{together.islands.seat.island}"
-    return Checkpoints(folder / name, run.checkpoints, report=note)
+SEED = "seed"
 
 
-def _refuse_other_cut(folder: Path, mine: str) -> None:
-    """Stages save what each owns; a run that is cut in another way cannot read that yet.
-
-    Raises:
-      ValueError: the folder has checkpoints of another cut.
-    """
-    found = [path for path in sorted(folder.glob(f"{CHECKPOINTS}*")) if next(path.iterdir(), None)]
-    kinds = {re.sub("stage-[0-9]+", "stage-*", path.name) for path in found if "-island-" not in path.name}
-    if others := kinds - {mine}:
-        of = {kind.rpartition("-of-")[2] for kind in others if "-of-" in kind}
-        use = f"--across pipeline --partitions {', '.join(sorted(of))}" if of else "no --across pipeline"
-        raise ValueError(
-            f"{folder} has {', '.join(sorted(others))}, and this run would read {mine}: a pipeline across"
-            f" islands resumes with the same number of partitions. Use {use}, or another --run-dir"
-        )
-
-
-class InOrder:
-    """Checkpoints of a state whose blocks are saved in the model's order.
+class Saving:
+    """The checkpoints of a run, as one island reads and writes them.
 
     Args:
-      checkpoints: where to.
+      run: the run.
+      folder: of the run.
+      together: this island, and the others.
       placement: of the state.
+      held: the stage that this island holds, if any.
+      across: the step across islands, None for one that is alone.
+      note: told what people must see.
     """
 
-    def __init__(self, checkpoints: Checkpoints, placement: Placement) -> None:
-        self._checkpoints, self._to_saved = checkpoints, to_saved(placement)
-        self.latest, self.wait = checkpoints.latest, checkpoints.wait
-
-    def save(self, step: int, state: State, extra: Any) -> None:
-        """See `Checkpoints.save`."""
-        self._checkpoints.save(step, self._to_saved(state), extra)
-
-
-class Elsewhere:
-    """Checkpoints that another island writes."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        together: Together,
+        placement: Placement,
+        held: Held | None,
+        across: AcrossStep | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self.has_own = across is not None and (run.strategy.combine.on_deltas or across.keeps_state)
+        self.own_optimizers = run.strategy.combine.on_deltas and across is not None
+        self.together, self.placement, self.note = together, placement, note
+        seat = None if together.islands is None else together.islands.seat
+        self.island = (0, 1) if seat is None else (seat.island, seat.num_islands)
+        self._part = self._find_part()
+        self.checkpoints = Checkpoints(
+            folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
+        )
+        self._lies = lies(placement, held, self.island, self.own_optimizers)
+        self.layout = _layout(run, placement, self.island[1])
         self._latest: int | None = None
+
+    def _find_part(self) -> Part | None:
+        """Which part of a step this island saves; None: another saves all."""
+        seats = self.together.seats
+        if self.has_own:
+            return Part(*self.island)
+        if self.together.writes:
+            return WHOLE if seats is None else Part(seats.stage, seats.num_stages)
+        return None
+
+    def lies_of(self, state: State) -> dict[str, Lie]:
+        """Path -> which piece of the whole an array is."""
+        return self._lies(state)
 
     def latest(self) -> int | None:
         """The step that was saved last."""
-        return self._latest
+        return self._latest if self._part is None else self.checkpoints.latest()
 
-    def save(self, step: int, state: Any, extra: Any) -> None:
-        """Another island does."""
+    def save(self, step: int, state: State, extra: dict[str, Any]) -> None:
+        """See `Checkpoints.save`."""
         self._latest = step
+        if self._part is not None:
+            chosen = saved_part(state, own=not self.together.writes)
+            self.checkpoints.save(step, chosen, {**extra, "layout": self.layout}, self._lies(chosen))
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """See `Checkpoints.wait`."""
+        if self._part is not None:
+            self.checkpoints.wait()
+
+    def confirm(self, step: int | None) -> None:
+        """See `Checkpoints.confirm`."""
+        if self._part is not None:
+            self.checkpoints.confirm(step)
+
+
+def _layout(run: Run, placement: Placement, num_islands: int) -> dict[str, Any]:
+    """On what the arrays depend that a combiner keeps."""
+    strategy, stages = run.strategy, placement.stages
+    facts = {
+        "mesh": dict(placement.mesh.shape),
+        "islands": num_islands,
+        "blocks": None if stages is None else list(stages.counts),
+        **describe(strategy.layout, "layout"),
+        **describe(strategy.combine, "combine"),
+        **{name: getattr(strategy.across, name) for name in ("axis", "partitions", "bucket_bytes")},
+        "first_bucket_bytes": strategy.across.first_bucket_bytes,
+    }
+    return json.loads(json.dumps(facts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """Where a run begins.
+
+    Args:
+      state: the state.
+      step: steps done.
+      position: in the data.
+    """
+
+    state: State
+    step: int
+    position: Position
 
 
 def made_equal(run: Run, together: Together, state: State, note: Callable[[str], None]) -> State:
@@ -115,70 +156,203 @@ def made_equal(run: Run, together: Together, state: State, note: Callable[[str],
 
 def begin(
     run: Run,
-    placement: Placement,
+    saving: Saving,
     init: Callable[[], State],
-    together: Together,
     across: AcrossStep | None,
-    checkpoints: Checkpoints | None,
-    has_own: bool,
     description: dict[str, Any],
-    note: Callable[[str], None],
-) -> tuple[State, int, Position]:
-    """The newest checkpoint, or the beginning."""
-    kept = {} if across is None else {"combine_state": across.init_combine_state()}
-    wanted = saved_state(placement)._replace(**jax.tree.map(_restorable, kept))
-    try:
-        restored = together.restore(checkpoints, wanted, has_own)
-    except ValueError as error:
-        if BLOCKS_OF_PARTS in description:
-            hint = (
-                "Each stage saves the blocks that it owns: go on with the same --stages and --virtual-stages."
-            )
-            raise ValueError(f"{error}\n{hint}") from None
-        if "combine_state/" not in str(error):
-            raise
-        hint = "What a combiner keeps is saved by buckets: go on with the same --combine and --bucket-bytes."
-        raise ValueError(f"{error}\n{hint}") from None
-    found = None if restored is None else restored.state
-    state = init()._replace(**kept) if found is None else from_saved(placement)(found)
-    missing = together.share("own state", has_own and found is None)
-    own_optimizers = run.strategy.combine.on_deltas and not any(missing)
-    state = together.same_state(state, own_optimizers)
-    if wrong := together.differing(state, own_optimizers):
-        raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
-    if restored is None:
-        return state, 0, BEGINNING
-    if any(missing):
-        note(
-            f"{sum(missing)} of {len(missing)} ranks found no checkpoint of their island's own of this step:"
-            " all go on with the optimizer's state of island 0"
-        )
-    note(f"resumed from step {restored.step} in {run.run_dir}")
-    before = restored.extra["run"]
-    cuts = [list(each.get(BLOCKS_OF_PARTS) or ()) for each in (before, description)]
-    if cuts[0] != cuts[1]:
-        chunks = before["strategy.pipeline.virtual_stages"]
+) -> Begun:
+    """The newest checkpoint, or that of another run, or the beginning; the same on all islands.
+
+    Args:
+      run: the run.
+      saving: its checkpoints.
+      init: makes the state before the first step.
+      across: the step across islands, None for one that is alone.
+      description: of the run, see `config.describe`.
+
+    Raises:
+      ValueError: every checkpoint is broken, or the newest is of another model or another run.
+    """
+    together, note = saving.together, saving.note
+    chosen = saving.checkpoints.choose(share=together.look)
+    kept = None if across is None else across.init_combine_state()
+    archive = None
+    wanted = wanted_state(saving.placement, kept)
+    extra = chosen.extra
+    if chosen.step is not None:
+        _check_run(extra["run"], description, run, note)
+        archive = chosen.archive(saving.checkpoints.folders)
+    elif run.start_from.checkpoint is not None:
+        archive = find_start(run.start_from.checkpoint, run.start_from.step)
+        note(f"begins with the parameters of step {archive.step} in {run.start_from.checkpoint}")
+        wanted = State((), (), wanted.params, wanted.model_state, ())
+    arrays: dict[str, jax.Array] = {}
+    if archive is not None:
+        arrays = _read(run, saving, archive, wanted, extra)
+    state = _assembled(wanted_state(saving.placement, kept), arrays, kept, init)
+    state = _common(run, saving, state, arrays, resumed=chosen.step is not None)
+    if chosen.step is None:
+        return Begun(state=state, step=0, position=BEGINNING)
+    note(f"resumed from step {chosen.step} in {run.run_dir}")
+    position = Position(**extra["position"])
+    if extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
+        note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
+        position = BEGINNING
+    return Begun(state=state, step=chosen.step, position=position)
+
+
+def find_start(path: Path, step: int | None = None) -> Archive:
+    """A step to begin with.
+
+    Args:
+      path: a run's folder, its folder of checkpoints, or the folder of a step.
+      step: which; None takes the newest.
+
+    Raises:
+      ValueError: there is none, or it is broken.
+    """
+    folders = (path / CHECKPOINTS, path, path.parent)
+    found = [each for folder in folders[:2] for each in find_archives(folder)]
+    found = found or [each for each in find_archives(path.parent) if path in each.folders.values()]
+    steps = [each.step for each in found]
+    found = [each for each in found if step in (None, each.step)]
+    if not found:
+        have = f"it has steps {steps}" if steps else "it has no finished checkpoint"
         raise ValueError(
-            f"the checkpoint in {run.run_dir} is of stages of {cuts[0]} blocks, and this run has {cuts[1]}:"
-            f" each stage saves the blocks that it owns. Use --stages {','.join(map(str, cuts[0]))}"
-            f" --virtual-stages {chunks}, or another --run-dir"
+            f"{path} cannot be started from{'' if step is None else f' at step {step}'}: {have}; give the"
+            " folder of a run, of its checkpoints or of a step"
         )
-    if before["seed"] != run.seed:
+    if wrong := found[-1].problems():
+        raise problems_error(f"step {found[-1].step} in {path} is broken; give another", wrong)
+    return found[-1]
+
+
+def _check_run(
+    before: Mapping[str, Any], description: Mapping[str, Any], run: Run, note: Callable[[str], None]
+) -> None:
+    """What differs from the run that saved is told, where it may; else it is refused.
+
+    Raises:
+      ValueError: everything that may not differ, and does.
+    """
+    if before["seed"] != run.seed and not matches(SEED, run.allow.changed):
         raise ValueError(
             f"seed is {run.seed}, but the run in {run.run_dir} began with seed"
             f" {before['seed']}: its order of samples would change. Use --seed {before['seed']}, or another"
             " --run-dir"
         )
     # through JSON, as the saved one went
-    changed = differences(before, json.loads(json.dumps(description)))
-    for line in changed:
-        note(f"changed since then: {line}")
-    position = Position(**restored.extra["position"])
-    if before.get("data.fingerprint") != description["data.fingerprint"]:
-        note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
-        position = BEGINNING
-    return state, restored.step, position
+    now = json.loads(json.dumps(dict(description)))
+    refused = []
+    for name in dict.fromkeys([*before, *now]):
+        for line in differences(*({name: each[name]} if name in each else {} for each in (before, now))):
+            if matches(name, (*FREE, *run.allow.changed)):
+                note(f"changed since then: {line}")
+            else:
+                refused.append(f"{line}; put it back, or allow it: --allow.changed {name}")
+    if refused:
+        raise problems_error(f"the checkpoint in {run.run_dir} is of another run", refused)
 
 
-def _restorable(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _read(
+    run: Run, saving: Saving, archive: Archive, wanted: State, extra: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """What this island reads of a checkpoint; what islands have in common it may get from another."""
+    together = saving.together
+    wanted = _readable(saving, saved_part(wanted), archive, extra)
+    leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
+    where = saving.lies_of(wanted)
+    # of another run only parameters are asked for, and of its own all
+    ignored = [path for path in archive.pieces if not extra and not path.startswith(PARAMETERS)]
+    unused = (*run.allow.unused, f"{KEPT}*", *ignored)
+    if together.seats is not None:
+        # a stage uses a part of what was saved; all of it must be used by some
+        told = together.look("arrays", lambda island: _whole_shapes(leaves, where))
+        everywhere = {path: Leaf(shape=tuple(s), dtype=d) for each in told for path, (s, d) in each.items()}
+        check_state(archive, everywhere, Allow(missing=run.allow.missing, unused=unused))
+        unused = ("*",)
+    if not together.writes:
+        own = _readable(saving, saved_part(wanted, own=True), archive, extra)
+        mine = {path_text(path) for path, _ in jax.tree.leaves_with_path(own)}
+        leaves = {path: leaf for path, leaf in leaves.items() if saving.has_own and path in mine}
+        unused = ("*",)
+    if not leaves:
+        return {}
+    try:
+        found = restore_arrays(
+            archive, leaves, where, Allow(missing=run.allow.missing, unused=unused), saving.note
+        )
+    except ValueError:
+        if together.writes:
+            raise
+        # this island has a disk of its own, and not what it saved; the way out is in `_common`
+        return {}
+    _tell_replicas(saving, archive, where)
+    return found
+
+
+PARAMETERS = ("params/", "model_state/")
+
+
+def _readable(saving: Saving, wanted: State, archive: Archive, extra: Mapping[str, Any]) -> State:
+    """Without what belongs to the layout that saved it, if this is another, or to one replica alone."""
+    if saving.together.islands is not None and not saving.own_optimizers and not saving.together.writes:
+        wanted = wanted._replace(opt_state=())
+    if not extra or extra.get("layout") == saving.layout:
+        return wanted
+    if any(path.startswith(KEPT) for path in archive.pieces) and jax.tree.leaves(wanted.combine_state):
+        saving.note(
+            "what compression had left out is given up: it lies by the buckets and devices of the layout that"
+            " was saved, and this is another"
+        )
+    return wanted._replace(combine_state=())
+
+
+def _whole_shapes(leaves: Mapping[str, Any], where: Mapping[str, Lie]) -> dict[str, Any]:
+    return {
+        path: [where.get(path, COMMON).whole(tuple(x.shape)), x.dtype.name]
+        for path, x in leaves.items()
+        if not path.startswith(KEPT)
+    }
+
+
+def _tell_replicas(saving: Saving, archive: Archive, where: Mapping[str, Lie]) -> None:
+    """The rule for optimizers of replicas, where their number has changed."""
+    path = next((path for path in archive.pieces if path.startswith("opt_state/")), None)
+    if path is None:
+        return
+    before = archive.pieces[path][0].leaf.lie.num_replicas
+    now = where.get(path, COMMON).num_replicas
+    if before != now:
+        saving.note(
+            f"{before or 1} optimizer states were saved, and this run has {now or 1}: replica r goes on with"
+            f" that of replica r % {before or 1}"
+        )
+
+
+def _assembled(wanted: State, arrays: Mapping[str, jax.Array], kept: Any, init: Callable[[], State]) -> State:
+    """What was read, and from the beginning what was not."""
+    if all(path_text(path) in arrays for path, _ in jax.tree.leaves_with_path(wanted)):
+        return jax.tree.map_with_path(lambda path, _: arrays[path_text(path)], wanted)
+    state = init()
+    state = state if kept is None else state._replace(combine_state=kept)
+    return jax.tree.map_with_path(lambda path, x: arrays.get(path_text(path), x), state)
+
+
+def _common(
+    run: Run, saving: Saving, state: State, arrays: Mapping[str, jax.Array], *, resumed: bool
+) -> State:
+    """What islands have in common, as island 0 has it."""
+    together = saving.together
+    lost = saving.own_optimizers and resumed and not any(path.startswith("opt_state/") for path in arrays)
+    missing = together.share("own state", lost)
+    own_optimizers = run.strategy.combine.on_deltas and not any(missing)
+    state = together.same_state(state, own_optimizers)
+    if wrong := together.differing(state, own_optimizers):
+        raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
+    if any(missing):
+        saving.note(
+            f"{sum(missing)} of {len(missing)} ranks found no checkpoint of their island's own of this step:"
+            " all go on with the optimizer's state of island 0"
+        )
+    return state

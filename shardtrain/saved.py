@@ -1,6 +1,7 @@
-"""The state as it is saved: blocks in the model's own order, whatever pipeline a mesh has cut them into.
+"""How a run's state lies in its checkpoints: of which blocks, and of which replica, each array is.
 
-A pipeline whose stored order is that of the model is saved as it lies. Next: `checkpoint.py`.
+What a mesh or a stage stores is saved as it lies; these notes beside it let any other layout find its rows
+in it. Next: `resume.py`.
 """
 
 from collections.abc import Callable
@@ -9,85 +10,113 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardtrain.model import BLOCKS, path_text
-from shardtrain.pipeline.rows import Stages
+from shardtrain import axes
+from shardtrain.manifest import COMMON, Lie
+from shardtrain.model import BLOCKS, Tree, path_text
+from shardtrain.pipeline.held import Held
 from shardtrain.sharding import without_pipeline
 from shardtrain.state import Placement, State, restorable_state
 
-NOT = -1
+KEPT = "combine_state/"
+"""What a combiner keeps lies by buckets and devices: it comes back to the same layout alone."""
 
 
-def saved_state(placement: Placement) -> State:
-    """Shapes, dtypes and shardings of the saved state: what `Checkpoints.restore` reads into."""
-    state, stages = restorable_state(placement), placement.stages
-    if stages is None or stages.is_plain:
-        return state
+def saved_part(state: State, own: bool = False) -> State:
+    """What of a state is saved; a replica's steps since it was last combined are none when that is done.
 
-    def saved(x: jax.ShapeDtypeStruct, dim: int) -> jax.ShapeDtypeStruct:
-        if dim == NOT:
-            return x
-        shape = (*x.shape[:dim], stages.num_blocks, *x.shape[dim + 1 :])
-        spec = without_pipeline(x.sharding.spec, dim, shape, dict(placement.mesh.shape))
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(placement.mesh, spec))
-
-    return jax.tree.map(saved, state, _block_dims(placement))
+    Args:
+      state: arrays or shapes.
+      own: only what this island has of its own, where another saves what they have in common.
+    """
+    if own:
+        return State((), (), (), (), state.opt_state, state.combine_state)
+    return state._replace(local=())
 
 
-def to_saved(placement: Placement) -> Callable[[State], State]:
-    """A state as the mesh has it -> as it is saved."""
-    return _converted(placement, Stages.in_order, saved_state(placement))
+def lies(
+    placement: Placement,
+    held: Held | None = None,
+    island: tuple[int, int] = (0, 1),
+    own_optimizers: bool = False,
+) -> Callable[[State], dict[str, Lie]]:
+    """state -> path -> which piece of the whole an array of it is; whole arrays are left out.
+
+    Args:
+      placement: of the state.
+      held: the stage that it is of, where islands hold stages.
+      island: which one this is, of how many.
+      own_optimizers: each island has an optimizer state of its own.
+    """
+    rows, num_rows = _rows(placement, held)
+    combine = placement.combine
+    in_mesh = placement.mesh.shape[axes.DATA] if combine.on_deltas else None
+
+    def lie(path: str, shape: tuple[int, ...], blocks: set[str]) -> Lie:
+        if path.startswith(KEPT):
+            return Lie(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
+        if own_optimizers and path.startswith("opt_state/"):
+            return Lie(replica=island[0], num_replicas=island[1])
+        if in_mesh is not None and path.startswith("opt_state/"):
+            return Lie(num_replicas=in_mesh)
+        # of a parameter, whatever its other dims: factored moments have fewer
+        keys = path.split("/")
+        is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))
+        return Lie(rows=rows, num_rows=num_rows) if is_of_block and shape[:1] == (len(rows),) else COMMON
+
+    def of(state: State) -> dict[str, Lie]:
+        blocks = set()
+        if rows:
+            trees = {"params": state.params, "model_state": state.model_state}
+            paths = [
+                path_text(path) for tree in trees.values() for path, _ in jax.tree.leaves_with_path(tree)
+            ]
+            blocks = {path for path in paths if path.startswith(f"{BLOCKS}/")}
+        found = {path_text(path): lie(path_text(path), leaf.shape, blocks) for path, leaf in _leaves(state)}
+        return {path: each for path, each in found.items() if each != COMMON}
+
+    return of
 
 
-def from_saved(placement: Placement) -> Callable[[State], State]:
-    """A saved state -> as the mesh has it."""
-    return _converted(placement, Stages.stored, restorable_state(placement))
+def _leaves(state: State) -> list[tuple[Any, Any]]:
+    return jax.tree.leaves_with_path(state)
 
 
-def _converted(placement: Placement, convert: Callable[..., Any], like: State) -> Callable[[State], State]:
-    """What a combiner keeps stays as it is: it is no array of blocks, and of other islands perhaps."""
+def _rows(placement: Placement, held: Held | None) -> tuple[tuple[int, ...], int]:
+    """The block of each row of a stacked array, and how many the model has; none where all are in order."""
+    if held is not None:
+        stacked = held.model.chain is not None and held.model.chain.stacked
+        return (tuple(held.block_numbers), held.stages.num_blocks) if stacked else ((), 0)
+    stages = placement.stages
+    return ((), 0) if stages is None or stages.is_plain else (stages.rows, stages.num_blocks)
+
+
+def wanted_state(placement: Placement, kept: Any = None) -> State:
+    """Shapes, dtypes and shardings of what is restored.
+
+    Args:
+      placement: of the state.
+      kept: what a combiner across islands keeps, as it begins.
+    """
+    state = restorable_state(placement)
+    if kept is not None:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), kept)
+        state = state._replace(combine_state=like)
+    return state
+
+
+def in_order(placement: Placement, params: Tree) -> Tree:
+    """Parameters with their blocks in the model's own order, whatever pipeline the mesh has cut them into."""
     stages, mesh = placement.stages, placement.mesh
     if stages is None or stages.is_plain:
-        return lambda state: state
-    dims = _block_dims(placement)._asdict()
-    specs = saved_state(placement)._asdict()
-    names = ("params", "opt_state", "local")
+        return params
 
-    def moved(x: Any, dim: int, saved: jax.ShapeDtypeStruct) -> Any:
-        if dim == NOT:
+    def moved(path: Any, x: jax.Array, spec: Any) -> jax.Array:
+        if not path_text(path).startswith(f"{BLOCKS}/"):
             return x
         # rows change their places where every device has all of them: else XLA gathers whole arrays
-        elsewhere = NamedSharding(mesh, saved.sharding.spec)
+        shape = (stages.num_blocks, *x.shape[1:])
+        elsewhere = NamedSharding(mesh, without_pipeline(spec, 0, shape, dict(mesh.shape)))
         x = jax.lax.with_sharding_constraint(x, elsewhere)
-        return jax.lax.with_sharding_constraint(convert(stages, x, dim), elsewhere)
+        return jax.lax.with_sharding_constraint(stages.in_order(x), elsewhere)
 
-    def run(trees: dict[str, Any]) -> dict[str, Any]:
-        return {name: jax.tree.map(moved, trees[name], dims[name], specs[name]) for name in names}
-
-    shardings = {name: jax.tree.map(lambda x: x.sharding, like._asdict()[name]) for name in names}
-    compiled = jax.jit(run, out_shardings=shardings)
-    return lambda state: state._replace(**compiled({name: getattr(state, name) for name in names}))
-
-
-def _block_dims(placement: Placement) -> State:
-    """For each array of the state, which dim counts blocks; -1 where none does."""
-    state, own = placement.specs.abstract, int(placement.combine.on_deltas)
-    assert placement.stages is not None
-    num_rows = len(placement.stages.rows)
-    paths = (path_text(path) for path, _ in jax.tree.leaves_with_path(state.params))
-    blocks = {path for path in paths if path.startswith(f"{BLOCKS}/")}
-
-    def dim(leading: int) -> Callable[[Any, Any], int]:
-        def of(path: Any, leaf: Any) -> int:
-            keys = path_text(path).split("/")
-            # of a parameter, whatever its other dims: factored moments have fewer
-            is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))
-            return leading if is_of_block and leaf.shape[leading : leading + 1] == (num_rows,) else NOT
-
-        return of
-
-    nothing = jax.tree.map(lambda _: NOT, state)
-    return nothing._replace(
-        params=jax.tree.map_with_path(dim(0), state.params),
-        opt_state=jax.tree.map_with_path(dim(own), state.opt_state),
-        local=jax.tree.map_with_path(dim(1), state.local),
-    )
+    return jax.jit(lambda tree: jax.tree.map_with_path(moved, tree, placement.specs.params))(params)

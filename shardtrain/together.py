@@ -4,7 +4,7 @@ An island that is alone does all this by itself, through the same calls. Next: `
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardtrain import split
-from shardtrain.across import AcrossStep
-from shardtrain.checkpoint import Checkpoints, Restored
+from shardtrain.checkpoint import alone
 from shardtrain.data import Batch, Batches, batch_problem, place, process_rows
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.crossing import Crossing
@@ -202,14 +201,23 @@ class Together:
             control = self.islands.control
             check_agreement(control.share, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
-    def agree(self, step: int, wish: Wish, across: AcrossStep | None) -> Wish:
-        """What all islands do after a step: what any of them must, and what the first would."""
+    def agree(self, step: int, wish: Wish, local_steps: int = 1) -> Wish:
+        """What all islands do after a step: what any of them must, and what the first would.
+
+        Args:
+          step: steps done.
+          wish: of this island.
+          local_steps: replicas are combined after so many, and nothing happens in between.
+        """
+        if step % local_steps:
+            return Wish(stop=0, save=False, saved=wish.saved)
         if self.islands is None:
             return wish
-        if across is not None and not across.combines(step):
-            return Wish(0, False)
-        wishes = self.islands.control.share(f"after step {step}", list(wish), LONG_SECONDS)
-        return Wish(max(stop for stop, _ in wishes), wishes[0][1])
+        wishes = [
+            Wish(*each) for each in self.islands.control.share(f"after step {step}", wish, LONG_SECONDS)
+        ]
+        saved = [-1 if each.saved is None else each.saved for each in wishes]
+        return Wish(max(each.stop for each in wishes), wishes[0].save, min(saved))
 
     def totals(self, name: str, sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         """(sum, count) by name, added up over islands."""
@@ -246,60 +254,19 @@ class Together:
             return here
         return any(self.islands.control.share("anywhere", here, LONG_SECONDS))
 
-    def restore(self, checkpoints: Checkpoints | None, wanted: State, has_own: bool) -> Restored | None:
-        """The newest checkpoint of island 0, and what this island saved of its own at the same step.
+    def look(self, name: str, look: Callable[[int], Any]) -> list[Any]:
+        """What the first process of each island finds out, told to all.
 
         Args:
-          checkpoints: of this island; None where it has none of its own.
-          wanted: shapes and shardings of the state.
-          has_own: each island keeps an optimizer or a combiner's state of its own.
-
-        Returns:
-          What was found; `step` and `extra` are island 0's on every island, `state` is None on an island
-          that found nothing of its own.
+          name: of what it is.
+          look: number of an island -> what it finds, such as JSON has it.
         """
         if self.islands is None:
-            assert checkpoints is not None
-            return checkpoints.restore(wanted)
-        if self.seats is not None:
-            return self._restore_stage(self.seats, checkpoints, wanted)
-        steps = self.islands.by_island("checkpoints", checkpoints.steps() if checkpoints else [])
-        newest = _common_step(steps) if has_own else max(steps[0], default=None)
-        if checkpoints:
-            checkpoints.forget_after(-1 if newest is None else newest)
-        if newest is None:
-            return None
-        found = checkpoints.restore(wanted, newest) if checkpoints and self.writes else None
-        step, extra = self.islands.from_first(
-            "restored", [found.step, found.extra] if found else [None, None]
-        )
-        if step is None:
-            return None
-        if checkpoints and not self.writes:
-            found = checkpoints.restore(wanted, step)
-            found = found if found and found.step == step else None
-        return Restored(step=step, state=found and found.state, extra=extra, passed_over=())
-
-    def _restore_stage(self, seats: Seats, checkpoints: Checkpoints | None, wanted: State) -> Restored | None:
-        """The newest step that all stages of the first pipeline have saved; the others take it from there."""
-        assert self.islands is not None
-        steps = self.islands.by_island("checkpoints", checkpoints.steps() if checkpoints else [])
-        newest = max(set.intersection(*map(set, seats.of_replica(steps, 0))), default=None)
-        if checkpoints:
-            checkpoints.forget_after(-1 if newest is None else newest)
-        found = checkpoints.restore(wanted, newest) if checkpoints and newest is not None else None
-        told = self.islands.by_island("restored", [found.step, found.extra] if found else [None, None])
-        (step, extra), *others = seats.of_replica(told, 0)
-        if wrong := [i for i, (other, _) in enumerate(others, 1) if other != step]:
-            raise RuntimeError(
-                f"stage 0 restored step {step}, and stages {wrong} could not: their checkpoints of it are"
-                " broken. Remove that step from all checkpoints-stage-* folders, and the one before is taken"
-            )
-        if step is None:
-            return None
-        # another pipeline's own, of an older step, would be of other parameters
-        found = found if found and found.step == step else None
-        return Restored(step=step, state=found and found.state, extra=extra, passed_over=())
+            return alone(name, look)
+        seat = self.islands.seat
+        found = look(seat.island) if seat.process == 0 else None
+        values = self.islands.control.share(name, found, LONG_SECONDS)
+        return [values[rank] for rank in self.islands.first_ranks]
 
     def same_state(self, state: State, own_optimizers: bool) -> State:
         """What islands have in common, as island 0 has it.
@@ -333,12 +300,6 @@ class Together:
 def _common(state: State, own_optimizers: bool) -> dict[str, Any]:
     names = ("step", "seed", "params", "model_state", *(() if own_optimizers else ("opt_state",)))
     return {name: getattr(state, name) for name in names}
-
-
-def _common_step(steps: Sequence[Sequence[int]]) -> int | None:
-    """The newest step that all islands have which have any; island 0 must have it."""
-    everywhere = set.intersection(*[set(found) for found in steps if found] or [set()])
-    return max(everywhere & set(steps[0]) or steps[0], default=None)
 
 
 def _broadcast(arrays: Any, group: Any) -> Any:

@@ -44,17 +44,8 @@ from shardtrain.report.islands import binding_text
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
-from shardtrain.resume import (
-    BEGINNING,
-    BLOCKS_OF_PARTS,
-    Elsewhere,
-    InOrder,
-    begin,
-    has_own_state,
-    island_checkpoints,
-    made_equal,
-)
-from shardtrain.saved import to_saved
+from shardtrain.resume import BEGINNING, Saving, begin, made_equal
+from shardtrain.saved import in_order
 from shardtrain.stages_across import Seats, StageStep
 from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
@@ -202,23 +193,18 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
         run, parts, together, loader, heldout, across, description = _agreed(
             run, folder, islands, console, notes, stack
         )
-        has_own = has_own_state(run, across)
         if together.is_first:
             stack.enter_context(_alone_in(folder))
-        checkpoints = island_checkpoints(run, folder, together, has_own, notes.note)
-        if checkpoints is not None:
-            stack.enter_context(checkpoints)
-        state, first_step, position = begin(
+        saving = Saving(run, folder, together, parts.placement, parts.held, across, notes.note)
+        stack.enter_context(saving.checkpoints)
+        begun = begin(
             run,
-            parts.placement,
+            saving,
             lambda: init_state(parts.model, parts.optimizer, parts.placement, run.seed),
-            together,
             across,
-            checkpoints,
-            has_own,
             description,
-            notes.note,
         )
+        state, first_step = begun.state, begun.step
         sinks = Sinks(*(_sinks(folder, first_step or None, notes) if together.is_first else ()))
         stack.callback(sinks.close)
         if together.is_first:
@@ -232,18 +218,18 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
                 progress(total_steps=run.steps, start_step=first_step, unit=run.unit, console=console)
             )
         )
-        loaded = stack.enter_context(closing(loader.batches.iterate(position)))
+        loaded = stack.enter_context(closing(loader.batches.iterate(begun.position)))
         model, optimizer, placement = parts.model, parts.optimizer, parts.placement
         pieces = Pieces(
             step=across or make_step(model, run.loss, optimizer, placement, parts.learning_rate),
             batches=((loader.place(batch), after) for batch, after in loaded),
             evaluate=_evaluation(run, parts, together, heldout, across),
-            checkpoints=InOrder(checkpoints, placement) if checkpoints else Elsewhere(),
+            checkpoints=saving,
             policy=run.checkpoints,
             sink=sinks,
             progress=_Speaking(notes),
             extra={"run": description},
-            agree=lambda step, wish: together.agree(step, wish, across),
+            agree=lambda step, wish: together.agree(step, wish, run.strategy.combine.local_steps),
             anywhere=together.anywhere,
             before_save=lambda state: made_equal(run, together, state, notes.note),
             labels=across.labels if across else combined_labels(placement),
@@ -285,9 +271,6 @@ def _agreed(
     together = _together(run, parts, islands)
     stack.callback(together.close)
     description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
-    if parts.held is not None:
-        # stages save the blocks that they own, without their numbers
-        description[BLOCKS_OF_PARTS] = list(parts.held.stages.counts)
     together.check(_facts(run, parts, description))
     loader = _loader(run, parts, together, source)
     # a batch that cannot be split is refused here, before anything is compiled
@@ -592,7 +575,7 @@ def _ending(
     if run.sample is not None and parts.held is not None:
         say(console, "no sample: the model is spread over islands")
     elif run.sample is not None:
-        params = to_saved(parts.placement)(state).params
+        params = in_order(parts.placement, state.params)
         sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), params, state.model_state))
         say(console, sample)
     say(console, f"run folder: {folder}")

@@ -255,13 +255,13 @@ def test_a_state_of_another_model_is_an_error_that_lists_every_difference(tmp_pa
         checkpoints.wait()
         with pytest.raises(ValueError, match="another state") as error:
             checkpoints.restore(other)
-    assert str(error.value) == (
+    assert str(error.value).startswith(
         f"{tmp_path}/step_00000001 holds another state than this run has:\n"
         "  a: saved float32 (2,), not asked for\n"
         "  b: saved float32 (3,), asked for float32 (3, 1)\n"
         "  c/d: saved float32 (4,), asked for bfloat16 (4,)\n"
         "  c/x: asked for int32 (), not saved\n"
-        "Use the model and optimizer that it was saved with, or another run folder."
+        "Use the model and optimizer that it was saved with, or another run folder. What may differ "
     )
 
 
@@ -304,7 +304,7 @@ def test_keeping_keeps_the_newest_and_the_multiples(steps, keep, keep_every):
 
 def test_old_checkpoints_are_deleted_as_the_policy_says(tmp_path):
     saved_run(tmp_path, [10, 20, 30, 40, 50, 60], CheckpointPolicy(keep=2, keep_every=20))
-    assert manifests.finished_steps(tmp_path) == [20, 40, 50, 60]
+    assert list(manifests.finished(tmp_path)) == [20, 40, 50, 60]
     assert manifests.partial_folders(tmp_path) == []
 
 
@@ -319,7 +319,7 @@ def test_broken_checkpoints_count_for_nothing_when_old_ones_are_deleted(tmp_path
         assert restored.step == checkpoints.latest() == 10
         checkpoints.save(12, small_state(12), {})
         checkpoints.wait()
-        assert manifests.finished_steps(tmp_path) == [12, 20, 30]
+        assert list(manifests.finished(tmp_path)) == [12, 20, 30]
     restored, said = resumed_saying(tmp_path)
     assert (restored.step, len(said)) == (12, 2)
     assert_same(restored.state, small_state(12))
@@ -327,9 +327,9 @@ def test_broken_checkpoints_count_for_nothing_when_old_ones_are_deleted(tmp_path
         checkpoints.restore(small_state())
         checkpoints.save(20, small_state(21), {})
         checkpoints.wait()
-        assert manifests.finished_steps(tmp_path) == [20, 30]
+        assert list(manifests.finished(tmp_path)) == [20, 30]
         checkpoints.save(31, small_state(31), {})
-    assert manifests.finished_steps(tmp_path) == [31]
+    assert list(manifests.finished(tmp_path)) == [31]
     assert_same(resumed(tmp_path).state, small_state(31))
 
 
@@ -339,7 +339,7 @@ def test_a_broken_checkpoint_takes_no_place_of_a_whole_one(tmp_path):
     with Checkpoints(tmp_path, CheckpointPolicy(keep=2), report=lambda _: None) as checkpoints:
         checkpoints.restore(small_state())
         checkpoints.save(30, small_state(), {})
-    assert manifests.finished_steps(tmp_path) == [10, 30]
+    assert list(manifests.finished(tmp_path)) == [10, 30]
 
 
 # Damage
@@ -428,9 +428,9 @@ def test_all_broken_is_an_error_never_a_new_start(tmp_path):
 
 def test_a_later_schema_is_an_error_and_not_a_broken_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr(manifests, "SCHEMA", 2)
+        later.setattr(manifests, "SCHEMA", 3)
         saved_run(tmp_path, [10])
-    with pytest.raises(ValueError, match="written in schema 2; this shardtrain reads schema 1"):
+    with pytest.raises(ValueError, match="written in schema 3; this shardtrain reads schema 1 and 2"):
         resume(tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_islands_train_as_one_device_does_and_resume(processes, devices, text, a
     num_ranks = 2 if processes == "1" else 3
     found = mpiexec(num_ranks, PROGRAM, text, tmp_path, processes, devices=devices, timeout=400)
     same_losses(read_jsonl(tmp_path / "mean" / "metrics.jsonl"), alone)
-    assert json.loads(found[0]) == ["checkpoints", "checkpoints-island-1"]
+    assert json.loads(found[0]) == ["part-0-of-2", "part-1-of-2"]
     metrics = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")[-1]
     assert 0 < metrics["orthogonality"] < 1.5
     assert "orthogonality/blocks/mlp/up/kernel/1" in metrics

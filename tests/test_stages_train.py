@@ -29,9 +29,16 @@ def alone(text, tmp_path_factory, mpiexec):
 @pytest.mark.parametrize(("num_ranks", "devices"), [(2, 2), (4, 1)], ids=["2 stages", "2 pipelines of 2"])
 def test_stages_train_as_one_device_does_and_resume(num_ranks, devices, text, alone, mpiexec, tmp_path):
     found = mpiexec(num_ranks, PROGRAM, text, tmp_path, 2, devices=devices, timeout=400)
-    assert found == ["checkpoints-stage-0-of-2 checkpoints-stage-1-of-2"] * num_ranks
-    got = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
-    assert [line["step"] for line in got] == [line["step"] for line in alone]
-    for a, b in zip(got, alone, strict=True):
+    assert found == ["step_00000006.part-0-of-2 step_00000006.part-1-of-2"] * num_ranks
+    same_metrics(tmp_path / "whole", alone)
+    # stages of other blocks, and islands that are replicas, go on with what two stages saved
+    same_metrics(tmp_path / "cut anew", alone)
+    same_metrics(tmp_path / "by data", alone)
+
+
+def same_metrics(run, expected):
+    got = read_jsonl(run / "metrics.jsonl")
+    assert [line["step"] for line in got] == [line["step"] for line in expected]
+    for a, b in zip(got, expected, strict=True):
         for name in {name for name in b if "loss" in name or name in ("grad_norm", "learning_rate")}:
             np.testing.assert_allclose(a[name], b[name], rtol=2e-5, err_msg=f"step {b['step']} {name}")

@@ -14,7 +14,7 @@ from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.islands.membership import cuda_aware, decide_device_memory
 from shardtrain.layout import Layout
 from shardtrain.mesh import make_mesh
-from shardtrain.together import Together, _common_step, _fingerprints, island_rows, row_share
+from shardtrain.together import Together, _fingerprints, island_rows, row_share
 
 
 def mesh(num_devices: int):
@@ -33,14 +33,6 @@ def test_rows_of_islands_are_every_row_once():
 def test_rows_are_given_in_multiples_where_that_adds_up():
     assert island_rows(24, [2, 1], [4, 2]) == [16, 8]
     assert island_rows(9, [1, 1], [4, 4]) == [5, 4]
-
-
-@pytest.mark.parametrize(
-    ("steps", "common"),
-    [([[], []], None), ([[5, 9], []], 9), ([[5, 9], [5]], 5), ([[10], [20]], 10), ([[], [20]], None)],
-)
-def test_the_newest_step_that_all_have(steps, common):
-    assert _common_step(steps) == common
 
 
 def test_a_fingerprint_notices_any_change():

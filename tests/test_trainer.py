@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.config import Run, Strategy
+from shardtrain.config import Run, StartFrom, Strategy
 from shardtrain.data import Text
 from shardtrain.layout import Layout
 from shardtrain.loss import next_token_loss
@@ -23,6 +23,7 @@ from shardtrain.metrics import read_jsonl
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optimizer import Optimizer, Schedule
 from shardtrain.pipeline.options import Pipeline
+from shardtrain.restore import Allow
 from shardtrain.trainer import train
 
 SEQ = 8
@@ -180,9 +181,61 @@ def test_a_broken_checkpoint_is_named_and_passed_over(whole, text, tmp_path):
 
 def test_another_model_in_the_same_folder_is_refused(whole, text):
     _, _, folder = whole
+    other = make_run(text, folder, model=dataclasses.replace(MODEL, mlp=64))
+    with pytest.raises(ValueError, match=r"model.mlp: 32 -> 64; put it back, or .*--allow.changed model.mlp"):
+        start(other)
     with pytest.raises(ValueError, match="holds another state than this run has") as error:
-        start(make_run(text, folder, model=dataclasses.replace(MODEL, mlp=64)))
+        start(dataclasses.replace(other, allow=Allow(changed=("model.mlp",))))
     assert "params/blocks/mlp/up/kernel" in str(error.value)
+
+
+def test_options_that_change_no_sample_and_no_model_may_differ(whole, text, tmp_path):
+    start(make_run(text, tmp_path, steps=2))
+    changed = dataclasses.replace(MODEL, dropout=0.5)
+    with pytest.raises(ValueError, match=r"--allow.changed model.dropout"):
+        start(make_run(text, tmp_path, steps=3, log_every=2, model=changed))
+    allowed = Allow(changed=("model.dr*",))
+    _, printed = start(make_run(text, tmp_path, steps=3, log_every=2, model=changed, allow=allowed))
+    assert "changed since then: model.dropout" in printed
+    assert "changed since then: log_every" in printed
+    assert "resumed from step 2" in printed
+
+
+def test_a_run_begins_with_the_parameters_of_another(whole, text, tmp_path):
+    """Fine-tuning: a longer table of positions is new, everything else is taken."""
+    before, _, folder = whole
+    longer = dataclasses.replace(MODEL, vocab=MODEL.vocab + 8)
+    start_from = StartFrom(checkpoint=folder)
+    tuned = make_run(text, tmp_path, model=longer, steps=1, start_from=start_from, evaluate_every=None)
+    with pytest.raises(ValueError, match="holds another state") as error:
+        start(tuned)
+    differing = [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:-1]]
+    assert differing
+    assert all("embed" in path or "head" in path for path in differing)
+    tuned = dataclasses.replace(tuned, allow=Allow(missing=("params/embed*", "params/head*")))
+    tuned = dataclasses.replace(
+        tuned, optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-30), weight_decay=0)
+    )
+    after, printed = start(tuned)
+    assert "begins with the parameters of step 12" in printed
+    assert after.step == 1
+    taken = 0
+    for path, x in jax.tree.leaves_with_path(before.state.params):
+        if "embed" not in str(path) and "head" not in str(path).replace("heads", ""):
+            y = after.state.params
+            for key in path:
+                y = y[key.key]
+            np.testing.assert_array_equal(x, y)
+            taken += 1
+    assert taken > 5
+    # its own checkpoint goes before the other's
+    _, printed = start(dataclasses.replace(tuned, steps=2))
+    assert "resumed from step 1" in printed
+    assert "begins with" not in printed
+    for path, message in ((tmp_path / "nothing", "it has no finished checkpoint"), (folder, "it has steps")):
+        step = None if path != folder else 99
+        with pytest.raises(ValueError, match=message):
+            start(make_run(text, tmp_path / "new", start_from=StartFrom(checkpoint=path, step=step)))
 
 
 def test_another_seed_in_the_same_folder_is_refused(whole, text):
@@ -226,11 +279,11 @@ def test_a_folder_that_cannot_be_written_warns_and_goes_on(text, tmp_path, monke
 
     save, failures = Checkpoints.save, [5]
 
-    def failing(self: Checkpoints, step: int, state: Any, extra: Any) -> None:
+    def failing(self: Checkpoints, step: int, state: Any, *rest: Any) -> None:
         if step in failures:
             failures.remove(step)
             raise SaveFailed("step 5 is not saved: no space", step=step)
-        save(self, step, state, extra)
+        save(self, step, state, *rest)
 
     monkeypatch.setattr(Checkpoints, "save", failing)
     trained, printed = start(make_run(text, tmp_path))

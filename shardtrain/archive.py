@@ -1,0 +1,263 @@
+"""The one door to saved arrays: a step's parts found, and any piece of any array read out of them.
+
+Orbax writes them (`checkpoint.py`), as Zarr arrays that TensorStore reads in slices: so every process reads
+what it needs, whichever blocks and replicas were saved together. Needs no jax.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from shardtrain.manifest import ARRAYS, COMMON, Leaf, Lie, Manifest, finished, problems, read_manifest
+
+Index = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An array in one part of a step."""
+
+    folder: Path
+    leaf: Leaf
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An array, or a slice of one, on its way from the disk.
+
+    Args:
+        array: what is being filled.
+        under_way: (where in the array, what arrives there).
+    """
+
+    array: np.ndarray
+    under_way: Sequence[tuple[Any, Any]]
+
+    def result(self) -> np.ndarray:
+        """Wait for it."""
+        for place, future in self.under_way:
+            self.array[place] = future.result()
+        return self.array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Archive:
+    """A finished step.
+
+    Args:
+        step: after which it was saved.
+        folders: the parts that can be seen from here.
+        num_parts: how many there are.
+    """
+
+    step: int
+    folders: Mapping[int, Path]
+    num_parts: int
+
+    @property
+    def missing(self) -> list[int]:
+        """Parts that cannot be seen from here."""
+        return [part for part in range(self.num_parts) if part not in self.folders]
+
+    def broken(self, parts: Sequence[int] | None = None) -> dict[str, list[str]]:
+        """Folders whose files are not what was saved: name -> everything in which they differ.
+
+        Args:
+            parts: which to look at; by default all that can be seen.
+
+        Raises:
+            ValueError: one is of a later version of shardtrain.
+        """
+        chosen = sorted(self.folders) if parts is None else parts
+        found = {self.folders[part].name: problems(self.folders[part]) for part in chosen}
+        return {name: wrong for name, wrong in found.items() if wrong}
+
+    def problems(self) -> list[str]:
+        """What `broken` finds, and parts that cannot be seen, a line each."""
+        lines = [f"{name}: {problem}" for name, wrong in self.broken().items() for problem in wrong]
+        return lines + [f"part {part} of {self.num_parts} cannot be seen" for part in self.missing]
+
+    @cached_property
+    def manifests(self) -> dict[int, Manifest]:
+        """Of the parts that can be seen.
+
+        Raises:
+            ValueError: one cannot be read.
+        """
+        found = {}
+        for part, folder in sorted(self.folders.items()):
+            manifest, reason = read_manifest(folder)
+            if manifest is None:
+                raise ValueError(f"{folder}: {reason}; run `shardtrain checkpoint verify` on the run folder")
+            found[part] = manifest
+        return found
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What was saved beside the state: the run's description, the position in the data."""
+        return next(iter(self.manifests.values())).extra
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files that can be seen."""
+        return sum(file.num_bytes for each in self.manifests.values() for file in each.files.values())
+
+    @cached_property
+    def pieces(self) -> dict[str, list[Piece]]:
+        """Path -> the pieces of that array."""
+        found: dict[str, list[Piece]] = {}
+        for part, manifest in self.manifests.items():
+            for path, leaf in manifest.leaves.items():
+                found.setdefault(path, []).append(Piece(self.folders[part], leaf))
+        return found
+
+    def leaf(self, path: str, lie: Lie = COMMON) -> Leaf:
+        """An array as one replica of the whole model has it: that replica whose piece `lie` asks for."""
+        pieces = self.pieces[path]
+        replica = (lie.replica or 0) % (pieces[0].leaf.lie.num_replicas or 1)
+        mine = next((p.leaf for p in pieces if p.leaf.lie.replica == replica), pieces[0].leaf)
+        return Leaf(shape=mine.lie.whole(mine.shape), dtype=mine.dtype)
+
+    @property
+    def leaves(self) -> dict[str, Leaf]:
+        """Path -> array, as the first replica of the whole model has it, in the model's own order."""
+        return {path: self.leaf(path) for path in self.pieces}
+
+    def read(self, path: str) -> np.ndarray:
+        """One array whole, in the model's own order; the first replica's where each has its own.
+
+        Args:
+            path: such as `params/embedding/table`.
+
+        Raises:
+            KeyError: there is no such array.
+            ValueError: a part that it needs cannot be seen.
+        """
+        return self.start(path, self.leaves[path]).result()
+
+    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
+        """Begin to read a slice of an array, which may be of other blocks and replicas than were saved.
+
+        Where replicas have arrays of their own, replica r gets that of replica r % n of those n that were
+        saved. Rows of padding become zeros.
+
+        Args:
+            path: of the array.
+            wanted: its shape, dtype and lie.
+            index: a slice of `wanted.shape`; by default all of it.
+
+        Raises:
+            ValueError: a part that it needs cannot be seen.
+        """
+        given = index or tuple(slice(None) for _ in wanted.shape)
+        index = tuple(slice(*i.indices(n)[:2]) for i, n in zip(given, wanted.shape, strict=True))
+        shape = tuple(i.stop - i.start for i in index)
+        pieces, lie = self.pieces[path], wanted.lie
+        num_saved = pieces[0].leaf.lie.num_replicas or 1
+        array = np.empty(shape, self._open(pieces[0], path).dtype.numpy_dtype)
+        under_way = []
+        replicas = range(index[0].start, index[0].stop) if lie.counts_replicas else [lie.replica or 0]
+        rest = index[1:] if lie.counts_replicas else index
+        for i, replica in enumerate(replicas):
+            place = (i,) if lie.counts_replicas else ()
+            for where, piece, what in self._rows(path, lie, rest, replica % num_saved, array):
+                source = self._open(piece, path)
+                under_way.append(((*place, *where), source[what].read()))
+        return Reading(array, under_way)
+
+    def _rows(
+        self, path: str, lie: Lie, index: Index, replica: int, array: np.ndarray
+    ) -> Iterator[tuple[Index, Piece, Any]]:
+        """(where in the array, from which piece, what of it), in as few slices as there can be."""
+        mine = [p for p in self.pieces[path] if p.leaf.lie.replica in (None, replica)]
+        if not mine:
+            raise ValueError(self._missing_text(path, f"replica {replica}"))
+        lead = (replica,) if mine[0].leaf.lie.counts_replicas else ()
+        if lie.rows is None and mine[0].leaf.lie.rows is None:
+            yield (...,), mine[0], (*lead, *index)
+            return
+        places = {row: (piece, i) for piece in reversed(mine) for i, row in enumerate(_rows_of(piece.leaf))}
+        rows = range(lie.num_rows or len(places)) if lie.rows is None else lie.rows
+        chosen = list(rows[index[0]])
+        if lost := [row for row in chosen if row >= 0 and row not in places]:
+            raise ValueError(self._missing_text(path, f"blocks {lost}"))
+        offset = int(lie.counts_replicas)
+        for start, stop in _runs([places.get(row) for row in chosen]):
+            where = (slice(start, stop),)
+            if chosen[start] < 0:
+                array[(slice(None),) * offset + where] = np.zeros((), array.dtype)
+                continue
+            piece, first = places[chosen[start]]
+            yield (*where, ...), piece, (*lead, slice(first, first + stop - start), *index[1:])
+
+    def _missing_text(self, path: str, what: str) -> str:
+        return (
+            f"{path}, {what}, of step {self.step} cannot be seen from here: of {self.num_parts} parts"
+            f" {self.missing} are missing; use a run folder that all hosts share"
+        )
+
+    @cached_property
+    def _stores(self) -> dict[tuple[Path, str], Any]:
+        return {}
+
+    def _open(self, piece: Piece, path: str) -> Any:
+        key = (piece.folder, path)
+        if key not in self._stores:
+            base = {"driver": "file", "path": f"{piece.folder / ARRAYS}/"}
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+            self._stores[key] = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
+        return self._stores[key]
+
+
+def _rows_of(leaf: Leaf) -> Sequence[int]:
+    shape = leaf.shape[1:] if leaf.lie.counts_replicas else leaf.shape
+    return range(shape[0]) if leaf.lie.rows is None else leaf.lie.rows
+
+
+def _runs(places: Sequence[tuple[Any, int] | None]) -> Iterator[tuple[int, int]]:
+    """Consecutive places of one piece, or of none: (start, stop).
+
+    >>> list(_runs([("a", 1), ("a", 2), ("b", 3), None, None, ("a", 3)]))
+    [(0, 2), (2, 3), (3, 5), (5, 6)]
+    """
+
+    def key(i: int) -> Any:
+        place = places[i]
+        return None if place is None else (id(place[0]), place[1] - i)
+
+    for _, run in groupby(range(len(places)), key):
+        numbers = list(run)
+        yield numbers[0], numbers[-1] + 1
+
+
+def find_archives(*folders: Path) -> list[Archive]:
+    """All finished steps of a run whose parts are all there, ascending.
+
+    Args:
+        folders: of checkpoints: a fast one and the shared one; what is in the first is taken from there.
+    """
+    return [archive for archive in archives(*folders) if not archive.missing]
+
+
+def archives(*folders: Path) -> list[Archive]:
+    """All finished steps that can be seen, those with missing parts too; where a step was saved in several
+    ways, the newer last.
+    """
+    seen: dict[tuple[int, int], dict[int, Path]] = {}
+    for folder in folders:
+        for step, parts in finished(folder).items():
+            for part, path in parts.items():
+                seen.setdefault((step, part.count), {}).setdefault(part.index, path)
+    found = [Archive(step=step, folders=paths, num_parts=count) for (step, count), paths in seen.items()]
+    return sorted(found, key=lambda each: (each.step, _saved_seconds(each)))
+
+
+def _saved_seconds(archive: Archive) -> float:
+    manifest, _ = read_manifest(next(iter(archive.folders.values())))
+    return 0.0 if manifest is None else manifest.saved_seconds

@@ -1,0 +1,166 @@
+"""From a checkpoint onto devices: each process reads the slices that its devices hold, and no more.
+
+What lies in a checkpoint is in `archive.py`. Next: `checkpoint.py`.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardtrain.archive import Archive, Index, Reading
+from shardtrain.manifest import COMMON, Leaf, Lie, mismatches
+
+IN_FLIGHT_BYTES = 1 << 29
+"""So many bytes are read ahead of what is on the devices already; a larger slice comes alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allow:
+    """In what a checkpoint may differ from the run that reads it.
+
+    Args:
+      missing: patterns of arrays (`params/head/*`) that it need not have, or not in the same shape; the run
+        begins with its own.
+      unused: patterns of arrays that it has and the run has not.
+      changed: patterns of options of the run (`model.dropout`) that are not those of the checkpoint; what
+        needs no leave is in `resume.FREE`.
+    """
+
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+
+def restore_arrays(
+    archive: Archive,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    lies: Mapping[str, Lie],
+    allow: Allow = Allow(),
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, jax.Array]:
+    """Read arrays straight into their shardings.
+
+    Args:
+      archive: a whole checkpoint.
+      wanted: path -> shape, dtype and sharding.
+      lies: path -> which piece of the whole it is; those that are not named are whole.
+      allow: what the archive may lack, or have beside.
+      report: told how much was read.
+
+    Returns:
+      Path -> array; without those that are allowed to be missing, and are.
+
+    Raises:
+      ValueError: all arrays that differ; or a part that is needed cannot be seen.
+    """
+    leaves = {
+        path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name, lie=lies.get(path, COMMON))
+        for path, x in wanted.items()
+    }
+    saved = check_state(archive, leaves, allow)
+    began, num_bytes, largest = time.monotonic(), 0, 0
+    arrays: dict[str, jax.Array] = {}
+    under_way: deque[_Coming] = deque()
+    for path, like in wanted.items():
+        if str(saved.get(path)) != str(leaves[path]):
+            continue
+        under_way.append(_start(archive, path, like, leaves[path]))
+        num_bytes += under_way[-1].num_bytes
+        largest = max(largest, under_way[-1].num_bytes)
+        while sum(each.num_bytes for each in under_way) > IN_FLIGHT_BYTES:
+            arrays[under_way[0].path] = under_way.popleft().land()
+    for each in under_way:
+        arrays[each.path] = each.land()
+    seconds = time.monotonic() - began
+    report(
+        f"read {num_bytes / 1e6:,.1f} of {archive.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, at most"
+        f" {max(IN_FLIGHT_BYTES, largest) / 1e6:,.0f} MB at once on the host"
+    )
+    return arrays
+
+
+def check_state(archive: Archive, leaves: Mapping[str, Leaf], allow: Allow) -> dict[str, Leaf]:
+    """Compare what was saved with what is wanted.
+
+    Args:
+      archive: a checkpoint.
+      leaves: path -> array that is wanted.
+      allow: in what they may differ.
+
+    Returns:
+      Path -> array that was saved, of the replica that is wanted.
+
+    Raises:
+      ValueError: all arrays that differ.
+    """
+    saved = {
+        path: archive.leaf(path, leaves[path].lie if path in leaves else COMMON) for path in archive.pieces
+    }
+    if wrong := mismatches(saved, leaves, allow.missing, allow.unused):
+        folder = next(iter(archive.folders.values()), Path(f"step {archive.step}"))
+        raise ValueError(another_state_text(folder, wrong))
+    return saved
+
+
+def another_state_text(folder: Path, wrong: Sequence[str]) -> str:
+    """A checkpoint is not one of this model or optimizer."""
+    listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
+    return (
+        f"{listed}\nUse the model and optimizer that it was saved with, or another run folder. What may"
+        " differ is said by patterns: --allow.missing 'params/head/*' for what the run has and the checkpoint"
+        " has not, or in another shape; --allow.unused for what only the checkpoint has."
+    )
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """An array whose slices are being read."""
+
+    path: str
+    like: jax.ShapeDtypeStruct
+    slices: list[tuple[Reading, list[Any]]]  # what is read, and the devices that hold it
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(reading.array.nbytes for reading, _ in self.slices)
+
+    def land(self) -> jax.Array:
+        shards: list[Any] = []
+        for reading, devices in self.slices:
+            found = reading.result()
+            shards += [jax.device_put(found, device) for device in devices]
+        array = jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, shards)
+        # else what was read would wait on the host for its turn on the device
+        return jax.block_until_ready(array)
+
+
+def _start(archive: Archive, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:
+    assert like.sharding is not None
+    devices: dict[Any, list[Any]] = {}
+    for device, index in like.sharding.addressable_devices_indices_map(tuple(like.shape)).items():
+        devices.setdefault(_plain(index, like.shape), []).append(device)
+    slices = [
+        (archive.start(path, leaf, tuple(slice(*each) for each in index)), holders)
+        for index, holders in devices.items()
+    ]
+    return _Coming(path, like, slices)
+
+
+def _plain(index: Index | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(each.indices(n)[:2] for each, n in zip(index or (), shape, strict=True))
+
+
+def lies_of(tree: Any, lie: Callable[[str, tuple[int, ...]], Lie]) -> dict[str, Lie]:
+    """Path -> lie, of the arrays of a tree that are not whole."""
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if (each := lie(name, np.shape(leaf))) != COMMON:
+            found[name] = each
+    return found
