@@ -14,6 +14,7 @@ import optax
 
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.islands.options import Across
+from shardtrain.islands.verdict import Watch
 from shardtrain.layout import Layout, problems_error
 from shardtrain.loss import Loss, next_token_loss
 from shardtrain.optimizer import Optimizer
@@ -73,6 +74,7 @@ class Run:
       sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
       unit: what the loss counts, for rates: tokens, examples.
       scaling: what to change where several replicas carry the run out.
+      watch: when a run that hangs is ended.
 
     Raises:
       ValueError: lists every field of a wrong kind, or every number out of range.
@@ -95,6 +97,7 @@ class Run:
     sample: Callable[[Any], str] | None = None
     unit: str = "tokens"
     scaling: Scaling = Scaling()
+    watch: Watch = Watch()
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:
