@@ -104,7 +104,7 @@ class Combining:
           state: from `init`, or of the step before.
         """
         return [
-            self._crossing.start(b.number, self._program, ({p: tree[p] for p in b.like}, count, kept))
+            self._crossing.start(b.number, self._combine, ({p: tree[p] for p in b.like}, count, kept))
             for b, kept in zip(self._buckets, state, strict=True)
         ]
 
@@ -124,7 +124,7 @@ class Combining:
             crossed.metrics.append(metrics)
         return crossed
 
-    def _program(self, arrays: Any, group: Any) -> Any:
+    def _combine(self, arrays: Any, group: Any) -> Any:
         tree, count, kept = arrays
         found = self._combiner.combine(cut(tree, self._stacked), count, kept, group)
         return joined(found.value, tree, self._stacked), found.state, found.metrics

@@ -14,6 +14,7 @@ import optax
 
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.islands.options import Across
+from shardtrain.islands.verdict import Watch
 from shardtrain.layout import Layout, problems_error
 from shardtrain.loss import Loss, next_token_loss
 from shardtrain.optimizer import Optimizer
@@ -90,6 +91,7 @@ class Run:
       scaling: what to change where several replicas carry the run out.
       start_from: whose parameters it begins with.
       allow: in what a checkpoint that it reads may differ.
+      watch: when a run that hangs is ended.
 
     Raises:
       ValueError: lists every field of a wrong kind, or every number out of range.
@@ -114,6 +116,7 @@ class Run:
     scaling: Scaling = Scaling()
     start_from: StartFrom = StartFrom()
     allow: Allow = Allow()
+    watch: Watch = Watch()
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:

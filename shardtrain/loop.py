@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -21,6 +21,7 @@ import optax
 
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint_policy import CheckpointPolicy, due
+from shardtrain.islands.marks import Marks
 from shardtrain.metrics import Mean, Progress, Rate, Sink
 from shardtrain.state import State
 from shardtrain.step import Metrics, Step
@@ -30,6 +31,10 @@ MOST_SKIPPED = 100
 
 STEPS_LATE = 2
 """How many steps may be under way before the host reads the metrics of the first."""
+
+
+TIME_OVER = 1000
+"""In the place of a signal's number: the time limit is near."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,7 @@ class Pieces:
       anywhere: whether something is so on any island; alone, on this one.
       before_save: the state that is saved, and gone on with; islands make theirs equal here.
       labels: what the entries of a metric (L,) are of.
+      marks: where this process is, for its watchdog.
     """
 
     step: Step
@@ -91,13 +97,14 @@ class Pieces:
     anywhere: Callable[[bool], bool] = lambda here: here
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()
+    marks: Marks = field(default_factory=Marks)
 
 
 class Wish(NamedTuple):
     """What a process would do after a step.
 
     Args:
-      stop: the number of the signal that asked to stop, or 0.
+      stop: the number of the signal that asked to stop, `TIME_OVER`, or 0.
       save: a checkpoint is due.
       saved: the newest step that is saved here, and once agreed on everywhere.
     """
@@ -111,10 +118,15 @@ class StopSignals:
     """While this is entered, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning) only ask to stop.
 
     A second Ctrl-C interrupts.
+
+    Args:
+      until_seconds: by `time.monotonic`; the time is over then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until_seconds: float | None = None) -> None:
         self.received: signal.Signals | None = None
+        self.time_over = False
+        self._until_seconds = until_seconds
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -127,6 +139,16 @@ class StopSignals:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def asked(self) -> int:
+        """The number of the signal that asked to stop, `TIME_OVER`, or 0."""
+        over = self._until_seconds is not None and time.monotonic() > self._until_seconds
+        return self.received or (TIME_OVER if over else 0)
+
+    def agreed(self, asked: int) -> None:
+        """All islands stop, for what one of them was asked."""
+        self.time_over = asked == TIME_OVER
+        self.received = None if self.time_over else signal.Signals(asked)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
@@ -158,37 +180,45 @@ def run_loop(
     """
     log = _Log(pieces, pace)
     done, saved_seconds, is_due = first_step, time.monotonic(), False
+    marks = pieces.marks
     while done < pace.steps:
-        batch, position = next(pieces.batches)
-        state, metrics = pieces.step(state, batch)
+        marks.begin_step(done + 1)
+        with marks.at("reading a batch"):
+            batch, position = next(pieces.batches)
+        # the first one is compiled
+        with marks.at("the step", waits=True, long=done == first_step):
+            state, metrics = pieces.step(state, batch)
         done += 1
         log.add(done, metrics)
         last = done == pace.steps
         # once due it stays so: replicas may not be of one mind before some steps more
         is_due = is_due or last or due(pieces.policy, done, time.monotonic() - saved_seconds)
         stop_now, save_now, saved = pieces.agree(
-            done, Wish(stop.received or 0, is_due, pieces.checkpoints.latest())
+            done, Wish(stop.asked(), is_due, pieces.checkpoints.latest())
         )
         pieces.checkpoints.confirm(saved)
         # before the evaluation, which may fail or be cut short
         if save_now:
             saved_seconds, is_due = time.monotonic(), False
-            state = pieces.before_save(state)
-            _save(pieces, done, state, position)
+            with marks.at("saving", long=True):
+                state = pieces.before_save(state)
+                _save(pieces, done, state, position)
         if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
-            log.evaluated(pieces.evaluate, state)
+            with marks.at("the evaluation", waits=True, long=True):
+                log.evaluated(pieces.evaluate, state)
         if stop_now:
-            stop.received = signal.Signals(stop_now)
+            stop.agreed(stop_now)
             break
     log.finish()
     if done > first_step:
-        _wait(pieces)
-        unsaved = pieces.checkpoints.latest() != done
-        if pieces.anywhere(unsaved):
-            state = pieces.before_save(state)
-        if unsaved:
-            _save(pieces, done, state, position, must=True)
-            pieces.checkpoints.wait()
+        with marks.at("saving the last step", long=True):
+            _wait(pieces)
+            unsaved = pieces.checkpoints.latest() != done
+            if pieces.anywhere(unsaved):
+                state = pieces.before_save(state)
+            if unsaved:
+                _save(pieces, done, state, position, must=True)
+                pieces.checkpoints.wait()
     return state, done
 
 
@@ -270,7 +300,8 @@ class _Log:
 
     def _read(self, heldout: Mapping[str, float] | None = None, *, always: bool = False) -> None:
         step, metrics = self._pending.popleft()
-        values = jax.device_get(metrics)
+        with self._pieces.marks.at(f"the metrics of step {step}", waits=True):
+            values = jax.device_get(metrics)
         pace, progress = self._pace, self._pieces.progress
         count = float(values.pop("count"))
         skipped = bool(values.pop("skipped"))

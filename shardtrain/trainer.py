@@ -26,6 +26,7 @@ from shardtrain.axes import PIPELINE
 from shardtrain.config import Run, describe, run_text
 from shardtrain.data import Batch, Batches
 from shardtrain.islands.agreement import facts, program_fact
+from shardtrain.islands.marks import Marks
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
 from shardtrain.layout import axis_sizes, problems_error
 from shardtrain.loop import Pace, Pieces, StopSignals, run_loop
@@ -76,6 +77,7 @@ class Trained:
       state: the last state, on the mesh.
       step: steps done.
       stopped_by: the number of the signal that ended the run early, or None.
+      time_over: the time limit ended it early.
       run_dir: the run's folder.
       sample: the text of `Run.sample`, or None.
     """
@@ -85,6 +87,7 @@ class Trained:
     stopped_by: int | None
     run_dir: Path
     sample: str | None
+    time_over: bool = False
 
 
 def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, island: int = 0) -> Parts:
@@ -173,19 +176,28 @@ def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
     return []
 
 
-def train(run: Run, console: Console | None = None, islands: Islands | None = None) -> Trained:
+def train(
+    run: Run,
+    console: Console | None = None,
+    islands: Islands | None = None,
+    marks: Marks | None = None,
+    until_seconds: float | None = None,
+) -> Trained:
     """Train a run from its newest checkpoint, or from the start, to its last step.
 
     Args:
       run: the run; its folder is made if it is not there.
       console: where to write; by default the terminal. Only the first process of all writes.
       islands: from `islands.membership.join`, where several were launched.
+      marks: where this process is, for its watchdog.
+      until_seconds: stop and save then, by `time.monotonic`.
 
     Raises:
       ValueError: something in the run does not fit, before anything is computed.
       FloatingPointError: see `loop.run_loop`.
     """
     folder = run.run_dir or Path("runs/run")
+    marks = marks or (Marks() if islands is None else islands.control.marks)
     first = jax.process_index() == 0 if islands is None else islands.is_first
     console = (console or Console()) if first else Console(quiet=True)
     notes = _Notes(None if first or islands is None else islands.control.names[islands.place.rank])
@@ -233,11 +245,20 @@ def train(run: Run, console: Console | None = None, islands: Islands | None = No
             anywhere=together.anywhere,
             before_save=lambda state: made_equal(run, together, state, notes.note),
             labels=across.labels if across else combined_labels(placement),
+            marks=marks,
         )
-        with StopSignals() as stop:
+        with StopSignals(until_seconds) as stop, marks.at("the training loop"):
             state, step = run_loop(state, first_step, pieces, _pace(run), stop)
-        sample = _ending(run, parts, together, state, step, stop, folder, console)
-    return Trained(state=state, step=step, stopped_by=stop.received, run_dir=folder, sample=sample)
+        with marks.at("the end", long=True):
+            sample = _ending(run, parts, together, state, step, stop, folder, console)
+    return Trained(
+        state=state,
+        step=step,
+        stopped_by=stop.received,
+        run_dir=folder,
+        sample=sample,
+        time_over=stop.time_over,
+    )
 
 
 class _Agreed(NamedTuple):
@@ -565,11 +586,9 @@ def _ending(
         return None
     if together.is_first and (folder / METRICS).stat().st_size and plots.installed():
         plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
-    if stop.received is not None:
-        say(
-            console,
-            f"stopped by {stop.received.name} after step {step}, which is saved; the same command goes on",
-        )
+    if stop.received is not None or stop.time_over:
+        by = "the time limit" if stop.received is None else stop.received.name
+        say(console, f"stopped by {by} after step {step}, which is saved; the same command goes on")
         return None
     sample = None
     if run.sample is not None and parts.held is not None:

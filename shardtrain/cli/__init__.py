@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from shardtrain.exit_codes import COME_AGAIN, DONE, MISTAKE
 from shardtrain.islands.place import PROCESSES, find_place, find_seat, parse_processes
 from shardtrain.layout import near
 
@@ -19,7 +20,7 @@ COMMANDS = {
 }
 """Command -> what it does; the module of this package by that name has it."""
 
-USER_ERROR = 2
+USER_ERROR = MISTAKE
 TRACEBACK = "SHARDTRAIN_TRACEBACK"
 
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: 0 done, 2 a mistake in what was asked (one message, no traceback unless
-      SHARDTRAIN_TRACEBACK=1), 128 + the signal's number when a signal ended the run.
+      SHARDTRAIN_TRACEBACK=1), 75 when the run shall be started again, 128 + the signal's number when a
+      signal ended the run.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
         return USER_ERROR
     code = _run(command, rest)
-    if code not in (0, *(128 + number for number in signal.Signals)):
+    if code not in (DONE, COME_AGAIN, *(128 + number for number in signal.Signals)):
         _end_other_ranks(code)
     return code
 

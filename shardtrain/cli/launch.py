@@ -5,6 +5,7 @@ on others, or by a batch system.
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.cli import COMMANDS
+from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.place import parse_processes
 from shardtrain.launch import local, mpi, slurm
+from shardtrain.launch.duration import parse_time
 from shardtrain.launch.job import Host, Job, Launch, parse_hosts, read_hostfile, shell_text
-from shardtrain.launch.supervise import supervise
+from shardtrain.launch.restarts import Ended, Restarts, run_again
+from shardtrain.launch.supervise import supervise_once
 from shardtrain.layout import near
 
 KINDS = {
@@ -52,11 +56,15 @@ class MpiOptions:
     """Options of local and mpi.
 
     Args:
+      restarts: after a crash or a hang, start again as often; given up where one step fails twice in a row.
+      backoff: seconds before the first restart; each later one waits twice as long, up to a minute.
       hosts: names, in the order of the islands: a,b,c; or with the ranks of each: a:1,b:3.
       hostfile: the same as a file, one host a line: a, or a:2, or a slots=2.
       mpiexec: the launcher; by default that of this Python's environment, else of PATH.
     """
 
+    restarts: int = 0
+    backoff: float = 1.0
     hosts: str | None = None
     hostfile: Path | None = None
     mpiexec: str | None = None
@@ -164,7 +172,7 @@ def _job(options: Options, hosts: tuple[Host, ...], program: Sequence[str], logs
         processes_per_island=processes,
         hosts=hosts,
         logs=options.logs or logs,
-        time_seconds=None if options.time is None else slurm.parse_time(options.time),
+        time_seconds=None if options.time is None else parse_time(options.time),
         stop_seconds=options.signal_seconds,
     )
 
@@ -186,6 +194,7 @@ def _submit(job: Job, options: slurm.Slurm, dry_run: bool) -> int:
 
 
 def _run(kind: str, job: Job, options: MpiOptions, dry_run: bool) -> int:
+    restarts = Restarts(most=options.restarts, backoff_seconds=options.backoff)
     mpiexec = mpi.find_mpiexec(options.mpiexec)
     launch: Launch = (local if kind == "local" else mpi).launch(job, mpiexec, os.environ)
     if dry_run:
@@ -195,4 +204,13 @@ def _run(kind: str, job: Job, options: MpiOptions, dry_run: bool) -> int:
     what = f"{job.islands} island{'s' * (job.islands > 1)}"
     ranks = f" ({job.num_ranks} ranks)" if job.num_ranks != job.islands else ""
     sys.stderr.write(f"launch: {what}{ranks} by {mpiexec.path}; a log for each rank in {job.logs}\n")
-    return supervise(launch, job.logs, environ, time_seconds=job.time_seconds, stop_seconds=job.stop_seconds)
+    until = None if job.time_seconds is None else time.monotonic() + job.time_seconds
+
+    def start(number: int) -> Ended:
+        left = None if until is None else until - time.monotonic()
+        if number and left is not None and left <= job.stop_seconds:
+            sys.stderr.write("launch: not started again: the time limit is near\n")
+            return Ended(code=COME_AGAIN, asked=True, step=0)
+        return supervise_once(launch, job.logs, environ, time_seconds=left, stop_seconds=job.stop_seconds)
+
+    return run_again(start, restarts, sys.stderr.write)

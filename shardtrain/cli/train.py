@@ -3,29 +3,80 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 from shardtrain.cli.run_options import parse_run
+from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED
+from shardtrain.islands.marks import marks_of
 from shardtrain.islands.place import bind_cpus, device_environment, find_place
+from shardtrain.launch.duration import parse_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of this command.
+
+    Args:
+      time_limit: the most it may take, from the start of this process, as in 01:30:00.
+      time_margin: seconds before that, for the step under way and for saving.
+
+    Raises:
+      ValueError: nothing is left before the margin.
+    """
+
+    time_limit: str | None = None
+    time_margin: int = 120
+
+    def __post_init__(self) -> None:
+        if self.time_margin < 0:
+            raise ValueError(f"time margin is {self.time_margin} s; use 0 or more")
+        if self.time_limit is not None and (limit := parse_time(self.time_limit)) <= self.time_margin:
+            raise ValueError(
+                f"the time limit of {limit} s leaves nothing before the margin of {self.time_margin} s; use"
+                f" --time-limit {self.time_margin // 60 + 1} (minutes) or more, or --time-margin {limit // 2}"
+            )
+
+    def until_seconds(self) -> float | None:
+        """When to stop, by `time.monotonic`; None: never."""
+        if self.time_limit is None:
+            return None
+        return time.monotonic() - process_seconds() + parse_time(self.time_limit) - self.time_margin
+
+
+def process_seconds() -> float:
+    """How long this process has been there; 0 where the system does not tell."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train.
 
     Returns:
-      0; 128 + the number of the signal that stopped it; 1 where a step was not finite and the run
-      says to stop then, or the last checkpoint could not be written.
+      0; 128 + the number of the signal that stopped it; 75 where the time limit did, or another rank did
+      not come to a meeting; 1 where a step was not finite and the run says to stop then, or the last
+      checkpoint could not be written. The watchdog ends all ranks with 75.
     """
     # before jax starts: the ranks of a host share its devices and cores
     place = find_place(os.environ)
     os.environ.update(device_environment(place, os.environ))
     if cores := bind_cpus(place):
         os.sched_setaffinity(0, cores)
-    run, _ = parse_run("train", arguments)
+    run, options = parse_run("train", arguments, TrainOptions)
+    until_seconds = options.until_seconds()
     from rich.console import Console
 
     from shardtrain.checkpoint import SaveFailed  # jax starts here, after the options were read
-    from shardtrain.islands.membership import join
+    from shardtrain.islands.membership import join, make_watchdog
+    from shardtrain.islands.missing import Missing
+    from shardtrain.islands.watchdog import STACKS
     from shardtrain.trainer import train
 
     # Orbax logs a traceback for each array that it could not write; our own line says it once
@@ -38,12 +89,35 @@ def main(arguments: Sequence[str]) -> int:
             self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
+    marks = marks_of()
     try:
-        trained = train(run, Terminal(), join(report=_to_stderr))
+        islands = join(report=_to_stderr, marks=marks)
+    except Missing as missing:
+        _end_missing(missing)
+    stacks = (run.run_dir or Path("runs/run")) / STACKS
+    try:
+        with make_watchdog(run.watch, marks, stacks, islands) as watchdog:
+            try:
+                trained = train(run, Terminal(), islands, marks, until_seconds)
+                if islands is not None:
+                    # a launcher that sees one rank end may end the others: none may still be saving
+                    islands.control.share("the end", timeout_seconds=run.watch.limit(long=True))
+            except Missing as missing:
+                watchdog.end(str(missing))
     except (FloatingPointError, SaveFailed) as failure:
         sys.stderr.write(f"shardtrain train: {failure}\n")
-        return 1
-    return 0 if trained.stopped_by is None else 128 + trained.stopped_by
+        return FAILED
+    if trained.time_over:
+        return COME_AGAIN
+    return DONE if trained.stopped_by is None else 128 + trained.stopped_by
+
+
+def _end_missing(missing: Exception) -> NoReturn:
+    """A rank did not come to the start, where there is no watchdog yet."""
+    from shardtrain.islands.bridge import end_all
+
+    sys.stderr.write(f"shardtrain train: {missing}\n")
+    end_all(COME_AGAIN)
 
 
 def _to_stderr(text: str) -> None:

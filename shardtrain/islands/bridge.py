@@ -11,12 +11,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardtrain.islands.marks import Marks
+from shardtrain.islands.missing import Missing, missing_text
 from shardtrain.islands.options import REDUCE
 from shardtrain.islands.pages import keep_pages
 
@@ -124,17 +126,8 @@ def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
 
 
-class Missing(RuntimeError):
-    """Ranks did not come to where the others are.
-
-    Args:
-      text: who, where and for how long.
-      ranks: who is missing.
-    """
-
-    def __init__(self, text: str, ranks: Sequence[int]) -> None:
-        super().__init__(text)
-        self.ranks = tuple(ranks)
+KNOWN_SECONDS = 1.0
+"""Who has not come by then is told to the watchdog."""
 
 
 class Control:
@@ -145,6 +138,7 @@ class Control:
       names: rank -> how people call it, such as "island 1 (host b)".
       patience_seconds: how long to wait for the others, unless a call says otherwise.
       report: called once with a line when a wait takes longer than `REPORT_SECONDS`.
+      marks: where this process is; the meeting is marked there.
     """
 
     REPORT_SECONDS = 30.0
@@ -155,8 +149,10 @@ class Control:
         names: Sequence[str] | None = None,
         patience_seconds: float = 1800.0,
         report: Callable[[str], None] = lambda text: None,
+        marks: Marks | None = None,
     ) -> None:
         self._comm = comm.Dup()
+        self.marks = marks or Marks()
         self.names = list(names or (f"rank {rank}" for rank in range(comm.size)))
         self.patience_seconds = patience_seconds
         self.report = report
@@ -192,12 +188,16 @@ class Control:
         message = json.dumps([name, value]).encode()
         sent = [self._comm.Isend(message, rank, tag) for rank in range(self.size) if rank != self.rank]
         found: dict[int, Any] = {self.rank: [name, json.loads(message)[1]]}
-        self._receive(name, tag, found, patience)
+        self.marks.meetings += 1
+        with self.marks.at(name, waits=True):
+            self._receive(name, tag, found, patience)
         elsewhere = {rank: there for rank, (there, _) in found.items() if there != name}
         if elsewhere:
             places = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
             raise Missing(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere))
-        MPI.Request.Waitall(sent)
+        with self.marks.at(f"{name}: sending", waits=True):
+            MPI.Request.Waitall(sent)
+        self.marks.last_met = name
         return [found[rank][1] for rank in range(self.size)]
 
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
@@ -212,6 +212,8 @@ class Control:
                 continue
             waited = time.monotonic() - began
             missing = [rank for rank in range(self.size) if rank not in found]
+            if waited > KNOWN_SECONDS:
+                self.marks.missing(tuple(missing))
             if waited > patience:
                 raise Missing(missing_text(name, [self.names[rank] for rank in missing], waited), missing)
             if waited > self.REPORT_SECONDS and not told:
@@ -219,15 +221,6 @@ class Control:
                 self.report(f"waiting: {missing_text(name, [self.names[rank] for rank in missing], waited)}")
             time.sleep(nap)
             nap = min(nap + 2e-5, 2e-3)
-
-
-def missing_text(name: str, missing: Sequence[str], waited_seconds: float) -> str:
-    """Who did not come.
-
-    >>> missing_text("start", ["island 1 (host b)"], 12.34)
-    "island 1 (host b) did not come to 'start' within 12 s"
-    """
-    return f"{', '.join(missing)} did not come to {name!r} within {waited_seconds:.0f} s"
 
 
 def world() -> MPI.Comm:
@@ -247,7 +240,7 @@ def _end_all(kind: type[BaseException], error: BaseException, trace: Any) -> Non
     end_all(1)
 
 
-def end_all(code: int) -> None:
+def end_all(code: int) -> NoReturn:
     """End every rank: one that only left would keep the others waiting for ever."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buckets
+from shardtrain.islands.marks import Marks
 from shardtrain.layout import problems_error
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Crossing:
       cap_bytes: a bucket is closed when it holds as much.
       first_bytes: the same, of the first bucket, which should leave early.
       on_device: MPI is given device memory; else arrays go through the host's.
+      marks: where this process is; every bucket is marked there.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Crossing:
         cap_bytes: int = CAP_BYTES,
         first_bytes: int = FIRST_BYTES,
         on_device: bool = False,
+        marks: Marks | None = None,
     ) -> None:
+        self._marks = marks or Marks()
         self.mesh = mesh
         self._caps = (cap_bytes, first_bytes)
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
@@ -106,7 +110,12 @@ class Crossing:
         if lane.runs_on is not lane.device:
             mine = jax.device_put(mine, lane.runs_on)
         compiled = self._compiled(program, lane.group)
-        return self._thread.submit(lambda: jax.block_until_ready(compiled(mine)))
+        what = f"bucket {number} ({getattr(program, '__name__', 'program').strip('_').replace('_', ' ')})"
+        return self._thread.submit(lambda: self._crossed(what, compiled, mine))
+
+    def _crossed(self, what: str, compiled: Any, arrays: Any) -> Any:
+        with self._marks.on_bridge(what):
+            return jax.block_until_ready(compiled(arrays))
 
     def land(self, number: int, arrays: Any, like: Any) -> Any:
         """What came out of a lane, on the mesh.

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.islands.bridge import MPI, Missing, missing_text
+from shardtrain.islands.bridge import MPI
+from shardtrain.islands.marks import Marks
+from shardtrain.islands.missing import Missing, missing_text
 
 LONGEST_NAP_SECONDS = 2e-4
 
@@ -25,6 +27,8 @@ class Mailbox:
       names: rank -> how people call it.
       patience_seconds: how long to wait for a message.
       report: called with a line when a wait takes longer than `REPORT_SECONDS`.
+      marks: where this process is; every wait is marked there.
+      ranks: stage -> its rank among all, for the marks.
     """
 
     REPORT_SECONDS = 30.0
@@ -35,7 +39,10 @@ class Mailbox:
         names: Sequence[str],
         patience_seconds: float = 1800.0,
         report: Callable[[str], None] = lambda text: None,
+        marks: Marks | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
+        self._marks, self._ranks = marks or Marks(), tuple(ranks)
         self._comm = comm.Dup()
         self._names, self.patience_seconds, self._report = list(names), patience_seconds, report
         self._largest_tag = self._comm.Get_attr(MPI.TAG_UB) or 32767
@@ -78,6 +85,10 @@ class Mailbox:
           Missing: it did not come in time.
           RuntimeError: what was to be sent from here could not be computed.
         """
+        with self._marks.at(what, waits=True, waits_for=self._ranks[source : source + 1]):
+            return self._received(shape, dtype, source, tag, what)
+
+    def _received(self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str) -> np.ndarray:
         found = np.empty(tuple(shape), dtype)
         began, nap, told = time.monotonic(), 0.0, False
         status = MPI.Status()

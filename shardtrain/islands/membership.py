@@ -9,14 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
 from shardtrain.islands.crossing import Crossing
+from shardtrain.islands.marks import Marks
 from shardtrain.islands.options import Across
 from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
+from shardtrain.islands.verdict import Watch
+from shardtrain.islands.watchdog import Peer, Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +42,8 @@ class Islands:
       control: named messages between all ranks.
       comm: of all ranks; what is sent goes through duplicates of it.
       first_ranks: island -> the rank of its first process.
+      pids: rank -> its process.
+      hosts: rank -> its host.
     """
 
     seat: Seat
@@ -45,6 +51,8 @@ class Islands:
     control: "Control"
     comm: "MPI.Comm"
     first_ranks: tuple[int, ...]
+    pids: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -82,7 +90,8 @@ class Islands:
             mine = device.process_index == jax.process_index()
             comm = self.comm.Split(stage if mine else MPI.UNDEFINED, self.seat.island)
             groups.append(MpiGroup(comm, across.reduce) if mine else None)
-        return Crossing(mesh, groups, across.bucket_bytes, across.first_bucket_bytes, on_device)
+        caps = (across.bucket_bytes, across.first_bucket_bytes)
+        return Crossing(mesh, groups, *caps, on_device, self.control.marks)
 
     def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
         """Messages between the stages of a pipeline; all ranks must make it together.
@@ -95,12 +104,16 @@ class Islands:
         from shardtrain.islands.mailbox import Mailbox
 
         comm = self.comm.Split(replica, stage)
-        names = comm.allgather(self.control.names[self.place.rank])
-        return Mailbox(comm, names, patience_seconds, self.control.report)
+        ranks = comm.allgather(self.place.rank)
+        names = [self.control.names[rank] for rank in ranks]
+        control = self.control
+        return Mailbox(comm, names, patience_seconds, control.report, control.marks, ranks)
 
 
 def join(
-    environ: Mapping[str, str] | None = None, report: Callable[[str], None] | None = None
+    environ: Mapping[str, str] | None = None,
+    report: Callable[[str], None] | None = None,
+    marks: Marks | None = None,
 ) -> Islands | None:
     """Find this process's place among those that were launched, before jax starts.
 
@@ -109,6 +122,7 @@ def join(
     Args:
       environ: by default that of this process.
       report: told when the start takes long, and who is missing.
+      marks: where this process is, for its watchdog.
 
     Returns:
       None where this process is alone.
@@ -128,13 +142,40 @@ def join(
         raise ValueError(other_mpi_text(place, comm.rank, comm.size))
     processes = parse_processes(environ.get(PROCESSES, "1"))
     seats = [find_seat(rank, place.size, processes) for rank in range(place.size)]
-    control = Control(comm, report=report or (lambda text: None))
-    hosts = control.share("start", place.host, START_SECONDS)
+    control = Control(comm, report=report or (lambda text: None), marks=marks)
+    found = control.share("start", [place.host, os.getpid()], START_SECONDS)
+    hosts, pids = zip(*found, strict=True)
     control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
     seat = seats[place.rank]
     _join_processes(seat, comm, place.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
-    return Islands(seat=seat, place=place, control=control, comm=comm, first_ranks=first_ranks)
+    return Islands(
+        seat=seat,
+        place=place,
+        control=control,
+        comm=comm,
+        first_ranks=first_ranks,
+        pids=pids,
+        hosts=hosts,
+    )
+
+
+def make_watchdog(watch: Watch, marks: Marks, stacks: Path, islands: Islands | None) -> Watchdog:
+    """The watchdog of this process; all ranks must make it together.
+
+    Args:
+      watch: the limits.
+      marks: where this process is.
+      stacks: the file for stacks.
+      islands: None for one that is alone.
+    """
+    if islands is None:
+        host = socket.gethostname()
+        return Watchdog(watch, marks, stacks, [Peer(f"the run on host {host}", host, os.getpid())])
+    from shardtrain.islands.beats import Beats
+
+    peers = [Peer(*each) for each in zip(islands.control.names, islands.hosts, islands.pids, strict=True)]
+    return Watchdog(watch, marks, stacks, peers, Beats(islands.comm))
 
 
 def _join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:

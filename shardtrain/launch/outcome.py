@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.launch.rank import island_name
+from shardtrain.exit_codes import COME_AGAIN
+from shardtrain.islands.step_file import NOTHING, LastStep, read_step_file
+from shardtrain.launch.rank import island_name, step_file_path
 
 CONSEQUENCE = re.compile(
     r"MPI_ERR_|mpi4py\.MPI\.Exception|internal_\w+: |Communication error with rank|PMIX|"
@@ -28,8 +30,11 @@ AFTERWARDS = re.compile(
 )
 MOST_LINES, FIRST_LINES, TAIL_LINES = 60, 8, 15
 MISTAKE = re.compile(r"shardtrain[.\w]*( \w+)?: ")
-MISTAKE_END = "(the traceback: SHARDTRAIN_TRACEBACK=1)"
+MISTAKE_END = re.compile(r"\(the traceback: SHARDTRAIN_TRACEBACK=1\)$")
 """How `cli` begins and ends what it says of a user's mistake, see `cli.main`."""
+
+HANG, HANG_END = re.compile(r"shardtrain watchdog: "), re.compile(r"\(stacks of the ranks ")
+"""The same of what a rank's watchdog says, see `islands/watchdog.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,7 @@ class RankEnd:
       log: its log.
       text: what the log got in this launch.
       touched_seconds: when the log was last written.
+      last: the step that it was doing, and whether its watchdog ended it.
     """
 
     rank: int
@@ -64,6 +70,7 @@ class RankEnd:
     log: Path
     text: str
     touched_seconds: float
+    last: LastStep = NOTHING
 
     @property
     def name(self) -> str:
@@ -73,7 +80,12 @@ class RankEnd:
     @property
     def stopped(self) -> bool:
         """It was asked to stop, and did."""
-        return _stopped(self.code, self.asked)
+        return _stopped(self.code, self.asked, self.last)
+
+    @property
+    def told_hang(self) -> bool:
+        """Its watchdog found why the run hangs, and said so."""
+        return self.last.hung and bool(HANG.search(self.text))
 
     @property
     def aborted(self) -> bool:
@@ -83,16 +95,20 @@ class RankEnd:
     @property
     def failed(self) -> bool:
         """It ended by a fault of its own or of another, and was not killed by the launcher."""
-        return self.aborted or (self.code not in (None, 0) and not self.stopped)
+        return self.aborted or self.last.hung or (self.code not in (None, 0) and not self.stopped)
 
     @property
     def consequence(self) -> bool:
         """Another rank's end may be why: it was told to end, or lost a neighbour."""
+        if self.last.hung:
+            return not self.told_hang
         return self.asked is not None or bool(CONSEQUENCE.search("\n".join(self.text.splitlines()[-5:])))
 
     @property
     def how(self) -> str:
         """`exit code 1`, `SIGKILL`, ..."""
+        if self.last.hung:
+            return "ended by its watchdog"
         if self.signal is not None:
             return f"killed by {signal.Signals(self.signal).name}"
         if self.code is None:
@@ -102,10 +118,17 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The exit code of a launch, and what to tell; no text where all is well."""
+    """The exit code of a launch, and what to tell; no text where all is well.
+
+    Args:
+      code: of the launch.
+      text: for people.
+      asked: all ranks were asked to stop by a signal, and did.
+    """
 
     code: int
     text: str = ""
+    asked: bool = False
 
 
 def read_ranks(logs: Path) -> list[RankEnd]:
@@ -118,22 +141,27 @@ def read_ranks(logs: Path) -> list[RankEnd]:
             file.seek(record.pop("log_from"))
             text = file.read().decode(errors="replace")
         known = {name: record.get(name) for name in RankEnd.__dataclass_fields__ if name in record}
-        ends.append(RankEnd(**known, log=log, text=text, touched_seconds=log.stat().st_mtime))
+        last = read_step_file(step_file_path(path))
+        ends.append(RankEnd(**known, log=log, text=text, touched_seconds=log.stat().st_mtime, last=last))
     return sorted(ends, key=lambda end: end.rank)
 
 
 def any_failed(logs: Path) -> bool:
     """Whether a rank has failed, while others may still run."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.json")]
-    return any(code not in (None, 0) and not _stopped(code, asked) for code, asked in map(_end, records))
+    for path in logs.glob("rank-*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        last = read_step_file(step_file_path(path))
+        code = record["code"]
+        if last.hung or (code not in (None, 0) and not _stopped(code, record["asked"], last)):
+            return True
+    return False
 
 
-def _end(record: dict) -> tuple[int | None, str | None]:
-    return record["code"], record["asked"]
-
-
-def _stopped(code: int | None, asked: str | None) -> bool:
-    return asked is not None and code == 128 + signal.Signals[asked]
+def _stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
+    """It was asked to stop by a signal, or by its own time limit, and did."""
+    if last.hung:
+        return False
+    return code == COME_AGAIN or (asked is not None and code == 128 + signal.Signals[asked])
 
 
 def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome:
@@ -155,10 +183,10 @@ def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome
         return _without_failure(ends, launcher, launcher_code)
     first = min(failed, key=lambda end: (end.consequence, end.end_seconds or end.touched_seconds))
     seconds = (first.end_seconds or first.touched_seconds) - first.start_seconds
-    headline = (
-        f"{first.name} failed first: rank {first.rank} on {first.host}, {first.how},"
-        f" {max(seconds, 0):.0f} s after its start"
-    )
+    after = f"{max(seconds, 0):.0f} s after its start"
+    headline = f"{first.name} failed first: rank {first.rank} on {first.host}, {first.how}, {after}"
+    if first.told_hang:
+        headline = f"the run hung: {first.name} on {first.host} noticed it, {after}"
     text = f"\n{_ruled(headline)}\n{error_text(first.text)}\n"
     if first.signal == signal.SIGKILL:
         text += "(the kernel does that when memory runs out: see dmesg there, or sacct of the job)\n"
@@ -166,7 +194,8 @@ def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome
     for what, chosen in _by_end(rest):
         text += f"\nthen: {_names(chosen)} {what}"
     text += f"\nwhole log: {first.log}" + (" (the others lie beside it)" if rest else "")
-    return Outcome(code=first.code or _abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
+    code = COME_AGAIN if first.last.hung else first.code
+    return Outcome(code=code or _abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
 
 
 def _without_failure(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome:
@@ -174,7 +203,9 @@ def _without_failure(ends: Sequence[RankEnd], launcher: str, launcher_code: int)
     lost = [end for end in ends if end.code is None]
     code = launcher_code if launcher_code >= 0 else 128 - launcher_code
     if stopped and not lost:
-        return Outcome(code=stopped[0].code or 0, text=f"stopped by {stopped[0].asked}: {_names(stopped)}\n")
+        by = stopped[0].asked or "the time limit"
+        text = f"stopped by {by}: {_names(stopped)}\n"
+        return Outcome(code=stopped[0].code or 0, text=text, asked=stopped[0].asked is not None)
     missing = sorted(set(range(ends[0].size)) - {end.rank for end in ends}) if ends else []
     if code == 0 and not missing and not lost:
         return Outcome(code=0)
@@ -232,6 +263,8 @@ def error_text(log: str) -> str:
     """
     # a bar is drawn again and again in one line
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.rstrip("\n").split("\n")]
+    if hang := _between(lines, HANG, HANG_END):
+        return "\n".join(hang)
     starts = [i for i, line in enumerate(lines) if TRACEBACK in line and not _ignored(lines, i)]
     if not starts:
         return "\n".join(_mistake(lines) or lines[-TAIL_LINES:]).strip("\n") or "(its log is empty)"
@@ -249,8 +282,13 @@ def error_text(log: str) -> str:
 
 def _mistake(lines: Sequence[str]) -> list[str]:
     """What stands between the mark of a mistake and that of its end; the libraries' farewell is left out."""
-    ends = [i for i, line in enumerate(lines) if line == MISTAKE_END]
-    starts = [i for i, line in enumerate(lines[: ends[-1]]) if MISTAKE.match(line)] if ends else []
+    return _between(lines, MISTAKE, MISTAKE_END)
+
+
+def _between(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[str]:
+    """The last lines from one to another."""
+    ends = [i for i, line in enumerate(lines) if last.match(line)]
+    starts = [i for i, line in enumerate(lines[: ends[-1]]) if first.match(line)] if ends else []
     return list(lines[starts[-1] : ends[-1] + 1]) if starts else []
 
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
+from shardtrain.islands.step_file import STEP_FILE, read_step_file
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_EVERY_SECONDS = 0.05
@@ -30,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a rank's program.
 
     Returns:
-      Its exit code, 128 + the number of a signal that ended it; 0 where it was asked to stop by a signal and
-      did, for launchers kill the other ranks, which may still be saving, as soon as one ends otherwise.
+      Its exit code, 128 + the number of a signal that ended it; 0 where it was asked to stop by a signal or
+      its time limit, and did, for launchers kill the other ranks, which may still be saving, as soon as one
+      ends otherwise.
     """
     parser = argparse.ArgumentParser(prog="shardtrain.launch.rank", description=__doc__)
     parser.add_argument("logs", type=Path)
@@ -81,6 +84,8 @@ class Keeper:
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"rank-{place.rank}.log"
         self._record_path = logs / f"rank-{place.rank}.json"
+        self._step_file = step_file_path(self._record_path).resolve()
+        self._step_file.unlink(missing_ok=True)
         self._log.touch()
         names = ("rank", "size", "host")
         self._record: dict[str, Any] = {name: getattr(place, name) for name in names} | vars(seat)
@@ -121,7 +126,7 @@ class Keeper:
         return self._ended(child.returncode)
 
     def _start(self, program: Sequence[str]) -> subprocess.Popen:
-        environment = {"PYTHONUNBUFFERED": "1", **os.environ}
+        environment = {"PYTHONUNBUFFERED": "1", **os.environ, STEP_FILE: str(self._step_file)}
         with self._log.open("ab") as log:
             # a session of its own: a signal to the group of this process reaches it once, through here
             return subprocess.Popen(
@@ -139,13 +144,23 @@ class Keeper:
     def _ended(self, returncode: int) -> int:
         code = returncode if returncode >= 0 else 128 - returncode
         self._write_record(code=code, signal=-returncode if returncode < 0 else None, end_seconds=time.time())
-        return 0 if code in {128 + number for number in self._asked} else code
+        at_time_limit = code == COME_AGAIN and not read_step_file(self._step_file).hung
+        return 0 if at_time_limit or code in {128 + number for number in self._asked} else code
 
     def _write_record(self, **news: Any) -> None:
         self._record |= news
         new = self._record_path.with_suffix(".new")
         new.write_text(json.dumps(self._record), encoding="utf-8")
         new.replace(self._record_path)
+
+
+def step_file_path(record: Path) -> Path:
+    """The step file that belongs to a rank's record.
+
+    >>> step_file_path(Path("logs/rank-3.json")).name
+    'rank-3.step'
+    """
+    return record.with_suffix(".step")
 
 
 class Follower:

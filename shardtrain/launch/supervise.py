@@ -17,13 +17,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from shardtrain.islands.step_file import NOTHING
 from shardtrain.launch.job import Launch
 from shardtrain.launch.outcome import any_failed, judge, read_ranks
-from shardtrain.launch.rank import guard
+from shardtrain.launch.rank import guard, step_file_path
+from shardtrain.launch.restarts import Ended
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY_SECONDS = 0.1
 GRACE_SECONDS = 2.0
+HUNG_SECONDS = 8.0
+"""How long the ranks of a run that hung have to write their stacks and end; a launcher may itself hang."""
+
 LEFT_BEHIND_SECONDS = 3.0
 KILLED = 128 + signal.SIGKILL
 
@@ -33,8 +38,8 @@ def supervise(
     logs: Path,
     environ: Mapping[str, str],
     *,
-    time_seconds: int | None = None,
-    stop_seconds: int = 120,
+    time_seconds: float | None = None,
+    stop_seconds: float = 120,
     write: Callable[[str], object] = sys.stderr.write,
 ) -> int:
     """Run a launch, and tell how it ended.
@@ -53,21 +58,38 @@ def supervise(
     Raises:
       OSError: the command cannot be run, or a file not be written.
     """
+    options = {"time_seconds": time_seconds, "stop_seconds": stop_seconds, "write": write}
+    return supervise_once(launch, logs, environ, **options).code
+
+
+def supervise_once(
+    launch: Launch,
+    logs: Path,
+    environ: Mapping[str, str],
+    *,
+    time_seconds: float | None = None,
+    stop_seconds: float = 120,
+    write: Callable[[str], object] = sys.stderr.write,
+) -> Ended:
+    """As `supervise`, for those who may start it again."""
     logs.mkdir(parents=True, exist_ok=True)
     for path in logs.glob("rank-*.json"):
         path.unlink()
+        step_file_path(path).unlink(missing_ok=True)
     for path, text in launch.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     with _Run(launch, environ, write) as run:
         code = run.wait(logs, time_seconds, stop_seconds)
     _end_left_behind(logs)
+    ends = read_ranks(logs)
+    step = max((end.last.step for end in ends), default=NOTHING.step)
     if run.killed and not run.failed:
         run.tell("\nkilled; what was saved before is still there\n")
-        return KILLED
-    outcome = judge(read_ranks(logs), Path(launch.command[0]).name, code)
+        return Ended(code=KILLED, asked=run.asked, step=step)
+    outcome = judge(ends, Path(launch.command[0]).name, code)
     run.tell(outcome.text)
-    return outcome.code
+    return Ended(code=outcome.code, asked=run.asked or outcome.asked, step=step)
 
 
 class _Run:
@@ -78,10 +100,10 @@ class _Run:
         self._launch = launch
         self._environ = environ
         self._before: dict[signal.Signals, object] = {}
-        self._asked = False
         self._next_look_seconds = 0.0
         self._failed_seconds: float | None = None
-        self.killed = self.failed = False
+        self._grace_seconds = GRACE_SECONDS
+        self.killed = self.failed = self.asked = False
 
     def __enter__(self) -> "_Run":
         for number in ASKING:
@@ -110,14 +132,14 @@ class _Run:
         self._release()
         self._restore()
 
-    def wait(self, logs: Path, time_seconds: int | None, stop_seconds: int) -> int:
+    def wait(self, logs: Path, time_seconds: float | None, stop_seconds: float) -> int:
         """Until it ends; returns its exit code."""
         began = time.monotonic()
         while (code := self._process.poll()) is None:
             self._relay(LOOK_EVERY_SECONDS)
             passed = time.monotonic() - began
             self._look_for_failures(logs, time.monotonic())
-            if time_seconds is not None and not self._asked and passed > time_seconds - stop_seconds:
+            if time_seconds is not None and not self.asked and passed > time_seconds - stop_seconds:
                 self._ask(f"{stop_seconds} s before the time limit")
             if time_seconds is not None and not self.killed and passed > time_seconds:
                 self._kill()
@@ -148,18 +170,20 @@ class _Run:
         self._next_look_seconds = now_seconds + 1
         if self._failed_seconds is None and any_failed(logs):
             self._failed_seconds = now_seconds
-        if self._failed_seconds is not None and now_seconds - self._failed_seconds > GRACE_SECONDS:
+            hung = any(end.last.hung for end in read_ranks(logs))
+            self._grace_seconds = HUNG_SECONDS if hung else GRACE_SECONDS
+        if self._failed_seconds is not None and now_seconds - self._failed_seconds > self._grace_seconds:
             self.failed = True
             self._kill()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self.asked:
             self._kill()
         else:
             self._ask(signal.Signals(number).name)
 
     def _ask(self, why: str) -> None:
-        self._asked = True
+        self.asked = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
         self.tell(f"\n{why}: all ranks are asked to stop and save; Ctrl-C kills them\n")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shardtrain.launch.duration import parse_time
 from shardtrain.launch.job import (
     THRESHOLDS,
     Host,
@@ -15,7 +16,6 @@ from shardtrain.launch.job import (
     read_hostfile,
     shell_text,
 )
-from shardtrain.launch.slurm import parse_time
 
 
 def job(**changes):

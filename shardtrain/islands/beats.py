@@ -1,0 +1,49 @@
+"""Beats between ranks, on a communicator of their own: rank 0 hears all, all hear rank 0.
+
+Nothing here waits: a message that is still under way to a rank is not followed by a second one.
+"""
+
+from collections.abc import Iterator
+
+from shardtrain.islands.bridge import MPI, end_all
+
+
+class Beats:
+    """Messages of the watchdogs; all ranks must make it together.
+
+    Args:
+      comm: duplicated.
+    """
+
+    def __init__(self, comm: "MPI.Comm") -> None:
+        self._comm = comm.Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._under_way: dict[tuple[int, int], tuple[MPI.Request, bytes]] = {}
+
+    @property
+    def partners(self) -> list[int]:
+        """Whom this rank tells, and hears."""
+        return [rank for rank in range(self.size) if rank != self.rank] if self.rank == 0 else [0]
+
+    def send(self, rank: int, tag: int, data: bytes = b"") -> None:
+        """Tell a rank, unless it has not yet got what was sent before under this tag."""
+        before = self._under_way.get((rank, tag))
+        if before is None or before[0].Test():
+            self._under_way[rank, tag] = (self._comm.Isend(data, rank, tag), data)
+
+    def received(self) -> Iterator[tuple[int, int, bytes]]:
+        """(rank, tag, data) of everything that has come."""
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            data = bytearray(status.Get_count(MPI.BYTE))
+            rank, tag = status.source, status.tag
+            self._comm.Recv(data, rank, tag)
+            yield rank, tag, bytes(data)
+
+    def all_sent(self) -> bool:
+        """Whether nothing is under way."""
+        return all(request.Test() for request, _ in self._under_way.values())
+
+    def end_all(self, code: int) -> None:
+        """End every rank."""
+        end_all(code)

@@ -1,0 +1,37 @@
+"""Times as Slurm writes them: 01:30:00, 1-12."""
+
+import re
+
+
+def clock(seconds: int) -> str:
+    """Seconds as Slurm writes a time.
+
+    >>> clock(3600), clock(90061)
+    ('01:00:00', '1-01:01:01')
+    """
+    days, rest = divmod(seconds, 86400)
+    text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
+
+
+def parse_time(text: str) -> int:
+    """Seconds from a time as Slurm reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours...
+
+    Raises:
+      ValueError: it is none of these.
+
+    >>> parse_time("90"), parse_time("01:30:00"), parse_time("1-12"), parse_time("2:30")
+    (5400, 5400, 129600, 150)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if not match:
+        raise ValueError(f"time {text!r}: write hours:minutes:seconds, 01:30:00, or days-hours, 1-12")
+    days, *parts = (int(part) for part in match.groups(default="-1"))
+    given = [part for part in parts if part >= 0]
+    if days >= 0:
+        hours, minutes, seconds = [*given, 0, 0][:3]
+    elif len(given) == 3:
+        hours, minutes, seconds = given
+    else:
+        hours, (minutes, seconds) = 0, [*given, 0][:2]
+    return max(days, 0) * 86400 + hours * 3600 + minutes * 60 + seconds

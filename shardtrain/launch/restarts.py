@@ -1,0 +1,112 @@
+"""A launch again and again: after a crash or a hang, until it ends well or there is no use in it.
+
+Next: `supervise.py`, which runs one.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardtrain.exit_codes import DONE, MISTAKE
+from shardtrain.layout import problems_error
+
+LONGEST_SECONDS = 60.0
+"""The most that is waited between two starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """How often a launch is started again.
+
+    Args:
+      most: how often; 0 never.
+      backoff_seconds: before the first restart; it doubles each time, up to a minute.
+
+    Raises:
+      ValueError: lists every number out of range.
+    """
+
+    most: int = 0
+    backoff_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = [f"restarts is {self.most}; use 0 or more"] if self.most < 0 else []
+        if not 0 <= self.backoff_seconds <= LONGEST_SECONDS:
+            problems.append(f"backoff is {self.backoff_seconds} s; use 0 to {LONGEST_SECONDS:g}")
+        if problems:
+            raise problems_error("a launch cannot be started again like this", problems)
+
+    def pause_seconds(self, done: int) -> float:
+        """How long to wait before the next restart.
+
+        Args:
+          done: how many there were.
+
+        >>> [Restarts(most=9).pause_seconds(done) for done in (0, 1, 5, 6, 99)]
+        [1.0, 2.0, 32.0, 60.0, 60.0]
+        """
+        return min(self.backoff_seconds * 2 ** min(done, 30), LONGEST_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How one start ended.
+
+    Args:
+      code: its exit code.
+      asked: it was asked to stop, by a person, a batch system or the time limit.
+      step: the newest that any rank was doing, from 1; 0: none had begun one.
+    """
+
+    code: int
+    asked: bool
+    step: int
+
+
+def run_again(
+    start: Callable[[int], Ended],
+    restarts: Restarts,
+    tell: Callable[[str], object],
+    sleep: Callable[[float], object] = time.sleep,
+) -> int:
+    """Start until it ends well, was asked to stop, or fails at the same step twice in a row.
+
+    Args:
+      start: number of the start, from 0 -> how it ended.
+      restarts: how often.
+      tell: takes lines for people.
+      sleep: waits.
+
+    Returns:
+      The exit code of the last start.
+    """
+    done, failed_at = 0, None
+    while True:
+        ended = start(done)
+        if ended.code in (DONE, MISTAKE) or ended.asked or not restarts.most:
+            return ended.code
+        if ended.step == failed_at:
+            tell(f"launch: {again_text(ended.step)}: given up after {done} of {restarts.most} restarts\n")
+            return ended.code
+        if done == restarts.most:
+            tell(f"launch: it failed again, and all {done} restarts are used\n")
+            return ended.code
+        failed_at, pause = ended.step, restarts.pause_seconds(done)
+        done += 1
+        where = f"at step {ended.step}" if ended.step else "before its first step"
+        tell(
+            f"\nlaunch: ended with exit code {ended.code} {where};"
+            f" restart {done} of {restarts.most} in {pause:g} s\n"
+        )
+        sleep(pause)
+
+
+def again_text(step: int) -> str:
+    """Why another restart would not help.
+
+    >>> again_text(7)
+    'step 7 failed twice in a row, and would fail again'
+    """
+    if not step:
+        return "it failed before its first step twice in a row"
+    return f"step {step} failed twice in a row, and would fail again"
