@@ -260,6 +260,10 @@ class AcrossStep(ABC):
         """Whether islands meet at the end of this step (counted from 1)."""
         return step % self._combine.local_steps == 0
 
+    def forget(self) -> None:
+        """The next state is not the one that was returned last."""
+        return
+
     @abstractmethod
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None: ...
 
@@ -304,7 +308,8 @@ class _GradientsAcross(AcrossStep):
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """One step."""
-        found = self._local(state, batch)
+        # who comes late to the meeting computed longer
+        found = jax.block_until_ready(self._local(state, batch))
         grads = by_path(found.grads)
         self._meet("combine gradients")
         under_way = self._combining.start(grads, found.count, state.combine_state)
@@ -357,6 +362,11 @@ class _DeltasAcross(AcrossStep):
         self._delta = jax.jit(delta, out_shardings=params)
         self._merged = jax.jit(merged, out_shardings=params)
 
+    def forget(self) -> None:
+        """See `AcrossStep.forget`."""
+        self._common = self._sums = None
+        self._done = 0
+
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """One step."""
         kept, state = state.combine_state, state._replace(combine_state=())
@@ -371,8 +381,8 @@ class _DeltasAcross(AcrossStep):
                 **metrics,
                 **_shown(jax.tree.map(jnp.zeros_like, sums)),
             }
+        deltas = by_path(jax.block_until_ready(self._delta(state.params, self._common)))
         self._meet("combine deltas")
-        deltas = by_path(self._delta(state.params, self._common))
         under_way = self._combining.start(deltas, self._sums["count"], kept)
         totals = _total(self._crossing, _Totals(self._sums, state.model_state), self._sums["count"])
         crossed = self._combining.finish(deltas, under_way)

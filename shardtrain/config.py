@@ -20,6 +20,7 @@ from shardtrain.loss import Loss, next_token_loss
 from shardtrain.optimizer import Optimizer
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.recipes import Scaling
+from shardtrain.recovery import Recovery
 from shardtrain.replicas import Combine
 from shardtrain.restore import Allow
 
@@ -80,7 +81,8 @@ class Run:
       steps: the last step.
       seed: of parameters, dropout and data order.
       nonfinite: what to do when loss or gradient is not finite. The step never changes anything
-        then; "skip" goes on and reports it, "stop" ends the run.
+        then; "skip" goes on and reports it, "stop" ends the run, "roll_back" goes back to the newest
+        checkpoint and on with later data.
       log_every: steps between lines of metrics.
       evaluate_every: steps between held-out losses; None only at the end.
       evaluate_batches: batches of a held-out loss, from the first; None takes all.
@@ -91,6 +93,7 @@ class Run:
       scaling: what to change where several replicas carry the run out.
       start_from: whose parameters it begins with.
       allow: in what a checkpoint that it reads may differ.
+      recovery: what is done about loss spikes, faulty devices and slow hosts.
       watch: when a run that hangs is ended.
 
     Raises:
@@ -105,7 +108,7 @@ class Run:
     batch: int = 32
     steps: int = 1000
     seed: int = 0
-    nonfinite: Literal["skip", "stop"] = "skip"
+    nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
     log_every: int = 10
     evaluate_every: int | None = 100
     evaluate_batches: int | None = 8
@@ -116,6 +119,7 @@ class Run:
     scaling: Scaling = Scaling()
     start_from: StartFrom = StartFrom()
     allow: Allow = Allow()
+    recovery: Recovery = Recovery()
     watch: Watch = Watch()
 
     def __post_init__(self) -> None:
@@ -159,8 +163,8 @@ def _wrong_numbers(run: Run) -> list[str]:
     ]
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
-    if run.nonfinite not in ("skip", "stop"):
-        problems.append(f"nonfinite is {run.nonfinite!r}; allowed: 'skip' or 'stop'")
+    if run.nonfinite not in ("skip", "stop", "roll_back"):
+        problems.append(f"nonfinite is {run.nonfinite!r}; allowed: 'skip', 'stop' or 'roll_back'")
     return problems
 
 

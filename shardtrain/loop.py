@@ -23,6 +23,7 @@ from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint_policy import CheckpointPolicy, due
 from shardtrain.islands.marks import Marks
 from shardtrain.metrics import Mean, Progress, Rate, Sink
+from shardtrain.recovery import RollBack, Spikes
 from shardtrain.state import State
 from shardtrain.step import Metrics, Step
 
@@ -45,15 +46,19 @@ class Pace:
       steps: the last step.
       log_every: steps between lines of metrics.
       evaluate_every: steps between held-out losses; None only at the end.
-      nonfinite: "skip" or "stop", see `config.Run`.
+      nonfinite: "skip", "stop" or "roll_back", see `config.Run`.
       unit: what the loss counts.
+      spikes: judges losses; None: nobody does.
+      check_every: steps between checks of the state; every save is one too.
     """
 
     steps: int
     log_every: int = 10
     evaluate_every: int | None = None
-    nonfinite: Literal["skip", "stop"] = "skip"
+    nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
     unit: str = "tokens"
+    spikes: Spikes | None = None
+    check_every: int | None = None
 
 
 class Saving(Protocol):
@@ -83,6 +88,7 @@ class Pieces:
       before_save: the state that is saved, and gone on with; islands make theirs equal here.
       labels: what the entries of a metric (L,) are of.
       marks: where this process is, for its watchdog.
+      check: (step, state) -> raises `RollBack` where copies of it are not the same; None: not looked at.
     """
 
     step: Step
@@ -98,6 +104,7 @@ class Pieces:
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()
     marks: Marks = field(default_factory=Marks)
+    check: Callable[[int, State], None] | None = None
 
 
 class Wish(NamedTuple):
@@ -176,15 +183,34 @@ def run_loop(
 
     Raises:
       FloatingPointError: a loss or gradient is not finite, and `pace.nonfinite` is "stop".
+      RollBack: a step was bad; with the position in the data after what was read since.
       SaveFailed: the last save failed. Earlier ones are told to `progress`, and training goes on.
     """
+    reached = _Reached()
+    try:
+        return _run(state, first_step, pieces, pace, stop, reached)
+    except RollBack as fault:
+        fault.position = reached.position
+        raise
+
+
+@dataclass
+class _Reached:
+    """The position in the data after the newest batch that was read."""
+
+    position: Any = None
+
+
+def _run(
+    state: State, first_step: int, pieces: Pieces, pace: Pace, stop: StopSignals, reached: _Reached
+) -> tuple[State, int]:
     log = _Log(pieces, pace)
     done, saved_seconds, is_due = first_step, time.monotonic(), False
     marks = pieces.marks
     while done < pace.steps:
         marks.begin_step(done + 1)
         with marks.at("reading a batch"):
-            batch, position = next(pieces.batches)
+            batch, reached.position = next(pieces.batches)
         # the first one is compiled
         with marks.at("the step", waits=True, long=done == first_step):
             state, metrics = pieces.step(state, batch)
@@ -197,12 +223,15 @@ def run_loop(
             done, Wish(stop.asked(), is_due, pieces.checkpoints.latest())
         )
         pieces.checkpoints.confirm(saved)
+        if pieces.check and (save_now or done % (pace.check_every or 1) == 0):
+            with marks.at("comparing copies", waits=True):
+                pieces.check(done, state)
         # before the evaluation, which may fail or be cut short
         if save_now:
             saved_seconds, is_due = time.monotonic(), False
             with marks.at("saving", long=True):
                 state = pieces.before_save(state)
-                _save(pieces, done, state, position)
+                _save(pieces, pace, done, state, reached.position)
         if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
             with marks.at("the evaluation", waits=True, long=True):
                 log.evaluated(pieces.evaluate, state)
@@ -217,7 +246,7 @@ def run_loop(
             if pieces.anywhere(unsaved):
                 state = pieces.before_save(state)
             if unsaved:
-                _save(pieces, done, state, position, must=True)
+                _save(pieces, pace, done, state, reached.position, must=True)
                 pieces.checkpoints.wait()
     return state, done
 
@@ -229,18 +258,20 @@ def _wait(pieces: Pieces) -> None:
         pieces.progress.note(f"WARNING: {failure}")
 
 
-def _save(pieces: Pieces, step: int, state: State, position: Any, *, must: bool = False) -> None:
+def _save(pieces: Pieces, pace: Pace, step: int, state: State, position: Any, *, must: bool = False) -> None:
     """Save, or say why not: a run goes on without a checkpoint that could not be written.
 
     Raises:
-      FloatingPointError: a parameter is not finite. An optimizer that divides by zero makes it so from
-        a finite gradient, and every later step is skipped: such a state must not take a good one's place.
+      FloatingPointError, RollBack: a parameter is not finite. An optimizer that divides by zero makes it
+        so from a finite gradient, and every later step is skipped: such a state must not take a good one's
+        place.
     """
     if not _all_finite(state.params):
-        raise FloatingPointError(
+        text = (
             f"parameters are not finite after step {step}, and gradients were: the optimizer made them so;"
             f" nothing was saved since step {pieces.checkpoints.latest()}"
         )
+        raise RollBack(step, text) if pace.nonfinite == "roll_back" else FloatingPointError(text)
     _wait(pieces)
     try:
         pieces.checkpoints.save(step, state, {**pieces.extra, "position": position})
@@ -311,6 +342,7 @@ class _Log:
             self._refuse(step, loss.value, values)
         else:
             self._skipped = 0
+            self._judge(step, loss.value)
             pairs = {
                 k: Mean(sum=float(v[0]), count=float(v[1])) for k, v in values.items() if isinstance(v, tuple)
             }
@@ -327,12 +359,22 @@ class _Log:
         progress.update(step, line)
         self._means = {}
 
+    def _judge(self, step: int, loss: float | None) -> None:
+        spikes = self._pace.spikes
+        if spikes is None or loss is None:
+            return
+        limit = spikes.limit()
+        if spikes.add(loss):
+            raise RollBack(step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike")
+
     def _refuse(self, step: int, loss: float | None, values: Metrics) -> None:
         self._skipped += 1
         norm = float(values["grad_norm"])
         text = f"step {step} was skipped: loss {loss}, gradient norm {norm} not finite"
         if self._skipped >= MOST_SKIPPED:
             raise FloatingPointError(f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends")
+        if self._pace.nonfinite == "roll_back":
+            raise RollBack(step, f"{text}; nonfinite is 'roll_back'")
         if self._pace.nonfinite == "stop":
             raise FloatingPointError(f"{text}; nonfinite is 'stop', and nothing of this step was kept")
         self._pieces.progress.note(f"WARNING: {text}")

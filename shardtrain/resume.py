@@ -14,7 +14,7 @@ import jax
 
 from shardtrain.across import AcrossStep
 from shardtrain.archive import Archive, find_archives
-from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint import Checkpoints, SaveFailed
 from shardtrain.config import Run, describe, differences
 from shardtrain.data import Position
 from shardtrain.layout import problems_error
@@ -32,7 +32,7 @@ CHECKPOINTS = "checkpoints"
 FREE = (
     *("batch", "steps", "strategy.*", "optimizer", "optimizer.*", "scaling.*", "nonfinite"),
     *("log_every", "evaluate_every", "evaluate_batches", "checkpoints.*", "run_dir", "sample", "unit"),
-    *("allow.*", "start_from.*", "data", "data.*", "watch.*", "time_limit*"),
+    *("allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
 )
 """Options that may differ from those of the checkpoint, which is told; data that differs begins at its
 beginning. Any other must be the same, or stand in `Allow.changed`."""
@@ -105,6 +105,13 @@ class Saving:
         if self._part is not None:
             self.checkpoints.wait()
 
+    def settle(self) -> None:
+        """Wait for a save under way, if there is one, and tell if it failed."""
+        try:
+            self.wait()
+        except SaveFailed as failure:
+            self.note(f"WARNING: {failure}")
+
     def confirm(self, step: int | None) -> None:
         """See `Checkpoints.confirm`."""
         if self._part is not None:
@@ -160,6 +167,7 @@ def begin(
     init: Callable[[], State],
     across: AcrossStep | None,
     description: dict[str, Any],
+    newest: int | None = None,
 ) -> Begun:
     """The newest checkpoint, or that of another run, or the beginning; the same on all islands.
 
@@ -169,12 +177,20 @@ def begin(
       init: makes the state before the first step.
       across: the step across islands, None for one that is alone.
       description: of the run, see `config.describe`.
+      newest: go back to this step, or before it; None takes the newest.
 
     Raises:
       ValueError: every checkpoint is broken, or the newest is of another model or another run.
+      FloatingPointError: there are checkpoints, and none as old as asked for.
     """
     together, note = saving.together, saving.note
-    chosen = saving.checkpoints.choose(share=together.look)
+    saving.settle()
+    chosen = saving.checkpoints.choose(newest, together.look)
+    if chosen.step is None and chosen.broken and newest is not None:
+        raise FloatingPointError(
+            f"no checkpoint is as old as step {newest}: those of steps {sorted(chosen.broken)} are newer."
+            " Keep more of them: --checkpoints.keep"
+        )
     kept = None if across is None else across.init_combine_state()
     archive = None
     wanted = wanted_state(saving.placement, kept)

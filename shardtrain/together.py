@@ -5,20 +5,21 @@ An island that is alone does all this by itself, through the same calls. Next: `
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from shardtrain import split
 from shardtrain.checkpoint import alone
 from shardtrain.data import Batch, Batches, batch_problem, place, process_rows
+from shardtrain.fingerprints import fingerprints, odd
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.crossing import Crossing
 from shardtrain.islands.membership import Islands
+from shardtrain.islands.stragglers import Stragglers, Work
 from shardtrain.loop import Wish
 from shardtrain.model import path_text
 from shardtrain.stages_across import Seats
@@ -129,11 +130,15 @@ class Together:
       islands: None for one that is alone.
       crossing: to the others, None likewise; to those of the same stage where islands hold stages.
       seats: which stage of which pipeline each island holds, where they do.
+      stragglers: told what every rank works; None: nobody is.
+      work: of this rank in the step under way.
     """
 
     islands: Islands | None = None
     crossing: Crossing | None = None
     seats: Seats | None = None
+    stragglers: Stragglers | None = None
+    work: Work = field(default_factory=Work)
 
     @property
     def is_first(self) -> bool:
@@ -201,8 +206,8 @@ class Together:
             control = self.islands.control
             check_agreement(control.share, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
-    def agree(self, step: int, wish: Wish, local_steps: int = 1) -> Wish:
-        """What all islands do after a step: what any of them must, and what the first would.
+    def agree(self, step: int, wish: Wish, local_steps: int = 1) -> tuple[Wish, str | None]:
+        """What all islands do after a step: what any of them must, and what the first would; who is slow.
 
         Args:
           step: steps done.
@@ -210,14 +215,17 @@ class Together:
           local_steps: replicas are combined after so many, and nothing happens in between.
         """
         if step % local_steps:
-            return Wish(stop=0, save=False, saved=wish.saved)
+            return Wish(stop=0, save=False, saved=wish.saved), None
         if self.islands is None:
-            return wish
-        wishes = [
-            Wish(*each) for each in self.islands.control.share(f"after step {step}", wish, LONG_SECONDS)
-        ]
+            return wish, None
+        mine = [wish, self.work.take()]
+        told = self.islands.control.share(f"after step {step}", mine, LONG_SECONDS)
+        self.work.begin()
+        wishes = [Wish(*each) for each, _ in told]
         saved = [-1 if each.saved is None else each.saved for each in wishes]
-        return Wish(max(each.stop for each in wishes), wishes[0].save, min(saved))
+        agreed = Wish(max(each.stop for each in wishes), wishes[0].save, min(saved))
+        seconds = [each for _, each in told]
+        return agreed, self.stragglers.add(seconds) if self.stragglers and None not in seconds else None
 
     def totals(self, name: str, sums: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         """(sum, count) by name, added up over islands."""
@@ -246,6 +254,7 @@ class Together:
     def meet(self, name: str) -> None:
         """Wait for all ranks, by name: what follows, MPI in compiled programs, cannot say who is missing."""
         if self.islands is not None:
+            self.work.end()
             self.islands.control.share(name, timeout_seconds=LONG_SECONDS)
 
     def anywhere(self, here: bool) -> bool:
@@ -286,10 +295,42 @@ class Together:
         assert self.islands is not None
         common = _common(state, own_optimizers)
         paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(common)]
-        prints = self.islands.by_island("fingerprints", np.asarray(_fingerprints(common)).tolist())
+        prints = self.islands.by_island("fingerprints", np.asarray(fingerprints(common)).tolist())
         if self.seats is not None:
             prints = prints[self.seats.stage :: self.seats.num_stages]
         return [path for path, *found in zip(paths, *prints, strict=True) if len(set(found)) > 1]
+
+    def odd_copies(self, step: int, problem: str, kind: str, params: Any) -> str | None:
+        """What is wrong with the copies of the parameters anywhere, in a sentence; None where nothing is.
+
+        Islands alike in hardware and mesh compute the same bits; others drift apart by the last ones, which
+        `same_state` mends at every save.
+
+        Args:
+          step: steps done.
+          problem: what was found on this island's own devices, or "".
+          kind: of this island's devices and mesh.
+          params: of this island.
+        """
+        if self.islands is None:
+            return problem or None
+        prints = str(np.asarray(fingerprints(params)).tolist())
+        group = [kind, 0 if self.seats is None else self.seats.stage]
+        told = self.share(f"copies after step {step}", [problem, group, prints])
+        if problems := [each for each, _, _ in told if each]:
+            return problems[0]
+        names = self.islands.control.names
+        wrong = []
+        for group in {str(group) for _, group, _ in told}:
+            alike = [rank for rank, (_, other, _) in enumerate(told) if str(other) == group]
+            wrong += [names[rank] for rank in odd([told[rank][2] for rank in alike], alike)]
+        if not wrong:
+            return None
+        which = "has" if len(wrong) == 1 else "one of them has"
+        return (
+            f"after step {step} {', '.join(sorted(wrong))} {which} other parameters than islands of the same"
+            " hardware: a device, or its memory, is faulty"
+        )
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -304,16 +345,3 @@ def _common(state: State, own_optimizers: bool) -> dict[str, Any]:
 
 def _broadcast(arrays: Any, group: Any) -> Any:
     return [group.broadcast(x) for x in arrays]
-
-
-@jax.jit
-def _fingerprints(tree: Any) -> jax.Array:
-    """A sum of the bits of each array, weighed by their places: any change of one changes it."""
-
-    def of(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.uint8) if x.dtype == bool else x
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-        place = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
-        return (bits * (2 * place + 1)).sum(dtype=jnp.uint32)
-
-    return jnp.stack([of(leaf) for leaf in jax.tree.leaves(tree)])

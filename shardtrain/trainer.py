@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,56 +17,38 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
 from rich.console import Console
 
-from shardtrain.across import AcrossStep, make_step_across
-from shardtrain.axes import PIPELINE
+from shardtrain.across import AcrossStep
 from shardtrain.config import Run, describe, run_text
 from shardtrain.data import Batch, Batches
+from shardtrain.fingerprints import divergence_text, make_find_divergence
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.marks import Marks
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
-from shardtrain.layout import axis_sizes, problems_error
-from shardtrain.loop import Pace, Pieces, StopSignals, run_loop
-from shardtrain.mesh import make_mesh
+from shardtrain.islands.stragglers import Stragglers
+from shardtrain.layout import axis_sizes
+from shardtrain.loop import Pace, Pieces, StopSignals, Wish, run_loop
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
-from shardtrain.model import Model, as_model
-from shardtrain.optimizer import MIXES_A_STACK, Optimizer, coupled, make_optimizer
-from shardtrain.pipeline.costs import Traced, make_stages
-from shardtrain.pipeline.held import Held
-from shardtrain.pipeline.schedule import forward_only, make_table
-from shardtrain.pipeline.simulate import simulate
+from shardtrain.model import Model
+from shardtrain.parts import Parts, make_across, make_parts, pipeline_text
+from shardtrain.pipeline.schedule import make_table
 from shardtrain.recipes import scaled
-from shardtrain.replicas import Combine
+from shardtrain.recovery import RollBack, Rollbacks, Spikes
 from shardtrain.report import plots
 from shardtrain.report.islands import binding_text
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
-from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
-from shardtrain.resume import BEGINNING, Saving, begin, made_equal
+from shardtrain.resume import BEGINNING, Begun, Saving, begin, made_equal
 from shardtrain.saved import in_order
-from shardtrain.stages_across import Seats, StageStep
-from shardtrain.state import Placement, State, init_state, make_placement, restorable_state
+from shardtrain.stages_across import StageStep
+from shardtrain.state import State, init_state, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
-from shardtrain.together import LONG_SECONDS, Loader, Together
+from shardtrain.together import Loader, Together
 
 RUN_FILE, METRICS, CURVE, LOCK = "run.txt", "metrics.jsonl", "loss.png", ".lock"
 TENSORBOARD = "tensorboard"
 """What lies in a run folder, beside the token files of `data.Text`."""
-
-
-class Parts(NamedTuple):
-    """A run's model, optimizer and mesh, and how they lie on it; or the stage's that this island has."""
-
-    model: Model
-    optimizer: optax.GradientTransformation
-    learning_rate: optax.Schedule | None
-    mesh: Mesh
-    placement: Placement
-    held: Held | None = None
-    seats: Seats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,92 +70,6 @@ class Trained:
     run_dir: Path
     sample: str | None
     time_over: bool = False
-
-
-def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, island: int = 0) -> Parts:
-    """Model, optimizer, mesh and placement of a run.
-
-    Args:
-      run: the run.
-      num_islands: where there are several, replicas are islands, and each averages its own devices.
-      microbatch: as the loss is given it, arrays or shapes; a pipeline needs it.
-      island: this one.
-
-    Raises:
-      ValueError: the mesh does not fit the devices, or the layout not the model.
-    """
-    model = as_model(run.model)
-    mesh = make_mesh(run.strategy.layout)
-    if num_islands > 1 and run.strategy.across.axis == "pipeline":
-        assert microbatch is not None
-        return _make_stage_parts(run, model, mesh, num_islands, island, microbatch)
-    if run.strategy.across.axis == "pipeline":
-        # alone: a mistake where several were to be launched
-        Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
-    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
-    combine = run.strategy.combine if num_islands == 1 else Combine()
-    num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
-    stages = None
-    if num_stages > 1:
-        assert microbatch is not None
-        stages = make_stages(model, pipeline, num_stages, run.loss, microbatch)
-        filled_up = len(stages.rows) > stages.num_blocks
-        if filled_up and isinstance(run.optimizer, Optimizer) and run.optimizer.name == "adafactor":
-            raise ValueError(
-                f"adafactor takes means over all layers, and stages of {stages.counts} blocks are filled up"
-                " with zeros; use stages of equal numbers of blocks, or another optimizer"
-            )
-    placement = make_placement(
-        model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
-    )
-    return Parts(model, optimizer, learning_rate, mesh, placement)
-
-
-def _make_stage_parts(
-    run: Run, model: Model, mesh: Mesh, num_islands: int, island: int, microbatch: Batch
-) -> Parts:
-    """Those of the stage that this island holds."""
-    strategy, combine = run.strategy, run.strategy.combine
-    problems = []
-    if mesh.shape[PIPELINE] > 1:
-        problems.append(f"the mesh has pipeline={mesh.shape[PIPELINE]}; use pipeline=1 inside each island")
-    if jax.process_count() > 1:
-        problems.append(f"an island has {jax.process_count()} processes; use one each")
-    if combine.on != "gradients" or combine.inside != "mean":
-        problems.append(
-            f"combine is of {combine.on} and {combine.inside} inside; use gradients and mean, as pipelines"
-            " meet in every step"
-        )
-    if problems:
-        raise problems_error("islands cannot hold the stages of a pipeline", problems)
-    num_stages = strategy.across.partitions or num_islands
-    seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
-    stages = make_stages(model, strategy.pipeline, num_stages, run.loss, microbatch)
-    traced = Traced(model, run.loss, microbatch)
-    held = Held(model=model, stages=stages, traced=traced, stage=seats.stage)
-    stage = held.as_model()
-    named = run.optimizer
-    if isinstance(named, Optimizer):
-        # the norm is that of all stages, see `StageStep`
-        named = replace(named, clip=None)
-    if num_stages > 1 and (problems := _mixes(named, model.dims, traced)):
-        raise problems_error(
-            "stages update their own parameters, which would not be the update of the whole model; use"
-            " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
-            problems,
-        )
-    optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
-    placement = make_placement(stage, optimizer, strategy.layout, mesh)
-    return Parts(stage, optimizer, learning_rate, mesh, placement, held, seats)
-
-
-def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
-    """Why stages cannot update apart with this optimizer."""
-    if not isinstance(optimizer, Optimizer):
-        return coupled(optimizer, dims, traced.params)
-    if optimizer.name in MIXES_A_STACK and traced.chain.stacked:
-        return [f"{optimizer.name} takes norms over all layers of a stack"]
-    return []
 
 
 def train(
@@ -202,53 +98,33 @@ def train(
     console = (console or Console()) if first else Console(quiet=True)
     notes = _Notes(None if first or islands is None else islands.control.names[islands.place.rank])
     with ExitStack() as stack:
-        run, parts, together, loader, heldout, across, description = _agreed(
-            run, folder, islands, console, notes, stack
-        )
+        agreed = _agreed(run, folder, islands, console, notes, stack)
+        run, parts, together = agreed.run, agreed.parts, agreed.together
         if together.is_first:
             stack.enter_context(_alone_in(folder))
-        saving = Saving(run, folder, together, parts.placement, parts.held, across, notes.note)
+        saving = Saving(run, folder, together, parts.placement, parts.held, agreed.across, notes.note)
         stack.enter_context(saving.checkpoints)
-        begun = begin(
-            run,
-            saving,
-            lambda: init_state(parts.model, parts.optimizer, parts.placement, run.seed),
-            across,
-            description,
-        )
-        state, first_step = begun.state, begun.step
-        sinks = Sinks(*(_sinks(folder, first_step or None, notes) if together.is_first else ()))
-        stack.callback(sinks.close)
-        if together.is_first:
-            (folder / RUN_FILE).write_text(run_text(description))
-        if first_step >= run.steps:
-            notes.note(
-                f"{first_step} steps are done, and --steps is {run.steps}; give more, or another --run-dir"
+        working = _working(agreed, saving, notes, marks)
+        rollbacks, newest, position = Rollbacks(run.recovery.rollbacks), None, None
+        stop = stack.enter_context(StopSignals(until_seconds))
+        while True:
+            begun = begin(
+                run,
+                saving,
+                lambda: init_state(parts.model, parts.optimizer, parts.placement, run.seed),
+                agreed.across,
+                agreed.description,
+                newest,
             )
-        notes.show(
-            stack.enter_context(
-                progress(total_steps=run.steps, start_step=first_step, unit=run.unit, console=console)
-            )
-        )
-        loaded = stack.enter_context(closing(loader.batches.iterate(begun.position)))
-        model, optimizer, placement = parts.model, parts.optimizer, parts.placement
-        pieces = Pieces(
-            step=across or make_step(model, run.loss, optimizer, placement, parts.learning_rate),
-            batches=((loader.place(batch), after) for batch, after in loaded),
-            evaluate=_evaluation(run, parts, together, heldout, across),
-            checkpoints=saving,
-            policy=run.checkpoints,
-            sink=sinks,
-            progress=_Speaking(notes),
-            extra={"run": description},
-            agree=lambda step, wish: together.agree(step, wish, run.strategy.combine.local_steps),
-            anywhere=together.anywhere,
-            before_save=lambda state: made_equal(run, together, state, notes.note),
-            labels=across.labels if across else combined_labels(placement),
-            marks=marks,
-        )
-        with StopSignals(until_seconds) as stop, marks.at("the training loop"):
-            state, step = run_loop(state, first_step, pieces, _pace(run), stop)
+            rollbacks.restored(begun.step)
+            if position is not None:
+                begun = replace(begun, position=position)
+            try:
+                state, step = _stretch(agreed, begun, working, folder, console, notes, stop)
+                break
+            except RollBack as fault:
+                newest, position = rollbacks.newest_allowed(fault), fault.position
+                notes.note(f"WARNING: {fault.why}: back to step {newest} or before, and on with later data")
         with marks.at("the end", long=True):
             sample = _ending(run, parts, together, state, step, stop, folder, console)
     return Trained(
@@ -258,6 +134,80 @@ def train(
         run_dir=folder,
         sample=sample,
         time_over=stop.time_over,
+    )
+
+
+def _stretch(
+    agreed: "_Agreed",
+    begun: Begun,
+    working: Pieces,
+    folder: Path,
+    console: Console,
+    notes: "_Notes",
+    stop: StopSignals,
+) -> tuple[State, int]:
+    """From where the run begins, or goes on, to its end; see `loop.run_loop`."""
+    run, together, loader = agreed.run, agreed.together, agreed.loader
+    with ExitStack() as stack:
+        sinks = Sinks(*(_sinks(folder, begun.step or None, notes) if together.is_first else ()))
+        stack.callback(sinks.close)
+        if together.is_first:
+            (folder / RUN_FILE).write_text(run_text(agreed.description))
+        if begun.step >= run.steps:
+            notes.note(
+                f"{begun.step} steps are done, and --steps is {run.steps}; give more, or another --run-dir"
+            )
+        bar = progress(total_steps=run.steps, start_step=begun.step, unit=run.unit, console=console)
+        notes.show(stack.enter_context(bar))
+        stack.callback(notes.hide)
+        loaded = stack.enter_context(closing(loader.batches.iterate(begun.position)))
+        pieces = replace(
+            working,
+            batches=((loader.place(batch), after) for batch, after in loaded),
+            sink=sinks,
+            progress=_Speaking(notes),
+        )
+        if agreed.across is not None:
+            agreed.across.forget()
+        with working.marks.at("the training loop"):
+            return run_loop(begun.state, begun.step, pieces, _pace(run), stop)
+
+
+def _working(agreed: "_Agreed", saving: Saving, notes: "_Notes", marks: Marks) -> Pieces:
+    """What is the same in every stretch of the run."""
+    run, parts, together, across = agreed.run, agreed.parts, agreed.together, agreed.across
+    model, optimizer, placement = parts.model, parts.optimizer, parts.placement
+    find = make_find_divergence(parts.mesh, placement.state.params)
+    kind = f"{len(parts.mesh.devices.flat)} x {jax.devices()[0].device_kind}, {dict(parts.mesh.shape)}"
+
+    def check(step: int, state: State) -> None:
+        if step % run.strategy.combine.local_steps == 0:
+            found = find(state.params)
+            problem = divergence_text(step, found) if found else ""
+            if text := together.odd_copies(step, problem, kind, state.params):
+                raise RollBack(step, text)
+
+    def agree(step: int, wish: Wish) -> Wish:
+        agreed_wish, slow = together.agree(step, wish, run.strategy.combine.local_steps)
+        if slow is not None:
+            notes.note(f"WARNING: {slow}")
+        return agreed_wish
+
+    return Pieces(
+        step=across or make_step(model, run.loss, optimizer, placement, parts.learning_rate),
+        batches=iter(()),
+        evaluate=_evaluation(run, parts, together, agreed.heldout, across),
+        checkpoints=saving,
+        policy=run.checkpoints,
+        sink=Sinks(),
+        progress=_Speaking(notes),
+        extra={"run": agreed.description},
+        agree=agree,
+        anywhere=together.anywhere,
+        before_save=lambda state: made_equal(run, together, state, notes.note),
+        labels=across.labels if across else combined_labels(placement),
+        marks=marks,
+        check=check if run.recovery.fingerprint_every is not None else None,
     )
 
 
@@ -299,13 +249,13 @@ def _agreed(
     if islands is not None and parts.held is None:
         together.check(_program(run, parts, batch))
     say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
-    if text := _pipeline_text(run, parts):
+    if text := pipeline_text(run, parts):
         notes.note(text)
     elif run.strategy.across.axis == "pipeline":
         notes.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
     if summary := getattr(run.data, "summary", None):
         notes.note(summary(folder))
-    across = _across(run, parts, together, loader)
+    across = make_across(run, parts, together, loader)
     if isinstance(across, StageStep):
         stack.callback(across.close)
     return _Agreed(run, parts, together, loader, heldout, across, description)
@@ -342,18 +292,6 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     return found.run
 
 
-def _pipeline_text(run: Run, parts: Parts) -> str | None:
-    """How a pipeline is cut, and what its schedule makes of it; None without one."""
-    stages = parts.placement.stages if parts.held is None else parts.held.stages
-    if stages is None:
-        return None
-    pipeline, microbatches = run.strategy.pipeline, run.strategy.accumulate
-    sizes = (stages.num_stages, microbatches, stages.num_chunks)
-    table = make_table(pipeline.schedule, *sizes, lockstep=parts.held is None)
-    found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
-    return f"{heading(table)}; blocks {','.join(map(str, stages.counts))}\n{found}"
-
-
 def _microbatch(run: Run, source: Any) -> Batch:
     """The shapes of a microbatch of all devices."""
     rows = max(run.batch // run.strategy.accumulate, 1)
@@ -369,7 +307,10 @@ def _together(run: Run, parts: Parts, islands: Islands | None) -> Together:
     across, platform = run.strategy.across, jax.devices()[0].platform
     on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
     stage = 0 if parts.seats is None else parts.seats.stage
-    return Together(islands, islands.crossing(parts.mesh, across, on_device, stage), parts.seats)
+    crossing = islands.crossing(parts.mesh, across, on_device, stage)
+    # stages differ by nature
+    stragglers = None if parts.seats else Stragglers(islands.control.names, run.recovery.straggler)
+    return Together(islands, crossing, parts.seats, stragglers)
 
 
 def _facts(run: Run, parts: Parts, description: dict[str, Any]) -> dict[str, Any]:
@@ -403,55 +344,6 @@ def _loader(run: Run, parts: Parts, together: Together, source: Any) -> Loader:
     share = together.rows(run.batch, run.strategy.across.shares, mesh, layout.batch_axes, microbatches)
     batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=share.rows)
     return share.load(batches, mesh, layout.batch_axes, microbatches)
-
-
-def _across(run: Run, parts: Parts, together: Together, loader: Loader) -> AcrossStep | None:
-    """The step across islands, None for one that is alone."""
-    combine = run.strategy.combine
-    if together.crossing is None:
-        return None
-    if parts.held is not None:
-        return _stage_step(run, parts, parts.held, together, loader)
-    return make_step_across(
-        parts.model,
-        run.loss,
-        parts.optimizer,
-        parts.placement,
-        together.crossing,
-        combine,
-        parts.learning_rate,
-        loader.share.start,
-        together.meet,
-    )
-
-
-def _stage_step(run: Run, parts: Parts, held: Held, together: Together, loader: Loader) -> StageStep:
-    islands, seats, crossing = together.islands, parts.seats, together.crossing
-    assert islands is not None
-    assert seats is not None
-    assert crossing is not None
-    microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
-    sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
-    rows = loader.share.num_rows // microbatches
-    shapes = {
-        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in held.traced.batch.items()
-    }
-    return StageStep(
-        held=held,
-        flow=held.flow(shapes),
-        table=make_table(pipeline.schedule, *sizes),
-        losses=forward_only(*sizes),
-        optimizer=parts.optimizer,
-        clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
-        placement=parts.placement,
-        crossing=crossing,
-        seats=seats,
-        mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
-        share=lambda name, value: islands.control.share(name, value, LONG_SECONDS),
-        combine=run.strategy.combine,
-        learning_rate=parts.learning_rate,
-        start_row=loader.share.start,
-    )
 
 
 @contextmanager
@@ -495,6 +387,11 @@ class _Notes:
         self.progress = progress
         for text in self.kept:
             progress.note(text)
+        self.kept.clear()
+
+    def hide(self) -> None:
+        """Keep what comes for the next progress."""
+        self.progress = None
 
 
 class _Speaking:
@@ -502,8 +399,10 @@ class _Speaking:
 
     def __init__(self, notes: _Notes) -> None:
         self._notes = notes
-        self.update = notes.progress.update
         self.note = notes.note
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        self._notes.progress.update(step, values)
 
     def __enter__(self) -> Self:
         return self
@@ -521,6 +420,8 @@ def _pace(run: Run) -> Pace:
         evaluate_every=every,
         nonfinite=run.nonfinite,
         unit=run.unit,
+        spikes=None if run.recovery.spike is None else Spikes(run.recovery.spike, run.recovery.window),
+        check_every=run.recovery.fingerprint_every,
     )
 
 

@@ -1,0 +1,188 @@
+"""The pieces of a run: model, optimizer, mesh and placement, and the step across islands made of them.
+
+Where islands hold the stages of a pipeline, a run's pieces are those of its stage. Next: `trainer.py`.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from shardtrain.across import AcrossStep, make_step_across
+from shardtrain.axes import PIPELINE
+from shardtrain.config import Run
+from shardtrain.data import Batch
+from shardtrain.layout import problems_error
+from shardtrain.mesh import make_mesh
+from shardtrain.model import Model, as_model
+from shardtrain.optimizer import MIXES_A_STACK, Optimizer, coupled, make_optimizer
+from shardtrain.pipeline.costs import Traced, make_stages
+from shardtrain.pipeline.held import Held
+from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.simulate import simulate
+from shardtrain.replicas import Combine
+from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
+from shardtrain.stages_across import Seats, StageStep
+from shardtrain.state import Placement, make_placement
+from shardtrain.together import LONG_SECONDS, Loader, Together
+
+
+class Parts(NamedTuple):
+    """A run's model, optimizer and mesh, and how they lie on it; or the stage's that this island has."""
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule | None
+    mesh: Mesh
+    placement: Placement
+    held: Held | None = None
+    seats: Seats | None = None
+
+
+def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, island: int = 0) -> Parts:
+    """Model, optimizer, mesh and placement of a run.
+
+    Args:
+      run: the run.
+      num_islands: where there are several, replicas are islands, and each averages its own devices.
+      microbatch: as the loss is given it, arrays or shapes; a pipeline needs it.
+      island: this one.
+
+    Raises:
+      ValueError: the mesh does not fit the devices, or the layout not the model.
+    """
+    model = as_model(run.model)
+    mesh = make_mesh(run.strategy.layout)
+    if num_islands > 1 and run.strategy.across.axis == "pipeline":
+        assert microbatch is not None
+        return _make_stage_parts(run, model, mesh, num_islands, island, microbatch)
+    if run.strategy.across.axis == "pipeline":
+        # alone: a mistake where several were to be launched
+        Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
+    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
+    combine = run.strategy.combine if num_islands == 1 else Combine()
+    num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
+    stages = None
+    if num_stages > 1:
+        assert microbatch is not None
+        stages = make_stages(model, pipeline, num_stages, run.loss, microbatch)
+        filled_up = len(stages.rows) > stages.num_blocks
+        if filled_up and isinstance(run.optimizer, Optimizer) and run.optimizer.name == "adafactor":
+            raise ValueError(
+                f"adafactor takes means over all layers, and stages of {stages.counts} blocks are filled up"
+                " with zeros; use stages of equal numbers of blocks, or another optimizer"
+            )
+    placement = make_placement(
+        model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
+    )
+    return Parts(model, optimizer, learning_rate, mesh, placement)
+
+
+def _make_stage_parts(
+    run: Run, model: Model, mesh: Mesh, num_islands: int, island: int, microbatch: Batch
+) -> Parts:
+    """Those of the stage that this island holds."""
+    strategy, combine = run.strategy, run.strategy.combine
+    problems = []
+    if mesh.shape[PIPELINE] > 1:
+        problems.append(f"the mesh has pipeline={mesh.shape[PIPELINE]}; use pipeline=1 inside each island")
+    if jax.process_count() > 1:
+        problems.append(f"an island has {jax.process_count()} processes; use one each")
+    if combine.on != "gradients" or combine.inside != "mean":
+        problems.append(
+            f"combine is of {combine.on} and {combine.inside} inside; use gradients and mean, as pipelines"
+            " meet in every step"
+        )
+    if problems:
+        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+    num_stages = strategy.across.partitions or num_islands
+    seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
+    stages = make_stages(model, strategy.pipeline, num_stages, run.loss, microbatch)
+    traced = Traced(model, run.loss, microbatch)
+    held = Held(model=model, stages=stages, traced=traced, stage=seats.stage)
+    stage = held.as_model()
+    named = run.optimizer
+    if isinstance(named, Optimizer):
+        # the norm is that of all stages, see `StageStep`
+        named = replace(named, clip=None)
+    if num_stages > 1 and (problems := _mixes(named, model.dims, traced)):
+        raise problems_error(
+            "stages update their own parameters, which would not be the update of the whole model; use"
+            " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
+            problems,
+        )
+    optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
+    placement = make_placement(stage, optimizer, strategy.layout, mesh)
+    return Parts(stage, optimizer, learning_rate, mesh, placement, held, seats)
+
+
+def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
+    """Why stages cannot update apart with this optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        return coupled(optimizer, dims, traced.params)
+    if optimizer.name in MIXES_A_STACK and traced.chain.stacked:
+        return [f"{optimizer.name} takes norms over all layers of a stack"]
+    return []
+
+
+def pipeline_text(run: Run, parts: Parts) -> str | None:
+    """How a pipeline is cut, and what its schedule makes of it; None without one."""
+    stages = parts.placement.stages if parts.held is None else parts.held.stages
+    if stages is None:
+        return None
+    pipeline, microbatches = run.strategy.pipeline, run.strategy.accumulate
+    sizes = (stages.num_stages, microbatches, stages.num_chunks)
+    table = make_table(pipeline.schedule, *sizes, lockstep=parts.held is None)
+    found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
+    return f"{heading(table)}; blocks {','.join(map(str, stages.counts))}\n{found}"
+
+
+def make_across(run: Run, parts: Parts, together: Together, loader: Loader) -> AcrossStep | None:
+    """The step across islands, None for one that is alone."""
+    combine = run.strategy.combine
+    if together.crossing is None:
+        return None
+    if parts.held is not None:
+        return _stage_step(run, parts, parts.held, together, loader)
+    return make_step_across(
+        parts.model,
+        run.loss,
+        parts.optimizer,
+        parts.placement,
+        together.crossing,
+        combine,
+        parts.learning_rate,
+        loader.share.start,
+        together.meet,
+    )
+
+
+def _stage_step(run: Run, parts: Parts, held: Held, together: Together, loader: Loader) -> StageStep:
+    islands, seats, crossing = together.islands, parts.seats, together.crossing
+    assert islands is not None
+    assert seats is not None
+    assert crossing is not None
+    microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
+    sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
+    rows = loader.share.num_rows // microbatches
+    shapes = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in held.traced.batch.items()
+    }
+    return StageStep(
+        held=held,
+        flow=held.flow(shapes),
+        table=make_table(pipeline.schedule, *sizes),
+        losses=forward_only(*sizes),
+        optimizer=parts.optimizer,
+        clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
+        placement=parts.placement,
+        crossing=crossing,
+        seats=seats,
+        mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
+        share=lambda name, value: islands.control.share(name, value, LONG_SECONDS),
+        combine=run.strategy.combine,
+        learning_rate=parts.learning_rate,
+        start_row=loader.share.start,
+    )
