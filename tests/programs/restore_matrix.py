@@ -1,0 +1,244 @@
+"""Saves on some layouts, and restores on them what all others saved; prints what differs, by pair.
+
+Args: a folder, and the folders of those whose checkpoints are to be restored beside its own. Whoever saves
+leaves there what its state is, bit by bit in the model's own order, and the losses of its next steps.
+"""
+
+import dataclasses
+import io
+import json
+import math
+import sys
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+
+from shardtrain import parts as parts_module
+from shardtrain import trainer
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.config import Run, Strategy, describe
+from shardtrain.islands.membership import join
+from shardtrain.islands.options import Across
+from shardtrain.layout import Layout
+from shardtrain.mesh import make_mesh
+from shardtrain.model import path_text
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.resume import Saving, begin
+from shardtrain.state import init_state
+from shardtrain.step import make_step
+from shardtrain.together import Together
+
+FOLDER, *OTHERS = map(Path, sys.argv[1:])
+ISLANDS = join()
+STEPS, MORE = 2, 2
+SEQ, BATCH = 8, 12
+
+
+class Numbers:
+    """A source of 60 samples: an epoch of five batches, which the next 100 samples go beyond."""
+
+    fingerprint = "numbers"
+
+    def train(self, folder: Path) -> "Numbers":
+        return self
+
+    def heldout(self, folder: Path) -> None:
+        return None
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        row = np.random.default_rng(int(index)).integers(0, 32, SEQ + 1)
+        return {"tokens": row.astype(np.int32), "number": np.int32(index)}
+
+
+RUN = Run(
+    model=DecoderConfig(vocab=32, seq=SEQ, embed=16, num_layers=4, num_heads=4, mlp=32, dropout=0.1),
+    data=Numbers(),
+    optimizer=optax.adam(1e-2),
+    batch=BATCH,
+    steps=100,
+    seed=3,
+    checkpoints=CheckpointPolicy(keep=9),
+)
+
+
+def mesh(**sizes: int) -> Strategy:
+    return Strategy(layout=Layout(mesh=sizes), accumulate=2 if "pipeline" in sizes else 1)
+
+
+def uneven(stages: str, **sizes: int) -> Strategy:
+    return dataclasses.replace(mesh(**sizes), accumulate=3, pipeline=Pipeline(stages=stages))
+
+
+def across(**options: Any) -> Strategy:
+    return Strategy(layout=Layout(mesh={"data": -1}), across=Across(**options))
+
+
+LAYOUTS: dict[int, dict[str, Strategy]] = {
+    1: {
+        "1 device": mesh(data=1),
+        "data=2": mesh(data=2),
+        "fsdp=4": mesh(fsdp=4),
+        "data=2,tensor=4": mesh(data=2, tensor=4),
+        "data=2,fsdp=2,tensor=2": mesh(data=2, fsdp=2, tensor=2),
+        "pipeline=2,data=2": mesh(pipeline=2, data=2),
+        "pipeline=3 (1,2,1)": uneven("1,2,1", pipeline=3),
+    },
+    2: {
+        "2 islands": across(),
+        "2 stages": dataclasses.replace(
+            across(axis="pipeline"), accumulate=3, pipeline=Pipeline(stages="3,1")
+        ),
+    },
+    3: {
+        "3 islands, unequal": across(shares=(1.0, 3.0, 2.0)),
+        "3 stages": dataclasses.replace(
+            across(axis="pipeline"), accumulate=2, pipeline=Pipeline(stages="1,1,2")
+        ),
+    },
+}
+
+
+@dataclasses.dataclass
+class Laid:
+    """A layout at work: what it takes to begin and to step."""
+
+    run: Run
+    parts: Any
+    together: Together
+    loader: Any
+    across: Any
+    step: Any
+    notes: list[str]
+
+    def begin(self, folder: Path) -> tuple[Saving, Any]:
+        run = dataclasses.replace(self.run, run_dir=folder)
+        saving = Saving(
+            run, folder, self.together, self.parts.placement, self.parts.held, self.across, self.notes.append
+        )
+        model, optimizer, placement = self.parts.model, self.parts.optimizer, self.parts.placement
+        description = {**describe(run), "data.fingerprint": "numbers"}
+        init = lambda: init_state(model, optimizer, placement, run.seed)  # noqa: E731
+        return saving, begin(run, saving, init, self.across, description)
+
+    def go(self, state: Any, position: Any, steps: int) -> tuple[Any, Any, list[float], list[int]]:
+        """The state and position after some steps, their losses, and the numbers of the samples from there."""
+        losses = []
+        loaded = self.loader.batches.iterate(position)
+        for _, (batch, after) in zip(range(steps), loaded, strict=False):
+            batch.pop("number")
+            state, metrics = self.step(state, self.loader.place(batch))
+            position = after
+            found = jax.device_get((metrics["loss_sum"], metrics["count"]))
+            losses.append(float(found[0] / found[1]))
+        loaded.close()
+        return state, position, losses, self.ahead(position)
+
+    def ahead(self, position: Any) -> list[int]:
+        """The numbers of the next 100 samples."""
+        rows = dataclasses.replace(self.loader.batches, rows=None)
+        loaded = rows.iterate(position)
+        numbers = [int(n) for _, (batch, _) in zip(range(9), loaded, strict=False) for n in batch["number"]]
+        loaded.close()
+        return numbers[:100]
+
+    def bits(self, state: Any) -> dict[str, int]:
+        """A checksum of every array of parameters and optimizer, block by block, by the model's own numbers."""
+        held, stages = self.parts.held, self.parts.placement.stages
+        rows = range(RUN.model.num_layers)
+        rows = held.block_numbers if held else stages.rows if stages else rows
+        found = {}
+        for path, x in jax.tree.leaves_with_path({"params": state.params, "opt_state": state.opt_state}):
+            name, array = path_text(path), np.asarray(x)
+            if "blocks/" not in name:
+                found[name] = zlib.crc32(array.tobytes())
+                continue
+            found |= {
+                f"{name}[{block}]": zlib.crc32(array[row].tobytes())
+                for row, block in enumerate(rows)
+                if block >= 0
+            }
+        told = self.together.share("bits", found)
+        return {name: each for of_rank in told for name, each in of_rank.items()}
+
+
+def lay(strategy: Strategy, stack: ExitStack) -> Laid:
+    run = dataclasses.replace(RUN, strategy=strategy)
+    if ISLANDS is None:
+        number = math.prod(strategy.layout.mesh.values())
+        parts_module.make_mesh = lambda layout: make_mesh(layout, jax.devices()[:number])  # type: ignore[assignment]
+        batch = trainer._microbatch(run, RUN.data)
+        batch.pop("number")
+        parts = parts_module.make_parts(run, microbatch=batch)
+        together = Together()
+        loader = trainer._loader(run, parts, together, RUN.data)
+        step = make_step(parts.model, run.loss, parts.optimizer, parts.placement)
+        return Laid(run, parts, together, loader, None, step, [])
+    console = Console(file=io.StringIO())
+    agreed = trainer._agreed(run, FOLDER, ISLANDS, console, trainer._Notes("x"), stack)
+    return Laid(run, agreed.parts, agreed.together, agreed.loader, agreed.across, agreed.across, [])
+
+
+def save(name: str, laid: Laid) -> None:
+    saving, begun = laid.begin(FOLDER / name)
+    state, position, _, _ = laid.go(begun.state, begun.position, STEPS)
+    run = {**describe(laid.run), "data.fingerprint": "numbers"}
+    with saving.checkpoints:
+        saving.save(STEPS, state, {"run": run, "position": position})
+        saving.wait()
+    laid.together.meet("saved")
+    bits = laid.bits(state)
+    _, _, losses, _ = laid.go(state, position, MORE)
+    expected = {"bits": bits, "losses": losses, "ahead": laid.ahead(position)}
+    if ISLANDS is None or ISLANDS.is_first:
+        (FOLDER / name / "expected.json").write_text(json.dumps(expected))
+    laid.together.meet("told")
+
+
+def restored(source: Path, name: str, laid: Laid) -> list[str]:
+    """What is not as it was saved."""
+    expected = json.loads((source / "expected.json").read_text())
+    saving, begun = laid.begin(source)
+    with saving.checkpoints:
+        problems = [] if begun.step == STEPS else [f"step {begun.step}"]
+    bits = laid.bits(begun.state)
+    problems += [
+        path for path in {**bits, **expected["bits"]} if bits.get(path) != expected["bits"].get(path)
+    ]
+    if laid.ahead(begun.position) != expected["ahead"]:
+        problems.append("the next samples")
+    _, _, losses, _ = laid.go(begun.state, begun.position, MORE)
+    same = source == FOLDER / name
+    if (
+        losses != expected["losses"]
+        if same
+        else not np.allclose(losses, expected["losses"], rtol=1e-5, atol=0)
+    ):
+        problems.append(f"losses {losses}, expected {expected['losses']}")
+    return problems
+
+
+with ExitStack() as stack:
+    num_islands = 1 if ISLANDS is None else ISLANDS.seat.num_islands
+    layouts = {name: lay(strategy, stack) for name, strategy in LAYOUTS[num_islands].items()}
+    for name, laid in layouts.items():
+        if not (FOLDER / name / "expected.json").exists():
+            save(name, laid)
+    sources = sorted(
+        path for folder in (FOLDER, *OTHERS) for path in folder.iterdir() if (path / "checkpoints").exists()
+    )
+    found = {
+        f"{source.name} -> {name}": restored(source, name, laid)
+        for name, laid in layouts.items()
+        for source in sources
+    }
+    sys.stdout.write(json.dumps(found))
