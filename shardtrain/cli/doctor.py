@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     """Look, and print one table for all ranks.
 
     Returns:
-      0, 1 if something is wrong, on every rank.
+      0, or 1 if something is wrong: on every rank, or where they cannot talk, on the first.
 
     Raises:
       ValueError: a check that is not known.
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
 
     started = start(place, os.environ, 1 + len(options.names), options.patience)
     if started.problem is not None and place.rank > 0:
-        # each rank would be alone and print a table of its own
-        return 1
+        # each rank would be alone and print a table of its own; an error here would end the first one
+        return 0
     from shardtrain.doctor.check import Here
     from shardtrain.doctor.examine import CHECKS, examine
 

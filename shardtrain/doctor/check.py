@@ -175,8 +175,8 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     'warning'
     """
     found = set(verdicts)
-    ordered: tuple[Verdict, ...] = ("wrong", "warning", "note")
-    return next((verdict for verdict in ordered if verdict in found), "ok")
+    ordered: list[Verdict] = [verdict for verdict in VERDICTS if verdict in found]
+    return ordered[-1] if ordered else "ok"
 
 
 def count_text(number: int, thing: str) -> str:
