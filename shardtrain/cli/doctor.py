@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from shardtrain.exit_codes import DONE, FAILED
 from shardtrain.islands.place import bind_cpus, device_environment, find_place
 from shardtrain.layout import near
 
@@ -115,7 +116,7 @@ def _end(found: "Examined", here, as_json: bool) -> int:
         if not as_json:
             _print(found)
         sys.stdout.flush()
-    code = int(found.verdict == "wrong")
+    code = FAILED if found.verdict == "wrong" else DONE
     if not found.hung:
         return code
     # what hangs would keep this process, or MPI's end in all of them, waiting

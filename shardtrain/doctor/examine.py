@@ -12,6 +12,7 @@ from typing import Any
 
 from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
 from shardtrain.doctor.check import Check, Facts, Here, Row, Told, Verdict, each, some, worst
+from shardtrain.islands.missing import Missing
 
 CHECKS: Mapping[str, Check] = {
     "names": names.CHECK,
@@ -116,8 +117,6 @@ def _gather(here: Here, name: str, mine: Facts, patience_seconds: float) -> tupl
     """Rank -> answer, and the error that names who did not come."""
     if here.meeting.size == 1:
         return {0: mine}, None
-    from shardtrain.islands.bridge import Missing
-
     try:
         return dict(enumerate(here.meeting.share(name, mine, patience_seconds))), None
     except Missing as missing:
