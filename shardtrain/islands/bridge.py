@@ -191,7 +191,7 @@ class Control:
         self.marks.meetings += 1
         with self.marks.at(name, waits=True):
             self._receive(name, tag, found, patience)
-        elsewhere = {rank: there for rank, (there, _) in found.items() if there != name}
+        elsewhere = {rank: there for rank, (there, _) in sorted(found.items()) if there != name}
         if elsewhere:
             places = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
             here = _values(name, found)
