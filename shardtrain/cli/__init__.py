@@ -17,8 +17,12 @@ COMMANDS = {
     "train": "train a run, or go on with it",
     "inspect": "show how a run lies on a mesh, without compiling",
     "launch": "start a command as islands: here, on other hosts, or by Slurm",
+    "doctor": "look for what stands in the way of a run, before it starts",
 }
 """Command -> what it does; the module of this package by that name has it."""
+
+END_TOGETHER = ("doctor",)
+"""Commands whose ranks all end by themselves, with the same exit code."""
 
 USER_ERROR = MISTAKE
 TRACEBACK = "SHARDTRAIN_TRACEBACK"
@@ -44,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
         return USER_ERROR
     code = _run(command, rest)
-    if code not in (DONE, COME_AGAIN, *(128 + number for number in signal.Signals)):
+    fine = (DONE, COME_AGAIN, *(128 + number for number in signal.Signals))
+    if code not in fine and command not in END_TOGETHER:
         _end_other_ranks(code)
     return code
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
@@ -191,10 +191,11 @@ class Control:
         self.marks.meetings += 1
         with self.marks.at(name, waits=True):
             self._receive(name, tag, found, patience)
-        elsewhere = {rank: there for rank, (there, _) in found.items() if there != name}
+        elsewhere = {rank: there for rank, (there, _) in sorted(found.items()) if there != name}
         if elsewhere:
             places = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
-            raise Missing(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere))
+            here = _values(name, found)
+            raise Missing(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere), here)
         with self.marks.at(f"{name}: sending", waits=True):
             MPI.Request.Waitall(sent)
         self.marks.last_met = name
@@ -215,12 +216,18 @@ class Control:
             if waited > KNOWN_SECONDS:
                 self.marks.missing(tuple(missing))
             if waited > patience:
-                raise Missing(missing_text(name, [self.names[rank] for rank in missing], waited), missing)
+                text = missing_text(name, [self.names[rank] for rank in missing], waited)
+                raise Missing(text, missing, _values(name, found))
             if waited > self.REPORT_SECONDS and not told:
                 told = True
                 self.report(f"waiting: {missing_text(name, [self.names[rank] for rank in missing], waited)}")
             time.sleep(nap)
             nap = min(nap + 2e-5, 2e-3)
+
+
+def _values(name: str, found: Mapping[int, Any]) -> dict[int, Any]:
+    """The values of those that are at this meeting."""
+    return {rank: value for rank, (there, value) in found.items() if there == name}
 
 
 def world() -> MPI.Comm:

@@ -1,6 +1,7 @@
 """Ranks that did not come: the error, and its words. No MPI."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class Missing(RuntimeError):
@@ -9,11 +10,13 @@ class Missing(RuntimeError):
     Args:
       text: who, where and for how long.
       ranks: who is missing.
+      found: rank -> value, of those that came.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+    def __init__(self, text: str, ranks: Sequence[int], found: Mapping[int, Any] | None = None) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+        self.found = dict(found or {})
 
 
 def missing_text(name: str, missing: Sequence[str], waited_seconds: float) -> str:

@@ -1,0 +1,156 @@
+"""`shardtrain doctor`: look at what a run needs, before it starts; alone, or as all of its ranks."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shardtrain.exit_codes import DONE, FAILED
+from shardtrain.islands.place import bind_cpus, device_environment, find_place
+from shardtrain.layout import near
+
+if TYPE_CHECKING:
+    from shardtrain.doctor.examine import Examined
+
+NAMES = ("names", "ports", "mpi", "versions", "devices", "binding", "files", "rates", "links")
+"""Of the checks; here too, so that the help comes without jax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the doctor.
+
+    Args:
+      run_dir: the folder that runs shall be in; it need not be there yet.
+      only: these checks alone, such as names,files: names, ports, mpi, versions, devices, binding, files,
+        rates, links.
+      quick: leave out what is measured: rates, links, and how fast the folder takes a large file.
+      as_json: print data instead of a table, with all facts behind it.
+      patience: seconds that the other ranks may take to start, and to come to a check.
+    """
+
+    run_dir: Path = Path("runs")
+    only: str | None = None
+    quick: bool = False
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    patience: float = field(default=60.0)
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.names if name not in NAMES]:
+            raise ValueError(f"there is no check {near(unknown[0], NAMES)}")
+        if self.patience <= 0:
+            raise ValueError(f"--patience is {self.patience:g}; use seconds above 0, such as 60")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the checks that are asked for."""
+        asked = NAMES if self.only is None else [word.strip() for word in self.only.split(",")]
+        return list(dict.fromkeys(asked))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Look, and print one table for all ranks.
+
+    Returns:
+      0, or 1 if something is wrong: on every rank, or where they cannot talk, on the first.
+
+    Raises:
+      ValueError: a check that is not known.
+    """
+    options = tyro.cli(
+        tyro.conf.FlagCreatePairsOff[Options],
+        args=list(arguments),
+        prog="shardtrain doctor",
+        description="Looks at what a run needs, and says what to do. Alone, or as the ranks of a run:"
+        " mpiexec -n 3 shardtrain doctor, srun shardtrain doctor, shardtrain launch --islands 2 -- doctor."
+        " Exit code 0: nothing is wrong (there may be warnings), 1: something is wrong, 2: a mistake in what"
+        " was asked.",
+    )
+    # as `train` does it: the doctor sees what a run would see
+    place = find_place(os.environ)
+    os.environ.update(device_environment(place, os.environ))
+    given = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    if cores := bind_cpus(place):
+        os.sched_setaffinity(0, cores)
+    # a process watches MPI's start, and is made before threads are
+    from shardtrain.doctor.start import start
+
+    started = start(place, os.environ, 1 + len(options.names), options.patience)
+    if started.problem is not None and place.rank > 0:
+        # each rank would be alone and print a table of its own; an error here would end the first one
+        return 0
+    from shardtrain.doctor.check import Here
+    from shardtrain.doctor.examine import CHECKS, examine
+
+    assert tuple(CHECKS) == NAMES, "the help names all checks"
+    chosen = {n: check for n, check in CHECKS.items() if n in options.names}
+    chosen = {n: check for n, check in chosen.items() if not (options.quick and check.measures)}
+    heres = [
+        Here(
+            place=place,
+            hosts=started.hosts,
+            meeting=meeting,
+            comm=started.comm,
+            environ=os.environ,
+            run_dir=options.run_dir,
+            quick=options.quick,
+            given_cores=given,
+            problem=started.problem,
+            seats_problem=started.seats_problem,
+        )
+        for meeting in started.meetings[: 1 + len(chosen)]
+    ]
+    return _end(examine(chosen, heres), heres[0], options.as_json)
+
+
+def _end(found: "Examined", here, as_json: bool) -> int:
+    """Print on one rank; all ranks end together, with one code."""
+    if here.rank == min(found.present):
+        sys.stdout.write(json_text(found, here) if as_json else "")
+        if not as_json:
+            _print(found)
+        sys.stdout.flush()
+    code = FAILED if found.verdict == "wrong" else DONE
+    if not found.hung:
+        return code
+    # what hangs would keep this process, or MPI's end in all of them, waiting
+    sys.stdout.flush()
+    if here.meeting.size > 1:
+        import time
+
+        from shardtrain.islands.bridge import end_all
+
+        if here.rank != min(found.present):
+            time.sleep(5.0)
+        end_all(code)
+    os._exit(code)
+
+
+def _print(found: "Examined") -> None:
+    from rich.console import Console
+
+    from shardtrain.report.doctor import doctor_table
+
+    width, _ = shutil.get_terminal_size(fallback=(140, 24))
+    console = Console() if sys.stdout.isatty() else Console(width=width)
+    rows = [(row.check, row.what, row.found, row.verdict, row.do) for row in found.rows]
+    console.print(doctor_table(rows, found.seconds))
+
+
+def json_text(found: "Examined", here) -> str:
+    """The verdict, the rows and the facts behind them, as JSON."""
+    data = {
+        "verdict": found.verdict,
+        "ranks": [{"name": n, "host": h} for n, h in zip(here.meeting.names, here.hosts, strict=True)],
+        "present": found.present,
+        "rows": [asdict(row) for row in found.rows],
+        "seconds": found.seconds,
+        "facts": found.answers,
+    }
+    return json.dumps(data, indent=1) + "\n"

@@ -1,0 +1,263 @@
+"""binding: cores, NUMA nodes and threads of each rank, and what limits it: cgroups, /dev/shm, ulimits."""
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardtrain.doctor.cgroup import limits
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, count_text, each, some
+from shardtrain.sharding import bytes_text
+
+SHM_BYTES_PER_RANK = 64 * 2**20
+"""MPI's buffers between the ranks of a host lie in /dev/shm; containers often have 64 MiB for all of them."""
+
+MEMLOCK_BYTES = 2**30
+FEW_FILES = 1024
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def look(here: Here) -> Facts:
+    """Where this rank may run, and what it may take."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    names = {
+        "memlock": resource.RLIMIT_MEMLOCK,
+        "nofile": resource.RLIMIT_NOFILE,
+        "core": resource.RLIMIT_CORE,
+    }
+    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "cores": cores,
+        "given": list(here.given_cores),
+        "host_cores": os.cpu_count() or 1,
+        "nodes": numa_nodes(),
+        "threads": {name: here.environ[name] for name in THREADS if name in here.environ},
+        "limits": limits(),
+        "memory_bytes": _memory("MemTotal"),
+        "available_bytes": _memory("MemAvailable"),
+        "shm_bytes": shm.f_frsize * shm.f_blocks if shm else None,
+        "shm_free_bytes": shm.f_frsize * shm.f_bavail if shm else None,
+        "ulimits": {name: _soft(kind) for name, kind in names.items()},
+        "infiniband": Path("/sys/class/infiniband").is_dir(),
+    }
+
+
+def _soft(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _memory(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, list[int]]:
+    """NUMA node -> its cores; nodes without cores (memory alone) are left out."""
+    nodes = {}
+    for path in sorted(folder.glob("node[0-9]*/cpulist")):
+        if cores := read_ranges(path.read_text()):
+            nodes[path.parent.name.removeprefix("node")] = cores
+    return nodes
+
+
+def read_ranges(text: str) -> list[int]:
+    """
+    >>> read_ranges("0-2,8\\n")
+    [0, 1, 2, 8]
+    """
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return [i for low, _, high in ranges for i in range(int(low), int(high or low) + 1)]
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """
+    >>> ranges_text([0, 1, 2, 8])
+    '0-2,8'
+    """
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """Rows of cores, of NUMA nodes, of limits on cores and memory, of /dev/shm and ulimits."""
+    hosts = by_host(told)
+    rows = [_cores(told, hosts), _numa(told), *_threads(told), _quota(told), _memory_limit(hosts)]
+    return [*rows, _shm(hosts), *_ulimits(told)]
+
+
+def _cores(told: Sequence[Told], hosts: Mapping[str, Sequence[Told]]) -> Row:
+    found = each((one.name, _cores_text(one.facts)) for one in told)
+    for overlapping in (_overlap(ranks) for ranks in hosts.values()):
+        if overlapping:
+            verdict, text, do = overlapping
+            return Row(check="binding", what="cores", found=f"{text}; {found}", verdict=verdict, do=do)
+    return Row(check="binding", what="cores", found=found)
+
+
+def _cores_text(facts: Mapping) -> str:
+    cores, given, of = (facts[name] for name in ("cores", "given", "host_cores"))
+    own = f"{count_text(len(cores), 'core')} ({ranges_text(cores)} of {of})"
+    return own if given == cores else f"{own}, shared out of {ranges_text(given)}"
+
+
+def _overlap(ranks: Sequence[Told]):
+    """(verdict, what is found, what to do) where ranks of a host may run on the same cores."""
+    users: dict[int, list[str]] = {}
+    for one in ranks:
+        for core in one.facts["cores"]:
+            users.setdefault(core, []).append(one.name)
+    shared = [core for core, names in users.items() if len(names) > 1]
+    if not shared:
+        return None
+    host, all_cores = ranks[0].host, ranks[0].facts["host_cores"]
+    if len(ranks) > all_cores:
+        text = f"{host}: {len(ranks)} ranks share {all_cores} cores"
+        return "warning", text, f"start {all_cores} ranks there or fewer: each waits while another computes"
+    same = len({tuple(one.facts["cores"]) for one in ranks}) == 1
+    if same and len(users) >= len(ranks):
+        text = f"{host}: {len(ranks)} ranks run anywhere on the same {len(users)} cores"
+        do = (
+            "unset SHARDTRAIN_BIND=no, so that each keeps to a share of its own"
+            f" ({len(users) // len(ranks)} cores), or bind by the launcher: srun --cpu-bind=cores"
+        )
+        return "warning", text, do
+    text = f"{host}: {some(users[shared[0]])} are bound to the same cores {ranges_text(shared)}"
+    do = (
+        f"{all_cores} cores are there: have the launcher bind ranks apart (mpiexec --bind-to none and"
+        " shardtrain"
+        f" shares them out, {all_cores // len(ranks)} each; srun --cpus-per-task={all_cores // len(ranks)})"
+    )
+    return "wrong", text, do
+
+
+def _numa(told: Sequence[Told]) -> Row:
+    several = [one for one in told if len(one.facts["nodes"]) > 1]
+    if not several:
+        return Row(check="binding", what="NUMA", found="one node on every host")
+    on = {
+        one.name: [n for n, cores in one.facts["nodes"].items() if set(cores) & set(one.facts["cores"])]
+        for one in several
+    }
+    found = each((name, f"on node {', '.join(nodes)}") for name, nodes in on.items())
+    spread = [one for one in several if len(on[one.name]) > 1]
+    if not spread:
+        return Row(check="binding", what="NUMA", found=found)
+    one = spread[0]
+    num_nodes = len(one.facts["nodes"])
+    do = (
+        f"memory of another node is slower: for work on the CPU start {num_nodes} ranks a host, one a node"
+        f" (islands={num_nodes}), or numactl --cpunodebind=0 --membind=0"
+    )
+    return Row(check="binding", what="NUMA", found=f"{found}: spread over nodes", verdict="note", do=do)
+
+
+def _threads(told: Sequence[Told]) -> list[Row]:
+    many = [
+        (one.name, f"{name}={value} on {len(one.facts['cores'])} cores")
+        for one in told
+        for name, value in one.facts["threads"].items()
+        if value.isdecimal() and int(value) > len(one.facts["cores"])
+    ]
+    if not many:
+        return []
+    do = f"unset it, or set it to the cores of a rank: {len(told[0].facts['cores'])}"
+    return [Row(check="binding", what="threads", found=each(many), verdict="warning", do=do)]
+
+
+def _quota(told: Sequence[Told]) -> Row:
+    tight = [one for one in told if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
+    if not tight:
+        return Row(check="binding", what="CPU quota", found="none below the cores that are seen")
+    found = each(
+        (one.name, f"{one.facts['limits']['cores']:g} cores of time, {len(one.facts['cores'])} are seen")
+        for one in tight
+    )
+    whole = max(1, int(tight[0].facts["limits"]["cores"]))
+    do = (
+        "threads on all that are seen are stopped for parts of every 0.1 s: ask for more (docker --cpus,"
+        " Slurm"
+        f" --cpus-per-task), or bind to {whole} cores: taskset -c 0-{whole - 1}"
+    )
+    return Row(check="binding", what="CPU quota", found=found, verdict="warning", do=do)
+
+
+def _memory_limit(hosts: Mapping[str, Sequence[Told]]) -> Row:
+    texts, tight = [], []
+    for host, ranks in hosts.items():
+        facts = ranks[0].facts
+        total, limit = facts["memory_bytes"] or 0, facts["limits"]["memory_bytes"]
+        text = f"{bytes_text(facts['available_bytes'] or 0)} free of {bytes_text(total)}"
+        if limit is not None and limit < total:
+            text += f", limited to {bytes_text(limit)} by the cgroup"
+            # below half of what programs see, those that size caches by it are killed
+            tight += [host] if limit < total / 2 else []
+        texts.append((host, text))
+    if tight:
+        do = "ask for what the run needs (Slurm --mem, docker --memory): above the limit the kernel kills it"
+        return Row(check="binding", what="memory", found=each(texts), verdict="note", do=do)
+    return Row(check="binding", what="memory", found=each(texts))
+
+
+def _shm(hosts: Mapping[str, Sequence[Told]]) -> Row:
+    texts, small = [], []
+    for host, ranks in hosts.items():
+        size, free = (ranks[0].facts[name] for name in ("shm_bytes", "shm_free_bytes"))
+        needed = SHM_BYTES_PER_RANK * len(ranks)
+        texts.append((host, f"{bytes_text(free)} free of {bytes_text(size)}" if size else "not there"))
+        small += [(host, needed)] if (free or 0) < needed else []
+    if not small:
+        return Row(check="binding", what="/dev/shm", found=each(texts))
+    do = (
+        f"MPI wants {bytes_text(small[0][1])} there for the ranks of a host: docker --shm-size=1g, or"
+        " mount -o"
+        " remount,size=1G /dev/shm; remove what dead runs left in it"
+    )
+    return Row(check="binding", what="/dev/shm", found=each(texts), verdict="warning", do=do)
+
+
+def _ulimits(told: Sequence[Told]) -> list[Row]:
+    found = each((one.name, ulimits_text(one.facts["ulimits"])) for one in told)
+    pinned = [
+        o for o in told if o.facts["infiniband"] and (o.facts["ulimits"]["memlock"] or 2**60) < MEMLOCK_BYTES
+    ]
+    if pinned:
+        do = (
+            "InfiniBand pins memory: ulimit -l unlimited (limits.conf, or Slurm's"
+            " PropagateResourceLimitsExcept)"
+        )
+        return [Row(check="binding", what="ulimits", found=found, verdict="wrong", do=do)]
+    if any((one.facts["ulimits"]["nofile"] or 2**60) < FEW_FILES for one in told):
+        do = f"checkpoints and connections need open files: ulimit -n {FEW_FILES * 64}"
+        return [Row(check="binding", what="ulimits", found=found, verdict="warning", do=do)]
+    return [Row(check="binding", what="ulimits", found=found)]
+
+
+def ulimits_text(ulimits: Mapping[str, int | None]) -> str:
+    """
+    >>> ulimits_text({"memlock": 65536, "nofile": 1024, "core": None})
+    'memlock 64.0 KiB, open files 1024, core file any size'
+    """
+    memlock, nofile, core = (ulimits[name] for name in ("memlock", "nofile", "core"))
+    return (
+        f"memlock {'any size' if memlock is None else bytes_text(memlock)},"
+        f" open files {'any number' if nofile is None else nofile},"
+        f" core file {'any size' if core is None else 'none' if core == 0 else bytes_text(core)}"
+    )
+
+
+CHECK = Check(
+    about="cores, NUMA nodes, threads, limits of CPU and memory, /dev/shm, ulimits",
+    look=look,
+    judge=judge,
+    limit_seconds=20.0,
+    if_it_hangs="/proc or /sys does not answer: the kernel of that host is in trouble, see dmesg",
+)

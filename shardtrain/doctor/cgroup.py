@@ -1,0 +1,55 @@
+"""What control groups, of version 1 and 2, allow this process: time of cores, and memory."""
+
+from pathlib import Path
+
+from shardtrain.doctor.check import Facts
+
+NO_LIMIT_BYTES = 2**60
+"""Version 1 writes a number of this order where there is no limit."""
+
+
+def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Facts:
+    """The tightest limits of the groups that this process is in, from its own up to the root.
+
+    Returns:
+      `cores`: how many cores' time it may take, a fraction too; `memory_bytes`. None: no limit.
+    """
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return {"cores": None, "memory_bytes": None}
+    cores: list[float] = []
+    memory: list[int] = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        for name in controllers.split(","):
+            for folder in _folders(root / name if name else root, group):
+                cores += _cores(folder)
+                memory += _memory(folder)
+    return {"cores": min(cores, default=None), "memory_bytes": min(memory, default=None)}
+
+
+def _folders(mount: Path, group: str) -> list[Path]:
+    """A group's folder and those above it; in a container only the mount itself may be there."""
+    parts = [part for part in group.split("/") if part not in ("", "..")]
+    return [mount.joinpath(*parts[:end]) for end in range(len(parts), -1, -1)]
+
+
+def _cores(folder: Path) -> list[float]:
+    if text := _read(folder / "cpu.max"):
+        quota, _, period = text.partition(" ")
+        return [] if quota == "max" else [int(quota) / int(period or 100_000)]
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    return [int(quota) / int(period)] if quota and period and int(quota) > 0 else []
+
+
+def _memory(folder: Path) -> list[int]:
+    found = [_read(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return [int(text) for text in found if text and text != "max" and int(text) < NO_LIMIT_BYTES]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,57 @@
+"""What might crash or hang is tried in a child process: a Python program that prints facts, line by line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from shardtrain.doctor.check import Facts
+
+OURS = ("PMI", "PMIX", "OMPI", "PRTE", "SLURM", "HYDRA", "HYDI", "MPI_", "I_MPI", "PALS", "SHARDTRAIN_ISLAND")
+"""Variables that would make the child a rank of this run, by how they begin."""
+
+
+def tell(
+    program: str, environ: Mapping[str, str], timeout_seconds: float, arguments: Sequence[str] = ()
+) -> Facts:
+    """Run a program that prints one JSON object a line; a later one adds to the earlier.
+
+    Args:
+      program: Python.
+      environ: of the parent; the child does not see that a launcher started it.
+      timeout_seconds: after which the child and its own children are killed.
+      arguments: of the program.
+
+    Returns:
+      What it told before its end, and how it `died`: None where it ended well, else in words.
+
+    >>> tell("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
+    {'a': 1, 'died': 'no b'}
+    """
+    own = {name: value for name, value in environ.items() if not name.startswith(OURS)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", program, *arguments]
+    child = subprocess.Popen(command, env=own, start_new_session=True, **pipes)
+    try:
+        out, err = child.communicate(timeout=timeout_seconds)
+        died = None if child.returncode == 0 else _last_words(child.returncode, err)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        out, err = child.communicate()
+        died = f"it did not end within {timeout_seconds:.0f} s"
+    facts: Facts = {}
+    for line in out.splitlines():
+        if line.startswith("{"):
+            facts |= json.loads(line)
+    return facts | {"died": died}
+
+
+def _last_words(code: int, err: str) -> str:
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    # jax ends its own errors with a hint about filtered frames
+    lines = [line for line in lines if not line.startswith(("For simplicity", "----"))]
+    return lines[-1][:300] if lines else f"it ended with code {code}"

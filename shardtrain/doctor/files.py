@@ -1,0 +1,326 @@
+"""files: the run folder's file system, whether it does what checkpoints need, whether all ranks have it.
+
+What a probe does is in `folder.py`. Everything is tried in a folder of its own, which is removed again.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, each, rate_text, some, time_text
+from shardtrain.doctor.folder import LARGE_BYTES, attempt, is_locked, mount_of, nearest, probe, space
+from shardtrain.sharding import bytes_text
+
+SEEN_SECONDS = 10.0
+"""How long a new file may take to be seen by another host: some file systems keep what they knew for 3 s."""
+
+FREE_BYTES, FREE_INODES = 2 * 2**30, 10_000
+SLOW_FSYNC_SECONDS, SLOW_FILE_SECONDS, SLOW_BYTES_PER_SECOND = 0.1, 0.05, 50e6
+CHECKPOINT_BYTES = 10 * 10**9
+"""An example to show what a speed means: a model of 0.8 billion parameters with Adam's moments."""
+
+LOST = {
+    "tmpfs": "it lies in memory and is gone with the machine or the job",
+    "ramfs": "it lies in memory and is gone with the machine or the job",
+    "overlay": "it belongs to a container and is gone with it",
+}
+"""File systems that do not last."""
+
+CURES = {
+    "EROFS": "it is mounted read-only: give --run-dir a folder that can be written, or have it mounted rw",
+    "EACCES": "you may not write there: give --run-dir a folder of yours, or ask its owner (chmod g+w)",
+    "EPERM": "you may not write there: give --run-dir a folder of yours, or ask its owner (chmod g+w)",
+    "ENOSPC": "it is full: delete what is not needed (old checkpoints first), or give another --run-dir",
+    "EDQUOT": "your quota is used up (quota -s): delete what is not needed, or give another --run-dir",
+    "ESTALE": "the file server lost this folder: mount it again",
+    "EIO": "the disk or the file server fails: see dmesg, and give another --run-dir until then",
+    "ENOTDIR": "a file stands in its place: give another --run-dir, or move that file away",
+}
+"""Name of an error -> what to do."""
+
+
+def look(here: Here) -> Facts:
+    """Try the folder on the first rank of each host, and whether all see rank 0's files and lock."""
+    facts, mine = _open(here)
+    try:
+        if mine is not None and here.is_first_on_host:
+            facts["probes"] = probe(mine, 0 if here.quick else LARGE_BYTES)
+        return facts | _together(here, mine)
+    finally:
+        if mine is not None:
+            shutil.rmtree(mine, ignore_errors=True)
+
+
+def _open(here: Here) -> tuple[Facts, Path | None]:
+    """What is known of the run folder, and a folder of our own in it, or in the nearest one above it."""
+    facts: Facts = {"path": str(here.run_dir), "error": None}
+    if here.run_dir.exists() and not here.run_dir.is_dir():
+        return facts | {"base": str(here.run_dir), "error": "ENOTDIR: it is a file"}, None
+    base = nearest(here.run_dir)
+    mounts = Path("/proc/mounts")
+    facts |= {"base": str(base), "there": here.run_dir.is_dir(), "space": attempt(space, base)}
+    facts["mount"] = mount_of(base, mounts.read_text() if mounts.exists() else "")
+    made: list[Path] = []
+
+    def make(base: Path) -> Facts:
+        made.append(Path(tempfile.mkdtemp(prefix=".shardtrain-doctor-", dir=base)))
+        return {}
+
+    return facts | {"error": attempt(make, base).get("error")}, made[0] if made else None
+
+
+def _together(here: Here, mine: Path | None) -> Facts:
+    """Rank 0 holds a lock in its folder; the others look for it and leave a file, which rank 0 looks for."""
+    if here.meeting.size == 1:
+        return {}
+    first = here.rank == 0
+    held = (mine / "held").open("w") if first and mine is not None else None
+    try:
+        if held is not None:
+            _lock(held)
+        theirs = here.meeting.share("files", str(mine) if mine is not None else None)[0]
+        if theirs is None:
+            return {}
+        facts: Facts = {}
+        if not first:
+            facts["sees_seconds"] = wait_for(Path(theirs) / "held")
+            facts["sees_lock"] = facts["sees_seconds"] is not None and _sees_lock(Path(theirs) / "held")
+            attempt(lambda folder: (folder / f"seen-by-{here.rank}").touch() or {}, Path(theirs))
+        here.meeting.share("files are seen")
+        if first:
+            began = time.monotonic()
+            names = {rank: Path(theirs) / f"seen-by-{rank}" for rank in range(1, here.meeting.size)}
+            left = lambda: SEEN_SECONDS - (time.monotonic() - began)  # noqa: E731
+            facts["unseen"] = [
+                rank for rank, path in names.items() if wait_for(path, max(left(), 0.0)) is None
+            ]
+        here.meeting.share("files are counted")
+        return facts
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _lock(file) -> None:
+    import fcntl
+
+    attempt(lambda _: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) or {}, Path(file.name))
+
+
+def _sees_lock(path: Path) -> bool:
+    found: list[bool] = []
+    attempt(lambda path: found.append(is_locked(path)) or {}, path)
+    return found == [True]
+
+
+def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
+    """How long it takes until a file is seen; None where it is not."""
+    began = time.monotonic()
+    while True:
+        # listing makes a network file system ask its server again
+        try:
+            list(path.parent.iterdir())
+            if path.exists():
+                return time.monotonic() - began
+        except OSError:
+            pass
+        if time.monotonic() - began >= timeout_seconds:
+            return None
+        time.sleep(0.05)
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """Rows of the folder, of who sees it, of its space, and of each probe."""
+    hosts = {host: ranks[0] for host, ranks in by_host(told).items()}
+    refused = [(one.name, one.facts["error"]) for one in told if one.facts["error"]]
+    rows = [_refused(told[0], refused) if refused else _folder(hosts)]
+    if len(told) > 1 and told[0].rank == 0 and "unseen" in told[0].facts:
+        rows.append(_same(told))
+    with_space = {host: one for host, one in hosts.items() if one.facts.get("space", {}).get("size_bytes")}
+    rows += [_space(with_space)] if with_space else []
+    probes = {host: one.facts["probes"] for host, one in hosts.items() if "probes" in one.facts}
+    return rows + (_probes(probes) if probes else [])
+
+
+def cure(errors: Sequence[str]) -> str:
+    """What to do about an error of the system.
+
+    >>> cure(["EROFS: Read-only file system"])[:24]
+    'it is mounted read-only:'
+    """
+    name = errors[0].partition(":")[0]
+    return CURES.get(name, "give --run-dir a folder on another file system, or mend this one")
+
+
+def _refused(first: Told, refused: Sequence[tuple[str, str]]) -> Row:
+    found = f"{first.facts['base']} cannot be written: {each(refused)}"
+    do = cure([error for _, error in refused])
+    return Row(check="files", what="run folder", found=found, verdict="wrong", do=do)
+
+
+def _folder(hosts: Mapping[str, Told]) -> Row:
+    found = each((host, _folder_text(one.facts)) for host, one in hosts.items())
+    if lost := [one.facts["mount"]["type"] for one in hosts.values() if one.facts["mount"]["type"] in LOST]:
+        do = f"copy from it what shall stay, or give another --run-dir: {LOST[lost[0]]}"
+        return Row(check="files", what="run folder", found=found, verdict="note", do=do)
+    return Row(check="files", what="run folder", found=found)
+
+
+def _folder_text(facts: Mapping) -> str:
+    mount = facts["mount"]
+    there = "" if facts["there"] else f" ({facts['path']} is not there yet)"
+    return f"{facts['base']}{there} on {mount['type']} of {mount['source']}"
+
+
+def _same(told: Sequence[Told]) -> Row:
+    """Whether all ranks have the same folder."""
+    others = told[1:]
+    blind = {one.rank: one for one in others if one.facts.get("sees_seconds") is None}
+    blind |= {one.rank: one for one in others if one.rank in told[0].facts["unseen"]}
+    if blind:
+        names = some([one.name for _, one in sorted(blind.items())])
+        found = f"{names} and {told[0].name} do not see each other's files within {SEEN_SECONDS:.0f} s"
+        do = (
+            "the run folder is not the same on all hosts: give --run-dir a path on a shared file system;"
+            " islands"
+            " resume from what rank 0 saved there"
+        )
+        return Row(check="files", what="shared", found=found, verdict="wrong", do=do)
+    slowest = max(one.facts["sees_seconds"] for one in others)
+    found = f"all {len(told)} ranks see the same folder, a new file within {time_text(slowest)}"
+    unlocked = [one.name for one in others if not one.facts["sees_lock"]]
+    if unlocked:
+        do = (
+            "see that nobody starts a second run in this folder: the lock that forbids it is not seen"
+            " everywhere"
+        )
+        found += f"; the lock of {told[0].name} is not seen by {some(unlocked)}"
+        return Row(check="files", what="shared", found=found, verdict="warning", do=do)
+    return Row(check="files", what="shared", found=f"{found}, and its lock")
+
+
+def _space(hosts: Mapping[str, Told]) -> Row:
+    texts, small = [], []
+    for host, one in hosts.items():
+        room = one.facts["space"]
+        inodes = room["free_inodes"]
+        names = "" if inodes is None else f", {inodes:,} files more"
+        texts.append(
+            (host, f"{bytes_text(room['free_bytes'])} free of {bytes_text(room['size_bytes'])}{names}")
+        )
+        few = inodes is not None and inodes < FREE_INODES
+        small += [(host, room["free_bytes"])] if room["free_bytes"] < FREE_BYTES or few else []
+    if not small:
+        return Row(check="files", what="space", found=each(texts))
+    do = (
+        "a checkpoint needs 12 bytes a parameter with Adam, and is written beside the last:"
+        f" {bytes_text(small[0][1])}"
+        f" hold two of {small[0][1] // 24:,} parameters; delete old files, or give another --run-dir"
+    )
+    return Row(check="files", what="space", found=each(texts), verdict="warning", do=do)
+
+
+def _probes(probes: Mapping[str, Mapping]) -> list[Row]:
+    broken = {
+        name: [
+            (host, answers[name]["error"])
+            for host, answers in probes.items()
+            if "error" in answers.get(name, {})
+        ]
+        for name in ("rename", "fsync", "lock", "small", "large")
+    }
+    rows = []
+    for name, row in (
+        ("rename", _rename),
+        ("fsync", _fsync),
+        ("lock", _locks),
+        ("small", _small),
+        ("large", _large),
+    ):
+        if broken[name]:
+            errors = [error for _, error in broken[name]]
+            verdict = "warning" if name == "lock" else "wrong"
+            found, do = f"fails: {each(broken[name])}", cure(errors)
+            rows.append(Row(check="files", what=TITLES[name], found=found, verdict=verdict, do=do))
+        elif answers := {host: found[name] for host, found in probes.items() if name in found}:
+            rows.append(row(answers))
+    return rows
+
+
+TITLES = {
+    "rename": "rename",
+    "fsync": "fsync",
+    "lock": "lock",
+    "small": "small files",
+    "large": "write",
+}
+"""Probe -> its name in the table."""
+
+
+def _rename(answers: Mapping[str, Mapping]) -> Row:
+    if bad := [host for host, a in answers.items() if not (a["replaces"] and a["moves_folders"])]:
+        do = "checkpoints are finished by a rename: give --run-dir another file system (not an object store)"
+        found = f"does not replace a file or move a folder on {some(bad)}"
+        return Row(check="files", what="rename", found=found, verdict="wrong", do=do)
+    return Row(check="files", what="rename", found="replaces a file, moves a whole folder")
+
+
+def _fsync(answers: Mapping[str, Mapping]) -> Row:
+    found = each(
+        (host, f"a file in {time_text(a['file_seconds'])}, a folder in {time_text(a['folder_seconds'])}")
+        for host, a in answers.items()
+    )
+    slowest = max(max(a["file_seconds"], a["folder_seconds"]) for a in answers.values())
+    if slowest > SLOW_FSYNC_SECONDS:
+        do = (
+            "save less often (--checkpoints.every-steps), or to a nearer disk: each save waits for"
+            " dozens of these"
+        )
+        return Row(check="files", what="fsync", found=found, verdict="warning", do=do)
+    return Row(check="files", what="fsync", found=found)
+
+
+def _locks(answers: Mapping[str, Mapping]) -> Row:
+    if blind := [host for host, a in answers.items() if not a["seen"]]:
+        do = "see yourself that no two runs use one folder (NFS: mount without nolock; Lustre: with -o flock)"
+        found = f"a lock that is held is not seen by another process on {some(blind)}"
+        return Row(check="files", what="lock", found=found, verdict="warning", do=do)
+    return Row(check="files", what="lock", found="a lock that is held is seen by another process")
+
+
+def _small(answers: Mapping[str, Mapping]) -> Row:
+    found = each(
+        (host, f"made in {time_text(a['create_seconds'])}, looked at in {time_text(a['stat_seconds'])}")
+        for host, a in answers.items()
+    )
+    if max(a["create_seconds"] for a in answers.values()) > SLOW_FILE_SECONDS:
+        do = (
+            "keep Python's environment and text files elsewhere: this file system is slow with many"
+            " small files"
+        )
+        return Row(check="files", what="small files", found=found, verdict="warning", do=do)
+    return Row(check="files", what="small files", found=found)
+
+
+def _large(answers: Mapping[str, Mapping]) -> Row:
+    found = each((host, rate_text(a["bytes_per_second"])) for host, a in answers.items())
+    slowest = min(a["bytes_per_second"] for a in answers.values())
+    if slowest < SLOW_BYTES_PER_SECOND:
+        minutes = CHECKPOINT_BYTES / slowest / 60
+        do = f"a checkpoint of 10 GB takes {minutes:.0f} minutes: save less often, or to a faster disk"
+        return Row(check="files", what="write", found=found, verdict="warning", do=do)
+    return Row(check="files", what="write", found=found)
+
+
+CHECK = Check(
+    about="the run folder: its file system, rename, fsync, lock, speed, space, seen by all",
+    look=look,
+    judge=judge,
+    limit_seconds=90.0,
+    if_it_hangs=(
+        "the file system of the run folder does not answer: see mount, dmesg and the file server; or give"
+        " another --run-dir"
+    ),
+)

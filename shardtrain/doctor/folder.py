@@ -1,0 +1,176 @@
+"""What a file system does under a checkpoint: rename, fsync, lock, many small files, one large one.
+
+Each probe is a function of a folder of its own; what it cannot do is in its answer. Rows are in `files.py`.
+"""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from shardtrain.doctor.check import Facts
+
+NUM_SMALL, NUM_SYNCS = 16, 5
+LARGE_BYTES, PIECE_BYTES = 64 * 2**20, 2**20
+
+SEEN = 3
+TRY_LOCK = f"""
+import fcntl, sys
+try:
+    fcntl.flock(open(sys.argv[1], "a"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit({SEEN})
+"""
+
+
+def mount_of(path: Path, mounts: str) -> Facts:
+    """The mount that a path is on.
+
+    Args:
+      path: absolute, without links.
+      mounts: the text of /proc/mounts.
+
+    Returns:
+      Its `type`, `source`, and whether it is `read_only`.
+
+    >>> mount_of(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
+    {'type': 'nfs4', 'source': 'n:/d', 'read_only': True}
+    """
+    found = {"type": "unknown", "source": "", "read_only": False}
+    longest = -1
+    for line in mounts.splitlines():
+        source, where, kind, options, *_ = line.split(" ")
+        # spaces and tabs are written in octal
+        where = where.encode().decode("unicode_escape")
+        # of two on one place the later one is seen
+        if path.is_relative_to(where) and len(where) >= longest:
+            longest = len(where)
+            found = {"type": kind, "source": source, "read_only": "ro" in options.split(",")}
+    return found
+
+
+def nearest(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path.resolve()
+
+
+def space(folder: Path) -> Facts:
+    """What is free for this user."""
+    room = os.statvfs(folder)
+    return {
+        "free_bytes": room.f_frsize * room.f_bavail,
+        "size_bytes": room.f_frsize * room.f_blocks,
+        # file systems without a fixed number of inodes say 0 of 0
+        "free_inodes": room.f_favail if room.f_files else None,
+    }
+
+
+def probe(folder: Path, large_bytes: int) -> Facts:
+    """All probes of a folder that is ours.
+
+    Returns:
+      By probe what was measured, or its `error`: the name of the error of the system, and its words.
+    """
+    probes: dict[str, Callable[[Path], Facts]] = {
+        "rename": rename,
+        "fsync": fsync,
+        "lock": lock,
+        "small": small,
+        "large": lambda folder: large(folder, large_bytes),
+    }
+    return {name: attempt(one, folder) for name, one in probes.items() if name != "large" or large_bytes}
+
+
+def attempt(one: Callable[[Path], Facts], folder: Path) -> Facts:
+    """A probe's answer, or how it failed."""
+    try:
+        return one(folder)
+    except OSError as error:
+        return {"error": f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}"}
+
+
+def rename(folder: Path) -> Facts:
+    """Whether a new file takes the place of an old one at once, and a whole folder gets its final name."""
+    old, new = folder / "old", folder / "new"
+    old.write_text("old")
+    new.write_text("new")
+    new.replace(old)
+    (folder / "step.new").mkdir()
+    (folder / "step.new" / "file").write_text("in it")
+    (folder / "step.new").rename(folder / "step")
+    moved = (folder / "step" / "file").read_text() == "in it" and not (folder / "step.new").exists()
+    return {"replaces": old.read_text() == "new" and not new.exists(), "moves_folders": moved}
+
+
+def fsync(folder: Path) -> Facts:
+    """How long it takes until some bytes, and a folder's new entry, are said to be on the disk."""
+    files, folders = [], []
+    for number in range(NUM_SYNCS):
+        with (folder / f"synced-{number}").open("wb") as file:
+            file.write(bytes(4096))
+            file.flush()
+            files.append(_timed(lambda file=file: os.fsync(file.fileno())))
+        folders.append(_timed(lambda: sync_folder(folder)))
+    return {"file_seconds": median(files), "folder_seconds": median(folders)}
+
+
+def sync_folder(folder: Path) -> None:
+    """Have a folder's entries on the disk."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def lock(folder: Path) -> Facts:
+    """Whether a lock that is held is seen by another process."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        code = subprocess.run([sys.executable, "-I", "-S", "-c", TRY_LOCK, file.name], check=False).returncode
+    return {"seen": code == SEEN}
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody else holds the lock of a file."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def small(folder: Path) -> Facts:
+    """How long it takes to make a file, and to look at it."""
+    paths = [folder / f"small-{number}" for number in range(NUM_SMALL)]
+    made = [_timed(lambda path=path: path.write_bytes(b"x")) for path in paths]
+    looked = [_timed(path.stat) for path in paths]
+    return {"create_seconds": median(made), "stat_seconds": median(looked)}
+
+
+def large(folder: Path, num_bytes: int) -> Facts:
+    """How fast a large file is on the disk."""
+    # not zeros, which some file systems do not store
+    piece = os.urandom(PIECE_BYTES)
+    began = time.monotonic()
+    with (folder / "large").open("wb") as file:
+        for _ in range(num_bytes // PIECE_BYTES):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes_per_second": num_bytes / (time.monotonic() - began)}
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began

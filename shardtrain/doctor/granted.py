@@ -1,0 +1,150 @@
+"""Which GPUs this host has, and which of them this process was given: by the driver's files and nvidia-smi.
+
+No jax and no rows: `devices.py` compares it with what jax sees.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from shardtrain.doctor.check import Facts
+
+QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
+SMI_SECONDS = 20.0
+
+
+def granted(environ: Mapping[str, str]) -> Facts:
+    """The GPUs that this process may use.
+
+    Returns:
+      `nodes`: GPUs with a device file that can be opened; `closed`: without the right to; `gpus`: as
+      nvidia-smi lists them; `visible`: by `CUDA_VISIBLE_DEVICES`, None where it is not set; `slurm`: how
+      many Slurm gave, None likewise; `driver`; `plugin`: the CUDA plugin of jax and its version;
+      `smi_error`.
+    """
+    files = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    openable = [path for path in files if os.access(path, os.R_OK | os.W_OK)]
+    gpus, error = _nvidia_smi() if files else ([], None)
+    return {
+        "nodes": len(openable),
+        "closed": len(files) - len(openable),
+        "gpus": gpus,
+        "smi_error": error,
+        "visible": visible(environ),
+        "slurm": slurm_gpus(environ),
+        "driver": driver(),
+        "plugin": plugin(),
+        "cpu_wanted": environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu",
+    }
+
+
+def gpus_wanted(environ: Mapping[str, str]) -> bool:
+    """There is a GPU, and jax was not told to use the CPU."""
+    here = granted_nodes() > 0 and visible(environ) != []
+    return here and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
+
+
+def granted_nodes() -> int:
+    """How many GPUs have a device file."""
+    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+
+
+def visible(environ: Mapping[str, str]) -> list[str] | None:
+    """The words of `CUDA_VISIBLE_DEVICES`; CUDA ignores what stands behind one that is not valid.
+
+    >>> visible({"CUDA_VISIBLE_DEVICES": "0,2"}), visible({"CUDA_VISIBLE_DEVICES": ""}), visible({})
+    (['0', '2'], [], None)
+    """
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    end = next((i for i, word in enumerate(words) if word in ("", "-1", "NoDevFiles")), len(words))
+    return words[:end]
+
+
+def slurm_gpus(environ: Mapping[str, str]) -> int | None:
+    """How many GPUs Slurm gave on this host.
+
+    >>> slurm_gpus({"SLURM_STEP_GPUS": "0,1"}), slurm_gpus({"SLURM_GPUS_ON_NODE": "4"}), slurm_gpus({})
+    (2, 4, None)
+    """
+    if step := environ.get("SLURM_STEP_GPUS"):
+        return len(step.split(","))
+    found = re.search(r"(\d+)$", environ.get("SLURM_GPUS_ON_NODE", ""))
+    return int(found[1]) if found else None
+
+
+def read_gpus(text: str) -> list[Facts]:
+    """What nvidia-smi printed as CSV.
+
+    >>> read_gpus("0, GPU-1, NVIDIA L4, 23034, 5, 550.54\\n")[0]["used_bytes"]
+    5242880
+    """
+    gpus = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == len(QUERY):
+            index, uuid, name, total, used, _ = cells
+            sizes = {"memory_bytes": _mebibytes(total), "used_bytes": _mebibytes(used)}
+            gpus.append({"index": index, "uuid": uuid, "name": name, **sizes})
+    return gpus
+
+
+def _mebibytes(cell: str) -> int:
+    return int(cell) * 2**20 if cell.isdecimal() else 0
+
+
+def _nvidia_smi() -> tuple[list[Facts], str | None]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], "there is no nvidia-smi"
+    command = [program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi did not end within {SMI_SECONDS:.0f} s"
+    if done.returncode:
+        return [], (done.stdout + done.stderr).strip().splitlines()[-1][:200]
+    return read_gpus(done.stdout), None
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None without one.
+
+    >>> driver() is None or driver()[0].isdigit()
+    True
+    """
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else None
+
+
+def plugin() -> str | None:
+    """The CUDA plugin of jax that is installed, and its version."""
+    for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
+    """The GPUs that words of `CUDA_VISIBLE_DEVICES` mean, by what no container renames."""
+    gpus = facts["gpus"]
+    if names is None:
+        return [gpu["uuid"] for gpu in gpus]
+    by_word = {gpu["index"]: gpu["uuid"] for gpu in gpus}
+    found = [
+        by_word.get(word) or next((g["uuid"] for g in gpus if g["uuid"].startswith(word)), "")
+        for word in names
+    ]
+    return [uuid for uuid in found if uuid]

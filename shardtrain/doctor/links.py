@@ -1,0 +1,259 @@
+"""links: how fast the devices of a rank reach each other, and how fast the ranks do, by pairs, over MPI.
+
+Pairs that share no rank are measured at the same time, as they would be in a run.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, count_text, rate_text, some, time_text
+from shardtrain.doctor.rates import best, outliers, spread_text
+
+MESSAGE_BYTES = {"cpu": 4 * 2**20}
+DEVICE_BYTES = 64 * 2**20
+BRIDGE_BYTES, PING_BYTES = 8 * 2**20, 8
+NUM_PINGS, NUM_MESSAGES = 50, 5
+MOST_PAIRS, MOST_ROUNDS = 8, 16
+OUTLIER_SHARE = 0.5
+SLOW_BYTES_PER_SECOND = 0.3e9
+EXAMPLE_PARAMETERS = 100_000_000
+
+
+def look(here: Here) -> Facts:
+    """Pairs of this rank's devices, then pairs of ranks, then a sum over all ranks by mpi4jax."""
+    import jax
+
+    devices = jax.local_devices()
+    num_bytes = MESSAGE_BYTES.get(devices[0].platform, DEVICE_BYTES)
+    facts: Facts = {
+        "platform": devices[0].platform,
+        "pairs": {f"{a} - {b}": permute(devices, a, b, num_bytes) for a, b in sampled(len(devices))},
+        "all_reduce": all_reduce(devices, num_bytes) if len(devices) > 1 else None,
+    }
+    here.meeting.share("devices are measured")
+    if here.comm is None:
+        return facts
+    facts["partners"] = _ranks(here)
+    facts["bridge"] = _bridge(here)
+    return facts
+
+
+def sampled(num_devices: int) -> list[tuple[int, int]]:
+    """Pairs of devices: all, or where these are many, neighbours and opposites.
+
+    >>> sampled(3), len(sampled(8)), len(sampled(64))
+    ([(0, 1), (0, 2), (1, 2)], 8, 8)
+    """
+    every = list(combinations(range(num_devices), 2))
+    if len(every) <= MOST_PAIRS:
+        return every
+    each = MOST_PAIRS // 2
+    starts = [i * num_devices // each for i in range(each)]
+    near = [(i, (i + 1) % num_devices) for i in starts]
+    far = [(i, (i + num_devices // 2) % num_devices) for i in range(each)]
+    return list(dict.fromkeys((min(pair), max(pair)) for pair in near + far))
+
+
+def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
+    """Bytes per second that each of two devices sends to the other."""
+    import jax
+
+    return num_bytes / best(
+        _on_mesh([devices[a], devices[b]], num_bytes, lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]))
+    )
+
+
+def all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
+    """Bytes per second of a sum over all devices, by the size of one device's array."""
+    import jax
+
+    return num_bytes / best(_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
+
+
+def _on_mesh(devices: Sequence[Any], num_bytes: int, body: Any):
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(devices), ("data",))
+    spec = PartitionSpec("data")
+    values = np.ones((len(devices), num_bytes // 4), np.float32)
+    x = jax.device_put(values, NamedSharding(mesh, spec))
+    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return lambda: jax.block_until_ready(step(x))
+
+
+def rounds(size: int) -> list[list[tuple[int, int]]]:
+    """Rounds of a tournament: each pair of ranks meets once, and in a round nobody is in two pairs.
+
+    >>> rounds(3)
+    [[(1, 2)], [(0, 2)], [(0, 1)]]
+    >>> sorted(pair for one in rounds(6) for pair in one) == list(combinations(range(6), 2))
+    True
+    """
+    # an even number of seats; who meets the empty one has a rest
+    seats = size + size % 2
+    circle = list(range(seats))
+    found = []
+    for _ in range(seats - 1):
+        pairs = [(circle[i], circle[seats - 1 - i]) for i in range(seats // 2)]
+        found.append(sorted((min(p), max(p)) for p in pairs if max(p) < size))
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def _ranks(here: Here) -> dict[str, list[float]]:
+    """Partner of a higher rank -> seconds of a small message one way, bytes per second of a large one."""
+    # of its own: nothing else may be on the way
+    comm = here.comm.Dup()
+    found = {}
+    for pairs in rounds(comm.size)[:MOST_ROUNDS]:
+        comm.Barrier()
+        for pair in pairs:
+            if comm.rank in pair:
+                other = pair[1] if comm.rank == pair[0] else pair[0]
+                found[str(other)] = _exchange(comm, other)
+    comm.Free()
+    return {other: figures for other, figures in found.items() if int(other) > here.rank}
+
+
+def _exchange(comm: Any, other: int) -> list[float]:
+    figures = []
+    for num_bytes, repeats in ((PING_BYTES, NUM_PINGS), (BRIDGE_BYTES, NUM_MESSAGES)):
+        sent, got = bytearray(num_bytes), bytearray(num_bytes)
+        seconds = []
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            comm.Sendrecv(sent, other, 0, got, other, 0)
+            seconds.append(time.perf_counter() - began)
+        figures.append(min(seconds[1:]))
+    return [figures[0], BRIDGE_BYTES / figures[1]]
+
+
+def _bridge(here: Here) -> float:
+    """Bytes per second of a sum over all ranks through mpi4jax, by the size of one rank's array."""
+    import jax
+    import numpy as np
+
+    from shardtrain.islands.bridge import MpiGroup
+
+    group = MpiGroup(here.comm)
+    x = jax.device_put(np.ones(BRIDGE_BYTES // 4, np.float32), jax.local_devices(backend="cpu")[0])
+    add = jax.jit(group.all_reduce)
+    # the same number of times on every rank, whatever its clock says
+    seconds = []
+    for _ in range(NUM_MESSAGES + 1):
+        here.comm.Barrier()
+        began = time.perf_counter()
+        jax.block_until_ready(add(x))
+        seconds.append(time.perf_counter() - began)
+    return BRIDGE_BYTES / min(seconds[1:])
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """Rows of devices inside ranks, of pairs of ranks, and of the sum over all ranks."""
+    rows = _devices(told)
+    names = {one.rank: one for one in told}
+    pairs = {
+        (one.rank, int(other)): figures
+        for one in told
+        for other, figures in one.facts.get("partners", {}).items()
+        if int(other) in names
+    }
+    for where, same in (("one host", True), ("two hosts", False)):
+        chosen = {p: f for p, f in pairs.items() if (names[p[0]].host == names[p[1]].host) == same}
+        if chosen:
+            rows.append(_pairs(chosen, names, where))
+    if bridges := {one.name: one.facts["bridge"] for one in told if "bridge" in one.facts}:
+        rate = min(bridges.values())
+        seconds = 4 * EXAMPLE_PARAMETERS / rate
+        found = (
+            f"{rate_text(rate)} of gradients; {time_text(seconds)} a step for 100 million parameters in"
+            " float32"
+        )
+        rows.append(Row(check="links", what="sum over ranks", found=found))
+    return rows
+
+
+def _devices(told: Sequence[Told]) -> list[Row]:
+    rates = {f"{one.name} {pair}": rate for one in told for pair, rate in one.facts["pairs"].items()}
+    if not rates:
+        return []
+    sums = [one.facts["all_reduce"] for one in told if one.facts["all_reduce"]]
+    text = f"{count_text(len(rates), 'pair')}: {spread_text(rates.values(), 'B')}"
+    text += f"; sums over all: {spread_text(sums, 'B')}"
+    if any(one.facts["platform"] == "cpu" for one in told):
+        found = f"{text} (simulated devices: memory of the host)"
+        return [Row(check="links", what="devices", found=found)]
+    if slow := outliers(rates, OUTLIER_SHARE):
+        named = some([f"{pair} {rate_text(rate)}" for pair, rate in slow.items()])
+        do = "nvidia-smi topo -m shows how they are joined: keep tensor and fsdp to devices joined by NVLink"
+        return [Row(check="links", what="devices", found=f"{text}; slow: {named}", verdict="warning", do=do)]
+    return [Row(check="links", what="devices", found=text)]
+
+
+def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, Told], where: str) -> Row:
+    rates = {pair: figures[1] for pair, figures in pairs.items()}
+    pings = [figures[0] for figures in pairs.values()]
+    what = f"ranks on {where}"
+    text = (
+        f"{count_text(len(pairs), 'pair')}: 8 B in {times_text(pings)},"
+        f" 8 MiB both ways at {spread_text(rates.values(), 'B')}"
+    )
+    named = {" - ".join(names[rank].name for rank in pair): rate for pair, rate in rates.items()}
+    if slow := outliers(named, OUTLIER_SHARE):
+        found = f"{text}; slow: {some([f'{pair} {rate_text(rate)}' for pair, rate in slow.items()])}"
+        do = (
+            _common(list(rates), outliers_of(rates), names)
+            or "look at the cables and ports between these hosts"
+        )
+        return Row(check="links", what=what, found=found, verdict="warning", do=do)
+    middle = median(rates.values())
+    if where == "two hosts" and middle < SLOW_BYTES_PER_SECOND:
+        seconds = 4 * EXAMPLE_PARAMETERS / middle
+        do = (
+            f"100 million gradients take {seconds:.0f} s a step: see whether MPI takes the fast network"
+            " (MPICH: UCX_NET_DEVICES, FI_PROVIDER; Open MPI: --mca btl_tcp_if_include), or send less:"
+            " --combine int8+mean, --local-steps"
+        )
+        return Row(check="links", what=what, found=text, verdict="warning", do=do)
+    return Row(check="links", what=what, found=text)
+
+
+def times_text(seconds: Sequence[float]) -> str:
+    """
+    >>> times_text([2e-6]), times_text([2e-6, 3e-5])
+    ('2.0 us', '2.0 us to 30.0 us')
+    """
+    return " to ".join(dict.fromkeys((time_text(min(seconds)), time_text(max(seconds)))))
+
+
+def outliers_of(rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
+    """The pairs that stand out."""
+    limit = OUTLIER_SHARE * median(rates.values())
+    return [pair for pair, rate in rates.items() if rate < limit]
+
+
+def _common(every: Sequence[tuple[int, int]], slow: Sequence[tuple[int, int]], names: dict[int, Told]) -> str:
+    """The rank or host that all slow pairs have in common, where there are several."""
+    shared = set.intersection(*(set(pair) for pair in slow))
+    if len(slow) > 1 and shared:
+        one = names[shared.pop()]
+        return f"all slow pairs have {one.name}: look at the network card, cable and load of {one.host}"
+    return ""
+
+
+CHECK = Check(
+    about="bandwidth and latency between devices and between ranks",
+    look=look,
+    judge=judge,
+    limit_seconds=180.0,
+    if_it_hangs=(
+        "messages do not pass: see ports and mpi; MPI may have chosen a network that hosts do not share"
+        " (MPICH: UCX_NET_DEVICES or FI_PROVIDER=tcp; Open MPI: --mca btl_tcp_if_include)"
+    ),
+    measures=True,
+)

@@ -1,0 +1,270 @@
+"""mpi: which MPI mpi4py, mpi4jax and mpiexec are of, what started the ranks, and whether a message passes.
+
+MPI and mpi4jax are tried in a child process: where libraries do not fit together they crash or hang.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, count_text, each
+from shardtrain.doctor.child import tell
+from shardtrain.doctor.flavour import fit, flavour
+from shardtrain.doctor.granted import gpus_wanted
+from shardtrain.islands.membership import cuda_aware
+from shardtrain.launch.mpi import find_mpiexec
+
+CHILD_SECONDS, PROBE_SECONDS = 60.0, 90.0
+THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
+
+PROGRAM = r"""
+import json, re, warnings
+from pathlib import Path
+def tell(**facts): print(json.dumps(facts), flush=True)
+def libraries():
+    words = Path("/proc/self/maps").read_text().split()
+    return sorted({word for word in words if re.search(r"/libmpi(_cray|_intel)?\.so[\d.]*$", word)})
+from mpi4py import MPI
+levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+tell(library=MPI.Get_library_version(), standard=".".join(map(str, MPI.Get_version())),
+     threads=levels.index(MPI.Query_thread()), mpi4py_libraries=libraries())
+import jax, jax.numpy as jnp
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import mpi4jax
+    comm = MPI.COMM_SELF.Clone()
+    tell(mpi4jax=mpi4jax.__version__, libraries=libraries(), warnings=[str(w.message) for w in told])
+x = jnp.arange(1 << 16, dtype=jnp.float32)
+y = jax.jit(lambda x: mpi4jax.sendrecv(x, x, 0, 0, comm=comm))(x)
+tell(moved=bool((x == y).all()))
+"""
+"""On the CPU: from itself to itself, through jax and MPI."""
+
+PMI_VARIABLES = (
+    "PMIX_RANK",
+    "PMIX_NAMESPACE",
+    "PMI_FD",
+    "PMI_PORT",
+    "PMI2_JOBID",
+    "PALS_APID",
+    "SLURM_MPI_TYPE",
+)
+
+OTHER_LAUNCHERS = (
+    "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE", "MP_CHILD", "PMIX_NAMESPACE", "PMI_FD",
+    "HYDI_CONTROL_FD", "OMPI_MCA_orte_ess_vpid",
+)  # fmt: skip
+"""Variables of launchers, also of those that `islands.place` does not know."""
+
+
+def look(here: Here) -> Facts:
+    """What started this rank; on the first of each host also which MPIs there are, and whether they work."""
+    facts: Facts = {
+        "launcher": here.place.launcher,
+        "told": [here.place.rank, here.place.size],
+        "problem": here.problem,
+        "seats_problem": here.seats_problem,
+        "pmi": pmi_kind(here.environ),
+        "strange": [n for n in OTHER_LAUNCHERS if n in here.environ] if here.place.launcher == "none" else [],
+        "tasks_of_job": _tasks_of_job(here.environ) if here.place.launcher == "none" else 1,
+    }
+    if here.is_first_on_host:
+        environ = {**here.environ, "JAX_PLATFORMS": "cpu"}
+        facts |= {"child": tell(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _mpiexec()}
+        if gpus_wanted(here.environ) and not here.quick:
+            facts["cuda_aware"] = cuda_aware(timeout_seconds=PROBE_SECONDS)
+    return facts
+
+
+def pmi_kind(environ: Mapping[str, str]) -> str:
+    """By which interface a launcher and MPI meet.
+
+    >>> pmi_kind({"PMIX_RANK": "0"}), pmi_kind({"PMI_FD": "7", "SLURM_MPI_TYPE": "pmi2"})
+    ('PMIx', 'PMI-2')
+    >>> pmi_kind({"PMI_FD": "7"}), pmi_kind({})
+    ('PMI', 'none')
+    """
+    if any(name.startswith("PMIX_") for name in environ):
+        return "PMIx"
+    if environ.get("SLURM_MPI_TYPE", "").startswith("pmi2"):
+        return "PMI-2"
+    return "PMI" if any(name.startswith("PMI") for name in environ) else "none"
+
+
+def _tasks_of_job(environ: Mapping[str, str]) -> int:
+    number = environ.get("SLURM_NTASKS", "1") if "SLURM_JOB_ID" in environ else "1"
+    return int(number) if number.isdecimal() else 1
+
+
+def _mpiexec() -> Facts:
+    try:
+        found = find_mpiexec()
+    except (ValueError, OSError) as error:
+        return {"error": str(error)}
+    return {"path": found.path, "flavour": found.flavour, "version": found.version}
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """Rows of the launcher, the libraries, the mpiexec, and the messages that were tried."""
+    firsts = [one for one in (ranks[0] for ranks in by_host(told).values()) if "child" in one.facts]
+    rows = [_launcher(told)]
+    if problem := told[0].facts["seats_problem"]:
+        do = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
+        rows.append(Row(check="mpi", what="islands", found=problem, verdict="wrong", do=do))
+    if firsts:
+        rows += [_library(firsts), *_threads(firsts), _mpi4jax(firsts), _launches(firsts)]
+    probed = [(one.host, one.facts["cuda_aware"]) for one in firsts if "cuda_aware" in one.facts]
+    return rows + ([_device_memory(probed)] if probed else [])
+
+
+def _launcher(told: Sequence[Told]) -> Row:
+    facts = told[0].facts
+    started = {"none": "started by nobody: alone"}.get(facts["launcher"], f"started by {facts['launcher']}")
+    found = started
+    if facts["problem"]:
+        do = (
+            "use the mpiexec that stands beside this Python, or build mpi4py and mpi4jax for the"
+            " launcher's MPI"
+            " (README, Another MPI); with srun add --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows what"
+            " there is)"
+        )
+        return Row(check="mpi", what="launcher", found=facts["problem"], verdict="wrong", do=do)
+    if facts["strange"]:
+        do = (
+            "start with mpiexec or srun, or set PMI_RANK and PMI_SIZE for each rank: as it is, each"
+            " would be alone"
+        )
+        found += f"; but a launcher shardtrain does not know set {', '.join(facts['strange'])}"
+        return Row(check="mpi", what="launcher", found=found, verdict="warning", do=do)
+    if facts["tasks_of_job"] > 1:
+        do = f"look at all of them: srun -n {facts['tasks_of_job']} --mpi=pmi2 shardtrain doctor"
+        found += f", in a job of {facts['tasks_of_job']} tasks"
+        return Row(check="mpi", what="launcher", found=found, verdict="note", do=do)
+    size = count_text(facts["told"][1], "rank")
+    found = started if facts["launcher"] == "none" else f"{started}, {facts['pmi']}; MPI agrees on {size}"
+    return Row(check="mpi", what="launcher", found=found)
+
+
+def _first_line(library: str) -> str:
+    """
+    >>> _first_line("MPICH Version:      5.0.2\\nMPICH Release date: x")
+    'MPICH Version: 5.0.2'
+    """
+    lines = library.strip("\0 \n").splitlines()
+    return re.sub(r"\s+", " ", lines[0].split(", package")[0]) if lines else "?"
+
+
+def _library(firsts: Sequence[Told]) -> Row:
+    """The MPI of mpi4py."""
+    children = [(one.host, one.facts["child"]) for one in firsts]
+    broken = [(host, child["died"]) for host, child in children if "library" not in child]
+    if broken:
+        do = (
+            "install mpi4py for the MPI that is here: uv sync for the one that comes along, or README,"
+            " Another MPI"
+        )
+        found = "mpi4py does not start: " + each((host, str(died)) for host, died in broken)
+        return Row(check="mpi", what="library", found=found, verdict="wrong", do=do)
+    texts = [
+        (
+            host,
+            f"{_first_line(child['library'])}, MPI {child['standard']},"
+            f" {', '.join(child['mpi4py_libraries'])}",
+        )
+        for host, child in children
+    ]
+    if len({_first_line(child["library"]) for _, child in children}) > 1:
+        do = "give every host the same MPI: different ones do not understand each other"
+        return Row(check="mpi", what="library", found=each(texts), verdict="wrong", do=do)
+    return Row(check="mpi", what="library", found=each(texts))
+
+
+def _threads(firsts: Sequence[Told]) -> list[Row]:
+    levels = [(one.host, one.facts["child"]["threads"]) for one in firsts if "threads" in one.facts["child"]]
+    low = [(host, THREAD_LEVELS[level]) for host, level in levels if level < 3]
+    if not low:
+        return []
+    do = (
+        "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: several threads"
+        " call it here"
+    )
+    return [Row(check="mpi", what="threads", found=each(low), verdict="wrong", do=do)]
+
+
+def _mpi4jax(firsts: Sequence[Told]) -> Row:
+    """Whether it is of the same MPI, and an array passed through it."""
+    children = [(one.host, one.facts["child"]) for one in firsts if "library" in one.facts["child"]]
+    again = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
+    two = [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]
+    if two:
+        found = "mpi4py and mpi4jax load different MPIs: " + each(two)
+        return Row(check="mpi", what="mpi4jax", found=found, verdict="wrong", do=again)
+    failed = [(host, str(c["died"] or "it came back changed")) for host, c in children if not c.get("moved")]
+    if failed:
+        loads = all("mpi4jax" in child for _, child in children)
+        found = ("an array sent to itself: " if loads else "it does not load: ") + each(failed)
+        return Row(check="mpi", what="mpi4jax", found=found, verdict="wrong", do=again)
+    texts = [
+        (host, f"{child['mpi4jax']} loads the same MPI; an array passed through it")
+        for host, child in children
+    ]
+    if warned := [(host, child["warnings"][0][:200]) for host, child in children if child["warnings"]]:
+        found = f"{each(texts)}; it warns: {each(warned)}"
+        return Row(
+            check="mpi",
+            what="mpi4jax",
+            found=found,
+            verdict="note",
+            do="keep jax and mpi4jax as uv sync has them",
+        )
+    return Row(
+        check="mpi", what="mpi4jax", found=each(texts) if texts else "not tried: mpi4py does not start"
+    )
+
+
+def _launches(firsts: Sequence[Told]) -> Row:
+    """The mpiexec that `shardtrain launch` takes."""
+    found = each(
+        (one.host, m.get("error") or f"{m['path']} ({m['flavour']} {m['version']})")
+        for one in firsts
+        for m in (one.facts["mpiexec"],)
+    )
+    if any("error" in one.facts["mpiexec"] for one in firsts):
+        do = (
+            "install one (pip install mpich), or name yours: shardtrain launch --mpiexec PATH; srun"
+            " needs none"
+        )
+        return Row(check="mpi", what="mpiexec", found=found, verdict="warning", do=do)
+    other = [
+        (one.host, flavour(one.facts["child"]["library"]))
+        for one in firsts
+        if "library" in one.facts["child"]
+        and not fit(one.facts["mpiexec"]["flavour"], flavour(one.facts["child"]["library"]))
+    ]
+    if other:
+        do = (
+            f"start ranks with the mpiexec of mpi4py's MPI ({other[0][1]}); by this one each rank would"
+            " be alone"
+        )
+        return Row(check="mpi", what="mpiexec", found=found, verdict="warning", do=do)
+    return Row(check="mpi", what="mpiexec", found=found)
+
+
+def _device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
+    found = each(
+        (host, "takes device memory" if able else "does not take device memory") for host, able in probed
+    )
+    if all(able for _, able in probed):
+        return Row(check="mpi", what="CUDA-aware", found=found)
+    do = (
+        "nothing: arrays cross through the host's memory; an MPI and mpi4jax built for CUDA would save a copy"
+    )
+    return Row(check="mpi", what="CUDA-aware", found=found, verdict="note", do=do)
+
+
+CHECK = Check(
+    about="MPI's flavour, ABI, threads, launcher, PMI, an array through mpi4jax",
+    look=look,
+    judge=judge,
+    limit_seconds=CHILD_SECONDS + PROBE_SECONDS + 30.0,
+    if_it_hangs="a child process could not be ended: look for processes in state D on that host",
+)

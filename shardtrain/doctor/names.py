@@ -1,0 +1,182 @@
+"""names: what the hosts are called, whether they find each other by name, and whether their clocks agree."""
+
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, each, time_text
+
+SLOW_SECONDS = 1.0
+"""Looking up a name should take milliseconds; one server that does not answer costs seconds each time."""
+
+CLOCK_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
+"""Clocks that differ by more put dates of checkpoints and lines of logs in a wrong order."""
+
+MOST_HOSTS = 64
+"""Every host looks up at most so many others."""
+
+
+def look(here: Here) -> Facts:
+    """This host's name, what it and the others' names lead to, and its clock at a common moment."""
+    name = socket.gethostname()
+    machine = Path("/proc/sys/kernel/random/boot_id")
+    mine = {
+        "name": name,
+        "launcher_name": here.place.host,
+        "machine": machine.read_text().strip() if machine.exists() else "",
+        "own": resolve(name),
+    }
+    names = [other for other in dict.fromkeys(here.meeting.share("names", name)) if other != name]
+    others = {other: resolve(other) for other in names[:MOST_HOSTS]} if here.is_first_on_host else {}
+    here.meeting.share("names are looked up")
+    # all ranks come out of this within milliseconds
+    return mine | {"others": others, "clock": time.time()}
+
+
+def resolve(name: str) -> Facts:
+    """What a name leads to.
+
+    Returns:
+      `addresses`, the `seconds` it took, and an `error` where it leads nowhere.
+    """
+    began, addresses, error = time.monotonic(), [], None
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(where[0]) for *_, where in found))
+    except OSError as failure:
+        error = failure.strerror or str(failure)
+    return {"addresses": addresses, "seconds": time.monotonic() - began, "error": error}
+
+
+def is_loopback(address: str) -> bool:
+    """An address that every host uses for itself.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.7"), is_loopback("fe80::1%eth0")
+    (True, False, False)
+    """
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """Rows of own names, of other hosts' names, and of clocks."""
+    firsts = [ranks[0] for ranks in by_host(told).values()]
+    rows = [_own(firsts), *_doubles(firsts), *_slow(firsts)]
+    if len(firsts) > 1:
+        rows += [_others(firsts), _clocks(told)]
+    return rows
+
+
+def _own(firsts: Sequence[Told]) -> Row:
+    found = each((one.host, f"{one.facts['name']} is {addresses_text(one.facts['own'])}") for one in firsts)
+    lost = [one for one in firsts if not one.facts["own"]["addresses"]]
+    looped = [one for one in firsts if _loops(one.facts["own"]) and one not in lost]
+    if lost:
+        line = f"10.0.0.7 {lost[0].facts['name']}"
+        do = f"give it an address: a line such as '{line}', with its own address, in /etc/hosts of every host"
+        return Row(check="names", what="own name", found=found, verdict="wrong", do=do)
+    if looped and len(firsts) > 1:
+        one = looped[0].facts
+        do = (
+            "other hosts cannot reach what jax.distributed and MPI give out as the address of"
+            f" {one['name']}: in its"
+            f" /etc/hosts take {one['name']} off the line of {one['own']['addresses'][0]}, and add one"
+            " with the"
+            f" address that the others use, such as '10.0.0.7 {one['name']}'"
+        )
+        return Row(check="names", what="own name", found=found, verdict="wrong", do=do)
+    if looped:
+        do = "nothing for one host; with several its name must lead to an address that the others reach"
+        return Row(check="names", what="own name", found=found, verdict="note", do=do)
+    return Row(check="names", what="own name", found=found)
+
+
+def _loops(answer: Mapping) -> bool:
+    return any(is_loopback(address) for address in answer["addresses"])
+
+
+def addresses_text(answer: Mapping) -> str:
+    """The addresses of a name, or why there are none."""
+    return ", ".join(answer["addresses"]) or f"unknown ({answer['error']})"
+
+
+def _doubles(firsts: Sequence[Told]) -> list[Row]:
+    """Machines that share a name, and hosts that the launcher calls otherwise."""
+    machines: dict[str, set[str]] = {}
+    for one in firsts:
+        machines.setdefault(one.facts["name"], set()).add(one.facts["machine"])
+    rows = []
+    if doubles := [name for name, found in machines.items() if len(found) > 1]:
+        found = "; ".join(f"{len(machines[name])} machines are called {name}" for name in doubles)
+        do = (
+            "give each machine a name of its own (hostnamectl set-hostname); logs and MPI tell them"
+            " apart by it"
+        )
+        rows.append(Row(check="names", what="names", found=found, verdict="wrong", do=do))
+    called = [(one.facts["launcher_name"], one.facts["name"]) for one in firsts]
+    other = [(told, own) for told, own in called if told.partition(".")[0] != own.partition(".")[0]]
+    if other:
+        found = "; ".join(f"{told} of the launcher calls itself {own}" for told, own in other)
+        do = "nothing while both names lead to the same host (names of a container often differ)"
+        rows.append(Row(check="names", what="launcher", found=found, verdict="note", do=do))
+    return rows
+
+
+def _slow(firsts: Sequence[Told]) -> list[Row]:
+    slow = [
+        (one.host, name, answer["seconds"])
+        for one in firsts
+        for name, answer in {one.facts["name"]: one.facts["own"], **one.facts["others"]}.items()
+        if answer["seconds"] > SLOW_SECONDS
+    ]
+    if not slow:
+        return []
+    host, name, seconds = max(slow, key=lambda entry: entry[2])
+    found = f"{host} took {time_text(seconds)} to look up {name}"
+    do = "a name server does not answer: mend /etc/resolv.conf there, or put the hosts into /etc/hosts"
+    return [Row(check="names", what="speed", found=found, verdict="warning", do=do)]
+
+
+def _others(firsts: Sequence[Told]) -> Row:
+    """By the ranks of the others."""
+    wrong = [
+        f"{one.host} finds {name} at {addresses_text(answer)}"
+        for one in firsts
+        for name, answer in one.facts["others"].items()
+        if not answer["addresses"] or _loops(answer)
+    ]
+    if wrong:
+        do = "put every host with its address into /etc/hosts of every host, or mend the name server"
+        return Row(check="names", what="other hosts", found="; ".join(wrong[:4]), verdict="wrong", do=do)
+    return Row(
+        check="names", what="other hosts", found=f"each of {len(firsts)} hosts finds the others by name"
+    )
+
+
+def _clocks(told: Sequence[Told]) -> Row:
+    # of the ranks of a host the one that woke up first
+    clocks = {host: min(one.facts["clock"] for one in ranks) for host, ranks in by_host(told).items()}
+    early, late = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
+    apart = clocks[late] - clocks[early]
+    if apart < CLOCK_SECONDS:
+        return Row(check="names", what="clocks", found=f"within {time_text(apart)} of each other")
+    return Row(
+        check="names",
+        what="clocks",
+        found=f"{late} is {time_text(apart)} ahead of {early}",
+        verdict="wrong" if apart >= CLOCK_WRONG_SECONDS else "warning",
+        do=(
+            "set the clocks by NTP (timedatectl set-ntp true, or chronyc makestep); dates of files and"
+            " logs go by them"
+        ),
+    )
+
+
+CHECK = Check(
+    about="names of hosts, what they lead to, clocks",
+    look=look,
+    judge=judge,
+    limit_seconds=60.0,
+    if_it_hangs="name servers do not answer: mend /etc/resolv.conf, or put the hosts into /etc/hosts",
+)

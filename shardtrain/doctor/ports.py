@@ -1,0 +1,118 @@
+"""ports: whether a program may listen, and whether every pair of hosts can connect over TCP."""
+
+import errno
+import socket
+import time
+from collections.abc import Sequence
+
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, some, time_text
+
+CONNECT_SECONDS = 3.0
+MOST_PARTNERS = 16
+"""Every host connects to so many of the next ones, in a ring: each is tried from both sides."""
+
+WHY = {
+    "silent": "a firewall drops it",
+    "refused": "a firewall rejects it, or the name leads to another machine",
+    "no way": "there is no route between these networks",
+    "no name": "the name is not known there, see names",
+}
+"""How a connection fails -> what that usually means."""
+
+
+def look(here: Here) -> Facts:
+    """Listen on a port that the system chooses, and connect to those of the other hosts."""
+    facts: Facts = {"listens": None, "connects": {}}
+    if not here.is_first_on_host:
+        here.meeting.share("ports", None)
+        here.meeting.share("ports are tried")
+        return facts
+    with socket.socket() as server:
+        try:
+            server.bind(("", 0))
+            server.listen(MOST_PARTNERS * 4)
+            port = server.getsockname()[1]
+        except OSError as error:
+            facts["listens"], port = str(error), 0
+        alone = len(here.first_ranks) == 1
+        mine = {"address": "127.0.0.1" if alone else socket.gethostname(), "port": port}
+        everyone = here.meeting.share("ports", mine)
+        for host in partners(list(here.first_ranks), here.hosts[here.rank]):
+            there = everyone[here.first_ranks[host]]
+            if there["port"]:
+                facts["connects"][host] = connect(there["address"], there["port"])
+        # nobody closes a port that another still tries
+        here.meeting.share("ports are tried")
+    return facts
+
+
+def partners(hosts: Sequence[str], mine: str) -> list[str]:
+    """The hosts that this one connects to: itself where it is alone, else the next ones.
+
+    >>> partners(["a"], "a"), partners(["a", "b", "c"], "b")
+    (['a'], ['c', 'a'])
+    """
+    at = hosts.index(mine)
+    others = [*hosts[at + 1 :], *hosts[:at]]
+    return others[:MOST_PARTNERS] if others else [mine]
+
+
+def connect(address: str, port: int) -> Facts:
+    """Connect once.
+
+    Returns:
+      `seconds`, and `failed`: a word of `WHY`, or None.
+    """
+    began, failed = time.monotonic(), None
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+    except TimeoutError:
+        failed = "silent"
+    except ConnectionRefusedError:
+        failed = "refused"
+    except socket.gaierror:
+        failed = "no name"
+    except OSError as error:
+        # a firewall's "administratively prohibited" arrives as one of these too
+        failed = "no way" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else str(error)
+    return {"seconds": time.monotonic() - began, "failed": failed}
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """Rows of listening and of connecting."""
+    firsts = [ranks[0] for ranks in by_host(told).values()]
+    if deaf := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
+        do = (
+            "let programs of users listen there: ask the administrator, or leave the container's network mode"
+        )
+        return [Row(check="ports", what="listen", found="; ".join(deaf), verdict="wrong", do=do)]
+    tried = [(one.host, host, answer) for one in firsts for host, answer in one.facts["connects"].items()]
+    broken = [entry for entry in tried if entry[2]["failed"]]
+    if broken:
+        pairs = some([f"{a} to {b} {_how(answer['failed'])}" for a, b, answer in broken])
+        why = dict.fromkeys(
+            WHY.get(answer["failed"], "the network is set up wrongly") for *_, answer in broken
+        )
+        do = (
+            f"{'; '.join(why)}: jax.distributed and MPI need free TCP between the hosts, on ports from"
+            " 1024 up"
+            " (firewall-cmd --zone=trusted --add-source=NETWORK, or an inner network for the hosts' names)"
+        )
+        return [Row(check="ports", what="connect", found=pairs, verdict="wrong", do=do)]
+    slowest = max((answer["seconds"] for *_, answer in tried), default=0.0)
+    among = f"{len(tried)} connections between {len(firsts)} hosts" if len(firsts) > 1 else "to itself"
+    return [Row(check="ports", what="connect", found=f"{among}, the slowest in {time_text(slowest)}")]
+
+
+def _how(failed: str) -> str:
+    words = {"silent": f"gets no answer in {CONNECT_SECONDS:.0f} s", "refused": "is refused"}
+    return words.get(failed, f"fails ({failed})")
+
+
+CHECK = Check(
+    about="listening, and TCP between the hosts",
+    look=look,
+    judge=judge,
+    limit_seconds=90.0,
+    if_it_hangs="see names and the firewall of that host",
+)

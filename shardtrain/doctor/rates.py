@@ -1,0 +1,198 @@
+"""rates: how fast each device multiplies matrices and moves memory, and whether the product is right."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, rate_text, some
+from shardtrain.topology import known_device
+
+SIZES = {"cpu": (1024, 2**24)}
+LARGE = (8192, 2**28)
+"""Platform -> rows of square matrices, float32 elements that are moved; other devices need more."""
+
+REPEATS, BUDGET_SECONDS = 5, 1.0
+OUTLIER = {"cpu": 0.5}
+OUTLIER_SHARE = 0.8
+"""Below this part of its kind's median a device stands out; the ranks of a CPU disturb each other more."""
+
+OF_PEAK = 0.4
+"""A device that reaches less of its data sheet's rate is throttled, shared, or set up wrongly."""
+
+WHAT = {
+    "float32": ("float32 products", "flop"),
+    "bfloat16": ("bfloat16 products", "flop"),
+    "memory": ("memory bandwidth", "B"),
+}
+"""Measurement -> its name in the table, and its unit."""
+
+
+def look(here: Here) -> Facts:
+    """Measure every device of this rank, one after the other, all ranks at the same time."""
+    import jax
+
+    return {
+        "devices": [
+            {"platform": device.platform, "kind": device.device_kind, **measure(device)}
+            for device in jax.local_devices()
+        ]
+    }
+
+
+def measure(device: Any) -> Facts:
+    """The rates of one device.
+
+    Args:
+      device: of jax.
+
+    Returns:
+      `float32` and `bfloat16` in flops per second, `memory` in bytes read and written per second, and whether
+      the `exact` product came out.
+    """
+    size, elements = SIZES.get(device.platform, LARGE)
+    rates, exact = {}, True
+    for dtype in ("float32", "bfloat16"):
+        run, is_right = product(device, size, dtype)
+        exact = exact and is_right()
+        rates[dtype] = 2 * size**3 / best(run)
+    return {**rates, "memory": 2 * 4 * elements / best(copy(device, elements)), "exact": exact}
+
+
+def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """A product of two matrices of small whole numbers, whose result every device must give exactly."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    # u v^T times p q^T is (v.p) u q^T: known without a second product
+    v, p = np.arange(size) % 2, np.arange(size) % 3 % 2
+    u, q = np.arange(size) % 3, np.arange(size) % 4
+    left, right = (
+        jax.device_put(np.outer(a, b).astype(np.float32), device).astype(dtype) for a, b in ((u, v), (p, q))
+    )
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+
+    def is_right() -> bool:
+        expected = jax.device_put(np.outer(u * int(v @ p), q).astype(np.float32), device)
+        return bool((multiply(left, right) == expected).all())
+
+    return lambda: jax.block_until_ready(multiply(left, right)), is_right
+
+
+def copy(device: Any, elements: int) -> Callable[[], None]:
+    """Read an array and write it back, a constant added: in new memory, the time would be that of pages."""
+    import jax
+    import numpy as np
+
+    held = [jax.device_put(np.ones(elements, np.float32), device)]
+    add = jax.jit(lambda x: x + np.float32(1.0), donate_argnums=0)
+
+    def run() -> None:
+        held[0] = jax.block_until_ready(add(held[0]))
+
+    return run
+
+
+def best(run: Callable[[], None]) -> float:
+    """Seconds of the fastest of some calls, after one that compiles and warms up."""
+    run()
+    began, seconds = time.monotonic(), []
+    while len(seconds) < REPEATS and (not seconds or time.monotonic() - began < BUDGET_SECONDS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """A row for each kind of device and measurement, with the devices that stand out."""
+    kinds = dict.fromkeys(device["kind"] for one in told for device in one.facts["devices"])
+    rows = [_wrong_products(told)]
+    rows += [row for kind in kinds for name in WHAT for row in [_rate(told, kind, name)]]
+    return [row for row in rows if row is not None]
+
+
+def _wrong_products(told: Sequence[Told]) -> Row | None:
+    wrong = [
+        f"{one.name} device {i}"
+        for one in told
+        for i, device in enumerate(one.facts["devices"])
+        if not device["exact"]
+    ]
+    if not wrong:
+        return None
+    do = "do not train on it: the hardware, its overclocking or its driver makes errors; have it exchanged"
+    found = f"a product of small whole numbers came out wrong on {some(wrong)}"
+    return Row(check="rates", what="exact products", found=found, verdict="wrong", do=do)
+
+
+def _rate(told: Sequence[Told], kind: str, name: str) -> Row:
+    what, unit = WHAT[name]
+    found = [
+        (f"{one.name} device {i}", device)
+        for one in told
+        for i, device in enumerate(one.facts["devices"])
+        if device["kind"] == kind
+    ]
+    rates = {where: device[name] for where, device in found}
+    platform = found[0][1]["platform"]
+    share = OUTLIER.get(platform, OUTLIER_SHARE)
+    middle = median(rates.values())
+    text = f"{len(rates)} x {kind}: {spread_text(rates.values(), unit)}"
+    if slow := outliers(rates, share):
+        named = some(
+            [f"{where} {rate_text(rate, unit)} ({rate / middle:.0%})" for where, rate in slow.items()]
+        )
+        do = (
+            "every step waits for the slowest: look there for another process, heat and clocks"
+            " (nvidia-smi -q -d PERFORMANCE), a shared core; or give it fewer rows (--shares)"
+        )
+        return Row(check="rates", what=what, found=f"{text}; slow: {named}", verdict="warning", do=do)
+    peak = _peak(kind, name)
+    if peak and middle < OF_PEAK * peak:
+        found_text = f"{text}, {middle / peak:.0%} of the data sheet's {rate_text(peak, unit)}"
+        do = "look for another process, a power cap and clocks: nvidia-smi -q -d PERFORMANCE,POWER"
+        return Row(check="rates", what=what, found=found_text, verdict="warning", do=do)
+    return Row(check="rates", what=what, found=text)
+
+
+def _peak(kind: str, name: str) -> float | None:
+    known = known_device(kind)
+    if known is None or name == "float32":
+        return None
+    return known.matrix_flops_per_second if name == "bfloat16" else known.memory_bytes_per_second
+
+
+def spread_text(values: Iterable[float], unit: str) -> str:
+    """
+    >>> spread_text([2e9, 2.04e9], "B"), spread_text([1e9, 2e9, 3e9], "B")
+    ('2.0 GB/s', '1.0 to 3.0 GB/s, median 2.0 GB/s')
+    """
+    values = list(values)
+    low, high = rate_text(min(values), unit), rate_text(max(values), unit)
+    if low == high:
+        return low
+    low_number, _, low_unit = low.partition(" ")
+    both = f"{low_number} to {high}" if high.endswith(low_unit) else f"{low} to {high}"
+    return f"{both}, median {rate_text(median(values), unit)}"
+
+
+def outliers(rates: dict[str, float], share: float) -> dict[str, float]:
+    """What is below a share of the median.
+
+    >>> outliers({"a": 10.0, "b": 7.0, "c": 10.5}, 0.8)
+    {'b': 7.0}
+    """
+    limit = share * median(rates.values())
+    return {name: rate for name, rate in rates.items() if rate < limit}
+
+
+CHECK = Check(
+    about="matrix products and memory bandwidth of every device",
+    look=look,
+    judge=judge,
+    limit_seconds=180.0,
+    if_it_hangs="a device does not answer: nvidia-smi and dmesg there; see the row of devices",
+    measures=True,
+)

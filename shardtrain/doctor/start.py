@@ -1,0 +1,153 @@
+"""From launched processes to ranks that can talk, or to the reason why they cannot: MPI may not even start.
+
+Next: `examine.py`.
+"""
+
+import os
+import select
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardtrain.doctor.check import Meeting
+from shardtrain.doctor.flavour import launch_problem
+from shardtrain.islands.place import PROCESSES, Place, find_seat, parse_processes, seat_problem
+
+
+class Alone:
+    """A meeting of one."""
+
+    def __init__(self, name: str) -> None:
+        self.names = [name]
+        self.rank, self.size = 0, 1
+
+    def share(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
+        """The value."""
+        return [value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """What became of the start.
+
+    Args:
+      meetings: one for `examine`, and one for each check.
+      hosts: rank -> host.
+      comm: of all ranks; None: alone.
+      problem: why ranks that were launched cannot talk.
+      seats_problem: why they do not make up islands.
+    """
+
+    meetings: tuple[Meeting, ...]
+    hosts: tuple[str, ...]
+    comm: Any
+    problem: str | None = None
+    seats_problem: str | None = None
+
+
+def start(place: Place, environ: Mapping[str, str], num_meetings: int, patience_seconds: float) -> Started:
+    """Bring the ranks together.
+
+    Args:
+      place: what the launcher said.
+      environ: the environment.
+      num_meetings: how many are needed.
+      patience_seconds: how long the others may take to come, and MPI to start.
+
+    Raises:
+      bridge.Missing: a rank did not come, although MPI started on it.
+    """
+    name = f"rank {place.rank} (host {place.host})" if place.size > 1 else place.host
+    alone = Started(meetings=(Alone(name),) * num_meetings, hosts=(place.host,), comm=None)
+    if place.size == 1:
+        return alone
+    if problem := launch_problem(place, environ):
+        return _with(alone, problem)
+    who = f"rank {place.rank} of {place.size} (host {place.host})"
+    with last_words(who, 2 * patience_seconds):
+        from shardtrain.islands.bridge import Control, world
+        from shardtrain.islands.membership import other_mpi_text, rank_name
+
+        try:
+            comm = world()
+        except ValueError as problem:
+            return _with(alone, str(problem))
+        if (comm.rank, comm.size) != (place.rank, place.size):
+            return _with(alone, other_mpi_text(place, comm.rank, comm.size))
+        meetings = tuple(Control(comm) for _ in range(num_meetings))
+        hosts = meetings[0].share("start", place.host, patience_seconds)
+    problem, names = None, [f"rank {rank} (host {host})" for rank, host in enumerate(hosts)]
+    try:
+        processes = parse_processes(environ.get(PROCESSES, "1"))
+        problem = seat_problem(place.size, processes)
+    except ValueError as error:
+        problem, processes = str(error), 1
+    if problem is None:
+        seats = [find_seat(rank, place.size, processes) for rank in range(place.size)]
+        names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
+    for meeting in meetings:
+        meeting.names = names
+        meeting.patience_seconds = patience_seconds
+    return Started(meetings=meetings, hosts=tuple(hosts), comm=comm, seats_problem=problem)
+
+
+def _with(alone: Started, problem: str) -> Started:
+    return Started(meetings=alone.meetings, hosts=alone.hosts, comm=None, problem=problem)
+
+
+def late_text(who: str, after_seconds: float) -> str:
+    """What is said for a rank on which MPI does not start.
+
+    >>> late_text("rank 1 of 2 (host a)", 60.0)[:65]
+    'shardtrain doctor: rank 1 of 2 (host a): MPI did not start within'
+    """
+    return (
+        f"shardtrain doctor: {who}: MPI did not start within {after_seconds:.0f} s; a host may not be"
+        " reached by"
+        " the others, or their MPIs differ. Run `shardtrain doctor` alone on each host, then on two of them\n"
+    )
+
+
+def dead_text(who: str) -> str:
+    """What is said for a rank that MPI's start ended.
+
+    >>> dead_text("rank 1 of 2 (host a)")[:68]
+    'shardtrain doctor: rank 1 of 2 (host a): the process ended while MPI'
+    """
+    return (
+        f"shardtrain doctor: {who}: the process ended while MPI started, or by another rank's end; what"
+        " MPI says"
+        " of it stands above. Run `shardtrain doctor` alone on this host; with srun add --mpi=pmi2 or"
+        " --mpi=pmix\n"
+    )
+
+
+@contextmanager
+def last_words(who: str, after_seconds: float) -> Iterator[None]:
+    """Say what became of this process, where what is inside does not end in time, or ends the process.
+
+    MPI's start holds Python up while it waits: no thread and no signal handler would come to its turn. So a
+    child process watches.
+    """
+    read, write = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(write)
+            if not select.select([read], [], [], after_seconds)[0]:
+                os.write(2, late_text(who, after_seconds).encode())
+                os.kill(parent, signal.SIGKILL)
+            elif os.read(read, 1) == b"":
+                os.write(2, dead_text(who).encode())
+        finally:
+            os._exit(0)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.write(write, b".")
+        os.close(write)
+        os.waitpid(pid, 0)

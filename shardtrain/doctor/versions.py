@@ -1,0 +1,102 @@
+"""versions: packages, flags of XLA and jax, Python, system and driver, the same on every rank or named."""
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+from shardtrain.doctor.check import Check, Facts, Here, Row, Told, each, some
+from shardtrain.doctor.granted import driver
+from shardtrain.islands.agreement import disagreement, flags, versions
+
+SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
+
+
+def look(here: Here) -> Facts:
+    """What computes here."""
+    return {
+        **versions(),
+        **flags(here.environ),
+        "python": sys.executable,
+        "machine": platform.machine(),
+        "system": f"{system_name()}, Linux {platform.release()}",
+        "libc": " ".join(platform.libc_ver()),
+        "driver": driver(),
+    }
+
+
+def system_name() -> str:
+    """What the distribution calls itself."""
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "?")
+    except OSError:
+        return os.uname().sysname
+
+
+def judge(told: Sequence[Told]) -> list[Row]:
+    """Rows of packages and flags, which must agree, and of systems, which may differ."""
+    return [_packages(told), _flags(told), _python(told), _system(told)]
+
+
+def _packages(told: Sequence[Told]) -> Row:
+    if differences := _differences(told, "versions/"):
+        return Row(
+            check="versions", what="packages", found=differences[0], verdict="wrong", do=differences[1]
+        )
+    missing = [name for name in SHOWN if told[0].facts[f"versions/{name}"] is None]
+    if missing:
+        do = "uv sync installs what shardtrain needs"
+        found = f"not installed: {', '.join(missing)}"
+        return Row(check="versions", what="packages", found=found, verdict="wrong", do=do)
+    found = ", ".join(f"{name} {told[0].facts[f'versions/{name}']}" for name in SHOWN)
+    return Row(check="versions", what="packages", found=found)
+
+
+def _flags(told: Sequence[Told]) -> Row:
+    if differences := _differences(told, "flags/"):
+        return Row(check="versions", what="flags", found=differences[0], verdict="wrong", do=differences[1])
+    facts = told[0].facts
+    xla = [f"{name[6:]}={value}" for name, value in facts.items() if name.startswith("flags/xla_")]
+    found = ", ".join(xla) if xla else "no flag of XLA that changes results"
+    return Row(check="versions", what="flags", found=found)
+
+
+def _differences(told: Sequence[Told], prefix: str) -> tuple[str, str] | None:
+    """What differs, and what to do about it, as before the first step of a run."""
+    facts = [{k: v for k, v in one.facts.items() if k.startswith(prefix)} for one in told]
+    text = disagreement(facts, [one.name for one in told])
+    if text is None:
+        return None
+    lines = [line.strip() for line in text.splitlines()[1:]]
+    found = "; ".join(line for line in lines if not line.startswith("->"))
+    return found, "; ".join(line[3:] for line in lines if line.startswith("->"))
+
+
+def _python(told: Sequence[Told]) -> Row:
+    found = each((one.name, one.facts["python"]) for one in told)
+    if len({one.facts["python"] for one in told}) > 1:
+        do = "nothing while their packages agree; one environment on a shared file system keeps it so"
+        return Row(check="versions", what="python", found=found, verdict="note", do=do)
+    return Row(check="versions", what="python", found=found)
+
+
+def _system(told: Sequence[Told]) -> Row:
+    names = ("system", "machine", "libc", "driver")
+    found = each((one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in told)
+    drivers = {one.facts["driver"] for one in told if one.facts["driver"]}
+    if len(drivers) > 1:
+        do = f"bring the GPU drivers to one version ({some(sorted(drivers))}): NCCL is tested with equal ones"
+        return Row(check="versions", what="system", found=found, verdict="warning", do=do)
+    if len({tuple(one.facts[n] for n in names) for one in told}) > 1:
+        do = "nothing; hosts that differ may round the last bits differently, see docs/islands.md"
+        return Row(check="versions", what="system", found=found, verdict="note", do=do)
+    return Row(check="versions", what="system", found=found)
+
+
+CHECK = Check(
+    about="packages, flags, Python, system and driver, the same on all ranks",
+    look=look,
+    judge=judge,
+    limit_seconds=60.0,
+    if_it_hangs="Python's environment lies on a file system that does not answer",
+)

@@ -1,0 +1,135 @@
+"""Checks that fail, hang or cannot be judged become rows; a rank that does not come is named."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from shardtrain.cli.doctor import NAMES, json_text
+from shardtrain.doctor.check import Check, Here, Row
+from shardtrain.doctor.examine import CHECKS, examine
+from shardtrain.doctor.start import Alone
+from shardtrain.islands.place import find_place
+from shardtrain.report.doctor import doctor_text
+
+ALONE = Here(
+    place=find_place({}), hosts=("a",), meeting=Alone("a"), comm=None, environ={}, run_dir=Path("runs"),
+    quick=True, given_cores=(),
+)  # fmt: skip
+
+
+def check(look, judge=lambda told: [Row(check="x", what="facts", found=str(told[0].facts))], limit=20.0):
+    return Check(about="x", look=look, judge=judge, limit_seconds=limit, if_it_hangs="wake it up")
+
+
+def examined(**checks):
+    return examine(checks, [ALONE] * (1 + len(checks)))
+
+
+def test_the_help_names_every_check():
+    assert tuple(CHECKS) == NAMES
+
+
+def test_facts_are_what_json_has_of_them_and_every_check_is_timed():
+    found = examined(one=check(lambda here: {"pair": (1, 2)}), two=check(lambda here: {}))
+    assert [row.found for row in found.rows] == ["{'pair': [1, 2]}", "{}"]
+    assert found.seconds.keys() == {"one", "two"}
+    assert (found.verdict, found.hung, found.present) == ("ok", False, (0,))
+    assert found.answers["one"] == {"a": {"pair": [1, 2]}}
+
+
+def test_a_check_that_fails_is_a_row_and_the_others_are_made():
+    def fail(here):
+        raise OSError("no such device")
+
+    found = examined(bad=check(fail), good=check(lambda here: {}))
+    assert [(row.check, row.verdict) for row in found.rows] == [("bad", "warning"), ("x", "ok")]
+    assert found.rows[0].found == "OSError: no such device"
+    assert not found.hung
+
+
+def test_a_check_that_hangs_is_wrong_and_says_what_to_do():
+    found = examined(bad=check(lambda here: time.sleep(5) or {}, limit=0.1), good=check(lambda here: {}))
+    assert (found.verdict, found.hung) == ("wrong", True)
+    assert (found.rows[0].found, found.rows[0].do) == ("it did not end within 0 s", "wake it up")
+    assert found.rows[1].check == "x"
+
+
+def test_facts_that_are_not_understood_are_a_row():
+    found = examined(bad=check(lambda here: {}, judge=lambda told: told[0].facts["missing"]))
+    assert found.rows[0].found == "the facts were not understood: KeyError: 'missing'"
+    assert found.verdict == "warning"
+
+
+def test_a_warning_without_advice_is_our_mistake():
+    with pytest.raises(AssertionError):
+        Row(check="x", what="y", found="z", verdict="warning")
+
+
+def test_the_table_and_the_data_say_the_same():
+    rows = [
+        Row(check="names", what="own", found="[bold]a"),
+        Row(check="ports", what="connect", found="no", verdict="wrong", do="open them"),
+    ]
+    found = dataclasses.replace(examined(), rows=tuple(rows), seconds={"names": 1.0, "ports": 0.25})
+    shown = [(row.check, row.what, row.found, row.verdict, row.do) for row in found.rows]
+    text = doctor_text(shown, found.seconds)
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert lines[0] == ["check", "found", "verdict", "what", "to", "do"]
+    assert ["names:", "own", "[bold]a", "ok"] in lines
+    assert ["ports:", "connect", "no", "wrong", "open", "them"] in lines
+    assert lines[-2:] == [["1", "wrong,", "1", "ok"], ["took", "1.2", "s:", "names", "1.0,", "ports", "0.2"]]
+    data = json.loads(json_text(found, ALONE))
+    assert data["verdict"] == "wrong"
+    assert [row["do"] for row in data["rows"]] == ["", "open them"]
+    assert data["ranks"] == [{"name": "a", "host": "a"}]
+
+
+PROGRAM = """
+import dataclasses, os, sys, time
+from pathlib import Path
+from shardtrain.doctor.check import Check, Here
+from shardtrain.doctor.examine import examine
+from shardtrain.doctor.start import start
+from shardtrain.islands.place import find_place
+place = find_place(os.environ)
+started = start(place, os.environ, 3, 30.0)
+
+def look(here):
+    if here.rank == 1 and here.quick:
+        raise ValueError("only here")
+    return {"all": here.meeting.share("x", here.rank * 10)}
+
+def late(here):
+    return {}
+
+def judge(told):
+    assert all(one.facts == {"all": [0, 10, 20]} for one in told), told
+    return []
+
+def never(told):
+    return []
+
+one = Check(about="", look=look, judge=judge, limit_seconds=20.0, if_it_hangs="")
+two = dataclasses.replace(one, look=late, judge=never, limit_seconds=0.5)
+heres = [Here(place=place, hosts=started.hosts, meeting=meeting, comm=started.comm, environ=os.environ,
+              run_dir=Path("runs"), quick=False, given_cores=()) for meeting in started.meetings]
+examined = examine({"one": one}, heres[:2])
+assert examined.rows == () and examined.present == (0, 1, 2), examined
+if place.rank == 1:
+    time.sleep(4.0)
+    found = None
+else:
+    found = examine({"two": two, "three": one}, [heres[0], heres[2], heres[2]], slack_seconds=0.5)
+    assert found.hung and found.present == (0, 2), found
+    print(found.rows[-1].found)
+"""
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_others(mpiexec):
+    outputs = mpiexec(3, PROGRAM)
+    for rank in (0, 2):
+        assert "island 1 (host " in outputs[rank]
+        assert "did not come to 'two' within 1 s; not looked at: three" in outputs[rank]

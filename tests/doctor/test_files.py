@@ -1,0 +1,192 @@
+"""Files: real probes of a real folder, and what is made of those that fail, are slow, full or not shared."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardtrain.doctor.check import Here
+from shardtrain.doctor.examine import attempt
+from shardtrain.doctor.files import CHECK, judge
+from shardtrain.doctor.folder import is_locked, lock, mount_of, nearest, probe, rename
+from shardtrain.doctor.start import Alone
+from shardtrain.islands.place import find_place
+
+GIB = 2**30
+PROBES = {
+    "rename": {"replaces": True, "moves_folders": True},
+    "fsync": {"file_seconds": 0.001, "folder_seconds": 0.002},
+    "lock": {"seen": True},
+    "small": {"create_seconds": 1e-5, "stat_seconds": 1e-6},
+    "large": {"bytes_per_second": 1e9},
+}
+
+
+def rank(probes=None, **changes):
+    return {
+        "path": "runs",
+        "base": "/data/runs",
+        "there": True,
+        "error": None,
+        "space": {"free_bytes": 100 * GIB, "size_bytes": 200 * GIB, "free_inodes": 10**6},
+        "mount": {"type": "ext4", "source": "/dev/sda", "read_only": False},
+        "probes": {**PROBES, **(probes or {})},
+        **changes,
+    }
+
+
+def here(folder, quick=True):
+    alone = Alone("a")
+    return Here(
+        place=find_place({}), hosts=("a",), meeting=alone, comm=None, environ={}, run_dir=folder, quick=quick,
+        given_cores=(),
+    )  # fmt: skip
+
+
+def test_a_real_folder_is_well_and_nothing_is_left_in_it(told, by_what, tmp_path):
+    answer = attempt(CHECK, here(tmp_path / "not" / "there", quick=False))
+    assert answer["failed"] is None
+    assert list(tmp_path.iterdir()) == []
+    rows = by_what(judge(told([answer["facts"]], "a")))
+    assert rows.keys() == {"run folder", "space", "rename", "fsync", "lock", "small files", "write"}
+    assert [what for what, row in rows.items() if row.verdict == "wrong"] == []
+    assert rows["run folder"].found.startswith(f"{tmp_path} (")
+    assert "is not there yet) on " in rows["run folder"].found
+
+
+def test_quick_writes_no_large_file(told, by_what, tmp_path):
+    answer = attempt(CHECK, here(tmp_path))
+    assert "write" not in by_what(judge(told([answer["facts"]], "a")))
+
+
+def test_a_file_in_the_place_of_the_folder_is_wrong(told, by_what, tmp_path):
+    (tmp_path / "file").touch()
+    answer = attempt(CHECK, here(tmp_path / "file"))
+    row = by_what(judge(told([answer["facts"]], "a")))["run folder"]
+    assert row.verdict == "wrong"
+    assert row.do.startswith("a file stands in its place")
+
+
+def test_what_a_probe_cannot_do_is_in_its_answer(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = probe(tmp_path, 0)
+    assert found["fsync"] == {"error": "EDQUOT: Disk quota exceeded"}
+    assert found["rename"] == {"replaces": True, "moves_folders": True}
+
+
+def test_locks_are_seen_by_another_process(tmp_path):
+    assert lock(tmp_path) == {"seen": True}
+    assert not is_locked(tmp_path / "lock")
+    holder = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+        " print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, str(tmp_path / "lock")]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert is_locked(tmp_path / "lock")
+    child.communicate()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, told, by_what):
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
+    row = by_what(judge(told([rank({"lock": lock(tmp_path)})], "a")))["lock"]
+    assert (row.verdict, row.found) == ("warning", "a lock that is held is not seen by another process on a")
+
+
+def test_renames_that_copy_are_seen(tmp_path):
+    assert rename(tmp_path) == {"replaces": True, "moves_folders": True}
+
+
+@pytest.mark.parametrize(
+    ("error", "do"),
+    [
+        ("EROFS: Read-only file system", "it is mounted read-only"),
+        ("EACCES: Permission denied", "you may not write there"),
+        ("ENOSPC: No space left on device", "it is full"),
+        ("EDQUOT: Disk quota exceeded", "your quota is used up"),
+        ("EIO: Input/output error", "the disk or the file server fails"),
+        ("EXDEV: Invalid cross-device link", "give --run-dir a folder on another file system"),
+    ],
+)
+def test_what_to_do_depends_on_the_error(told, by_what, error, do):
+    closed = rank(error=error)
+    del closed["probes"]
+    row = by_what(judge(told([closed], "a")))["run folder"]
+    assert (row.verdict, row.found) == ("wrong", f"/data/runs cannot be written: {error}")
+    assert row.do.startswith(do)
+    row = by_what(judge(told([rank({"small": {"error": error}})], "a")))["small files"]
+    assert (row.verdict, row.found) == ("wrong", f"fails: {error}")
+    assert row.do.startswith(do)
+
+
+@pytest.mark.parametrize(
+    ("probes", "what", "verdict", "do"),
+    [
+        ({"rename": {"replaces": False, "moves_folders": True}}, "rename", "wrong", "finished by a rename"),
+        ({"fsync": {"file_seconds": 0.5, "folder_seconds": 0.0}}, "fsync", "warning", "save less often"),
+        ({"small": {"create_seconds": 0.2, "stat_seconds": 0.1}}, "small files", "warning", "slow with many"),
+        ({"large": {"bytes_per_second": 10e6}}, "write", "warning", "10 GB takes 17 minutes"),
+    ],
+)
+def test_slow_and_odd_file_systems(told, by_what, probes, what, verdict, do):
+    row = by_what(judge(told([rank(probes)], "a")))[what]
+    assert row.verdict == verdict
+    assert do in row.do
+
+
+@pytest.mark.parametrize("space", [{"free_bytes": 24 * 10**8 // 10}, {"free_inodes": 12}])
+def test_little_space_says_how_much_it_holds(told, by_what, space):
+    room = {"free_bytes": 100 * GIB, "size_bytes": 200 * GIB, "free_inodes": None, **space}
+    row = by_what(judge(told([rank(space=room)], "a")))["space"]
+    assert row.verdict == "warning"
+    assert f"hold two of {room['free_bytes'] // 24:,} parameters" in row.do
+
+
+def test_a_file_system_that_does_not_last_is_a_note(told, by_what):
+    memory = {"type": "tmpfs", "source": "tmpfs", "read_only": False}
+    row = by_what(judge(told([rank(mount=memory)], "a")))["run folder"]
+    assert row.verdict == "note"
+    assert "gone with the machine" in row.do
+
+
+def shared(told, unseen, *others):
+    facts = [rank(unseen=unseen), *(rank(sees_seconds=seconds, sees_lock=lock) for seconds, lock in others)]
+    return judge(told(facts, "abc"[: len(facts)]))
+
+
+def test_a_folder_that_is_not_the_same_on_all_hosts_is_wrong(told, by_what):
+    row = by_what(shared(told, [1], (None, False), (0.1, True)))["shared"]
+    assert (row.verdict, row.found) == (
+        "wrong",
+        "rank 1 and rank 0 do not see each other's files within 10 s",
+    )
+    assert "a path on a shared file system" in row.do
+    # seen one way only
+    assert by_what(shared(told, [2], (0.1, True), (0.1, True)))["shared"].found.startswith(
+        "rank 2 and rank 0"
+    )
+
+
+def test_a_shared_folder_is_well_and_its_lock_is_looked_at(told, by_what):
+    row = by_what(shared(told, [], (0.002, True), (1.5, True)))["shared"]
+    assert (row.verdict, row.found) == (
+        "ok", "all 3 ranks see the same folder, a new file within 1.5 s, and its lock"
+    )  # fmt: skip
+    row = by_what(shared(told, [], (0.002, True), (1.5, False)))["shared"]
+    assert row.verdict == "warning"
+    assert row.found.endswith("the lock of rank 0 is not seen by rank 2")
+
+
+def test_mounts_and_folders_are_found(tmp_path):
+    mounts = "a / ext4 rw 0 0\nb /da tmpfs rw 0 0\nc /data\\040x nfs4 ro 0 0\nd / overlay rw 0 0\n"
+    assert mount_of(nearest(tmp_path) / "x", mounts)["type"] == "overlay"
+    assert mount_of(type(tmp_path)("/data x/y"), mounts) == {"type": "nfs4", "source": "c", "read_only": True}
+    assert nearest(tmp_path / "a" / "b") == tmp_path.resolve()

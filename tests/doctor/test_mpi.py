@@ -1,0 +1,136 @@
+"""MPI: libraries that do not fit, ranks that are alone, children that die."""
+
+import os
+
+import pytest
+
+from shardtrain.doctor.child import tell
+from shardtrain.doctor.flavour import launch_problem
+from shardtrain.doctor.mpi import judge
+from shardtrain.islands.place import Place
+
+CHILD = {
+    "library": "MPICH Version:      5.0.2\nMPICH ABI: 18:2:6",
+    "standard": "5.0",
+    "threads": 3,
+    "mpi4py_libraries": ["/env/libmpi.so.12"],
+    "libraries": ["/env/libmpi.so.12"],
+    "mpi4jax": "0.9.1",
+    "warnings": [],
+    "moved": True,
+    "died": None,
+}
+MPIEXEC = {"path": "/env/mpiexec", "flavour": "hydra", "version": "5.0.2"}
+
+
+def facts(child=None, **changes):
+    child = {name: value for name, value in {**CHILD, **(child or {})}.items() if value != "missing"}
+    start = {"launcher": "hydra", "told": [0, 2], "problem": None, "seats_problem": None, "pmi": "PMI"}
+    return {**start, "strange": [], "tasks_of_job": 1, "child": child, "mpiexec": MPIEXEC, **changes}
+
+
+def test_what_fits_is_well(told, by_what):
+    rows = by_what(judge(told([facts(), facts()], "aa")))
+    assert {what: row.verdict for what, row in rows.items()} == dict.fromkeys(
+        ("launcher", "library", "mpi4jax", "mpiexec"), "ok"
+    )
+    assert rows["launcher"].found == "started by hydra, PMI; MPI agrees on 2 ranks"
+    assert rows["library"].found == "MPICH Version: 5.0.2, MPI 5.0, /env/libmpi.so.12"
+
+
+ALONE = "the launcher (openmpi) says rank 0 of 2, but MPI says rank 0 of 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "verdict", "found", "do"),
+    [
+        ({"problem": ALONE}, "launcher", "wrong", ALONE, "use the mpiexec that stands beside this Python"),
+        ({"seats_problem": "3 ranks cannot"}, "islands", "wrong", "3 ranks cannot", "start as many ranks"),
+        (
+            {"launcher": "none", "strange": ["FLUX_TASK_RANK"]},
+            "launcher",
+            "warning",
+            "does not know set FLUX_TASK_RANK",
+            "PMI_RANK and PMI_SIZE",
+        ),
+        ({"launcher": "none", "tasks_of_job": 4}, "launcher", "note", "in a job of 4 tasks", "srun -n 4"),
+        (
+            {"mpiexec": {**MPIEXEC, "flavour": "openmpi"}},
+            "mpiexec",
+            "warning",
+            "/env/mpiexec (openmpi",
+            "each rank would be alone",
+        ),
+        ({"mpiexec": {"error": "no mpiexec"}}, "mpiexec", "warning", "no mpiexec", "pip install mpich"),
+        ({"cuda_aware": False}, "CUDA-aware", "note", "does not take device memory", "would save a copy"),
+        ({"cuda_aware": True}, "CUDA-aware", "ok", "takes device memory", ""),
+    ],
+)
+def test_what_is_wrong_with_the_start_is_told(told, by_what, changes, what, verdict, found, do):
+    row = by_what(judge(told([facts(**changes)], "a")))[what]
+    assert row.verdict == verdict
+    assert found in row.found
+    assert do in row.do
+
+
+NOTHING = {"mpi4jax": "missing", "moved": "missing"}
+
+
+@pytest.mark.parametrize(
+    ("child", "what", "found"),
+    [
+        (
+            dict.fromkeys(("library", "mpi4jax", "moved"), "missing") | {"died": "no libmpi.so"},
+            "library",
+            "no libmpi",
+        ),
+        (
+            {"mpi4jax": "missing", "moved": "missing", "died": "undefined symbol"},
+            "mpi4jax",
+            "does not load: undefined",
+        ),
+        (
+            {"moved": "missing", "died": "it was ended by SIGSEGV"},
+            "mpi4jax",
+            "itself: it was ended by SIGSEGV",
+        ),
+        ({"moved": False}, "mpi4jax", "an array sent to itself: it came back changed"),
+        ({"libraries": ["/a/libmpi.so.12", "/b/libmpi.so.40"]}, "mpi4jax", "load different MPIs: /a/libmpi"),
+        ({"threads": 1}, "threads", "funneled"),
+    ],
+)
+def test_libraries_that_do_not_work_together_are_wrong(told, by_what, child, what, found):
+    row = by_what(judge(told([facts(child)], "a")))[what]
+    assert row.verdict == "wrong"
+    assert found in row.found
+
+
+def test_hosts_with_different_mpis_are_named(told, by_what):
+    row = by_what(judge(told([facts(), facts({"library": "Open MPI v5.0.3"})], "ab")))["library"]
+    assert row.verdict == "wrong"
+    assert "a: MPICH Version: 5.0.2" in row.found
+    assert "b: Open MPI v5.0.3" in row.found
+
+
+def test_a_child_that_crashes_or_hangs_has_told_what_it_knew():
+    crash = "print('{\"a\": 1}', flush=True); import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    assert tell(crash, os.environ, 30.0) == {"a": 1, "died": "it was ended by SIGSEGV"}
+    hang = "print('{\"a\": 1}', flush=True); import time; time.sleep(100)"
+    assert tell(hang, os.environ, 0.5) == {"a": 1, "died": "it did not end within 0 s"}
+
+
+def test_a_child_is_no_rank_of_the_run():
+    program = "import json, os; print(json.dumps({'told': sorted(n for n in os.environ if 'PMI' in n)}))"
+    assert tell(program, {**os.environ, "PMI_RANK": "1", "OMPI_X": "1"}, 30.0)["told"] == []
+
+
+def test_a_launcher_of_another_mpi_is_found_before_mpi_starts():
+    def problem(launcher):
+        place = Place(launcher=launcher, rank=1, size=2, local_rank=1, local_size=2, host="a")
+        return launch_problem(place, os.environ)
+
+    assert problem("srun") is None
+    problems = [problem("openmpi"), problem("hydra")]
+    # whichever MPI this Python's mpi4py is of, it is one of the two
+    assert problems.count(None) == 1
+    assert "would not start, or each of 2 ranks would be alone" in "".join(filter(None, problems))
