@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,15 @@ def test_the_short_last_batch_counts_its_rows_only(whole):
     saved = json.loads((folder / "checkpoints/step_00000012/manifest.json").read_text())
     assert "'index': 16" in str(saved) or '"index": 16' in json.dumps(saved)  # 37 = 4 * 8 + 5, then 2 * 8
     assert np.isfinite([line["train/loss"] for line in lines(folder)]).all()
+
+
+def test_the_time_limit_stops_and_saves(text, tmp_path):
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
+    trained = train(make_run(text, tmp_path), console, until_seconds=time.monotonic())
+    assert (trained.step, trained.stopped_by, trained.time_over) == (1, None, True)
+    assert "stopped by the time limit after step 1, which is saved" in printed.getvalue()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
 @pytest.mark.parametrize("after_samples", [20, 45, 70])

@@ -22,8 +22,9 @@ from shardtrain.islands.verdict import Beat, Watch, place_text, silence_text, st
 if TYPE_CHECKING:
     from shardtrain.islands.beats import Beats  # importing it starts MPI
 
-BEAT, LEAVE, VERDICT = 1, 2, 3
-"""Tags: where a rank is; that it leaves in order; that a rank has found what is wrong, and all end."""
+BEAT, LEAVE, VERDICT, WRITTEN = 1, 2, 3, 4
+"""Tags: where a rank is; that it leaves in order; that it found what is wrong, and all end; that the stacks
+of a rank that was told so are written."""
 
 BEAT_SECONDS = 1.0
 STACKS = "stacks.txt"
@@ -32,10 +33,10 @@ STACKS = "stacks.txt"
 WRITE_SECONDS = 3.0
 """How long the stacks may take: the file system may be what hangs."""
 
-TELL_SECONDS = 1.5
-"""How long ranks that heard of the end have for their stacks, before MPI ends them."""
+OTHERS_SECONDS = 4.0
+"""How long ranks that are told of the end have for their stacks, before MPI ends them."""
 
-LAST_SECONDS = 6.0
+LAST_SECONDS = 9.0
 """So long after a verdict this process is gone, whatever MPI does."""
 
 
@@ -89,6 +90,7 @@ class Watchdog:
         self._heard_seconds = dict.fromkeys(self._partners, now)
         self._last: dict[int, tuple[Beat, float]] = {}
         self._left: set[int] = set()
+        self._lost: set[int] = set()
         self._thread.start()
         return self
 
@@ -142,13 +144,14 @@ class Watchdog:
                 self._last[rank] = Beat.decode(data), now
             elif tag == LEAVE:
                 self._left.add(rank)
-            else:
-                self._end(None)
+            elif tag == VERDICT:
+                self._end(None, said_by=rank)
 
     def _judge(self, now: float) -> None:
         here = self._beats_now(now)
         names = [peer.name for peer in self._peers]
         if silent := self._silent(now):
+            self._lost = set(silent)
             causes = {rank: cause_text(self._peers[rank], self._peers[self._rank].host) for rank in silent}
             then = {**here, **{rank: self._last[rank][0] for rank in silent if rank in self._last}}
             self._end(silence_text(silent, causes, then, names, self._watch))
@@ -186,11 +189,12 @@ class Watchdog:
         time.sleep(LAST_SECONDS)
         os._exit(COME_AGAIN)
 
-    def _end(self, text: str | None) -> None:
+    def _end(self, text: str | None, said_by: int | None = None) -> None:
         """End all ranks.
 
         Args:
           text: why; None where another rank has said it.
+          said_by: that rank.
         """
         if self._leave.is_set() or not self._ending.acquire(blocking=False):
             return
@@ -201,27 +205,35 @@ class Watchdog:
             self._marks.step_file.write_hung()
         if text is not None:
             self._write(f"\n{text}(stacks of the ranks that could write them: {self._stacks})\n")
-            self._tell_verdict()
+        others = self._tell_verdict() if said_by is None else set()
         writing = threading.Thread(target=self._write_stacks, daemon=True)
         writing.start()
         writing.join(timeout=WRITE_SECONDS)
-        if text is None:
-            time.sleep(LAST_SECONDS)
         if self._beats is not None:
+            with contextlib.suppress(Exception):
+                self._wait_for_stacks(self._beats, others - self._lost, said_by)
             self._beats.end_all(COME_AGAIN)
         os._exit(COME_AGAIN)
 
-    def _tell_verdict(self) -> None:
-        if self._beats is None:
-            return
-        with contextlib.suppress(Exception):
-            for rank in range(len(self._peers)):
-                if rank != self._rank and rank not in self._left:
+    def _tell_verdict(self) -> set[int]:
+        """The ranks that are told of the end."""
+        others = {rank for rank in range(len(self._peers)) if rank != self._rank and rank not in self._left}
+        if self._beats is not None:
+            with contextlib.suppress(Exception):
+                for rank in others:
                     self._beats.send(rank, VERDICT)
-            deadline = time.monotonic() + TELL_SECONDS
-            while time.monotonic() < deadline:
-                self._beats.all_sent()
-                time.sleep(0.05)
+        return others
+
+    def _wait_for_stacks(self, beats: "Beats", others: set[int], said_by: int | None) -> None:
+        """Until those that were told have written theirs; such a one is ended by the rank that told it."""
+        if said_by is not None:
+            beats.send(said_by, WRITTEN)
+            time.sleep(LAST_SECONDS)
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while others and time.monotonic() < deadline:
+            others -= {rank for rank, tag, _ in beats.received() if tag == WRITTEN}
+            beats.all_sent()
+            time.sleep(0.02)
 
     def _write_stacks(self) -> None:
         peer, mark = self._peers[self._rank], self._mine(time.monotonic())

@@ -181,8 +181,9 @@ def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome
     failed = [end for end in ends if end.failed]
     if not failed:
         return _without_failure(ends, launcher, launcher_code)
-    first = min(failed, key=lambda end: (end.consequence, end.end_seconds or end.touched_seconds))
-    seconds = (first.end_seconds or first.touched_seconds) - first.start_seconds
+    # of several that say that it hangs, on both sides of a cut link, rank 0's side is that of the launcher
+    first = min(failed, key=lambda end: (end.consequence, end.told_hang and end.rank, _ended_seconds(end)))
+    seconds = _ended_seconds(first) - first.start_seconds
     after = f"{max(seconds, 0):.0f} s after its start"
     headline = f"{first.name} failed first: rank {first.rank} on {first.host}, {first.how}, {after}"
     if first.told_hang:
@@ -196,6 +197,10 @@ def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome
     text += f"\nwhole log: {first.log}" + (" (the others lie beside it)" if rest else "")
     code = COME_AGAIN if first.last.hung else first.code
     return Outcome(code=code or _abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
+
+
+def _ended_seconds(end: RankEnd) -> float:
+    return end.end_seconds or end.touched_seconds
 
 
 def _without_failure(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome:

@@ -26,7 +26,7 @@ from shardtrain.launch.restarts import Ended
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY_SECONDS = 0.1
 GRACE_SECONDS = 2.0
-HUNG_SECONDS = 8.0
+HUNG_SECONDS = 9.0
 """How long the ranks of a run that hung have to write their stacks and end; a launcher may itself hang."""
 
 LEFT_BEHIND_SECONDS = 3.0

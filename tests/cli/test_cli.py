@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from shardtrain import cli
 from shardtrain.cli.run_options import load_run, parse_run
+from shardtrain.cli.train import TrainOptions, process_seconds
 from shardtrain.optimizer import Optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +92,35 @@ def code_of(words):
 
 
 HELP = [["--help"], ["train", "--help"], *([command, GPT, "--help"] for command in cli.COMMANDS)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--time-limit", "1"], "the time limit of 60 s leaves nothing before the margin of 120 s"),
+        (["--time-limit", "soon"], "time 'soon': write hours:minutes:seconds"),
+        (["--time-margin", "-1"], "time margin is -1 s; use 0 or more"),
+        (["--watch.silence-seconds", "1"], "silence_seconds is 1.0; use 0 for never, or 2 or more"),
+    ],
+)
+def test_limits_that_cannot_be_are_told(options, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", GPT, *options])
+    assert stop.value.code == cli.USER_ERROR
+    # in a box, whose lines break anywhere
+    assert text in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_time_is_that_of_the_process():
+    options = TrainOptions(time_limit="01:00:00", time_margin=100)
+    until = options.until_seconds()
+    assert until is not None
+    left = until - time.monotonic()
+    assert left == pytest.approx(3600 - 100 - process_seconds(), abs=5)
+    assert 0 < process_seconds() < 7200
+    assert TrainOptions().until_seconds() is None
 
 
 @pytest.mark.parametrize("words", HELP)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli
+from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.metrics import read_jsonl
 
 RUN = """
@@ -113,6 +114,17 @@ def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(fold
     assert last["step"] == step + 2
     # island 1 has nothing to say: what is combined is island 0's gradient
     assert last["orthogonality"] == pytest.approx(1)
+
+
+def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder):
+    """It is over when the first step is done."""
+    code, out, err = ended(start("--time-limit", "0:2", "--time-margin", "1"))
+    assert code == COME_AGAIN, err
+    assert err.endswith("stopped by the time limit: islands 0, 1\n")
+    (saved,) = Path("run/checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step_"))
+    assert step == read_jsonl(Path("run/metrics.jsonl"))[-1]["step"]
+    assert f"stopped by the time limit after step {step}, which is saved; the same command goes on" in out
 
 
 def test_a_killed_rank_is_named_and_the_others_end(folder):

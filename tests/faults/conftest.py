@@ -1,0 +1,121 @@
+"""Runs that are to be hurt: tiny ones, under mpiexec or launch, each with devices of its own."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from shardtrain.config import Run
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.data import Text
+from shardtrain.islands.place import find_place
+from shardtrain.models.decoder import DecoderConfig
+
+HERE = Path(__file__).parent
+HURT, FIRST = os.environ.get("HURT"), not (HERE / "hurt").exists()
+
+
+def hurt():
+    metrics = HERE / "run/metrics.jsonl"
+    while not (metrics.is_file() and metrics.read_text().count("\\n") >= 3):
+        time.sleep(0.05)
+    (HERE / "hurt").write_text(f"{os.getpid()} {time.time()}")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+RANK = find_place(os.environ).rank
+MINE = HURT and FIRST and RANK == int(os.environ["HURT_RANK"])
+
+
+class Slow:
+    fingerprint = "slow"
+
+    def __init__(self, source): self.source = source
+    def __len__(self): return len(self.source)
+    def __getitem__(self, index):
+        if MINE and (HERE / "run/metrics.jsonl").is_file(): time.sleep(1000)
+        return self.source[index]
+
+
+class SlowText(Text):
+    def train(self, folder): return Slow(super().train(folder))
+
+
+def run() -> Run:
+    if MINE and HURT == "stop":
+        threading.Thread(target=hurt, daemon=True).start()
+    data = SlowText if HURT == "sleep" else Text
+    return Run(
+        model=DecoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2),
+        data=data(paths=(HERE / "text.txt",), seq=8),
+        run_dir=HERE / "run",
+        log_every=1,
+        batch=8,
+        evaluate_every=None,
+        checkpoints=CheckpointPolicy(every_steps=2),
+        steps=1_000_000 if FIRST else 1,
+    )
+"""
+LONG_SECONDS = 240
+OUTPUT = (Path("err"), Path("out"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With a run that hurts itself on rank HURT_RANK as HURT says: stop, sleep."""
+    letters = random.Random(0).choices("abcdefgh \n", k=3000)
+    (tmp_path / "text.txt").write_text("".join(letters))
+    (tmp_path / "tiny.py").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPI4JAX_NO_WARN_JAX_VERSION", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def mpirun():
+    """The words that start a run on so many ranks."""
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = shutil.which("mpiexec", path=beside)
+    assert command is not None
+    return lambda num_ranks: [command, "-n", str(num_ranks), sys.executable, "-m", "shardtrain"]
+
+
+@pytest.fixture
+def started():
+    """Start words; what they print goes to the files `out` and `err`."""
+    processes = []
+
+    def start(words, **environment):
+        with Path("out").open("w") as out, Path("err").open("w") as err:
+            process = subprocess.Popen(words, stdout=out, stderr=err, env={**os.environ, **environment})
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def until():
+    """Wait for something while a process runs."""
+
+    def until(condition, process=None, seconds=LONG_SECONDS):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert process is None or process.poll() is None, (
+                Path("err").read_text() + Path("out").read_text()
+            )
+            assert time.monotonic() < deadline, "it never came"
+            time.sleep(0.05)
+
+    return until
