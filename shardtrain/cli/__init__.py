@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a run, or go on with it",
     "inspect": "show how a run lies on a mesh, without compiling",
     "launch": "start a command as islands: here, on other hosts, or by Slurm",
+    "checkpoint": "list, show, compare, check, thin out, export and import checkpoints",
 }
 """Command -> what it does; the module of this package by that name has it."""
 
