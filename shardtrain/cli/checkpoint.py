@@ -171,12 +171,18 @@ def _pruned(place: Place, policy: CheckpointPolicy, remove: Callable[[Path], Non
     found = place.all_archives()
     whole = _newest_whole(found, policy.keep)
     if not whole:
-        raise ValueError(f"no step in {place.folder} is whole, so none is deleted; see: verify {place.folder}")
+        raise ValueError(
+            f"no step in {place.folder} is whole, so none is deleted; see: verify {place.folder}"
+        )
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
     old = set(steps_to_delete(policy, [each.step for each in counted]))
     freed = 0
     for archive in found:
-        if archive.step > whole[0].step or (archive in whole) or (archive in counted and archive.step not in old):
+        if (
+            archive.step > whole[0].step
+            or (archive in whole)
+            or (archive in counted and archive.step not in old)
+        ):
             continue
         for folder in archive.folders.values():
             freed += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

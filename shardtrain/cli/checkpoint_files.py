@@ -143,7 +143,7 @@ def model_text(config: Any) -> str:
 
 def run_file_text(config: Any, options: Import, tokenizer: list[Path]) -> str:
     """A run file that trains on from what was imported."""
-    tokens = "Tokens(path=Path('tokens.npy'), vocab=model.vocab, seq=min(model.seq, 1024))"
+    tokens = 'Tokens(path=Path("tokens.npy"), vocab=model.vocab, seq=min(model.seq, 1024))'
     data, loss, names = tokens, "", ["Optimizer", "Run", "Schedule", "Tokens"]
     path = "--data.path"
     if hasattr(config, "segments"):  # reads from both sides
@@ -174,7 +174,7 @@ def run() -> Run:
         data={data},
 {loss}        optimizer=Optimizer(learning_rate=Schedule(name="cosine", peak=2e-5, warmup=100)),
         start_from=StartFrom(checkpoint=Path(__file__).parent),
-        run_dir=Path("runs") / {options.out.resolve().name!r},
+        run_dir=Path("runs") / {json.dumps(options.out.resolve().name)},
     )
 '''
 

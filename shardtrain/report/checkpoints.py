@@ -51,7 +51,9 @@ def list_text(archives: list[Archive], unfinished: list[Path]) -> str:
 
 def show_text(archive: Archive) -> str:
     """One step: every array, the run that saved it, and how far it had read."""
-    rows = [(path, _shape(leaf), leaf.dtype, bytes_text(_bytes(leaf))) for path, leaf in archive.leaves.items()]
+    rows = [
+        (path, _shape(leaf), leaf.dtype, bytes_text(_bytes(leaf))) for path, leaf in archive.leaves.items()
+    ]
     leaves = archive.leaves.values()
     num_items = sum(math.prod(leaf.shape) for leaf in leaves)
     lines = [
@@ -84,7 +86,9 @@ def diff_text(first: Archive, second: Archive) -> str:
     same = len(both) - len(rows)
     header = ("array", "largest change", "relative", "norm before", "norm after")
     text = "".join(f"{line}\n" for line in lines) + (table_text(header, rows) if rows else "")
-    return f"step {first.step} -> step {second.step}\n{text}{same} of {len(both)} common arrays are the same\n"
+    return (
+        f"step {first.step} -> step {second.step}\n{text}{same} of {len(both)} common arrays are the same\n"
+    )
 
 
 def change(path: str, first: np.ndarray, second: np.ndarray) -> Change:
