@@ -1,4 +1,4 @@
-"""That transformers loads what we export and we train on from what it saved: GPT-2, Llama and BERT, tiny ones.
+"""That transformers loads what we export, and that what it saved trains on: tiny GPT-2, Llama and BERT.
 
 uv run --with torch --with transformers benchmarks/transformers_parity.py
 
@@ -69,7 +69,8 @@ def compare(folder: Path, python: str) -> bool:
     """Import, train on, export and load each family; print what was found."""
     subprocess.run([python, __file__, "--save-random", folder / "theirs"], check=True)
     print(f"{'family':8}{'first loss':>12}{'torch':>12}{'last loss':>12}{'logits apart':>14}  files")
-    return all([_compare_family(family, folder, python) for family in FAMILIES])
+    good = [_compare_family(family, folder, python) for family in FAMILIES]
+    return all(good)
 
 
 def _compare_family(family: str, folder: Path, python: str) -> bool:
@@ -108,7 +109,7 @@ def _import(family: str, theirs: Path, ours: Path, folder: Path) -> tuple[Any, P
     if family != "bert":
         tokens = batch["tokens"]
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "chosen": np.ones((ROWS, SEQ), np.int8)}
-    np.savez(folder / "batch.npz", **batch)
+    np.savez(folder / "batch.npz", allow_pickle=False, **batch)
     changes = {"batch": ROWS, "steps": STEPS, "log_every": 1, "run_dir": folder / "runs" / family}
     optimizer = Optimizer(learning_rate=Schedule(name="constant", peak=1e-3))
     run = dataclasses.replace(run, data=data, optimizer=optimizer, strategy=Strategy(), **changes)

@@ -1,7 +1,7 @@
 """Folders of Hugging Face's: config.json, safetensors in one file or several, tokenizer files.
 
 The one door to safetensors (the extra `hf`). `shardtrain checkpoint export` and `import` load this module by
-its name; a module of one's own with `export_model` and `import_model` can stand in its place (`--with`).
+its name; a module of one's own with `export_model` and `import_model` can stand in its place (`--using`).
 """
 
 import json

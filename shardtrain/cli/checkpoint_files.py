@@ -149,7 +149,8 @@ def run_file_text(config: Any, options: Import, tokenizer: list[Path]) -> str:
     if hasattr(config, "segments"):  # reads from both sides
         token = mask_token(tokenizer)
         told = "" if token is not None else "  # of [MASK]: it was not found, so look it up"
-        data = f"MaskedTokens(\n            data={tokens},\n            mask_token={token or 0},{told}\n        )"
+        lines = ("MaskedTokens(", f"    data={tokens},", f"    mask_token={token or 0},{told}", ")")
+        data = "\n        ".join(lines)
         loss = "        loss=masked_token_loss,\n"
         names, path = [*names, "MaskedTokens", "masked_token_loss"], "--data.data.path"
     names.sort(key=lambda name: (not name[0].isupper(), name))

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant: a run's folder, its folder of checkpoints, the folder of a step, or PATH@STEP."""
+"""Which checkpoint is meant: a run's folder, its folder of checkpoints, a step's folder, or PATH@STEP."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`shardtrain checkpoint`: what it prints and deletes, on checkpoints that are whole, damaged and in parts."""
+"""`shardtrain checkpoint`: what it prints and deletes; checkpoints that are whole, damaged, in parts."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ from shardtrain.checkpoint import Checkpoints
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.cli.checkpoint import COMMANDS
 from shardtrain.cli.run_options import load_run
-from shardtrain.manifest import Part
+from shardtrain.manifest import Lie, Part
 from shardtrain.models.huggingface import from_huggingface
 
 GOLDEN = Path(__file__).parents[1] / "models" / "golden"
@@ -249,6 +249,26 @@ class TestFiles:
         assert (tmp_path / "again" / "vocab.txt").read_text() == "a\n"
         about = json.loads((tmp_path / "again" / "config.json").read_text())
         assert (about["model_type"], about["dtype"]) == ("gpt2", "float16")
+
+    def test_a_checkpoint_of_two_stages_is_exported_whole(self, saved, tmp_path, capsys):
+        """Each has a block of its own, as stages across islands save them."""
+        archive = find_archives(saved / "checkpoints")[0]
+        arrays = {path: archive.read(path) for path in archive.leaves}
+        for index in range(2):
+            mine = {
+                path: jnp.asarray(x[index : index + 1] if "/blocks/" in path else x)
+                for path, x in arrays.items()
+                if "/blocks/" in path or index == 0
+            }
+            lies = {path: Lie(rows=(index,), num_rows=2) for path in mine if "/blocks/" in path}
+            with Checkpoints(tmp_path / "cut", CheckpointPolicy(), Part(index, 2)) as checkpoints:
+                checkpoints.save(10, mine, archive.extra, lies)
+        assert command(capsys, "export", tmp_path / "cut", tmp_path / "a")[0] == 0
+        assert command(capsys, "export", f"{saved}@10", tmp_path / "b")[0] == 0
+        first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+        assert first == second
+        _, text = command(capsys, "diff", f"{saved}@10", tmp_path / "cut")
+        assert text.endswith(f"{len(arrays)} of {len(arrays)} common arrays are the same\n")
 
     def test_a_broken_step_is_not_exported(self, run, tmp_path, capsys):
         damage(run, 40, flip)

@@ -152,7 +152,7 @@ def test_what_is_not_there_or_damaged_is_told(tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:-100])
-    with pytest.raises(ValueError, match="cannot be read: .*; download or copy it again"):
+    with pytest.raises(ValueError, match=r"cannot be read: .*; download or copy it again"):
         import_model(tmp_path)
     del state["transformer.wpe.weight"]
     save_file(state, tmp_path / "model.safetensors")
