@@ -33,7 +33,7 @@ from shardtrain.models.layers import (
 )
 
 Positions = Literal["learned", "rotary"]
-Activations = Literal["gelu", "swiglu"]
+Activations = Literal["gelu", "gelu_erf", "swiglu"]
 Remats = Literal["none", "weights", "dots", "outputs", "full"]
 Dtypes = Literal["float32", "bfloat16"]
 
@@ -75,7 +75,8 @@ class DecoderConfig:
       theta: base of the rotary wavelengths.
       norm: before each half of a block and before the head.
       eps: added to the variance in the norms.
-      activation: "gelu" (tanh approximation, as GPT-2) or "swiglu" (a second, gating projection).
+      activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT) or "swiglu" (a second,
+        gating projection).
       bias: whether projections and layer norms have biases (the head has none).
       tied: whether the head is the embedding table.
       dropout: rate on the embedding and on the outputs of attention and feed-forward. It needs a "dropout"
@@ -174,11 +175,11 @@ class Attention(nnx.Module):
         self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
         if self.config.positions == "rotary":
             q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=self.causal)
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=self.causal, mask_BS=mask_BS)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         return to_stream(self.o, y_BTHK)
 
@@ -208,13 +209,15 @@ class FeedForward(nnx.Module):
     """Two or three projections around an activation, from (batch, seq, embed) back to the residual stream."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.approximate = config.activation == "gelu"
         self.up = linear_of(config, (EMBED,), (MLP,), rngs)
         self.gate = linear_of(config, (EMBED,), (MLP,), rngs) if config.activation == "swiglu" else None
         self.down = linear_of(config, (MLP,), (EMBED,), rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is None:
-            h_BTF = jax.nn.gelu(with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP)), approximate=True)
+            h_BTF = with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP))
+            h_BTF = jax.nn.gelu(h_BTF, approximate=self.approximate)
         else:
             # one product for both, as for queries, keys and values
             kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
@@ -256,7 +259,7 @@ class Decoder(nnx.Module):
         table = partial(normal, sizes=config.sizes, std=0.02, rngs=rngs)
         self.embedding = table(TABLE)
         self.positions = table((SEQ, EMBED)) if config.positions == "learned" else None
-        self.blocks = _stacked_blocks(config, rngs)
+        self.blocks = stacked_blocks(Block, config, rngs)
         self.final_norm = norm_of(config)
         self.head = None if config.tied else linear_of(config, (EMBED,), (VOCAB,), rngs, bias=False)
         self.dropout = nnx.Dropout(config.dropout)
@@ -304,21 +307,11 @@ class Decoder(nnx.Module):
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
         """Send the residual stream through stacked blocks (all, or a pipeline stage's share of them)."""
 
-        # Made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were
-        # made under.
+        # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
         def run_block(block: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
             return block(x_BTD, key)
 
-        if self.config.remat != "none":
-            policy = REMAT_POLICIES[self.config.remat]
-            run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not self.config.scan)
-        if self.config.scan:
-            return jax.lax.scan(
-                lambda x, block: (run_block(block[0], x, block[1]), None), x_BTD, (blocks, keys)
-            )[0]
-        for block, key in _unstacked((blocks, keys)):
-            x_BTD = run_block(block, x_BTD, key)
-        return x_BTD
+        return walk(self.config, run_block, blocks, x_BTD, keys)
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Norm the residual stream and score it against the vocabulary; rounded to dtype, then float32."""
@@ -362,13 +355,43 @@ def norm_of(config: DecoderConfig) -> Norm:
     return Norm(config.norm, config.embed, eps=config.eps, bias=config.bias, dtype=config.dtype)
 
 
-def _stacked_blocks(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
+def stacked_blocks(kind: Any, config: DecoderConfig, rngs: nnx.Rngs) -> Any:
+    """One module of this kind that holds the parameters of all blocks, along a first dim layers."""
+
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: LAYERS})
-    def stack(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs=rngs)
+    def stack(rngs: nnx.Rngs) -> Any:
+        return kind(config, rngs=rngs)
 
     return stack(nnx.Rngs(params=rngs.params()))
+
+
+def walk(
+    config: DecoderConfig,
+    run_block: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+    blocks: Any,
+    x_BTD: jax.Array,
+    keys: jax.Array | None,
+) -> jax.Array:
+    """Send a residual stream through stacked blocks, scanned or unrolled, recomputed as far as `remat` says.
+
+    Args:
+      config: for `scan` and `remat`.
+      run_block: (block, stream, key) -> stream; a new function at each call.
+      blocks: stacked along the first dim of every parameter.
+      x_BTD: what enters the first.
+      keys: of the blocks' dropout, one each; None where it is off.
+    """
+    if config.remat != "none":
+        policy = REMAT_POLICIES[config.remat]
+        run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not config.scan)
+    if config.scan:
+        return jax.lax.scan(lambda x, block: (run_block(block[0], x, block[1]), None), x_BTD, (blocks, keys))[
+            0
+        ]
+    for block, key in _unstacked((blocks, keys)):
+        x_BTD = run_block(block, x_BTD, key)
+    return x_BTD
 
 
 def _unstacked(tree: Any) -> list[Any]:

@@ -1,187 +1,82 @@
-"""Weights of Hugging Face's GPT-2 and Llama families into `Decoder` parameters, and back.
+"""Weights of Hugging Face's GPT-2, Llama and BERT families into parameters of ours, and back.
 
-Pure numpy on state dicts (name -> array); reading files is the user's. Each family is a table of places, read
-in both directions; every value comes through unchanged. `huggingface_config.py` reads the options.
+Pure numpy on state dicts (name -> array), one array at a time where memory counts; every value comes through
+unchanged. Files are read and written by `huggingface_files.py`.
 """
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.huggingface_config import read_config
+from shardtrain.models.huggingface_bert import BERT
+from shardtrain.models.huggingface_gpt2 import GPT2
+from shardtrain.models.huggingface_llama import LLAMA
+from shardtrain.models.huggingface_place import Copy, Family, Place
 
-State = Mapping[str, np.ndarray]
+State = Mapping[str, Any]
+"""Name -> array, or what has a shape and becomes one by `np.asarray`: it is read when its turn comes."""
+
 Params = dict[str, Any]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a parameter of ours stands in a state dict.
-
-    Args:
-      path: in our nested dict, joined by "/".
-      name: in the state dict; "{}" stands for the number of the layer.
-      dims: of our parameter, without layers.
-      num_in: how many of the dims a linear map contracts; their product is one dim over there.
-      transposed: whether the matrix over there is (out, in).
-      part: which of `num_parts` equal slices of the last dim it is.
-      num_parts: 3 for queries, keys and values in one matrix.
-    """
-
-    path: str
-    name: str
-    dims: tuple[str, ...]
-    num_in: int = 0
-    transposed: bool = False
-    part: int = 0
-    num_parts: int = 1
-
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of our parameter, without layers."""
-        return tuple(sizes[dim] for dim in self.dims)
-
-    def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the whole array that holds it over there."""
-        shape = self.shape(sizes)
-        if self.path.endswith(("kernel", "bias")):
-            shape = (*_matrix(shape, self.num_in)[:-1], _matrix(shape, self.num_in)[-1] * self.num_parts)
-        return shape[::-1] if self.transposed else shape
-
-    def ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Our parameter out of the array over there."""
-        theirs = theirs.T if self.transposed else theirs
-        return np.split(theirs, self.num_parts, axis=-1)[self.part].reshape(self.shape(sizes))
-
-    def theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Our parameter as its slice of the array over there, untransposed."""
-        return (
-            ours.reshape(_matrix(ours.shape, self.num_in)) if self.path.endswith(("kernel", "bias")) else ours
-        )
-
-
-def _matrix(shape: tuple[int, ...], num_in: int) -> tuple[int, ...]:
-    """The shape of a kernel as a matrix (in, out), or of a bias as a vector (num_in 0)."""
-    out = math.prod(shape[num_in:])
-    return (math.prod(shape[:num_in]), out) if num_in else (out,)
-
-
-KERNELS = {
-    "attention/q": ((EMBED,), (HEADS, HEAD_DIM)),
-    "attention/k": ((EMBED,), (KV_HEADS, HEAD_DIM)),
-    "attention/v": ((EMBED,), (KV_HEADS, HEAD_DIM)),
-    "attention/o": ((HEADS, HEAD_DIM), (EMBED,)),
-    "mlp/up": ((EMBED,), (MLP,)),
-    "mlp/gate": ((EMBED,), (MLP,)),
-    "mlp/down": ((MLP,), (EMBED,)),
-}
-
-GPT2_PREFIX, LLAMA_PREFIX = "transformer.", "model."
-
-
-def _gpt2_places(config: DecoderConfig) -> Iterator[Place]:
-    """GPT-2 keeps matrices as (in, out), and queries, keys and values as one."""
-    yield Place(path="embedding", name=f"{GPT2_PREFIX}wte.weight", dims=(VOCAB, EMBED))
-    yield Place(path="positions", name=f"{GPT2_PREFIX}wpe.weight", dims=(SEQ, EMBED))
-    names = {"attention/o": "attn.c_proj", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
-    names = {path: (name, 0, 1) for path, name in names.items()}
-    names |= {f"attention/{which}": ("attn.c_attn", part, 3) for part, which in enumerate("qkv")}
-    for path, (name, part, num_parts) in names.items():
-        into, out = KERNELS[path]
-        bias = Place(
-            path=f"blocks/{path}/bias",
-            name=f"{GPT2_PREFIX}h.{{}}.{name}.bias",
-            dims=out,
-            part=part,
-            num_parts=num_parts,
-        )
-        yield bias
-        yield replace(
-            bias,
-            path=f"blocks/{path}/kernel",
-            name=f"{GPT2_PREFIX}h.{{}}.{name}.weight",
-            dims=(*into, *out),
-            num_in=len(into),
-        )
-    norms = {"blocks/attention_norm": "h.{}.ln_1", "blocks/mlp_norm": "h.{}.ln_2", "final_norm": "ln_f"}
-    for path, name in norms.items():
-        yield Place(path=f"{path}/scale", name=f"{GPT2_PREFIX}{name}.weight", dims=(EMBED,))
-        yield Place(path=f"{path}/bias", name=f"{GPT2_PREFIX}{name}.bias", dims=(EMBED,))
-    yield from _head_places(config)
-
-
-def _llama_places(config: DecoderConfig) -> Iterator[Place]:
-    """Llama keeps matrices as (out, in), without biases."""
-    yield Place(path="embedding", name=f"{LLAMA_PREFIX}embed_tokens.weight", dims=(VOCAB, EMBED))
-    names = {f"attention/{which}": f"self_attn.{which}_proj" for which in "qkvo"}
-    names |= {f"mlp/{which}": f"mlp.{which}_proj" for which in ("up", "gate", "down")}
-    for path, name in names.items():
-        into, out = KERNELS[path]
-        yield Place(
-            path=f"blocks/{path}/kernel",
-            name=f"{LLAMA_PREFIX}layers.{{}}.{name}.weight",
-            dims=(*into, *out),
-            num_in=len(into),
-            transposed=True,
-        )
-    norms = {
-        "blocks/attention_norm": "layers.{}.input_layernorm",
-        "blocks/mlp_norm": "layers.{}.post_attention_layernorm",
-        "final_norm": "norm",
-    }
-    for path, name in norms.items():
-        yield Place(path=f"{path}/scale", name=f"{LLAMA_PREFIX}{name}.weight", dims=(EMBED,))
-    yield from _head_places(config)
-
-
-def _head_places(config: DecoderConfig) -> Iterator[Place]:
-    if not config.tied:
-        yield Place(path="head/kernel", name="lm_head.weight", dims=(EMBED, VOCAB), num_in=1, transposed=True)
-
-
-FAMILIES = {"gpt2": (GPT2_PREFIX, _gpt2_places), "llama": (LLAMA_PREFIX, _llama_places)}
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, BERT)}
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".embeddings.position_ids")
 """Endings of names that older state dicts hold beside the weights."""
 
+OLDER = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+"""Endings of names in the first BERT files -> what they are called now."""
 
-def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[DecoderConfig, Params]:
+
+def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[Any, Params]:
     """Turn a Hugging Face model into a configuration and parameters.
 
     Args:
-      config: the dict of its config.json, with `model_type` "gpt2" or "llama".
-      state: its state dict as numpy arrays; GPT-2's names with or without "transformer.".
+      config: the dict of its config.json, with `model_type` "gpt2", "llama" or "bert".
+      state: its state dict as numpy arrays; names with or without the prefix of the whole model.
 
     Returns:
       The configuration (dropout 0, other options of ours at their defaults: change them with
       `dataclasses.replace`), and a nested dict of arrays with the dtypes of `state`, blocks stacked.
 
     Raises:
-      ValueError: listing every option of `config` that `Decoder` does not have; or every missing, extra and
+      ValueError: listing every option of `config` that our model does not have; or every missing, extra and
         misshaped name of `state`.
     """
-    family, decoder_config = read_config(config)
-    prefix, places = FAMILIES[family]
-    tensors = _canonical(state, prefix)
-    places = list(places(decoder_config))
-    checks.refuse(f"state dict of a {family} model", _state_problems(places, decoder_config, tensors))
+    ours, arrays = parameters(config, state)
     params: Params = {}
-    for place in places:
-        arrays = [place.ours(tensors[name], decoder_config.sizes) for name in _names(place, decoder_config)]
-        _put(params, place.path, np.stack(arrays) if "{}" in place.name else np.ascontiguousarray(arrays[0]))
-    return decoder_config, params
+    for path, array in arrays:
+        _put(params, path, array)
+    return ours, params
 
 
-def to_huggingface(config: DecoderConfig, params: Params) -> dict[str, np.ndarray]:
-    """Turn parameters of a decoder into a Hugging Face state dict (GPT-2 if its positions are learned, else
-    Llama).
+def parameters(
+    config: Mapping[str, Any], state: State, *, dtype: Any = None
+) -> tuple[Any, Iterator[tuple[str, np.ndarray]]]:
+    """The same, parameter by parameter: (configuration, pairs of path and array).
 
     Args:
-      config: of the decoder.
+      config: as for `from_huggingface`.
+      state: the same; an array is read when its turn comes.
+      dtype: of the parameters; by default that of `state`.
+
+    Raises:
+      ValueError: at once, as `from_huggingface`.
+    """
+    family, ours = read_config(config)
+    known = _canonical(state, family)
+    places = list(family.places(ours))
+    problems = _state_problems(family, places, ours, known)
+    checks.refuse(f"state dict of a {family.model_type} model", problems)
+    return ours, ((place.path, _stacked(place, known, ours, dtype)) for place in places)
+
+
+def to_huggingface(config: Any, params: Params) -> dict[str, np.ndarray]:
+    """Turn parameters into a Hugging Face state dict.
+
+    Args:
+      config: of the model: an `EncoderConfig`, or a `DecoderConfig` (GPT-2 if its positions are learned,
+        else Llama).
       params: nested dict of arrays, blocks stacked.
 
     Returns:
@@ -191,56 +86,183 @@ def to_huggingface(config: DecoderConfig, params: Params) -> dict[str, np.ndarra
       ValueError: listing every option that neither family has; or every missing, extra and misshaped
         parameter.
     """
-    family = "gpt2" if config.positions == "learned" else "llama"
-    checks.refuse(f"DecoderConfig written as a {family} model", _foreign(family, config))
-    places = list(FAMILIES[family][1](config))
     flat = dict(_flat(params))
-    checks.refuse("params", _param_problems(places, config, flat))
-    slices: dict[str, list[np.ndarray]] = {}
-    transposed = {}
-    for place in sorted(places, key=lambda place: place.part):
-        array = np.asarray(flat[place.path])
-        names = _names(place, config)
-        for name, layer in zip(names, array if "{}" in place.name else [array], strict=True):
-            slices.setdefault(name, []).append(place.theirs(layer))
-            transposed[name] = place.transposed
-    joined = {name: np.concatenate(parts, axis=-1) for name, parts in slices.items()}
-    return {name: np.ascontiguousarray(x.T if transposed[name] else x) for name, x in joined.items()}
+    return dict(tensors(config, {path: np.shape(array) for path, array in flat.items()}, flat.__getitem__))
 
 
-def _names(place: Place, config: DecoderConfig) -> list[str]:
-    return [place.name.format(i) for i in range(config.num_layers)] if "{}" in place.name else [place.name]
+def tensors(
+    config: Any, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The same, one array of the state dict after the other: pairs of name and array.
 
+    Args:
+      config: of the model.
+      shapes: path -> shape of every parameter.
+      read: path -> array; asked once each, when its turn comes.
 
-def _canonical(state: State, prefix: str) -> dict[str, np.ndarray]:
-    """The state dict with its family's prefix on every name, without buffers."""
-    is_bare = not any(name.startswith(prefix) for name in state)
-    return {
-        (prefix + name if is_bare and name != "lm_head.weight" else name): np.asarray(array)
-        for name, array in state.items()
-        if not name.endswith(BUFFERS)
+    Raises:
+      ValueError: at once, as `to_huggingface`.
+    """
+    family = family_of(config)
+    places = list(family.places(config))
+    wanted = {
+        place.path: (config.num_layers,) * place.is_stacked + place.shape(config.sizes) for place in places
     }
+    checks.refuse("params", _differences(wanted, shapes))
+    return _written(family, places, config, read)
 
 
-def _state_problems(places: list[Place], config: DecoderConfig, tensors: dict[str, np.ndarray]) -> list[str]:
-    shapes = {name: place.their_shape(config.sizes) for place in places for name in _names(place, config)}
-    given = dict(tensors)
-    found = []
-    if config.tied and "lm_head.weight" in given:
-        embedding = given.get(places[0].name)
-        if not np.array_equal(given.pop("lm_head.weight"), np.asarray(embedding)):
-            found = [
-                "lm_head.weight differs from the embedding. Set tie_word_embeddings to false in the config."
+def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every array that `tensors` gives, in the same order."""
+    family = family_of(config)
+    shapes = {}
+    for group in _groups(family.places(config)):
+        for name in group[0].names(config.num_layers):
+            for each in (name, *_copies_of(name, family, config)):
+                shapes[each] = group[0].their_shape(config.sizes)
+    return shapes
+
+
+def family_of(config: Any) -> Family:
+    """The family that a configuration of ours can be written as.
+
+    Raises:
+      ValueError: no family has such models; or listing every option that it does not have.
+    """
+    fit = {name: family for name, family in FAMILIES.items() if isinstance(config, family.kind)}
+    if not fit:
+        kinds = ", ".join(sorted({family.kind.__name__ for family in FAMILIES.values()}))
+        raise ValueError(
+            f"a {type(config).__name__} cannot be written as a Hugging Face model; allowed are {kinds}"
+        )
+    if len(fit) > 1:
+        name = "gpt2" if config.positions == "learned" else "llama"
+        fit = {name: fit[name]}
+    ((name, family),) = fit.items()
+    checks.refuse(f"{family.kind.__name__} written as a {name} model", family.foreign(config))
+    return family
+
+
+def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
+    """The family and our configuration of a config.json; what it lacks is at its default.
+
+    Args:
+      config: the dict of a config.json, with `model_type` one of `FAMILIES`.
+
+    Raises:
+      ValueError: listing every entry that is missing or that our model has no option for.
+    """
+    name = config.get("model_type", "")
+    checks.refuse("Hugging Face config", checks.choice("model_type", name, tuple(FAMILIES)))
+    family = FAMILIES[name]
+    problems, made = family.read(config)
+    checks.refuse("Hugging Face config", problems)
+    return family, made()
+
+
+def write_config(config: Any) -> dict[str, Any]:
+    """The config.json of a configuration of ours.
+
+    Raises:
+      ValueError: no family has such models; or listing every option that it does not have.
+
+    >>> from shardtrain.models.encoder import EncoderConfig
+    >>> config = EncoderConfig(vocab=32, seq=8, embed=16, num_layers=1, num_heads=4, mlp=64)
+    >>> write_config(config)["architectures"], read_config(write_config(config))[1] == config
+    (['BertForMaskedLM'], True)
+    """
+    family = family_of(config)
+    about = {"model_type": family.model_type, "architectures": [family.architecture]}
+    return about | family.write(config)
+
+
+def _written(
+    family: Family, places: list[Place], config: Any, read: Callable[[str], Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for group in _groups(places):
+        arrays = [np.asarray(read(place.path)) for place in group]
+        for i, name in enumerate(group[0].names(config.num_layers)):
+            slices = [
+                place.theirs(array[i] if place.is_stacked else array)
+                for place, array in zip(group, arrays, strict=True)
             ]
-    return found + _differences(shapes, {name: array.shape for name, array in given.items()})
+            joined = np.concatenate(slices, axis=-1) if len(slices) > 1 else slices[0]
+            joined = np.ascontiguousarray(joined.T if group[0].transposed else joined)
+            for each in (name, *_copies_of(name, family, config)):
+                yield each, joined
 
 
-def _param_problems(places: list[Place], config: DecoderConfig, flat: dict[str, Any]) -> list[str]:
-    shapes = {
-        place.path: (config.num_layers,) * ("{}" in place.name) + place.shape(config.sizes)
-        for place in places
+def _groups(places: Any) -> list[list[Place]]:
+    """The places by the array over there that they are slices of, in the order of the slices."""
+    groups: dict[str, list[Place]] = {}
+    for place in places:
+        groups.setdefault(place.name, []).append(place)
+    return [sorted(group, key=lambda place: place.part) for group in groups.values()]
+
+
+def _copies_of(name: str, family: Family, config: Any) -> list[str]:
+    return [copy.name for copy in family.copies(config) if copy.of == name and not copy.tied]
+
+
+def _stacked(place: Place, known: State, config: Any, dtype: Any) -> np.ndarray:
+    """A parameter of ours; of stacked layers no more than one is held twice."""
+    names = place.names(config.num_layers)
+    first = place.ours(np.asarray(known[names[0]]), config.sizes)
+    dtype = first.dtype if dtype is None else dtype
+    if not place.is_stacked:
+        return np.ascontiguousarray(first.astype(dtype, copy=False))
+    stacked = np.empty((len(names), *first.shape), dtype)
+    stacked[0] = first
+    for i, name in enumerate(names[1:], 1):
+        stacked[i] = place.ours(np.asarray(known[name]), config.sizes)
+    return stacked
+
+
+def _canonical(state: State, family: Family) -> dict[str, Any]:
+    """The state dict by today's names, with the family's prefix, without buffers and what has no place."""
+    is_bare = not any(name.startswith(family.prefix) for name in state)
+
+    def today(name: str) -> str:
+        name = family.prefix + name if is_bare and not name.startswith(family.heads) else name
+        for ending, now in OLDER.items():
+            name = name.removesuffix(ending) + now if name.endswith(ending) else name
+        return name
+
+    named = {today(name): array for name, array in state.items()}
+    return {
+        name: array
+        for name, array in named.items()
+        if not name.endswith(BUFFERS) and not name.startswith(family.left_out)
     }
-    return _differences(shapes, {path: np.shape(array) for path, array in flat.items()})
+
+
+def left_out(config: Mapping[str, Any], state: State) -> list[str]:
+    """Names of a state dict that have no place in our model and are not read, such as BERT's pooler."""
+    prefixes = read_config(config)[0].left_out
+    return sorted(name for name in state if prefixes and name.startswith(prefixes))
+
+
+def _state_problems(family: Family, places: list[Place], config: Any, known: dict[str, Any]) -> list[str]:
+    shapes = {
+        name: place.their_shape(config.sizes) for place in places for name in place.names(config.num_layers)
+    }
+    found = []
+    for copy in family.copies(config):
+        if copy.name in known:
+            found += _copy_problems(copy, known)
+            known.pop(copy.name)
+    return found + _differences(shapes, {name: tuple(np.shape(array)) for name, array in known.items()})
+
+
+def _copy_problems(copy: Copy, known: Mapping[str, Any]) -> list[str]:
+    if not copy.tied or copy.of not in known:
+        return []
+    if np.array_equal(np.asarray(known[copy.name]), np.asarray(known[copy.of])):
+        return []
+    return [
+        f"{copy.name} differs from {copy.of}, to which it is tied."
+        " Set tie_word_embeddings to false in the config."
+    ]
 
 
 def _differences(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -269,21 +291,3 @@ def _put(tree: Params, path: str, array: np.ndarray) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
     tree[name] = array
-
-
-def _foreign(family: str, config: DecoderConfig) -> list[str]:
-    """Options of ours that a family does not have."""
-    gpt2 = {"norm": "layernorm", "activation": "gelu", "bias": True}
-    llama = {"norm": "rmsnorm", "activation": "swiglu", "bias": False}
-    wanted = gpt2 if family == "gpt2" else llama
-    found = [
-        f"{name} is {getattr(config, name)!r}; {family} has {value!r} only"
-        for name, value in wanted.items()
-        if getattr(config, name) != value
-    ]
-    size = config.sizes
-    if family == "gpt2" and size[KV_HEADS] != size[HEADS]:
-        found.append(f"num_kv_heads is {size[KV_HEADS]}; gpt2 has as many as query heads, {size[HEADS]}")
-    if family == "gpt2" and size[HEADS] * size[HEAD_DIM] != size[EMBED]:
-        found.append(f"head_dim is {size[HEAD_DIM]}; gpt2 has embed // num_heads only")
-    return found

@@ -120,7 +120,13 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
 
 
 def attend(
-    q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: Attentions, *, causal: bool = True
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    kind: Attentions,
+    *,
+    causal: bool = True,
+    mask_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
 
@@ -129,9 +135,10 @@ def attend(
       k_BSHK: keys; their number of heads divides that of the queries.
       v_BSHK: values, shaped as the keys.
       kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" on a GPU in 16 bits with a
-        head_dim that it takes (a multiple of 8, at most 128), else "xla".
+        head_dim that it takes (a multiple of 8, at most 128) and without a mask, else "xla".
       causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
         another sequence than its own, whose length may differ).
+      mask_BS: 0 for keys that no query sees, such as padding; by default all are seen.
 
     Returns:
       The context, shaped and typed as `q_BTHK`.
@@ -139,5 +146,9 @@ def attend(
     if kind == "auto":
         half_precision = q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
         fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128
+        fits = fits and mask_BS is None
         kind = "cudnn" if half_precision and fits and jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, is_causal=causal, implementation=kind)
+    mask = None if mask_BS is None else mask_BS[:, None, None, :] != 0
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BSHK, v_BSHK, mask=mask, is_causal=causal, implementation=kind
+    )

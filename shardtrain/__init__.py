@@ -12,11 +12,17 @@ if TYPE_CHECKING:
     from shardtrain.checkpoint import Checkpoints
     from shardtrain.checkpoint_policy import CheckpointPolicy
     from shardtrain.config import Run, Strategy
-    from shardtrain.data import Batches, Text, Tokens, place
+    from shardtrain.data import Batches, MaskedTokens, Text, Tokens, place
     from shardtrain.islands.membership import join
     from shardtrain.islands.options import Across
     from shardtrain.layout import Layout, read_layout
-    from shardtrain.loss import classification_loss, cross_entropy, next_token_loss, translation_loss
+    from shardtrain.loss import (
+        classification_loss,
+        cross_entropy,
+        masked_token_loss,
+        next_token_loss,
+        translation_loss,
+    )
     from shardtrain.mesh import make_mesh
     from shardtrain.model import from_linen, from_nnx
     from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
@@ -30,11 +36,17 @@ _ROOMS = {
     "checkpoint": ("Checkpoints",),
     "checkpoint_policy": ("CheckpointPolicy",),
     "config": ("Run", "Strategy"),
-    "data": ("Batches", "Text", "Tokens", "place"),
+    "data": ("Batches", "MaskedTokens", "Text", "Tokens", "place"),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "layout": ("Layout", "read_layout"),
-    "loss": ("classification_loss", "cross_entropy", "next_token_loss", "translation_loss"),
+    "loss": (
+        "classification_loss",
+        "cross_entropy",
+        "masked_token_loss",
+        "next_token_loss",
+        "translation_loss",
+    ),
     "mesh": ("make_mesh",),
     "model": ("from_linen", "from_nnx"),
     "optimizer": ("Optimizer", "Schedule", "make_optimizer"),
@@ -52,6 +64,7 @@ __all__ = [
     "Checkpoints",
     "Combine",
     "Layout",
+    "MaskedTokens",
     "Optimizer",
     "Run",
     "Scaling",
@@ -71,6 +84,7 @@ __all__ = [
     "make_optimizer",
     "make_placement",
     "make_step",
+    "masked_token_loss",
     "next_token_loss",
     "place",
     "read_layout",

@@ -25,6 +25,7 @@ MLP = "mlp"
 VOCAB = "vocab"
 LAYERS = "layers"
 EXPERTS = "experts"
+SEGMENTS = "segments"
 HEIGHT = "height"
 WIDTH = "width"
 CHANNELS_IN = "channels_in"
@@ -42,6 +43,7 @@ DIMS = {
     VOCAB: "tokens of the vocabulary, or classes (V)",
     LAYERS: "stacked blocks that a scan walks over",
     EXPERTS: "experts of a mixture (E)",
+    SEGMENTS: "kinds of token by the text that they stand in: the first or the second of a pair",
     HEIGHT: "rows of an image or of a convolution window",
     WIDTH: "columns of an image or of a convolution window",
     CHANNELS_IN: "features that a convolution reads",

@@ -147,6 +147,27 @@ def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     return cross_entropy(logits, targets, jnp.broadcast_to(batch["weights"][:, None], targets.shape))
 
 
+def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of the tokens that were hidden from a model that reads from both sides.
+
+    Args:
+      apply: tokens int32 (B, T), and if the batch has one of them mask and segments -> logits (B, T, V).
+      batch: "tokens" int32 (B, T), as the model reads them; "targets" int32 (B, T), as they were; "chosen"
+        (B, T), 1 where the target counts; "weights" float32 (B,); and, where there are any, "mask" (B, T),
+        0 for padding, and "segments" int32 (B, T). See `shardtrain.data.MaskedTokens`.
+
+    Returns:
+      (sum in nats, number of chosen tokens).
+    """
+    inputs = [batch["tokens"]]
+    if "mask" in batch or "segments" in batch:
+        ones, zeros = jnp.ones_like(batch["tokens"]), jnp.zeros_like(batch["tokens"])
+        inputs += [batch.get("mask", ones), batch.get("segments", zeros)]
+    logits = apply(*inputs)
+    weights = batch["chosen"].astype(jnp.float32) * batch["weights"][:, None]
+    return cross_entropy(logits, batch["targets"], weights)
+
+
 def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of each next token of a target sequence, given a source sequence.
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.loss import classification_loss, cross_entropy, next_token_loss
+from shardtrain.loss import classification_loss, cross_entropy, masked_token_loss, next_token_loss
 
 RANDOM = np.random.default_rng(0)
 LOGITS: Any = (3 * RANDOM.normal(size=(6, 5, 11))).astype(np.float32)
@@ -103,6 +103,23 @@ LOSSES = {
         jax.jit(lambda batch: next_token_loss(lambda tokens: 0.1 * LOGITS[0, 0] * tokens[..., None], batch)),
         {"tokens": RANDOM.integers(0, 11, (6, 5)).astype(np.int32), "weights": WEIGHTS[:, 0]},
     ),
+    "masked": (
+        jax.jit(
+            lambda batch: masked_token_loss(
+                lambda tokens, mask, segments: (
+                    LOGITS[0, 0] * tokens[..., None] + 0.1 * mask[..., None] + segments[..., None]
+                ),
+                batch,
+            )
+        ),
+        {
+            "tokens": RANDOM.integers(0, 11, (6, 5)).astype(np.int32),
+            "targets": RANDOM.integers(0, 11, (6, 5)).astype(np.int32),
+            "segments": RANDOM.integers(0, 2, (6, 5)).astype(np.int32),
+            "chosen": np.ones((6, 5), np.int8),
+            "weights": WEIGHTS[:, 0],
+        },
+    ),
     "images": (
         jax.jit(lambda batch: classification_loss(lambda image: image, batch)),
         {"image": LOGITS[:, 0], "label": TARGETS[:, 0], "weights": WEIGHTS[:, 0]},
@@ -123,7 +140,7 @@ def test_sums_and_counts_add_up_over_any_split(name, cuts):
     ]
     whole = jax.tree.leaves(loss(batch))
     np.testing.assert_allclose(np.sum(parts, 0), whole, rtol=1e-5)
-    assert whole[1] == WEIGHTS[:, 0].sum() * (4 if name == "tokens" else 1)
+    assert whole[1] == WEIGHTS[:, 0].sum() * {"tokens": 4, "masked": 5, "images": 1}[name]
 
 
 def test_next_tokens_are_predicted_from_those_before():
@@ -136,6 +153,23 @@ def test_next_tokens_are_predicted_from_those_before():
     total, count = next_token_loss(apply, {"tokens": jnp.asarray(tokens), "weights": jnp.ones(2)})
     assert total < 1e-3
     assert count == 6
+
+
+def test_only_chosen_tokens_count_and_the_model_gets_what_the_batch_has():
+    tokens, chosen = np.array([[1, 2, 0]], np.int32), np.array([[0, 1, 0]], np.int8)
+    batch: Any = {"tokens": tokens, "targets": tokens[:, ::-1] + 1, "chosen": chosen, "weights": np.ones(1)}
+    seen: list[Any] = []
+
+    def apply(*inputs):
+        seen.append(inputs)
+        return jnp.where(np.arange(4) == 3, 2.0, 0) * jnp.ones((1, 3, 1))
+
+    total, count = masked_token_loss(apply, batch)
+    np.testing.assert_allclose((total, count), (np.log(3 + np.exp(2)) - 2, 1), rtol=1e-6)
+    assert len(seen[0]) == 1
+    batch["segments"] = tokens
+    masked_token_loss(apply, batch)
+    np.testing.assert_array_equal(np.concatenate(seen[1]), [*tokens, [1, 1, 1], *tokens])
 
 
 def test_accuracy_counts_only_real_rows():

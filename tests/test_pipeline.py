@@ -15,10 +15,11 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.layout import Layout
-from shardtrain.loss import cross_entropy, next_token_loss
+from shardtrain.loss import cross_entropy, masked_token_loss, next_token_loss
 from shardtrain.mesh import make_mesh
 from shardtrain.model import BLOCKS, from_nnx
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder import EncoderConfig
 from shardtrain.pipeline.rows import Stages
 from shardtrain.pipeline.schedule import SCHEDULES, make_table, write_table
 from shardtrain.pipeline.stages import counts
@@ -393,3 +394,23 @@ class TestRefusals:
         text = str(error.value)
         assert "stack them, or use --across pipeline" in text
         assert "blocks/0/mean" in text
+
+
+ENCODER = EncoderConfig(vocab=VOCAB, seq=SEQ, embed=8, num_layers=2, num_heads=2, mlp=16, remat="none")
+
+
+def test_an_encoder_with_padding_is_that_of_one_device(assert_same):
+    """The mask goes from stage to stage beside the stream."""
+    tokens, mask = rows()["tokens"], np.array(rows()["mask"] > 0, np.int32)
+    mask[:, 0] = 1  # a text has one token or more
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "chosen": np.array(mask * (tokens[:, 1:] % 3 == 0), np.int8),
+        "mask": mask,
+        "segments": tokens[:, :-1] % 2,
+        "weights": rows()["weights"],
+    }
+    model, mesh = decoder(ENCODER), {"pipeline": 2, "tensor": 2}
+    expected = gradients(model, {"data": 1}, loss=masked_token_loss, batch=batch)
+    assert_same(gradients(model, mesh, 2, loss=masked_token_loss, batch=batch), expected)

@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": "show how a run lies on a mesh, without compiling",
     "launch": "start a command as islands: here, on other hosts, or by Slurm",
     "doctor": "look for what stands in the way of a run, before it starts",
+    "checkpoint": "list, show, compare, check, thin out, export and import checkpoints",
 }
 """Command -> what it does; the module of this package by that name has it."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtrain.data.batches import Batch, Batches, Position, Source
+    from shardtrain.data.masked import MaskedTokens
     from shardtrain.data.placement import batch_problem, place, process_rows
     from shardtrain.data.text import Text
     from shardtrain.data.tokens import open_tokens, write_tokens
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _FILES = {
     "batches": ("Batch", "Batches", "Position", "Source"),
+    "masked": ("MaskedTokens",),
     "placement": ("batch_problem", "place", "process_rows"),
     "text": ("Text",),
     "tokens": ("open_tokens", "write_tokens"),
@@ -25,6 +27,7 @@ _FILES = {
 __all__ = [
     "Batch",
     "Batches",
+    "MaskedTokens",
     "Position",
     "Source",
     "Text",

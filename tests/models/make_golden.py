@@ -1,11 +1,13 @@
-"""Write golden/*.npz: tiny random GPT-2 and Llama models of Hugging Face transformers, with logits and
+"""Write golden/*.npz: tiny random GPT-2, Llama and BERT models of Hugging Face transformers, with logits and
 gradients.
 
-Needs torch and transformers, which the tests do not: `python tests/models/make_golden.py` from anywhere.
-`test_parity.py` compares our decoder with what stands in these files. Float32, on the CPU, seeded.
+Needs torch and transformers, which the tests do not: `python tests/models/make_golden.py [NAME...]` from
+anywhere. `test_parity.py` compares our models with what stands in these files. Float32, on the CPU, seeded.
 """
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,49 @@ def llama() -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(config)
 
 
+def bert() -> transformers.PreTrainedModel:
+    """A BERT with its head for masked tokens: token types, norms behind the blocks' halves, tied head."""
+    config = transformers.BertConfig(
+        vocab_size=SIZES["vocab"],
+        max_position_embeddings=SIZES["seq"],
+        hidden_size=SIZES["embed"],
+        intermediate_size=24,
+        num_hidden_layers=SIZES["layers"],
+        num_attention_heads=SIZES["heads"],
+        type_vocab_size=3,
+        pad_token_id=None,  # its embedding would get no gradient from the input
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def causal_loss(
+    model: transformers.PreTrainedModel, tokens: torch.Tensor, seed: int
+) -> dict[str, torch.Tensor]:
+    """Cross-entropy of each next token."""
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return {"logits": logits, "loss": loss}
+
+
+def masked_loss(
+    model: transformers.PreTrainedModel, tokens: torch.Tensor, seed: int
+) -> dict[str, torch.Tensor]:
+    """Cross-entropy of some tokens of which others stand in their place; the second text ends in padding."""
+    generator = torch.Generator().manual_seed(seed)
+    mask, segments = torch.ones_like(tokens), torch.zeros_like(tokens)
+    mask[1, -4:] = 0
+    segments[:, 5:] = 1
+    segments[:, 9:] = 2
+    chosen = (torch.rand(tokens.shape, generator=generator) < 0.4) & (mask > 0)
+    targets = torch.randint(0, SIZES["vocab"], tokens.shape, generator=generator)
+    logits = model(tokens, attention_mask=mask, token_type_ids=segments).logits
+    loss = torch.nn.functional.cross_entropy(logits[chosen], targets[chosen])
+    inputs = {"mask": mask, "segments": segments, "targets": targets, "chosen": chosen}
+    return {"logits": logits, "loss": loss} | {name: value.int() for name, value in inputs.items()}
+
+
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Draw every parameter, large enough that it matters: norms around 1, the rest, biases too, around 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -61,18 +106,17 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(1 + 0.3 * noise if is_scale else 0.2 * noise)
 
 
-def write(name: str, model: transformers.PreTrainedModel, seed: int) -> None:
+def write(name: str, model: transformers.PreTrainedModel, seed: int, run: Callable[..., dict]) -> None:
     """Run one model forward and backward and store all that a comparison needs."""
     randomise(model.float().eval(), seed)
     tokens = torch.randint(
         0, SIZES["vocab"], (2, SIZES["seq"]), generator=torch.Generator().manual_seed(seed)
     )
-    logits = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()
+    found = run(model, tokens, seed)
+    found["loss"].backward()
     arrays = {f"weight/{key}": parameter.detach() for key, parameter in model.named_parameters()}
     arrays |= {f"gradient/{key}": parameter.grad for key, parameter in model.named_parameters()}
-    arrays |= {"tokens": tokens.int(), "logits": logits.detach(), "loss": loss.detach()}
+    arrays |= {"tokens": tokens.int()} | {name: value.detach() for name, value in found.items()}
     about = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     np.savez_compressed(
         GOLDEN / f"{name}.npz",
@@ -85,5 +129,10 @@ def write(name: str, model: transformers.PreTrainedModel, seed: int) -> None:
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     torch.use_deterministic_algorithms(True)
-    write("gpt2", gpt2(), seed=1)
-    write("llama", llama(), seed=2)
+    for name, make, seed, run in (
+        ("gpt2", gpt2, 1, causal_loss),
+        ("llama", llama, 2, causal_loss),
+        ("bert", bert, 3, masked_loss),
+    ):
+        if name in (sys.argv[1:] or [name]):
+            write(name, make(), seed, run)

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.mlp import MlpConfig
@@ -20,12 +21,13 @@ from shardtrain.models.vgg import VggConfig
 
 PARAMETERS = {
     "vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
-    "channels_in": "fsdp", "channels_out": "tensor",
+    "channels_in": "fsdp", "channels_out": "tensor", "segments": None,
 }  # fmt: skip
 ACTIVATIONS = {
     "batch": "fsdp", "residual_seq": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
     "channels_out": "tensor", "vocab": "tensor", "seq": None, "embed": None, "head_dim": None,
     "height": None, "width": None, "channels_in": None,
+    "segments": None,
 }  # fmt: skip
 
 GPT = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4)
@@ -40,6 +42,8 @@ VGG = VggConfig(filters=4, num_groups=2, hidden=8, classes=8)
 BOTH = EncoderDecoderConfig(
     vocab=32, seq=8, embed=16, num_encoder_layers=1, num_decoder_layers=2, num_heads=4, num_kv_heads=2,
 )  # fmt: skip
+BERT = EncoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4, mlp=24, tied=False)
+MASK = np.array([[1] * 8, [1] * 6 + [0] * 2] * 2, np.int32)
 IMAGES = np.random.default_rng(0).normal(size=(4, 3, 4)).astype(np.float32)
 
 
@@ -57,6 +61,7 @@ CASES = {
     "resnet": (RESNET, [np.random.default_rng(1).normal(size=(4, 6, 4, 1)).astype(np.float32)]),
     "vgg": (VGG, [np.random.default_rng(1).normal(size=(4, 32, 32, 3)).astype(np.float32)]),
     "encoder_decoder": (BOTH, [TOKENS[:, :6], TOKENS]),
+    "encoder": (BERT, [TOKENS, MASK, MASK]),
 }
 """Name -> configuration, inputs of the model."""
 
@@ -80,7 +85,17 @@ def case(request, pure):
     )
 
 
-MODULES = ("layers", "decoder", "linen_decoder", "mlp", "convolution", "resnet", "vgg", "encoder_decoder")
+MODULES = (
+    "layers",
+    "decoder",
+    "linen_decoder",
+    "mlp",
+    "convolution",
+    "resnet",
+    "vgg",
+    "encoder_decoder",
+    "encoder",
+)
 
 
 def names_used(apply, params, inputs, monkeypatch):

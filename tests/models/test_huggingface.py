@@ -10,8 +10,19 @@ import numpy as np
 import pytest
 
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.huggingface import from_huggingface, to_huggingface
+from shardtrain.models.encoder import EncoderConfig
+from shardtrain.models.huggingface import (
+    from_huggingface,
+    left_out,
+    read_config,
+    tensor_shapes,
+    tensors,
+    to_huggingface,
+    write_config,
+)
+from shardtrain.models.mlp import MlpConfig
 
+FAMILIES = ("gpt2", "llama", "bert")
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -29,14 +40,14 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(actual[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bitwise(family):
     hf_config, state = load(family)
     config, params = from_huggingface(hf_config, state)
     assert_same(to_huggingface(config, params), state)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_back_and_there_is_bitwise_for_any_weights_and_dtype(family, tied, pure):
     hf_config, _ = load(family)
@@ -60,6 +71,68 @@ def test_configuration_is_read():
     )  # fmt: skip
 
 
+def test_the_configuration_of_an_encoder_is_read():
+    config, _ = from_huggingface(*load("bert"))
+    assert config == EncoderConfig(vocab=32, seq=12, embed=16, num_layers=2, num_heads=4, mlp=24, segments=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_written_configuration_is_read_as_it_was(family):
+    """Ours has only what a family needs; all that it has comes back, so does what is not the default."""
+    config, _ = from_huggingface(*load(family))
+    other = replace(config, tied=not config.tied, eps=0.125)
+    if family != "llama":
+        other = replace(other, activation="gelu" if family == "bert" else "gelu_erf")
+    for each in (config, other):
+        each = replace(each, mlp=each.sizes["mlp"])
+        written = json.loads(json.dumps(write_config(each)))
+        assert (written["model_type"], read_config(written)[1]) == (family, each)
+
+
+def test_names_of_the_first_bert_files_and_what_has_no_place():
+    """The published file says gamma and beta, and has a pooler, a second task and the tied head twice."""
+    config, state = load("bert")
+    older = {
+        n.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): x for n, x in state.items()
+    }
+    older["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
+    older["cls.predictions.decoder.bias"] = state["cls.predictions.bias"]
+    older["bert.embeddings.position_ids"] = np.arange(12)[None]
+    dropped = {"bert.pooler.dense.bias": np.zeros(16), "cls.seq_relationship.bias": np.zeros(2)}
+    assert_same(to_huggingface(*from_huggingface(config, {**older, **dropped})), state)
+    assert left_out(config, {**older, **dropped}) == sorted(dropped)
+
+
+def test_an_untied_encoder_has_the_bias_that_is_used_and_the_one_that_is_not(pure):
+    config = replace(from_huggingface(*load("bert"))[0], tied=False)
+    state = to_huggingface(config, pure(config).params)
+    used, unused = "cls.predictions.decoder.bias", "cls.predictions.bias"
+    np.testing.assert_array_equal(state[used], state[unused])
+    hf_config = {**load("bert")[0], "tie_word_embeddings": False}
+    _, params = from_huggingface(hf_config, {**state, unused: np.zeros(32)})
+    np.testing.assert_array_equal(params["head_bias"], state[used])
+
+
+def test_arrays_are_read_one_after_the_other(pure):
+    """Queries, keys and values are read together, for they are one array over there; nothing else is."""
+    config, params = from_huggingface(*load("gpt2"))
+    flat = {"/".join(key.key for key in path): x for path, x in jax.tree.leaves_with_path(params)}
+    asked = []
+
+    def read(path):
+        asked.append(path)
+        return flat[path]
+
+    shapes = {path: x.shape for path, x in flat.items()}
+    given = []
+    for name, array in tensors(config, shapes, read):
+        given.append((name, array.shape, len(asked)))
+    assert {name: shape for name, shape, _ in given} == tensor_shapes(config)
+    assert [name for name, _, _ in given] == list(tensor_shapes(config))
+    assert sorted(asked) == sorted(flat)
+    assert [num for _, _, num in given][:2] == [1, 2]
+
+
 def test_older_llama_configs_have_theta_beside_the_rest():
     config, state = load("llama")
     del config["rope_parameters"]
@@ -81,7 +154,8 @@ def test_a_head_that_is_not_tied_is_refused():
     with pytest.raises(ValueError, match="differs") as error:
         from_huggingface(config, {**state, "lm_head.weight": state["transformer.wte.weight"] + 1})
     assert str(error.value).splitlines()[1:] == [
-        "  lm_head.weight differs from the embedding. Set tie_word_embeddings to false in the config."
+        "  lm_head.weight differs from transformer.wte.weight, to which it is tied."
+        " Set tie_word_embeddings to false in the config."
     ]
 
 
@@ -122,13 +196,13 @@ def test_all_parameters_that_are_wrong_are_listed():
         (
             "gpt2",
             {"model_type": "gpt3"},
-            ["model_type is 'gpt3'; allowed are 'gpt2', 'llama'. Use model_type='gpt2'."],
+            ["model_type is 'gpt3'; allowed are 'gpt2', 'llama', 'bert'. Use model_type='gpt2'."],
         ),
         (
             "gpt2",
             {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
             [
-                "activation_function is 'relu'; Decoder has 'gelu_new' or 'gelu_pytorch_tanh' only",
+                "activation_function is 'relu'; Decoder has 'gelu_new' or 'gelu_pytorch_tanh' or 'gelu' only",
                 "scale_attn_by_inverse_layer_idx is True; Decoder has False only",
             ],
         ),
@@ -169,3 +243,9 @@ def test_decoders_of_neither_family_are_refused():
         "  norm is 'rmsnorm'; gpt2 has 'layernorm' only",
         "  num_kv_heads is 1; gpt2 has as many as query heads, 2",
     ]
+
+
+def test_other_models_are_refused():
+    with pytest.raises(ValueError, match="a MlpConfig cannot be written") as error:
+        to_huggingface(MlpConfig(features=4, mlp=8, num_layers=1, classes=2), {})
+    assert "DecoderConfig, EncoderConfig" in str(error.value)

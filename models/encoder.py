@@ -1,0 +1,228 @@
+"""An encoder of the BERT family in nnx: `EncoderConfig` is the factory, `Encoder` the model.
+
+It reads a text from both sides and scores every position against the vocabulary, for training by masked
+tokens. Blocks are stacked as in `decoder.py`, which has the parts that both share.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+from jax.ad_checkpoint import checkpoint_name
+
+from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
+from shardtrain.models import checks
+from shardtrain.models.decoder import (
+    BLOCK_OUTPUT,
+    STREAM,
+    TABLE,
+    Attention,
+    DecoderConfig,
+    Dtypes,
+    FeedForward,
+    Remats,
+    linear_of,
+    norm_of,
+    problems,
+    stacked_blocks,
+    too_long,
+    walk,
+    whole_seq,
+)
+from shardtrain.models.layers import Attentions, Linear, at_use, coming_keys, normal, parameter
+
+Stream = dict[str, jax.Array]
+"""What goes from block to block: "x" (batch, seq, embed), and "mask" (batch, seq) where one was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Sizes and options of an encoder; called with `nnx.Rngs` it builds the model.
+
+    Options that it shares with `DecoderConfig` mean the same.
+
+    Args:
+      vocab: number of tokens in the vocabulary.
+      seq: largest number of positions; their table is learned.
+      segments: kinds of token by the text that they stand in (BERT's token types).
+      eps: added to the variance in the layer norms, which stand behind each half of a block.
+      activation: "gelu_erf" (exact, as BERT) or "gelu" (tanh approximation), in the blocks and in the head.
+      tied: whether the head ends in the embedding table.
+
+    Raises:
+      ValueError: listing every option that is out of range or does not fit another.
+
+    References:
+      Devlin et al. 2018, BERT, https://arxiv.org/abs/1810.04805, without the next-sentence task.
+
+    >>> config = EncoderConfig(vocab=256, seq=32, embed=64, num_layers=2, num_heads=4)
+    >>> config.sizes["head_dim"], config.sizes["mlp"], config.sizes["segments"]
+    (16, 256, 2)
+    """
+
+    vocab: int
+    seq: int
+    embed: int
+    num_layers: int
+    num_heads: int
+    mlp: int | None = None
+    segments: int = 2
+    eps: float = 1e-12
+    activation: Literal["gelu", "gelu_erf"] = "gelu_erf"
+    tied: bool = True
+    dropout: float = 0.0
+    remat: Remats = "weights"
+    scan: bool = True
+    dtype: Dtypes = "float32"
+    attention: Attentions = "auto"
+
+    # what `DecoderConfig` lets one choose and this family does not
+    num_kv_heads: ClassVar[int | None] = None
+    head_dim: ClassVar[int | None] = None
+    positions: ClassVar[str] = "learned"
+    theta: ClassVar[float] = 10_000.0
+
+    def __post_init__(self):
+        checks.refuse("EncoderConfig", problems(self))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim, by name, with the defaults filled in."""
+        return {**self.parts.sizes, SEGMENTS: self.segments}
+
+    @property
+    def parts(self) -> DecoderConfig:
+        """What the parts of a block are made of."""
+        return DecoderConfig(**{name: value for name, value in vars(self).items() if name != "segments"})
+
+    def __call__(self, rngs: nnx.Rngs) -> "Encoder":
+        """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
+        return Encoder(self, rngs=rngs)
+
+
+class EncoderBlock(nnx.Module):
+    """Post-norm residual block. It holds parameters only: the key of its dropout is an argument."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.attention = Attention(config, causal=False, rngs=rngs)
+        self.attention_norm = norm_of(config)
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.mlp_norm = norm_of(config)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x_BTD: jax.Array, mask_BT: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        attention = partial(self.attention, mask_BS=mask_BT)
+        halves = (attention, self.attention_norm), (self.mlp, self.mlp_norm)
+        for (layer, norm), dropout_key in zip(halves, keys, strict=True):
+            h_BTD = checkpoint_name(layer(whole_seq(x_BTD)), BLOCK_OUTPUT)
+            x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
+            x_BTD = with_logical_constraint(norm(x_BTD), STREAM)
+        return x_BTD
+
+
+class Encoder(nnx.Module):
+    """Token ids to logits. `nnx.view(encoder, deterministic=True)` is the same model with dropout off.
+
+    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`.
+    """
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        parts, sizes = config.parts, config.sizes
+        table = partial(normal, sizes=sizes, std=0.02, rngs=rngs)
+        self.embedding = table(TABLE)
+        self.positions = table((SEQ, EMBED))
+        self.segments = table((SEGMENTS, EMBED))
+        self.embedding_norm = norm_of(parts)
+        self.blocks = stacked_blocks(EncoderBlock, parts, rngs)
+        # square; what it writes is split over devices as the hidden features of a feed-forward are
+        self.transform = Linear(
+            (EMBED,), (MLP,), sizes={**sizes, MLP: config.embed}, std=0.02, bias=True, dtype=config.dtype,
+            rngs=rngs,
+        )  # fmt: skip
+        self.transform_norm = norm_of(parts)
+        self.head = None if config.tied else linear_of(parts, (EMBED,), (VOCAB,), rngs, bias=False)
+        self.head_bias = parameter(jnp.zeros(config.vocab), (VOCAB,))
+        self.dropout = nnx.Dropout(config.dropout)
+        self.rngs = rngs["dropout"].fork() if config.dropout else None
+
+    def __call__(
+        self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """Score every position against the vocabulary.
+
+        Args:
+          tokens_BT: int token ids below `vocab`; T is at most `seq`. An id out of range gives NaN.
+          mask_BT: 0 for padding, which no position sees; by default there is none.
+          segments_BT: int, below `segments`; by default 0.
+
+        Returns:
+          Logits (batch, seq, vocab), float32.
+
+        Raises:
+          ValueError: if T is above `seq`.
+        """
+        stream = self.first(tokens_BT, mask_BT, segments_BT)
+        logits_BTV = self.last(self.run(self.blocks, stream, self.block_keys()))
+        if self._keys() is not None and self.rngs is not None:
+            self.rngs()  # the next call has masks of its own
+        return logits_BTV
+
+    def first(
+        self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
+    ) -> Stream:
+        """Look up tokens, positions and segments, and norm their sum: the stream that enters the blocks."""
+        if tokens_BT.shape[1] > self.config.seq:
+            raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
+        dtype = self.config.dtype
+        x_BTD = jnp.take(at_use(self.embedding, TABLE, dtype), tokens_BT, axis=0)
+        x_BTD += at_use(self.positions, (SEQ, EMBED), dtype)[: tokens_BT.shape[1]]
+        segments = at_use(self.segments, (SEGMENTS, EMBED), dtype)
+        x_BTD += segments[0] if segments_BT is None else jnp.take(segments, segments_BT, axis=0)
+        x_BTD = with_logical_constraint(self.embedding_norm(with_logical_constraint(x_BTD, STREAM)), STREAM)
+        keys = self._keys()
+        x_BTD = self.dropout(x_BTD, rngs=None if keys is None else keys[0])
+        stream = {"x": with_logical_constraint(x_BTD, STREAM)}
+        return stream if mask_BT is None else {**stream, "mask": mask_BT}
+
+    def block_keys(self) -> jax.Array | None:
+        """The keys of the blocks' dropout, (num_layers,); None where it is off."""
+        keys = self._keys()
+        return None if keys is None else keys[1:]
+
+    def run(self, blocks: EncoderBlock, stream: Stream, keys: jax.Array | None) -> Stream:
+        """Send the stream through stacked blocks (all, or a pipeline stage's share of them)."""
+        mask_BT = stream.get("mask")
+
+        def run_block(block: EncoderBlock, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+            return block(x_BTD, mask_BT, key)
+
+        return {**stream, "x": walk(self.config.parts, run_block, blocks, stream["x"], keys)}
+
+    def last(self, stream: Stream) -> jax.Array:
+        """Transform the stream and score it against the vocabulary; rounded to dtype, then float32."""
+        h_BTD = with_logical_constraint(self.transform(whole_seq(stream["x"])), (BATCH, SEQ, MLP))
+        h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")
+        h_BTD = self.transform_norm(with_logical_constraint(h_BTD, (BATCH, SEQ, EMBED)))
+        if self.head is not None:
+            logits_BTV = self.head(h_BTD)
+        else:
+            logits_BTV = jnp.einsum("BTD,VD->BTV", h_BTD, at_use(self.embedding, TABLE, self.config.dtype))
+        logits_BTV += at_use(self.head_bias, (VOCAB,), self.config.dtype)
+        return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+
+    def _keys(self) -> jax.Array | None:
+        """One key for the embedding, then one for each block: the same until a whole call is over."""
+        if self.rngs is None or self.dropout.deterministic:
+            return None
+        return coming_keys(self.rngs, self.config.num_layers + 1)
+
+
+def bert_base(**changes: Any) -> EncoderConfig:
+    """BERT base, 110 million parameters; pass vocab=30592 to split the vocabulary over devices."""
+    return replace(EncoderConfig(vocab=30522, seq=512, embed=768, num_layers=12, num_heads=12), **changes)

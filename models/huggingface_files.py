@@ -1,0 +1,290 @@
+"""Folders of Hugging Face's: config.json, safetensors in one file or several, tokenizer files.
+
+The one door to safetensors (the extra `hf`). `shardtrain checkpoint export` and `import` load this module by
+its name; a module of one's own with `export_model` and `import_model` can stand in its place (`--using`).
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardtrain.models import checks
+from shardtrain.models.huggingface import (
+    FAMILIES,
+    left_out,
+    parameters,
+    read_config,
+    tensor_shapes,
+    tensors,
+    write_config,
+)
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "vocab.*",
+)  # fmt: skip
+"""Files that are copied as they are."""
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Entries of config.json that belong to the tokenizer."""
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A model that was found in a folder.
+
+    Args:
+      family: gpt2, llama or bert.
+      config: its configuration, a dataclass of `shardtrain.models`.
+      arrays: pairs of path ("blocks/mlp/up/kernel") and float32 array, each read when its turn comes.
+      left_out: names of arrays in the folder that have no place in our model.
+      tokenizer: files that belong to its tokenizer.
+    """
+
+    family: str
+    config: Any
+    arrays: Iterator[tuple[str, np.ndarray]]
+    left_out: list[str]
+    tokenizer: list[Path]
+
+
+def import_model(folder: Path) -> Imported:
+    """Look into a folder as `save_pretrained` writes it, or as it is downloaded.
+
+    Raises:
+      FileNotFoundError: there is no config.json, or no safetensors.
+      ValueError: safetensors is not installed; or listing what in the folder cannot be read as one of the
+        families.
+    """
+    config = _read_json(folder / CONFIG, "a folder with config.json and model.safetensors")
+    state = _open(folder)
+    family, _ = read_config(config)
+    ours, arrays = parameters(config, state, dtype=np.float32)
+    return Imported(
+        family=family.model_type,
+        config=ours,
+        arrays=arrays,
+        left_out=left_out(config, state),
+        tokenizer=tokenizer_files(folder),
+    )
+
+
+def export_model(
+    folder: Path,
+    options: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+    tokenizer: Path | None = None,
+) -> list[str]:
+    """Write a folder that `transformers` loads as it is.
+
+    No more is in memory than one file's arrays, and one parameter with all its layers.
+
+    Args:
+      folder: where to; it must not hold anything. It gets its name when all is written.
+      options: of the model's configuration, name -> value.
+      shapes: path -> shape of every parameter, blocks stacked.
+      read: path -> array.
+      dtype: of what is written: float32, float16 or bfloat16.
+      max_shard_bytes: a new file begins above that.
+      tokenizer: a folder whose tokenizer files are copied, and whose config.json, if it has one, tells
+        which tokens begin, end and fill up a text.
+
+    Returns:
+      The names of the files.
+
+    Raises:
+      FileExistsError: the folder holds something.
+      ValueError: safetensors is not installed; or listing everything in which the model is none of the
+        families.
+    """
+    checks.refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
+    checks.refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
+    if folder.exists() and next(folder.iterdir(), None):
+        raise FileExistsError(f"{folder} holds something already; give a folder that is empty or not there")
+    config = config_of(options)
+    arrays = tensors(config, shapes, read)
+    safetensors = _safetensors()
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    about = {**write_config(config), **_token_ids(tokenizer), "dtype": dtype}
+    _write_json(partial / CONFIG, about)
+    files = shard(tensor_shapes(config), np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
+    for name, inside in files.items():
+        found = {each: _cast(array, dtype) for each, array in _take(arrays, len(inside))}
+        assert list(found) == inside
+        safetensors.numpy.save_file(found, partial / name, metadata={"format": "pt"})
+    if len(files) > 1:
+        _write_index(partial / INDEX, files, tensor_shapes(config), np.dtype(DTYPES[dtype]).itemsize)
+    for path in tokenizer_files(tokenizer) if tokenizer else []:
+        shutil.copyfile(path, partial / path.name)
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def config_of(options: Mapping[str, Any]) -> Any:
+    """The configuration that these are the options of, whichever class it is.
+
+    Args:
+      options: name -> value, such as a run's description has them as model.NAME.
+
+    Raises:
+      ValueError: they are those of no class that a family has, or of several.
+
+    >>> options = {"vocab": 32, "seq": 8, "embed": 16, "num_layers": 1, "num_heads": 4, "segments": 2}
+    >>> type(config_of(options)).__name__
+    'EncoderConfig'
+    """
+    kinds = {family.kind for family in FAMILIES.values()}
+    wrong = {kind: _misfit(kind, options) for kind in kinds}
+    fitting = [kind for kind, names in wrong.items() if not names]
+    if len(fitting) == 1:
+        return fitting[0](**options)
+    lines = [f"{kind.__name__}: {', '.join(names) or 'they fit this too'}" for kind, names in wrong.items()]
+    raise ValueError(
+        "these options are of no one model that a Hugging Face family has"
+        f" ({', '.join(sorted(FAMILIES))}):\n  " + "\n  ".join(sorted(lines))
+    )
+
+
+def _misfit(kind: type, options: Mapping[str, Any]) -> list[str]:
+    known = {f.name: f for f in fields(kind)}
+    needed = [name for name, f in known.items() if f.default is MISSING and name not in options]
+    return [f"{name} is missing" for name in needed] + [
+        f"{name} is no option" for name in options if name not in known
+    ]
+
+
+def shard(
+    shapes: Mapping[str, tuple[int, ...]], item_bytes: int, max_shard_bytes: int
+) -> dict[str, list[str]]:
+    """Which arrays stand in which file, in order; an array above the limit has one of its own.
+
+    >>> shard({"a": (2,), "b": (1,), "c": (3,)}, item_bytes=4, max_shard_bytes=12)
+    {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
+    """
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        num_bytes = int(np.prod(shape)) * item_bytes
+        if files[-1] and filled + num_bytes > max_shard_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += num_bytes
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files in a folder that are copied through."""
+    return sorted({path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()})
+
+
+class _OnDisk:
+    """An array in a file: its shape at once, its values by `np.asarray`."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(self._name).get_shape())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self._file.get_tensor(self._name)
+        return array if dtype is None else array.astype(dtype)
+
+
+def _open(folder: Path) -> dict[str, _OnDisk]:
+    """Name -> array of all files of a model.
+
+    Raises:
+      FileNotFoundError: there are none.
+      ValueError: one cannot be read.
+    """
+    safetensors = _safetensors()
+    if (folder / INDEX).is_file():
+        names = sorted(set(_read_json(folder / INDEX, "")["weight_map"].values()))
+    else:
+        names = [WEIGHTS]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise FileNotFoundError(
+            f"{folder} has no {', '.join(missing)}; give a folder with {WEIGHTS}, or with {INDEX} and its"
+            " files (older .bin files: load them with transformers and save them again)"
+        )
+    found = {}
+    for name in names:
+        try:
+            file = safetensors.safe_open(folder / name, framework="np")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{folder / name} cannot be read: {error}; download or copy it again") from None
+        found |= {each: _OnDisk(file, each) for each in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ModuleNotFoundError:
+        raise ValueError(
+            "safetensors is not installed; it comes with the extra hf: uv sync --extra hf, or pip install"
+            " 'shardtrain[hf]'"
+        ) from None
+    return safetensors
+
+
+def _take(arrays: Iterator[tuple[str, np.ndarray]], num: int) -> Iterator[tuple[str, np.ndarray]]:
+    for _ in range(num):
+        yield next(arrays)
+
+
+def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    return np.ascontiguousarray(array.astype(DTYPES[dtype], copy=False))
+
+
+def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
+    """Without a tokenizer no token is special: the defaults of `transformers` are those of its own models."""
+    known: dict[str, Any] = {}
+    if tokenizer is not None and (tokenizer / CONFIG).is_file():
+        known = _read_json(tokenizer / CONFIG, "")
+    return {name: known.get(name) for name in TOKENS}
+
+
+def _write_index(
+    path: Path, files: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]], item_bytes: int
+) -> None:
+    total = sum(int(np.prod(shape)) for shape in shapes.values())
+    where = {name: file for file, names in files.items() for name in names}
+    metadata = {"total_parameters": total, "total_size": total * item_bytes}
+    _write_json(path, {"metadata": metadata, "weight_map": where})
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _read_json(path: Path, wanted: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; give {wanted}")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}; copy it again") from None

@@ -1,0 +1,158 @@
+"""Where parameters of ours stand in a Hugging Face state dict, and what a family of models is.
+
+Each family is a table of places, read in both directions, and two functions for its config.json; they stand
+in `huggingface_gpt2.py`, `huggingface_llama.py` and `huggingface_bert.py`. Next: `huggingface.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a parameter of ours stands in a state dict.
+
+    Args:
+      path: in our nested dict, joined by "/".
+      name: in the state dict; "{}" stands for the number of the layer.
+      dims: what its sizes are, without layers.
+      num_in: how many of the dims a linear map contracts; their product is one dim over there.
+      transposed: whether the matrix over there is (out, in).
+      part: which of `num_parts` equal slices of the last dim it is.
+      num_parts: 3 for queries, keys and values in one matrix.
+    """
+
+    path: str
+    name: str
+    dims: tuple[str, ...]
+    num_in: int = 0
+    transposed: bool = False
+    part: int = 0
+    num_parts: int = 1
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether ours holds all layers, along a first dim."""
+        return "{}" in self.name
+
+    def names(self, num_layers: int) -> list[str]:
+        """The arrays over there that it comes from, one a layer."""
+        return [self.name.format(i) for i in range(num_layers)] if self.is_stacked else [self.name]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of our parameter, without layers."""
+        return tuple(sizes[dim] for dim in self.dims)
+
+    def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the whole array that holds it over there."""
+        shape = self.shape(sizes)
+        if self.path.endswith(("kernel", "bias")):
+            shape = (*_matrix(shape, self.num_in)[:-1], _matrix(shape, self.num_in)[-1] * self.num_parts)
+        return shape[::-1] if self.transposed else shape
+
+    def ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """Our parameter, of one layer, out of the array over there."""
+        theirs = theirs.T if self.transposed else theirs
+        return np.split(theirs, self.num_parts, axis=-1)[self.part].reshape(self.shape(sizes))
+
+    def theirs(self, ours: np.ndarray) -> np.ndarray:
+        """Our parameter, of one layer, as its slice of the array over there, untransposed."""
+        return (
+            ours.reshape(_matrix(ours.shape, self.num_in)) if self.path.endswith(("kernel", "bias")) else ours
+        )
+
+
+def _matrix(shape: tuple[int, ...], num_in: int) -> tuple[int, ...]:
+    """The shape of a kernel as a matrix (in, out), or of a bias as a vector (num_in 0)."""
+    out = math.prod(shape[num_in:])
+    return (math.prod(shape[:num_in]), out) if num_in else (out,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A second name over there for an array that has a place.
+
+    Args:
+      name: of the copy.
+      of: the name that has the place.
+      tied: it is the same array over there: never written, and in files that have it, equal. Else it is
+        written, and in files passed over.
+    """
+
+    name: str
+    of: str
+    tied: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of Hugging Face models, and the configuration of ours that it fits.
+
+    Args:
+      model_type: in config.json.
+      architecture: the class of `transformers` that loads it, in config.json.
+      kind: our configuration's class.
+      prefix: before all names but those of the head; files of the model without its head lack it.
+      heads: beginnings of the names of the head.
+      places: configuration -> where everything stands.
+      copies: configuration -> second names.
+      left_out: beginnings of names that have no place in our model, and are not read.
+      read: config.json -> (entries that ours cannot follow, a function that gives the configuration).
+      write: configuration -> the entries of config.json.
+      foreign: configuration -> options of ours that the family does not have.
+    """
+
+    model_type: str
+    architecture: str
+    kind: type
+    prefix: str
+    heads: tuple[str, ...]
+    places: Callable[[Any], Iterable[Place]]
+    copies: Callable[[Any], Iterable[Copy]]
+    left_out: tuple[str, ...] = ()
+    read: Callable[[Mapping[str, Any]], tuple[list[str], Callable[[], Any]]]
+    write: Callable[[Any], dict[str, Any]]
+    foreign: Callable[[Any], list[str]]
+
+
+KERNELS = {
+    "attention/q": ((EMBED,), (HEADS, HEAD_DIM)),
+    "attention/k": ((EMBED,), (KV_HEADS, HEAD_DIM)),
+    "attention/v": ((EMBED,), (KV_HEADS, HEAD_DIM)),
+    "attention/o": ((HEADS, HEAD_DIM), (EMBED,)),
+    "mlp/up": ((EMBED,), (MLP,)),
+    "mlp/gate": ((EMBED,), (MLP,)),
+    "mlp/down": ((MLP,), (EMBED,)),
+}
+"""Path of a linear map in a block -> the dims that it reads and those that it writes."""
+
+
+def entry_problems(
+    config: Mapping[str, Any], needed: Iterable[str], only: Mapping[str, tuple[Any, ...]], ours: str
+) -> list[str]:
+    """Entries of a config.json that are missing, or have a value that our model has no option for.
+
+    >>> entry_problems({"hidden_act": "relu"}, ["vocab_size"], {"hidden_act": ("gelu", "silu")}, "Decoder")
+    ['vocab_size is missing', "hidden_act is 'relu'; Decoder has 'gelu' or 'silu' only"]
+    """
+    found = [f"{name} is missing" for name in needed if name not in config]
+    for name, allowed in only.items():
+        value = config.get(name, allowed[0])
+        if value not in allowed:
+            found.append(f"{name} is {value!r}; {ours} has {' or '.join(map(repr, allowed))} only")
+    return found
+
+
+def option_problems(config: Any, wanted: Mapping[str, tuple[Any, ...]], family: str) -> list[str]:
+    """Options of ours that are not among those that a family has."""
+    return [
+        f"{name} is {getattr(config, name)!r}; {family} has {' or '.join(map(repr, allowed))} only"
+        for name, allowed in wanted.items()
+        if getattr(config, name) not in allowed
+    ]

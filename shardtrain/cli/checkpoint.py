@@ -1,0 +1,235 @@
+"""`shardtrain checkpoint COMMAND ...`: look at checkpoints, check them, thin them out, and convert them.
+
+Converters of files come in by name (`checkpoint_files.py`). Next: `shardtrain/archive.py`, which reads.
+"""
+
+import fcntl
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from shardtrain.archive import Archive, archives
+from shardtrain.checkpoint_policy import CheckpointPolicy, steps_to_delete
+from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
+from shardtrain.cli.checkpoint_place import Place, find_place
+from shardtrain.layout import near
+from shardtrain.manifest import delete, partial_folders
+from shardtrain.report.checkpoints import diff_text, list_text, show_text
+from shardtrain.sharding import bytes_text
+
+Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
+"""A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP is a step of it."""
+
+DAMAGED = 1
+LOCK = ".lock"
+"""In a run's folder; a run holds it as long as it trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ls:
+    """What steps there are.
+
+    Args:
+      run: a run's folder, its folder of checkpoints, or the folder of a step.
+    """
+
+    run: tyro.conf.Positional[Where]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """What a step holds: its arrays, and the run that saved it.
+
+    Args:
+      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it.
+      step: by default the newest.
+    """
+
+    run: tyro.conf.Positional[Where]
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """In what two steps differ: arrays, values, options of the run.
+
+    Args:
+      first: a run's folder (the newest step), or RUN@STEP, or the folder of a step.
+      second: the same.
+    """
+
+    first: tyro.conf.Positional[Where]
+    second: tyro.conf.Positional[Where]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Compare every file with the size and checksum that it was saved with; exit code 1 where one differs.
+
+    Args:
+      run: a run's folder, its folder of checkpoints, or the folder of a step.
+      step: by default all.
+    """
+
+    run: tyro.conf.Positional[Where]
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune:
+    """Delete old steps. The newest whole one always stays.
+
+    Args:
+      run: a run's folder, or its folder of checkpoints.
+      keep: how many of the newest whole steps stay.
+      keep_every: steps that this divides stay too.
+      dry_run: tell what would be deleted, and delete nothing.
+    """
+
+    run: tyro.conf.Positional[Where]
+    keep: int
+    keep_every: int | None = None
+    dry_run: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out one of `COMMANDS`.
+
+    Returns:
+      0; 1 where `verify` found a broken step.
+    """
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    if not arguments or (wants_help and arguments[0] not in COMMANDS):
+        sys.stdout.write(usage())
+        return 0 if wants_help else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise ValueError(f"there is no command {near(name, COMMANDS)}\n{usage()}")
+    kind, work = COMMANDS[name]
+    return work(tyro.cli(kind, args=rest, prog=f"shardtrain checkpoint {name}"))
+
+
+def usage() -> str:
+    """The text of --help."""
+    lines = [f"  {name:8} {(kind.__doc__ or '').splitlines()[0]}" for name, (kind, _) in COMMANDS.items()]
+    return (
+        "usage: shardtrain checkpoint COMMAND ...\n\n"
+        + "\n".join(lines)
+        + "\n\nshardtrain checkpoint COMMAND --help tells its options.\n"
+    )
+
+
+def _ls(options: Ls) -> int:
+    place = find_place(options.run)
+    found = [each for each in archives(place.folder) if place.step in (None, each.step)]
+    sys.stdout.write(list_text(found, partial_folders(place.folder)))
+    return 0
+
+
+def _show(options: Show) -> int:
+    sys.stdout.write(show_text(find_place(options.run, options.step).archive()))
+    return 0
+
+
+def _diff(options: Diff) -> int:
+    first, second = find_place(options.first).archive(), find_place(options.second).archive()
+    sys.stdout.write(diff_text(first, second))
+    return 0
+
+
+def _verify(options: Verify) -> int:
+    num_broken = 0
+    for archive in find_place(options.run, options.step).all_archives():
+        problems = archive.problems()
+        num_broken += bool(problems)
+        if problems:
+            sys.stdout.write(f"step {archive.step}: broken\n" + "".join(f"  {line}\n" for line in problems))
+        else:
+            files = sum(len(manifest.files) for manifest in archive.manifests.values())
+            size = bytes_text(archive.num_bytes)
+            sys.stdout.write(f"step {archive.step}: whole, {files} files, {size}\n")
+    return DAMAGED if num_broken else 0
+
+
+def _prune(options: Prune) -> int:
+    policy = CheckpointPolicy(keep=options.keep, keep_every=options.keep_every)
+    place = find_place(options.run)
+    if place.step is not None:
+        raise ValueError(f"{options.run} is one step; give the run's folder to prune it")
+    if options.dry_run:
+        return _pruned(place, policy, lambda folder: None)
+    with _nobody_trains(place.folder):
+        return _pruned(place, policy, delete)
+
+
+def _pruned(place: Place, policy: CheckpointPolicy, remove: Callable[[Path], None]) -> int:
+    found = place.all_archives()
+    whole = _newest_whole(found, policy.keep)
+    if not whole:
+        raise ValueError(
+            f"no step in {place.folder} is whole, so none is deleted; see: verify {place.folder}"
+        )
+    counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
+    old = set(steps_to_delete(policy, [each.step for each in counted]))
+    freed = 0
+    for archive in found:
+        if (
+            archive.step > whole[0].step
+            or (archive in whole)
+            or (archive in counted and archive.step not in old)
+        ):
+            continue
+        for folder in archive.folders.values():
+            freed += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            remove(folder)
+        why = "" if archive in counted else " (broken)"
+        sys.stdout.write(f"step {archive.step}: {'deleted' if remove is delete else 'would go'}{why}\n")
+    kept = [each.step for each in found if each in counted and each.step not in old]
+    sys.stdout.write(f"{bytes_text(freed)}; kept: {', '.join(map(str, kept))}\n")
+    return 0
+
+
+def _newest_whole(found: Sequence[Archive], number: int) -> list[Archive]:
+    """As many of the newest whole steps as there shall be, the newest first; older ones are not read."""
+    whole: list[Archive] = []
+    for archive in reversed(found):
+        if len(whole) < number and not archive.problems():
+            whole.append(archive)
+    return whole
+
+
+@contextmanager
+def _nobody_trains(folder: Path) -> Iterator[None]:
+    """Hold the lock of the run whose checkpoints these are.
+
+    Raises:
+      ValueError: a run holds it.
+    """
+    with (folder.parent / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"a process is training in {folder.parent}, and deletes old checkpoints itself"
+                " (--checkpoints.keep); wait for it, or stop it first"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "ls": (Ls, _ls),
+    "show": (Show, _show),
+    "diff": (Diff, _diff),
+    "verify": (Verify, _verify),
+    "export": (Export, export_checkpoint),
+    "import": (Import, import_checkpoint),
+    "prune": (Prune, _prune),
+}
+"""Name -> its options, and what carries it out and returns the exit code."""

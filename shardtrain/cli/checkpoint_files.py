@@ -1,0 +1,240 @@
+"""`shardtrain checkpoint export` and `import`: checkpoints from and into other programs' files.
+
+Who knows the files is a module that is loaded by its name, as a user's own model is: shardtrain itself does
+not know its models. Any module with `export_model` and `import_model` like the default's will do.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from shardtrain.cli.checkpoint_place import CHECKPOINTS, find_place
+from shardtrain.layout import problems_error
+from shardtrain.sharding import bytes_text
+
+CONVERTER = "shardtrain.models.huggingface_files"
+PARAMS = "params/"
+MODEL = "model."
+MODEL_FILE, RUN_FILE, TOKENIZER = "model.json", "run.py", "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a step's parameters as a folder that Hugging Face's `transformers` loads as it is.
+
+    Args:
+      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it.
+      out: the folder to write.
+      step: by default the newest.
+      dtype: of what is written: float32, bfloat16 or float16.
+      max_shard_bytes: the weights are cut into files of so many bytes.
+      tokenizer: a folder whose tokenizer files are copied; by default tokenizer/ in the run's folder.
+      run_file: the run file that it was trained with, where the checkpoint does not tell the model's options.
+      using: the module that knows the files.
+    """
+
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    step: int | None = None
+    dtype: str = "float32"
+    max_shard_bytes: int = 5_000_000_000
+    tokenizer: Path | None = None
+    run_file: Annotated[str | None, tyro.conf.arg(name="run-file")] = None
+    using: str = CONVERTER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Make a checkpoint to start from out of a folder of Hugging Face's (GPT-2, Llama, BERT).
+
+    Args:
+      folder: with config.json, model.safetensors (or several and their index), and tokenizer files.
+      out: the folder to write: a checkpoint, a run file that trains on from it, and the tokenizer.
+      using: the module that knows the files.
+    """
+
+    folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    using: str = CONVERTER
+
+
+def export_checkpoint(options: Export) -> int:
+    """Export; returns 0.
+
+    Raises:
+      ValueError: the step is broken, or of a model that the converter does not know.
+    """
+    place = find_place(options.run, options.step)
+    archive = place.archive()
+    if problems := archive.problems():
+        raise problems_error(f"step {archive.step} is broken and is not exported", problems)
+    model = _model_options(archive.extra, options.run_file)
+    leaves = {
+        path.removeprefix(PARAMS): leaf for path, leaf in archive.leaves.items() if path.startswith(PARAMS)
+    }
+    kept = place.folder.parent / TOKENIZER
+    files = _converter(options.using, "export_model")(
+        options.out,
+        model,
+        {path: tuple(leaf.shape) for path, leaf in leaves.items()},
+        lambda path: archive.read(PARAMS + path),
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_bytes,
+        tokenizer=options.tokenizer or (kept if kept.is_dir() else None),
+    )
+    sys.stdout.write(f"step {archive.step} -> {options.out}\n")
+    for name in files:
+        sys.stdout.write(f"  {name}  {bytes_text((options.out / name).stat().st_size)}\n")
+    return 0
+
+
+def import_checkpoint(options: Import) -> int:
+    """Import; returns 0.
+
+    Raises:
+      FileExistsError: the folder to write holds something.
+      ValueError: the folder cannot be read by the converter.
+    """
+    if options.out.exists() and next(options.out.iterdir(), None):
+        raise FileExistsError(f"{options.out} holds something already; give a folder that is not there")
+    found = _converter(options.using, "import_model")(options.folder)
+    model = asdict(found.config)
+    extra = {
+        "imported": {"family": found.family, "name": options.folder.resolve().name},
+        "run": {MODEL + name: value for name, value in model.items()},
+    }
+    num_params = _save(options.out / CHECKPOINTS, found.arrays, extra)
+    kind = f"{type(found.config).__module__}:{type(found.config).__qualname__}"
+    about = json.dumps({"model": kind, "options": model}, indent=2)
+    (options.out / MODEL_FILE).write_text(about + "\n")
+    (options.out / RUN_FILE).write_text(run_file_text(found.config, options, found.tokenizer))
+    for path in found.tokenizer:
+        (options.out / TOKENIZER).mkdir(exist_ok=True)
+        (options.out / TOKENIZER / path.name).write_bytes(path.read_bytes())
+    for name in found.left_out:
+        sys.stdout.write(f"left out, for the model has no place for it: {name}\n")
+    words = [f"--model.{name.replace('_', '-')} {value}" for name, value in changed_options(found.config)]
+    sys.stdout.write(
+        f"{found.family}: {num_params:,} parameters -> {options.out}\n"
+        f"in a run file of your own: model={model_text(found.config)}\n"
+        f"where it has such a model: --start-from.checkpoint {options.out} {' '.join(words)}\n"
+        f"train on: shardtrain train {options.out / RUN_FILE} (its first lines say with what data)\n"
+    )
+    return 0
+
+
+def changed_options(config: Any) -> list[tuple[str, Any]]:
+    """Options of a dataclass that are not at their defaults."""
+    values = [(f.name, getattr(config, f.name), f.default) for f in fields(config)]
+    return [(name, value) for name, value, default in values if value != default]
+
+
+def model_text(config: Any) -> str:
+    """A configuration as Python: `DecoderConfig(vocab=256, ...)`."""
+    inside = ", ".join(f"{name}={value!r}" for name, value in changed_options(config))
+    return f"{type(config).__name__}({inside})"
+
+
+def run_file_text(config: Any, options: Import, tokenizer: list[Path]) -> str:
+    """A run file that trains on from what was imported."""
+    tokens = 'Tokens(path=Path("tokens.npy"), vocab=model.vocab, seq=min(model.seq, 1024))'
+    data, loss, names = tokens, "", ["Optimizer", "Run", "Schedule", "Tokens"]
+    path = "--data.path"
+    if hasattr(config, "segments"):  # reads from both sides
+        token = mask_token(tokenizer)
+        told = "" if token is not None else "  # of [MASK]: it was not found, so look it up"
+        lines = ("MaskedTokens(", f"    data={tokens},", f"    mask_token={token or 0},{told}", ")")
+        data = "\n        ".join(lines)
+        loss = "        loss=masked_token_loss,\n"
+        names, path = [*names, "MaskedTokens", "masked_token_loss"], "--data.data.path"
+    names.sort(key=lambda name: (not name[0].isupper(), name))
+    return f'''"""Trains on what was imported from {options.folder.resolve().name}.
+
+Its tokens are those of its tokenizer: write them with `shardtrain.data.write_tokens`, then
+
+shardtrain train {options.out / RUN_FILE} {path} my_tokens.npy
+"""
+
+from pathlib import Path
+
+from shardtrain import {", ".join(names)}
+from shardtrain.config import StartFrom
+from {type(config).__module__} import {type(config).__qualname__}
+
+
+def run() -> Run:
+    model = {model_text(config)}
+    return Run(
+        model=model,
+        data={data},
+{loss}        optimizer=Optimizer(learning_rate=Schedule(name="cosine", peak=2e-5, warmup=100)),
+        start_from=StartFrom(checkpoint=Path(__file__).parent),
+        run_dir=Path("runs") / {json.dumps(options.out.resolve().name)},
+    )
+'''
+
+
+def mask_token(tokenizer: list[Path]) -> int | None:
+    """The number of [MASK] in tokenizer files; None where it is not found."""
+    by_name = {path.name: path for path in tokenizer}
+    if "tokenizer.json" in by_name:
+        for token in json.loads(by_name["tokenizer.json"].read_text()).get("added_tokens", []):
+            if token.get("content") == "[MASK]":
+                return token["id"]
+    lines = by_name["vocab.txt"].read_text().splitlines() if "vocab.txt" in by_name else []
+    return lines.index("[MASK]") if "[MASK]" in lines else None
+
+
+def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:
+    """Write step 0: parameters alone, one array after the other onto the CPU."""
+    import jax
+
+    from shardtrain.checkpoint import Checkpoints
+    from shardtrain.checkpoint_policy import CheckpointPolicy
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    flat = {f"{PARAMS}{path}": jax.device_put(array, cpu) for path, array in arrays}
+    with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
+        checkpoints.save(0, flat, extra)
+    return sum(array.size for array in flat.values())
+
+
+def _converter(name: str, function: str) -> Any:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"there is no module {name!r}; give one that has {function}") from None
+    if not hasattr(module, function):
+        raise ValueError(f"{name} has no {function}; see {CONVERTER} for what it takes and returns")
+    return getattr(module, function)
+
+
+def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, Any]:
+    """Options of the model, by name: of the run file, or as the checkpoint tells them.
+
+    Raises:
+      ValueError: they are not known.
+    """
+    if run_file is not None:
+        from shardtrain.cli.run_options import load_run
+
+        model = load_run(run_file).model
+        if not is_dataclass(model) or isinstance(model, type):
+            raise ValueError(f"the model of {run_file} is {model!r}; only a dataclass has options to write")
+        return asdict(model)
+    run = extra.get("run") or {}
+    found = {name.removeprefix(MODEL): run[name] for name in run if name.startswith(MODEL)}
+    if not found:
+        raise ValueError(
+            "the checkpoint does not tell its model's options; give the run file that it was trained with:"
+            " --run-file examples/gpt_text.py"
+        )
+    return found

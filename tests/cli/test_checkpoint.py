@@ -1,0 +1,310 @@
+"""`shardtrain checkpoint`: what it prints and deletes; checkpoints that are whole, damaged, in parts."""
+
+import fcntl
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shardtrain import cli
+from shardtrain.archive import find_archives
+from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.cli.checkpoint import COMMANDS
+from shardtrain.cli.run_options import load_run
+from shardtrain.manifest import Lie, Part
+from shardtrain.models.huggingface import from_huggingface
+
+GOLDEN = Path(__file__).parents[1] / "models" / "golden"
+STEPS = (10, 20, 30, 40)
+
+
+def description(config, **options):
+    model = {f"model.{name}": value for name, value in vars(config).items()}
+    return {"run": {**model, "batch": 8, "strategy.layout.mesh.data": 2, **options}, "position": {"epoch": 0}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run's folder with four steps of a GPT-2; at each the embedding is one more than before."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    with np.load(GOLDEN / "gpt2.npz") as file:
+        state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
+        config, params = from_huggingface(json.loads(str(file["config"])), state)
+    with Checkpoints(folder / "checkpoints", CheckpointPolicy(keep=9)) as checkpoints:
+        for i, step in enumerate(STEPS):
+            params["embedding"] = params["embedding"] + 1
+            state = {"step": jnp.int32(step), "params": params_of(params)}
+            checkpoints.save(step, state, description(config, batch=8 * (i + 1)))
+    return folder
+
+
+def params_of(tree):
+    return {name: params_of(x) if isinstance(x, dict) else jnp.asarray(x) for name, x in tree.items()}
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A copy, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def command(capsys, *words):
+    """The exit code, and what was printed."""
+    try:
+        code = cli.main(["checkpoint", *map(str, words)])
+    except SystemExit as stop:
+        code = stop.code
+    return code, "".join(capsys.readouterr())
+
+
+def damage(run, step, change):
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    path = max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+    return path.relative_to(folder).as_posix()
+
+
+def flip(content):
+    content[len(content) // 2] ^= 1
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_is_there(words, capsys):
+    code, text = command(capsys, *words)
+    assert code == 0
+    assert "usage: shardtrain checkpoint" in text
+    assert all(name in text for name in COMMANDS) == (words == ["--help"])
+
+
+def test_ls_shows_every_step_and_what_is_wrong_at_a_glance(run, capsys):
+    name = damage(run, 20, lambda content: content.pop())
+    (run / "checkpoints" / "step_00000050.partial").mkdir()
+    code, text = command(capsys, "ls", run)
+    lines = {line.split()[0]: line for line in text.splitlines()[2:]}
+    assert code == 0
+    assert list(lines) == ["10", "20", "30", "40", "step_00000050.partial"]
+    assert lines["10"].endswith("finished")
+    assert "data=2" in lines["10"]
+    assert lines["20"].endswith(f"{name} is not as it was saved")
+    assert "unfinished" in lines["step_00000050.partial"]
+
+
+@pytest.mark.parametrize(
+    "where", ["{run}", "{run}/checkpoints", "{run}/checkpoints/step_00000040", "{run}@40"]
+)
+def test_show_finds_a_step_by_any_of_its_folders(where, saved, capsys):
+    code, text = command(capsys, "show", where.format(run=saved))
+    assert code == 0
+    assert text.startswith("step 40, saved 20")
+    assert "params/blocks/attention/q/kernel" in text
+    assert "2 x 16 x 4 x 4   float32   2.0 KiB" in text
+    assert "  batch = 32\n" in text
+    assert "position: {'epoch': 0}\n" in text
+    assert "step 20, saved" in command(capsys, "show", saved, "--step", 20)[1]
+
+
+def test_diff_names_values_and_options_that_differ(saved, capsys):
+    code, text = command(capsys, "diff", f"{saved}@10", f"{saved}@30")
+    assert code == 0
+    assert "step 10 -> step 30\n" in text
+    assert "run: batch: 8 -> 24\n" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith(" ")}
+    assert rows["params/embedding"][0] == "2"
+    assert rows["step"][:2] == ["20", "2"]
+    assert len([row for row in rows if "/" in row]) == 1
+    total = len(find_archives(saved / "checkpoints")[0].leaves)
+    assert f"{total - 2} of {total} common arrays are the same\n" in text
+
+
+def test_diff_names_arrays_that_one_lacks_or_has_in_another_shape(saved, tmp_path, capsys):
+    with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
+        state = {"step": jnp.int32(10), "params": {"embedding": jnp.zeros((3, 16)), "mine": jnp.zeros(2)}}
+        checkpoints.save(10, state, {})
+    _, text = command(capsys, "diff", f"{saved}@10", tmp_path)
+    assert "params/mine: only in the second, float32 (2,)\n" in text
+    assert "params/positions: only in the first, float32 (12, 16)\n" in text
+    assert "params/embedding: float32 (32, 16) -> float32 (3, 16)\n" in text
+    assert text.endswith("1 of 1 common arrays are the same\n")
+
+
+def test_verify_finds_a_flipped_bit_and_names_the_file(run, capsys):
+    assert command(capsys, "verify", run)[0] == 0
+    name = damage(run, 30, flip)
+    code, text = command(capsys, "verify", run)
+    assert code == 1
+    assert [line.split(":")[1].split(",")[0].strip() for line in text.splitlines() if line[0] == "s"] == [
+        "whole", "whole", "broken", "whole",
+    ]  # fmt: skip
+    assert f"  step_00000030: {name} has other contents than were saved" in text
+    assert command(capsys, "verify", run, "--step", 20)[0] == 0
+    assert command(capsys, "verify", f"{run}@30")[0] == 1
+
+
+def test_a_missing_part_is_named(tmp_path, capsys):
+    for index in range(2):
+        with Checkpoints(tmp_path, CheckpointPolicy(), Part(index, 3)) as checkpoints:
+            checkpoints.save(10, {"params": {f"w{index}": jnp.zeros(2)}}, {})
+    code, text = command(capsys, "verify", tmp_path)
+    assert (code, "part 2 of 3 cannot be seen" in text) == (1, True)
+    assert "part 2 is missing" in command(capsys, "ls", tmp_path)[1]
+    assert "step 10 lacks parts [2] of 3" in command(capsys, "show", tmp_path)[1]
+
+
+def test_prune_keeps_the_newest_and_every_so_many(run, capsys):
+    words = ["prune", run, "--keep", 1, "--keep-every", 20]
+    code, text = command(capsys, *words, "--dry-run")
+    assert code == 0
+    assert "step 10: would go\nstep 30: would go\n" in text
+    assert steps(run) == list(STEPS)
+    assert "kept: 20, 40\n" in command(capsys, *words)[1]
+    assert steps(run) == [20, 40]
+
+
+def steps(run):
+    return [archive.step for archive in find_archives(run / "checkpoints")]
+
+
+def test_prune_counts_no_broken_step_and_leaves_the_newest_whole_one(run, capsys):
+    damage(run, 40, flip)
+    damage(run, 20, flip)
+    code, text = command(capsys, "prune", run, "--keep", 1)
+    assert code == 0
+    assert steps(run) == [30, 40]  # 40 is newer: a run that goes on replaces it, and it may be mended
+    assert "kept: 30\n" in text
+    damage(run, 30, flip)
+    code, text = command(capsys, "prune", run, "--keep", 1)
+    assert (code, "is whole, so none is deleted" in text, steps(run)) == (2, True, [30, 40])
+
+
+def test_prune_waits_for_no_run_that_trains(run, capsys):
+    with (run / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, text = command(capsys, "prune", run, "--keep", 1)
+    assert (code, f"a process is training in {run}" in text) == (2, True)
+    assert steps(run) == list(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["lss"], "there is no command 'lss' (did you mean 'ls'?)"),
+        (["ls", "{tmp}/none"], "there is no folder"),
+        (["ls", "{tmp}"], "holds no checkpoints; give a run's folder"),
+        (["show", "{run}", "--step", "5"], "has no step 5: there are 10, 20, 30, 40"),
+        (["show", "{run}@10", "--step", "20"], "is step 10 and step 20 at once; name one"),
+        (["prune", "{run}@10", "--keep", "1"], "is one step; give the run's folder"),
+        (["prune", "{run}", "--keep", "0"], "keep=0; use 1 or more"),
+        (["export", "{run}", "{tmp}/out", "--using", "no.such"], "there is no module 'no.such'"),
+        (["export", "{run}", "{tmp}/out", "--using", "json"], "json has no export_model"),
+        (["import", "{tmp}/none", "{tmp}/out"], "there is no"),
+        (["import", "{run}", "{run}"], "holds something already"),
+    ],
+)
+def test_mistakes_are_told(words, text, saved, tmp_path, capsys):
+    (tmp_path / "tmp").mkdir()
+    code, printed = command(capsys, *(word.format(run=saved, tmp=tmp_path / "tmp") for word in words))
+    assert code == 2
+    assert text in printed
+    assert steps(saved) == list(STEPS)
+
+
+class TestFiles:
+    """Export and import; the values are those of `tests/models/test_huggingface_files.py`."""
+
+    def test_what_is_exported_comes_back_as_a_checkpoint_to_start_from(self, saved, tmp_path, capsys):
+        code, text = command(
+            capsys, "export", saved, tmp_path / "out", "--step", 20, "--max-shard-bytes", 9000
+        )
+        assert code == 0
+        assert text.startswith("step 20 -> ")
+        assert "model.safetensors.index.json" in text
+        (tmp_path / "out" / "tokenizer.json").write_text("{}")
+        code, text = command(capsys, "import", tmp_path / "out", tmp_path / "in")
+        assert code == 0
+        assert "--model.vocab 32 --model.seq 12" in text
+        _, text = command(capsys, "diff", f"{saved}@20", tmp_path / "in")
+        assert "step: only in the first" in text
+        assert "20 of 20 common arrays are the same" in text
+        assert " params/" not in text
+        assert (tmp_path / "in" / "tokenizer" / "tokenizer.json").read_text() == "{}"
+        model = json.loads((tmp_path / "in" / "model.json").read_text())
+        assert model["model"] == "shardtrain.models.decoder:DecoderConfig"
+        run = load_run(str(tmp_path / "in" / "run.py"))
+        assert run.start_from.checkpoint == tmp_path / "in"
+        assert vars(run.model) == model["options"]
+
+    def test_an_imported_checkpoint_is_exported_with_its_tokenizer(self, saved, tmp_path, capsys):
+        command(capsys, "export", saved, tmp_path / "out")
+        (tmp_path / "out" / "vocab.txt").write_text("a\n")
+        command(capsys, "import", tmp_path / "out", tmp_path / "in")
+        code, _ = command(capsys, "export", tmp_path / "in", tmp_path / "again", "--dtype", "float16")
+        assert code == 0
+        assert (tmp_path / "again" / "vocab.txt").read_text() == "a\n"
+        about = json.loads((tmp_path / "again" / "config.json").read_text())
+        assert (about["model_type"], about["dtype"]) == ("gpt2", "float16")
+
+    def test_a_checkpoint_of_two_stages_is_exported_whole(self, saved, tmp_path, capsys):
+        """Each has a block of its own, as stages across islands save them."""
+        archive = find_archives(saved / "checkpoints")[0]
+        arrays = {path: archive.read(path) for path in archive.leaves}
+        for index in range(2):
+            mine = {
+                path: jnp.asarray(x[index : index + 1] if "/blocks/" in path else x)
+                for path, x in arrays.items()
+                if "/blocks/" in path or index == 0
+            }
+            lies = {path: Lie(rows=(index,), num_rows=2) for path in mine if "/blocks/" in path}
+            with Checkpoints(tmp_path / "cut", CheckpointPolicy(), Part(index, 2)) as checkpoints:
+                checkpoints.save(10, mine, archive.extra, lies)
+        assert command(capsys, "export", tmp_path / "cut", tmp_path / "a")[0] == 0
+        assert command(capsys, "export", f"{saved}@10", tmp_path / "b")[0] == 0
+        first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+        assert first == second
+        _, text = command(capsys, "diff", f"{saved}@10", tmp_path / "cut")
+        assert text.endswith(f"{len(arrays)} of {len(arrays)} common arrays are the same\n")
+
+    def test_a_broken_step_is_not_exported(self, run, tmp_path, capsys):
+        damage(run, 40, flip)
+        code, text = command(capsys, "export", run, tmp_path / "out")
+        assert (code, "step 40 is broken and is not exported" in text) == (2, True)
+        assert not (tmp_path / "out").exists()
+
+    def test_a_checkpoint_that_does_not_tell_its_model_needs_the_run_file(self, tmp_path, capsys):
+        with Checkpoints(tmp_path / "run", CheckpointPolicy()) as checkpoints:
+            checkpoints.save(1, {"params": {"w": jnp.zeros(2)}}, {"run": {"model": "given in Python"}})
+        code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out")
+        assert (code, "does not tell its model's options" in text) == (2, True)
+        gpt = Path(__file__).parents[2] / "examples" / "gpt_text.py"
+        code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out", "--run-file", gpt)
+        assert (code, "embedding is missing; it needs shape (256, 128)" in text) == (2, True)
+
+    @pytest.mark.parametrize(
+        ("files", "token"),
+        [
+            ({}, "mask_token=0,  # of [MASK]: it was not found"),
+            ({"vocab.txt": "[PAD]\n[UNK]\n[MASK]\na\n"}, "mask_token=2,\n"),
+            ({"tokenizer.json": '{"added_tokens": [{"id": 7, "content": "[MASK]"}]}'}, "mask_token=7,\n"),
+        ],
+    )
+    def test_an_encoder_gets_masked_tokens(self, files, token, tmp_path, capsys):
+        (tmp_path / "bert").mkdir()
+        with np.load(GOLDEN / "bert.npz") as file:
+            state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
+            (tmp_path / "bert" / "config.json").write_text(str(file["config"]))
+        save_file({**state, "bert.pooler.dense.bias": np.zeros(16)}, tmp_path / "bert" / "model.safetensors")
+        for name, text in files.items():
+            (tmp_path / "bert" / name).write_text(text)
+        code, text = command(capsys, "import", tmp_path / "bert", tmp_path / "in")
+        assert code == 0
+        assert "left out, for the model has no place for it: bert.pooler.dense.bias\n" in text
+        assert token in (tmp_path / "in" / "run.py").read_text()
+        run = load_run(str(tmp_path / "in" / "run.py"))
+        assert run.loss.__name__ == "masked_token_loss"
+        assert (run.model.segments, run.data.data.vocab, run.data.data.seq) == (3, 32, 12)

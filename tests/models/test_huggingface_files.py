@@ -1,0 +1,176 @@
+"""Folders as transformers reads and writes them. That it does, `benchmarks/transformers_parity.py` shows."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shardtrain.models.huggingface import from_huggingface
+from shardtrain.models.huggingface_files import config_of, export_model, import_model
+
+GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = ("gpt2", "llama", "bert")
+
+
+def load(family):
+    with np.load(GOLDEN / f"{family}.npz") as file:
+        state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
+        return json.loads(str(file["config"])), state
+
+
+def flat(tree, parents=()):
+    for name, node in tree.items():
+        yield from (
+            flat(node, (*parents, name)) if isinstance(node, dict) else [("/".join((*parents, name)), node)]
+        )
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    """(name of the family, config, path -> array, the same as a state dict)"""
+    hf_config, state = load(request.param)
+    config, params = from_huggingface(hf_config, state)
+    return request.param, config, dict(flat(params)), state
+
+
+def export(folder, config, arrays, **options):
+    shapes = {path: x.shape for path, x in arrays.items()}
+    return export_model(folder, asdict(config), shapes, arrays.__getitem__, **options)
+
+
+def assert_imported(folder, config, arrays):
+    found = import_model(folder)
+    assert found.config == config
+    read = dict(found.arrays)
+    assert read.keys() == arrays.keys()
+    for path, x in arrays.items():
+        assert read[path].dtype == np.float32
+        np.testing.assert_array_equal(read[path], x, err_msg=path)
+
+
+def test_a_folder_comes_back_bitwise(model, tmp_path):
+    family, config, arrays, state = model
+    assert export(tmp_path / "out", config, arrays) == ["config.json", "model.safetensors"]
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == state.keys()
+    for name, x in state.items():
+        np.testing.assert_array_equal(written[name], x, err_msg=name)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
+    assert_imported(tmp_path / "out", replace(config, mlp=config.sizes["mlp"]), arrays)
+
+
+def test_several_files_have_an_index_and_none_is_too_long(model, tmp_path):
+    _, config, arrays, state = model
+    names = export(tmp_path / "out", config, arrays, max_shard_bytes=4096)
+    parts = [name for name in names if name.startswith("model-")]
+    assert parts == [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    assert len(parts) > 3
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
+    for name in parts:
+        inside = load_file(tmp_path / "out" / name)
+        assert {key for key, part in index["weight_map"].items() if part == name} == inside.keys()
+        assert len(inside) == 1 or sum(x.nbytes for x in inside.values()) <= 4096
+    assert_imported(tmp_path / "out", replace(config, mlp=config.sizes["mlp"]), arrays)
+
+
+def test_half_of_the_bytes(model, tmp_path):
+    _, config, arrays, _ = model
+    export(tmp_path / "out", config, arrays, dtype="bfloat16")
+    rounded = {path: x.astype(ml_dtypes.bfloat16).astype(np.float32) for path, x in arrays.items()}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert_imported(tmp_path / "out", replace(config, mlp=config.sizes["mlp"]), rounded)
+
+
+def test_tokenizer_files_go_through_and_tell_the_special_tokens(model, tmp_path):
+    _, config, arrays, _ = model
+    given = tmp_path / "tokenizer"
+    given.mkdir()
+    for name in ("tokenizer.json", "vocab.txt", "merges.txt", "README.md", "model.safetensors"):
+        (given / name).write_text(name)
+    (given / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 99}')
+    names = export(tmp_path / "out", config, arrays, tokenizer=given)
+    copied = {"tokenizer.json", "vocab.txt", "merges.txt"}
+    assert set(names) == {"config.json", "model.safetensors", *copied}
+    assert [(tmp_path / "out" / name).read_text() for name in sorted(copied)] == sorted(copied)
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (about["bos_token_id"], about["eos_token_id"], about["pad_token_id"]) == (1, 2, None)
+    assert about["vocab_size"] == config.vocab
+    assert {path.name for path in import_model(tmp_path / "out").tokenizer} == copied
+
+
+def test_a_folder_that_holds_something_is_left_alone(model, tmp_path):
+    _, config, arrays, _ = model
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds something already"):
+        export(tmp_path, config, arrays)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_one_array_is_read_at_a_time(tmp_path):
+    config, params = from_huggingface(*load("llama"))
+    arrays, held = dict(flat(params)), []
+
+    def read(path):
+        held.append(path)
+        return arrays[path]
+
+    shapes = {path: x.shape for path, x in arrays.items()}
+    export_model(tmp_path / "out", asdict(config), shapes, read, max_shard_bytes=2048)
+    assert sorted(held) == sorted(arrays)
+    found = import_model(tmp_path / "out").arrays
+    assert iter(found) is found  # nothing is read before it is asked for
+    assert next(found)[0] == "embedding"
+
+
+def test_options_tell_the_kind_of_model(model):
+    _, config, _, _ = model
+    assert config_of(asdict(config)) == config
+
+
+def test_options_of_another_model_are_refused():
+    with pytest.raises(ValueError, match="no one model that a Hugging Face family has") as error:
+        config_of({"features": 4, "mlp": 8, "num_layers": 1})
+    lines = str(error.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == ["DecoderConfig", "EncoderConfig"]
+    assert "vocab is missing" in lines[0]
+    assert "features is no option" in lines[1]
+
+
+def test_what_is_not_there_or_damaged_is_told(tmp_path):
+    hf_config, state = load("gpt2")
+    with pytest.raises(FileNotFoundError, match=r"there is no .*config\.json; give a folder with config"):
+        import_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors; give a folder with"):
+        import_model(tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(ValueError, match=r"cannot be read: .*; download or copy it again"):
+        import_model(tmp_path)
+    del state["transformer.wpe.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"transformer\.wpe\.weight is missing; it needs shape \(12, 16\)"):
+        import_model(tmp_path)
+
+
+def test_without_the_extra_the_way_to_it_is_told(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(load("gpt2")[0]))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ValueError, match="comes with the extra hf: uv sync --extra hf"):
+        import_model(tmp_path)
+
+
+def test_the_limit_of_a_file_and_the_dtype_are_checked(tmp_path):
+    config, params = from_huggingface(*load("gpt2"))
+    arrays = dict(flat(params))
+    with pytest.raises(ValueError, match="dtype is 'bf16'; allowed are"):
+        export(tmp_path / "out", config, arrays, dtype="bf16")
+    with pytest.raises(ValueError, match="max_shard_bytes is 0"):
+        export(tmp_path / "out", config, arrays, max_shard_bytes=0)
