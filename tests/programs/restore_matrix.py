@@ -55,7 +55,7 @@ class Numbers:
     def __len__(self) -> int:
         return 60
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         row = np.random.default_rng(int(index)).integers(0, 32, SEQ + 1)
         return {"tokens": row.astype(np.int32), "number": np.int32(index)}
 
@@ -131,7 +131,7 @@ class Laid:
         return saving, begin(run, saving, init, self.across, description)
 
     def go(self, state: Any, position: Any, steps: int) -> tuple[Any, Any, list[float], list[int]]:
-        """The state and position after some steps, their losses, and the numbers of the samples from there."""
+        """The state and position after some steps, their losses, and the samples from there on."""
         losses = []
         loaded = self.loader.batches.iterate(position)
         for _, (batch, after) in zip(range(steps), loaded, strict=False):
@@ -152,7 +152,7 @@ class Laid:
         return numbers[:100]
 
     def bits(self, state: Any) -> dict[str, int]:
-        """A checksum of every array of parameters and optimizer, block by block, by the model's own numbers."""
+        """A checksum of each array of parameters and optimizer, block by block, by the model's numbers."""
         held, stages = self.parts.held, self.parts.placement.stages
         rows = range(RUN.model.num_layers)
         rows = held.block_numbers if held else stages.rows if stages else rows
