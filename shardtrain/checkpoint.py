@@ -126,6 +126,8 @@ class Checkpoints:
         self._orbax = ocp.StandardCheckpointer(async_options=options)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
+        self._deleting: Future[list[str]] | None = None
+        self._confirmed: int | None = None
         self._broken: set[int] = set()
         self._latest = max(self.steps(), default=None)
 
@@ -199,8 +201,13 @@ class Checkpoints:
 
         Where there is but one part, that is so as soon as it is finished, and nobody needs to call this.
         """
-        if self.part.count > 1 and step is not None and _is_primary():
-            self._background.submit(self._delete_old, step)
+        if self.part.count == 1 or step in (None, self._confirmed) or not _is_primary():
+            return
+        self._confirmed = step
+        if self._deleting is not None and self._deleting.done():
+            for note in self._deleting.result():
+                self._report(note)
+        self._deleting = self._background.submit(self._delete_old, step)
 
     def forget_after(self, step: int) -> None:
         """Go on from this step (-1: the start): later ones are replaced when the run comes there."""
@@ -332,7 +339,7 @@ class Checkpoints:
         """Delete what the policy does not keep, and what is broken and older than this whole checkpoint."""
         if self._mirror:
             fast = CheckpointPolicy(keep=FAST_KEPT)
-            return delete_old(self._target, fast, self.part, newest, self._broken)
+            return delete_old(self._target, fast, self.part, newest, self._broken, self._mirror.busy)
         return delete_old(self._target, self.policy, self.part, newest, self._broken)
 
     def _collect(self) -> SaveFailed | None:

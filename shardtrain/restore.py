@@ -63,7 +63,9 @@ def restore_arrays(
         path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name, lie=lies.get(path, COMMON))
         for path, x in wanted.items()
     }
-    saved = check_state(archive, leaves, allow)
+    where = {path: leaf.lie for path, leaf in leaves.items()}
+    saved = {path: archive.leaf(path, where.get(path, COMMON)) for path in archive.pieces}
+    check_state(archive, saved, leaves, allow)
     began, num_bytes, largest = time.monotonic(), 0, 0
     arrays: dict[str, jax.Array] = {}
     under_way: deque[_Coming] = deque()
@@ -85,27 +87,23 @@ def restore_arrays(
     return arrays
 
 
-def check_state(archive: Archive, leaves: Mapping[str, Leaf], allow: Allow) -> dict[str, Leaf]:
+def check_state(
+    archive: Archive, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
+) -> None:
     """Compare what was saved with what is wanted.
 
     Args:
-      archive: a checkpoint.
-      leaves: path -> array that is wanted.
+      archive: where it was saved.
+      saved: path -> array.
+      wanted: path -> array.
       allow: in what they may differ.
-
-    Returns:
-      Path -> array that was saved, of the replica that is wanted.
 
     Raises:
       ValueError: all arrays that differ.
     """
-    saved = {
-        path: archive.leaf(path, leaves[path].lie if path in leaves else COMMON) for path in archive.pieces
-    }
-    if wrong := mismatches(saved, leaves, allow.missing, allow.unused):
+    if wrong := mismatches(saved, wanted, allow.missing, allow.unused):
         folder = next(iter(archive.folders.values()), Path(f"step {archive.step}"))
         raise ValueError(another_state_text(folder, wrong))
-    return saved
 
 
 def another_state_text(folder: Path, wrong: Sequence[str]) -> str:

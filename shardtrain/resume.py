@@ -5,7 +5,7 @@ said here, and what becomes of state that belongs to a layout. Next: `trainer.py
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ class Saving:
         self._latest = step
         if self._part is not None:
             chosen = saved_part(state, own=not self.together.writes)
+            if not (self.together.writes or self.own_optimizers):
+                chosen = chosen._replace(opt_state=())
             self.checkpoints.save(step, chosen, {**extra, "layout": self.layout}, self._lies(chosen))
 
     def wait(self) -> None:
@@ -196,6 +198,11 @@ def begin(
     wanted = wanted_state(saving.placement, kept)
     extra = chosen.extra
     if chosen.step is not None:
+        if "position" not in extra:
+            raise ValueError(
+                f"{run.run_dir} holds imported parameters, and no run that goes on; use another --run-dir and"
+                f" begin with them: --start-from.checkpoint {run.run_dir}"
+            )
         _check_run(extra["run"], description, run, note)
         archive = chosen.archive(saving.checkpoints.folders)
     elif run.start_from.checkpoint is not None:
@@ -283,9 +290,11 @@ def _read(
     unused = (*run.allow.unused, f"{KEPT}*", *ignored)
     if together.seats is not None:
         # a stage uses a part of what was saved; all of it must be used by some
-        told = together.look("arrays", lambda island: _whole_shapes(leaves, where))
-        everywhere = {path: Leaf(shape=tuple(s), dtype=d) for each in told for path, (s, d) in each.items()}
-        check_state(archive, everywhere, Allow(missing=run.allow.missing, unused=unused))
+        told = together.look(
+            "arrays", lambda island: [_whole_shapes(leaves, where), _whole_shapes(archive.leaves, {})]
+        )
+        asked, saved = (_united([each[i] for each in told]) for i in (0, 1))
+        check_state(archive, saved, asked, Allow(missing=run.allow.missing, unused=unused))
         unused = ("*",)
     if not together.writes:
         own = _readable(saving, saved_part(wanted, own=True), archive, extra)
@@ -326,9 +335,17 @@ def _readable(saving: Saving, wanted: State, archive: Archive, extra: Mapping[st
 
 def _whole_shapes(leaves: Mapping[str, Any], where: Mapping[str, Lie]) -> dict[str, Any]:
     return {
-        path: [where.get(path, COMMON).whole(tuple(x.shape)), x.dtype.name]
+        path: [where.get(path, COMMON).whole(tuple(x.shape)), getattr(x.dtype, "name", x.dtype)]
         for path, x in leaves.items()
         if not path.startswith(KEPT)
+    }
+
+
+def _united(of_islands: Sequence[Mapping[str, Any]]) -> dict[str, Leaf]:
+    return {
+        path: Leaf(shape=tuple(shape), dtype=dtype)
+        for each in of_islands
+        for path, (shape, dtype) in each.items()
     }
 
 

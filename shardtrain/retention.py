@@ -17,7 +17,12 @@ FAST_KEPT = 2
 
 
 def delete_old(
-    folder: Path, policy: CheckpointPolicy, part: Part, newest: int, broken: Collection[int] = ()
+    folder: Path,
+    policy: CheckpointPolicy,
+    part: Part,
+    newest: int,
+    broken: Collection[int] = (),
+    in_use: Collection[int] = (),
 ) -> list[str]:
     """Delete what the policy does not keep, and what is broken and older than a whole checkpoint.
 
@@ -29,13 +34,14 @@ def delete_old(
         part: whose.
         newest: a step that is whole; later ones stay.
         broken: steps that count for nothing.
+        in_use: steps that stay for now.
 
     Returns:
         What could not be deleted, in sentences.
     """
     found = {step: parts for step, parts in manifests.finished(folder).items() if step <= newest}
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
-    keep = set(whole) - set(steps_to_delete(policy, whole))
+    keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use)
     old = [path for path in manifests.partial_folders(folder) if _is_left_behind(path, part, newest)]
     for step, parts in found.items():
         for other, path in parts.items():
@@ -82,6 +88,7 @@ class Mirror:
         self._fast, self._shared, self._policy, self._part = fast, shared, policy, part
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copy checkpoint")
         self._wanted: int | None = None
+        self.busy: tuple[int, ...] = ()
         self._copying: Future[list[str]] | None = None
 
     def copy(self, step: int) -> list[str]:
@@ -111,7 +118,7 @@ class Mirror:
     def _copy_all(self) -> list[str]:
         notes = []
         while (step := self._wanted) is not None:
-            self._wanted = None
+            self._wanted, self.busy = None, (step,)
             try:
                 self._copy(step)
                 notes += delete_old(self._shared, self._policy, self._part, step)
@@ -120,6 +127,7 @@ class Mirror:
                     f"WARNING: step {step} lies on the fast disk alone ({self._fast}); it could not be"
                     f" copied to {self._shared}: {error}"
                 )
+            self.busy = ()
         return notes
 
     def _copy(self, step: int) -> None:
