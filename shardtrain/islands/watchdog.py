@@ -211,13 +211,13 @@ class Watchdog:
         writing.join(timeout=WRITE_SECONDS)
         if self._beats is not None:
             with contextlib.suppress(Exception):
-                self._wait_for_stacks(self._beats, others - self._lost, said_by)
+                self._wait_for_stacks(self._beats, others, said_by)
             self._beats.end_all(COME_AGAIN)
         os._exit(COME_AGAIN)
 
     def _tell_verdict(self) -> set[int]:
         """The ranks that are told of the end."""
-        others = {rank for rank in range(len(self._peers)) if rank != self._rank and rank not in self._left}
+        others = set(range(len(self._peers))) - {self._rank} - self._left - self._lost
         if self._beats is not None:
             with contextlib.suppress(Exception):
                 for rank in others:
