@@ -108,14 +108,15 @@ def train(
         rollbacks, newest, position = Rollbacks(run.recovery.rollbacks), None, None
         stop = stack.enter_context(StopSignals(until_seconds))
         while True:
-            begun = begin(
-                run,
-                saving,
-                lambda: init_state(parts.model, parts.optimizer, parts.placement, run.seed),
-                agreed.across,
-                agreed.description,
-                newest,
-            )
+            with marks.at("restoring", waits=True, long=True):
+                begun = begin(
+                    run,
+                    saving,
+                    lambda: init_state(parts.model, parts.optimizer, parts.placement, run.seed),
+                    agreed.across,
+                    agreed.description,
+                    newest,
+                )
             rollbacks.restored(begun.step)
             if position is not None:
                 begun = replace(begun, position=position)

@@ -200,6 +200,11 @@ def test_one_slow_step_is_no_slow_island():
     assert not any(stragglers.add(step) for step in steps)
 
 
+def test_tiny_steps_are_nobodys_business():
+    stragglers = Stragglers(["a", "b"], 1.5)
+    assert not any(stragglers.add([0.001, 0.04]) for _ in range(2 * WINDOW))
+
+
 def test_an_island_that_gets_slow_is_told_once_and_again_if_another_does():
     stragglers = Stragglers(["a", "b", "c"], 1.5)
     told = [stragglers.add([1.0, 1.0, 3.0]) for _ in range(2 * WINDOW)]

@@ -8,6 +8,9 @@ from statistics import median
 WINDOW = 20
 """So many steps are looked at together: one slow step is no slow host."""
 
+LEAST_SECONDS = 0.05
+"""A smaller difference is nobody's business, however many times the others' it is."""
+
 
 class Work:
     """How long this rank works in a step: from where all part to where it comes to the next meeting."""
@@ -79,4 +82,4 @@ class Stragglers:
 
     def _is_slow(self, rank: int, each: Sequence[float]) -> bool:
         others = median(x for other, x in enumerate(each) if other != rank)
-        return each[rank] > self._factor * others
+        return each[rank] > max(self._factor * others, others + LEAST_SECONDS)
