@@ -114,11 +114,13 @@ class Wish(NamedTuple):
       stop: the number of the signal that asked to stop, `TIME_OVER`, or 0.
       save: a checkpoint is due.
       saved: the newest step that is saved here, and once agreed on everywhere.
+      bad: a step that was found to be bad, or 0.
     """
 
     stop: int
     save: bool
     saved: int | None = None
+    bad: int = 0
 
 
 class StopSignals:
@@ -219,10 +221,11 @@ def _run(
         last = done == pace.steps
         # once due it stays so: replicas may not be of one mind before some steps more
         is_due = is_due or last or due(pieces.policy, done, time.monotonic() - saved_seconds)
-        stop_now, save_now, saved = pieces.agree(
-            done, Wish(stop.asked(), is_due, pieces.checkpoints.latest())
-        )
+        mine = Wish(stop.asked(), is_due, pieces.checkpoints.latest(), log.fault.step if log.fault else 0)
+        stop_now, save_now, saved, bad = pieces.agree(done, mine)
         pieces.checkpoints.confirm(saved)
+        if bad:
+            raise log.fault or RollBack(bad, f"step {bad} was bad on another island")
         if pieces.check and (save_now or done % (pace.check_every or 1) == 0):
             with marks.at("comparing copies", waits=True):
                 pieces.check(done, state)
@@ -239,6 +242,8 @@ def _run(
             stop.agreed(stop_now)
             break
     log.finish()
+    if (pace.spikes or pace.nonfinite == "roll_back") and pieces.anywhere(log.fault is not None):
+        raise log.fault or RollBack(done, f"a step up to {done} was bad on another island")
     if done > first_step:
         with marks.at("saving the last step", long=True):
             _wait(pieces)
@@ -310,6 +315,7 @@ class _Log:
         self._means: dict[str, Mean] = {}
         self._rate = Rate()
         self._skipped = 0
+        self.fault: RollBack | None = None
 
     def add(self, step: int, metrics: Metrics) -> None:
         self._pending.append((step, metrics))
@@ -365,7 +371,11 @@ class _Log:
             return
         limit = spikes.limit()
         if spikes.add(loss):
-            raise RollBack(step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike")
+            self._found(RollBack(step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike"))
+
+    def _found(self, fault: RollBack) -> None:
+        """All islands go back together, at their next meeting."""
+        self.fault = self.fault or fault
 
     def _refuse(self, step: int, loss: float | None, values: Metrics) -> None:
         self._skipped += 1
@@ -374,7 +384,8 @@ class _Log:
         if self._skipped >= MOST_SKIPPED:
             raise FloatingPointError(f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends")
         if self._pace.nonfinite == "roll_back":
-            raise RollBack(step, f"{text}; nonfinite is 'roll_back'")
+            self._found(RollBack(step, f"{text}; nonfinite is 'roll_back'"))
+            return
         if self._pace.nonfinite == "stop":
             raise FloatingPointError(f"{text}; nonfinite is 'stop', and nothing of this step was kept")
         self._pieces.progress.note(f"WARNING: {text}")

@@ -215,7 +215,7 @@ class Together:
           local_steps: replicas are combined after so many, and nothing happens in between.
         """
         if step % local_steps:
-            return Wish(stop=0, save=False, saved=wish.saved), None
+            return Wish(stop=0, save=False, saved=wish.saved), None  # what is bad is told when all meet
         if self.islands is None:
             return wish, None
         mine = [wish, self.work.take()]
@@ -223,7 +223,8 @@ class Together:
         self.work.begin()
         wishes = [Wish(*each) for each, _ in told]
         saved = [-1 if each.saved is None else each.saved for each in wishes]
-        agreed = Wish(max(each.stop for each in wishes), wishes[0].save, min(saved))
+        bad = min((each.bad for each in wishes if each.bad), default=0)
+        agreed = Wish(max(each.stop for each in wishes), wishes[0].save, min(saved), bad)
         seconds = [each for _, each in told]
         return agreed, self.stragglers.add(seconds) if self.stragglers and None not in seconds else None
 

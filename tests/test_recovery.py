@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,3 +214,17 @@ def test_an_island_that_gets_slow_is_told_once_and_again_if_another_does():
     assert lines[0].startswith("c is slow: its own work takes 3.00 s a step, that of the others 1.00 s")
     assert lines[-1].startswith("a is slow")
     assert "(--across.shares 0." in lines[-1]
+
+
+def test_islands_go_back_together_though_one_alone_saw_it(mpiexec, tmp_path):
+    program = Path(__file__).parent / "programs" / "recover.py"
+    first, second = (json.loads(text) for text in mpiexec(2, program, tmp_path, timeout=300))
+    for name in ("mean", "local steps"):
+        step, bits, printed = first[name]
+        assert (step, bits) == tuple(second[name][:2]) == (20, bits)
+        assert "WARNING: step 12 was" in printed
+        assert "back to step 11 or before" in printed
+        assert "resumed from step 8" in printed
+        steps = [line["step"] for line in read_jsonl(tmp_path / name.replace(" ", "_") / "metrics.jsonl")]
+        assert steps == sorted(set(steps))
+        assert steps[-1] == 20

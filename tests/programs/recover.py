@@ -1,0 +1,74 @@
+"""Two islands, one of which meets what is not finite: both go back, and end with the same parameters."""
+
+import dataclasses
+import io
+import json
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.config import Run, Strategy
+from shardtrain.data.batches import epoch_order
+from shardtrain.islands.membership import join
+from shardtrain.layout import Layout
+from shardtrain.loss import next_token_loss
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.optimizer import Optimizer, Schedule
+from shardtrain.recovery import Recovery
+from shardtrain.replicas import Combine
+from shardtrain.trainer import train
+
+FOLDER = Path(sys.argv[1])
+ISLANDS = join()
+SEQ, BATCH, SAMPLES, BAD = 8, 8, 400, 31
+DAMAGED_BATCH = 12
+"""Counted from 1: of its rows, those of the second island."""
+
+
+class Numbers:
+    def train(self, folder: Path) -> Any:
+        tokens = np.random.default_rng(0).integers(0, BAD, (SAMPLES, SEQ + 1))
+        first = (DAMAGED_BATCH - 1) * BATCH
+        order = epoch_order(SAMPLES, 0, 0)
+        tokens[[order(position) for position in range(first + BATCH // 2, first + BATCH)]] = BAD
+        return [{"tokens": row.astype(np.int32)} for row in tokens]
+
+    def heldout(self, folder: Path) -> None:
+        return None
+
+
+def infinite(apply: Any, batch: Any) -> Any:
+    total, count = next_token_loss(apply, batch)
+    return jnp.where((batch["tokens"] == BAD).any(), jnp.inf, total), count
+
+
+RUN = Run(
+    model=DecoderConfig(vocab=BAD + 1, seq=SEQ, embed=8, num_layers=1, num_heads=2, mlp=8),
+    data=Numbers(),
+    loss=infinite,
+    optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-3)),
+    batch=BATCH,
+    steps=20,
+    log_every=1,
+    evaluate_every=None,
+    nonfinite="roll_back",
+    recovery=Recovery(fingerprint_every=4),
+    checkpoints=CheckpointPolicy(every_steps=4, keep=3),
+)
+
+found = {}
+for name, combine in (("mean", Combine()), ("local steps", Combine(by="adasum", on="deltas", local_steps=2))):
+    strategy = Strategy(layout=Layout(mesh={"data": -1}), combine=combine)
+    console = Console(file=io.StringIO(), width=400)
+    run = dataclasses.replace(RUN, strategy=strategy, run_dir=FOLDER / name.replace(" ", "_"))
+    trained = train(run, console, ISLANDS)
+    bits = [zlib.crc32(np.asarray(x).tobytes()) for x in jax.tree.leaves(trained.state.params)]
+    found[name] = [trained.step, bits, console.file.getvalue()]  # type: ignore[attr-defined]
+sys.stdout.write(json.dumps(found))
