@@ -8,7 +8,6 @@ import json
 import logging
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
@@ -18,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -26,9 +24,10 @@ from jax.experimental import multihost_utils
 from shardtrain import manifest as manifests
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.choice import Choice, Share, choose
-from shardtrain.manifest import COMMON, WHOLE, Leaf, Lie, Manifest, Part
+from shardtrain.manifest import WHOLE, Leaf, Lie, Manifest, Part
 from shardtrain.restore import Allow, restore_arrays
 from shardtrain.retention import FAST_KEPT, Mirror, delete_old
+from shardtrain.saveable import check, describe, restorable, saveable
 
 _LOG = logging.getLogger(__name__)
 _SAVE_TIMEOUT_SECONDS = 4 * 60 * 60
@@ -162,10 +161,10 @@ class Checkpoints:
             ValueError: all that cannot be saved, or a step that is not new.
         """
         self.wait()
-        arrays = _saveable(state)
-        _check(manifests.extra_problems(extra), "these values cannot be saved", "Use JSON's types")
+        arrays = saveable(state)
+        check(manifests.extra_problems(extra), "these values cannot be saved", "Use JSON's types")
         self._check_new(step)
-        leaves = _describe(arrays, lies or {})
+        leaves = describe(arrays, lies or {})
         num_bytes = sum(array.nbytes for array in arrays.values())
         partial = manifests.partial_folder(self._target, step, self.part)
         try:
@@ -261,7 +260,7 @@ class Checkpoints:
             SaveFailed: the save before failed.
         """
         self.wait()
-        wanted = _restorable(abstract_state)
+        wanted = restorable(abstract_state)
         chosen = self.choose(newest)
         if chosen.step is None:
             return None
@@ -380,64 +379,6 @@ def alone(name: str, look: Callable[[int], Any]) -> list[Any]:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     found = np.frombuffer(text, np.uint8) if _is_primary() else np.zeros(size, np.uint8)
     return [json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(found))))]
-
-
-def _saveable(state: Any) -> dict[str, jax.Array]:
-    """The arrays of a state by path; Orbax gets them flat, so that no two of its names can fall together."""
-    by_path = _by_path(state)
-    wrong = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable(leaf))]
-    _check(wrong, "these leaves of the state cannot be saved", "Change them where the state is made")
-    return by_path
-
-
-def _unsaveable(leaf: Any) -> str:
-    if not isinstance(leaf, jax.Array):
-        return f"{type(leaf).__name__}; use jnp.asarray"
-    if kind := _unsaveable_kind(leaf):
-        return kind
-    # A weak type is lost on the way, and with it the dtype of results after resuming.
-    return f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
-
-
-def _unsaveable_kind(leaf: Any) -> str:
-    """What shape and dtype alone tell, so that a run hears of it before its first step."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return "typed key; use jax.random.key_data"
-    return f"no elements, shape {leaf.shape}; leave it out" if leaf.size == 0 else ""
-
-
-def _restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    by_path = _by_path(abstract_state)
-    never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable_kind(leaf))]
-    _check(never, "these leaves of the state could never be saved", "Change them where the state is made")
-    wrong = [path for path, leaf in by_path.items() if getattr(leaf, "sharding", None) is None]
-    _check(wrong, "these leaves say not where to restore to", "Use jax.ShapeDtypeStruct(..., sharding=...)")
-    return {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        for path, leaf in by_path.items()
-    }
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree.leaves_with_path(tree)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    twice = [path for path, count in Counter(paths).items() if count > 1]
-    _check(twice, "these paths stand for several leaves", "Rename the keys of one")
-    if not paths:
-        raise ValueError("the state has no arrays: nothing can be saved or restored.")
-    return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
-
-
-def _describe(arrays: Mapping[str, Any], lies: Mapping[str, Lie]) -> dict[str, Leaf]:
-    return {
-        path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, lie=lies.get(path, COMMON))
-        for path, leaf in arrays.items()
-    }
-
-
-def _check(wrong: list[str], what: str, change: str) -> None:
-    if wrong:
-        raise ValueError("\n  ".join([f"{what}:", *wrong]) + f"\n{change}.")
 
 
 def _first_line(error: Exception) -> str:

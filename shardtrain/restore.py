@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardtrain.archive import Archive, Index, Reading
 from shardtrain.manifest import COMMON, Leaf, Lie, mismatches
@@ -152,13 +151,3 @@ def _start(archive: Archive, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) 
 
 def _plain(index: Index | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(each.indices(n)[:2] for each, n in zip(index or (), shape, strict=True))
-
-
-def lies_of(tree: Any, lie: Callable[[str, tuple[int, ...]], Lie]) -> dict[str, Lie]:
-    """Path -> lie, of the arrays of a tree that are not whole."""
-    found = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if (each := lie(name, np.shape(leaf))) != COMMON:
-            found[name] = each
-    return found

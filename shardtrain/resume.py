@@ -22,6 +22,7 @@ from shardtrain.manifest import COMMON, WHOLE, Leaf, Lie, Part, matches
 from shardtrain.model import path_text
 from shardtrain.pipeline.held import Held
 from shardtrain.restore import Allow, check_state, restore_arrays
+from shardtrain.saveable import restorable
 from shardtrain.saved import KEPT, lies, saved_part, wanted_state
 from shardtrain.state import Placement, State
 from shardtrain.together import Together
@@ -196,6 +197,8 @@ def begin(
     kept = None if across is None else across.init_combine_state()
     archive = None
     wanted = wanted_state(saving.placement, kept)
+    # what could not be saved is refused before the first step
+    restorable(saved_part(wanted))
     extra = chosen.extra
     if chosen.step is not None:
         if "position" not in extra:
