@@ -116,13 +116,8 @@ class Checkpoints:
         # the runs of a host share its fast disk
         fast = policy.fast and Path(policy.fast).absolute() / str(self.folder).strip("/").replace("/", "-")
         self._mirror = Mirror(fast, self.folder, policy, part) if fast else None
-        self._target = fast or self.folder
-        # Orbax's default gives up after 20 minutes, and a folder that it makes in the background
-        # keeps its threads waiting for minutes where it cannot be made.
-        options = ocp.options.AsyncOptions(
-            timeout_secs=_SAVE_TIMEOUT_SECONDS, create_directories_asynchronously=False
-        )
-        self._orbax = ocp.StandardCheckpointer(async_options=options)
+        self._fast, self._target = fast, fast or self.folder
+        self._orbax = _orbax()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self._deleting: Future[list[str]] | None = None
@@ -133,7 +128,7 @@ class Checkpoints:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where checkpoints may lie, the fastest first."""
-        return tuple(dict.fromkeys((self._target, self.folder)))
+        return tuple(dict.fromkeys((self._fast or self.folder, self.folder)))
 
     def latest(self) -> int | None:
         """The newest step of which this part is finished (a running save is not), or None."""
@@ -157,7 +152,8 @@ class Checkpoints:
             lies: path -> which piece of the whole an array is; those that are not named are whole.
 
         Raises:
-            SaveFailed: the save *before* this one failed, or this one cannot begin; it is not begun.
+            SaveFailed: the save *before* this one failed, or this one cannot begin; it is not begun. A fast
+                disk that fails is told, and given up: what follows goes straight to the run folder.
             ValueError: all that cannot be saved, or a step that is not new.
         """
         self.wait()
@@ -166,6 +162,21 @@ class Checkpoints:
         self._check_new(step)
         leaves = describe(arrays, lies or {})
         num_bytes = sum(array.nbytes for array in arrays.values())
+        try:
+            try:
+                self._begin(step, arrays)
+            except Exception as error:
+                if not self._is_on_fast:
+                    raise
+                self._leave_fast(error)
+                self._begin(step, arrays)
+        except Exception as error:
+            raise self._failure(step, num_bytes, error) from error
+        self._broken.discard(step)
+        finish = self._background.submit(self._finish, step, leaves, deepcopy(extra))
+        self._pending = _Pending(step, num_bytes, finish)
+
+    def _begin(self, step: int, arrays: dict[str, jax.Array]) -> None:
         partial = manifests.partial_folder(self._target, step, self.part)
         try:
             if _is_primary():
@@ -175,13 +186,32 @@ class Checkpoints:
                 manifests.delete(partial)
                 partial.mkdir(parents=True)
             self._orbax.save(partial / manifests.ARRAYS, arrays)
-        except Exception as error:
+        except Exception:
             if _is_primary():
                 shutil.rmtree(partial, ignore_errors=True)
-            raise self._failure(step, num_bytes, error) from error
-        self._broken.discard(step)
-        finish = self._background.submit(self._finish, step, leaves, deepcopy(extra))
-        self._pending = _Pending(step, num_bytes, finish)
+            if jax.process_count() == 1:
+                self._renew_orbax()
+            raise
+
+    def _renew_orbax(self) -> None:
+        """After a failure: the old one would tell it again at the next save, and not begin that."""
+        failed, self._orbax = self._orbax, _orbax()
+        try:
+            failed.close()
+        except Exception as error:
+            _LOG.debug("what failed before: %s", error)
+
+    @property
+    def _is_on_fast(self) -> bool:
+        return self._target != self.folder
+
+    def _leave_fast(self, error: Exception) -> None:
+        """A fast disk that fails is worth nothing: the run folder may be as good as ever."""
+        self._report(
+            f"WARNING: the fast disk {self._target} cannot be written: {_first_line(error)}. From now on"
+            f" saves go straight to {self.folder}"
+        )
+        self._target = self.folder
 
     def wait(self) -> None:
         """Return when the running save is on the disk and `latest`; at once where none runs.
@@ -191,6 +221,7 @@ class Checkpoints:
         """
         pending, failure = self._pending, self._collect()
         if _on_any_process(failure is not None) and pending is not None:
+            self._renew_orbax()
             raise failure or self._failure(
                 pending.step, pending.num_bytes, RuntimeError("another process failed")
             )
@@ -233,6 +264,11 @@ class Checkpoints:
             self._report(f"checkpoint passed over: {line}")
         self._broken.update(found.broken)
         self.forget_after(-1 if found.step is None else found.step)
+        if self._mirror and self._fast and found.step is not None:
+            on_fast, shared = map(self._with_manifest, (self._fast, self.folder))
+            if found.step in on_fast and found.step not in shared:
+                # the run before ended between a save and its copy
+                self._mirror.copy(found.step)
         return found
 
     def restore(
@@ -288,6 +324,13 @@ class Checkpoints:
             if self._mirror:
                 for note in self._mirror.close():
                     self._report(note)
+        step = self._mirror.left_behind if self._mirror else None
+        if error is None and step is not None and step == self._latest:
+            raise SaveFailed(
+                f"step {step} lies on the fast disk alone ({self._fast}). Free space in {self.folder}, and"
+                " give the same command on this host: it copies it",
+                step=step,
+            )
 
     def _with_manifest(self, folder: Path) -> list[int]:
         found = manifests.finished(folder)
@@ -332,11 +375,11 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         notes = self._delete_old(step) if self.part.count == 1 else []
-        return notes + (self._mirror.copy(step) if self._mirror else [])
+        return notes + (self._mirror.copy(step) if self._mirror and self._is_on_fast else [])
 
     def _delete_old(self, newest: int) -> list[str]:
         """Delete what the policy does not keep, and what is broken and older than this whole checkpoint."""
-        if self._mirror:
+        if self._is_on_fast:
             fast = CheckpointPolicy(keep=FAST_KEPT)
             return delete_old(self._target, fast, self.part, newest, self._broken, self._mirror.busy)
         return delete_old(self._target, self.policy, self.part, newest, self._broken)
@@ -352,6 +395,8 @@ class Checkpoints:
             self._pending = None
             failure = self._failure(pending.step, pending.num_bytes, error)
             failure.__cause__ = error
+            if self._is_on_fast:
+                self._leave_fast(error)
             return failure
         self._pending, self._latest = None, pending.step
         for note in notes:
@@ -369,6 +414,15 @@ class Checkpoints:
             "Free space, make the folder writable, or use another.",
             step=step,
         )
+
+
+def _orbax() -> ocp.StandardCheckpointer:
+    # Orbax's default gives up after 20 minutes, and a folder that it makes in the background
+    # keeps its threads waiting for minutes where it cannot be made.
+    options = ocp.options.AsyncOptions(
+        timeout_secs=_SAVE_TIMEOUT_SECONDS, create_directories_asynchronously=False
+    )
+    return ocp.StandardCheckpointer(async_options=options)
 
 
 def alone(name: str, look: Callable[[int], Any]) -> list[Any]:

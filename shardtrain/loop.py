@@ -229,13 +229,16 @@ def _run(
         if pieces.check and (save_now or done % (pace.check_every or 1) == 0):
             with marks.at("comparing copies", waits=True):
                 pieces.check(done, state)
+        evaluates = last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0)
         # before the evaluation, which may fail or be cut short
         if save_now:
+            # a run that goes on from this step does not do it again
+            log.catch_up(but_newest=evaluates)
             saved_seconds, is_due = time.monotonic(), False
             with marks.at("saving", long=True):
                 state = pieces.before_save(state)
                 _save(pieces, pace, done, state, reached.position)
-        if last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0):
+        if evaluates:
             with marks.at("the evaluation", waits=True, long=True):
                 log.evaluated(pieces.evaluate, state)
         if stop_now:
@@ -322,10 +325,14 @@ class _Log:
         while len(self._pending) > STEPS_LATE:
             self._read()
 
+    def catch_up(self, *, but_newest: bool) -> None:
+        """Read and write what is under way."""
+        while len(self._pending) > but_newest:
+            self._read()
+
     def evaluated(self, evaluate: Callable[[State], dict[str, float]], state: State) -> None:
         """Everything up to the newest step, which gets the held-out values too."""
-        while len(self._pending) > 1:
-            self._read()
+        self.catch_up(but_newest=True)
         began = time.monotonic()
         heldout = evaluate(state)
         self._rate = self._rate.paused(time.monotonic() - began)

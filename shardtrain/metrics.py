@@ -6,13 +6,21 @@ the device. What people read on the terminal is in `report/progress.py`, the cur
 
 import importlib.util
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
+
+from shardtrain.log_file import LogFile
+
+_LOG = logging.getLogger(__name__)
 
 NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
@@ -156,17 +164,20 @@ class JsonLines:
         path: the file; its folder is made.
         resume_after: the restored step; later lines are dropped, as is a torn last line. None: nothing was
             restored, and the file starts empty.
+        report: told when it cannot be written any more, see `LogFile`.
 
     Raises:
         ValueError: a line before the last is no record; or (`write`) a value is named `step`.
     """
 
-    def __init__(self, path: Path | str, *, resume_after: int | None) -> None:
+    def __init__(
+        self, path: Path | str, *, resume_after: int | None, report: Callable[[str], None] = _LOG.warning
+    ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_after is not None and path.exists():
             _cut(path, resume_after)
-        self._file = path.open("w" if resume_after is None else "a", encoding="utf-8")
+        self._file = LogFile(path, append=resume_after is not None, report=report)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if "step" in values:
@@ -174,8 +185,7 @@ class JsonLines:
                 "a metric named 'step' was written, but each line has that key. Give it another name."
             )
         record = {"step": int(step)} | {name: _strict(float(value)) for name, value in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(f"{json.dumps(record, allow_nan=False)}\n".encode())
 
     def close(self) -> None:
         self._file.close()
@@ -198,30 +208,38 @@ def read_jsonl(path: Path | str) -> list[dict[str, float]]:
 
 
 class TensorBoard:
-    """A sink of TensorBoard event files, through tensorboardX.
+    """A sink of TensorBoard event files, of tensorboardX's events.
+
+    tensorboardX's own writer is left alone: its thread ends when the disk is full, and what is written then
+    waits for it without end.
 
     Args:
         folder: where the event files go, one more at each start.
         resume_after: the restored step; TensorBoard hides what earlier files hold after it. None: all of it.
+        report: told when they cannot be written any more, see `LogFile`.
 
     Raises:
         ValueError: tensorboardX is not installed.
     """
 
-    def __init__(self, folder: Path | str, *, resume_after: int | None) -> None:
+    def __init__(
+        self, folder: Path | str, *, resume_after: int | None, report: Callable[[str], None] = _LOG.warning
+    ) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            import tensorboardX  # noqa: F401
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
         except ImportError as error:
             raise ValueError(_missing_tensorboard()) from error
-        earlier = sum(1 for _ in Path(folder).glob("events.out.tfevents.*"))
-        self._writer = SummaryWriter(
-            str(folder),
-            purge_step=0 if resume_after is None else resume_after + 1,
-            # tensorboardX names a file by the second and would write over one of the same second.
-            filename_suffix=f".{earlier:04d}",
-            flush_secs=10,
-        )
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = sum(1 for _ in folder.glob("events.out.tfevents.*"))
+        # two of the same second have names of their own
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{earlier:04d}"
+        self._file = LogFile(folder / name, append=False, report=report)
         self._closed = False
+        first = 0 if resume_after is None else resume_after + 1
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
     @staticmethod
     def installed() -> bool:
@@ -229,17 +247,29 @@ class TensorBoard:
         return importlib.util.find_spec("tensorboardX") is not None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
         if self._closed:
-            # tensorboardX would quietly open another file.
             raise ValueError(
                 f"step {step} was written to a TensorBoard sink after close(). Open another sink."
             )
         for name, value in values.items():
-            self._writer.add_scalar(name, float(value), step)
+            self._add(Event(step=step, summary=scalar(name, float(value))))
 
     def close(self) -> None:
         self._closed = True
-        self._writer.close()
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        """A record: length, its checksum, the event, its checksum."""
+        from tensorboardX.record_writer import masked_crc32c
+
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", masked_crc32c(each)) for each in (length, data)]
+        self._file.write(length + checksums[0] + data + checksums[1])
 
 
 class Sinks:
@@ -290,12 +320,23 @@ def _parse(line: bytes) -> dict[str, float] | None:
 
 
 def _cut(path: Path, resume_after: int) -> None:
+    kept = b"".join(line for line, record in _records(path) if record["step"] <= resume_after)
+    if kept == path.read_bytes():
+        # nothing to write, on a disk that may be full
+        return
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(line for line, record in _records(path) if record["step"] <= resume_after)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} cannot be cut back to step {resume_after}, from where the run goes on: {error}. Free"
+            " space, or make the folder writable"
+        ) from error
 
 
 def _unreadable_line(path: Path, number: int) -> str:

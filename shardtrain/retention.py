@@ -90,6 +90,8 @@ class Mirror:
         self._wanted: int | None = None
         self.busy: tuple[int, ...] = ()
         self._copying: Future[list[str]] | None = None
+        self.left_behind: int | None = None
+        """The newest step that could not be copied."""
 
     def copy(self, step: int) -> list[str]:
         """Begin to copy a step once the copy under way is done; one that waits is left out for it.
@@ -121,11 +123,13 @@ class Mirror:
             self._wanted, self.busy = None, (step,)
             try:
                 self._copy(step)
+                self.left_behind = None
                 notes += delete_old(self._shared, self._policy, self._part, step)
             except (OSError, shutil.Error) as error:
+                self.left_behind = step
                 notes.append(
                     f"WARNING: step {step} lies on the fast disk alone ({self._fast}); it could not be"
-                    f" copied to {self._shared}: {error}"
+                    f" copied to {self._shared}: {_first_reason(error)}"
                 )
             self.busy = ()
         return notes
@@ -135,8 +139,18 @@ class Mirror:
         goal = manifests.step_folder(self._shared, step, self._part)
         manifests.delete(partial)
         manifests.delete(goal)
-        shutil.copytree(manifests.step_folder(self._fast, step, self._part), partial)
-        for path in (*partial.rglob("*"), partial):
-            manifests.sync(path)
-        partial.rename(goal)
+        try:
+            shutil.copytree(manifests.step_folder(self._fast, step, self._part), partial)
+            for path in (*partial.rglob("*"), partial):
+                manifests.sync(path)
+            partial.rename(goal)
+        except (OSError, shutil.Error):
+            # half a copy would keep a full disk full
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         manifests.sync(self._shared)
+
+
+def _first_reason(error: OSError) -> str:
+    """Of many files that could not be copied, what is wrong with the first."""
+    return str(error.args[0][0][2]) if isinstance(error, shutil.Error) else str(error)

@@ -98,6 +98,7 @@ def train(
     console = (console or Console()) if first else Console(quiet=True)
     notes = _Notes(None if first or islands is None else islands.control.names[islands.place.rank])
     with ExitStack() as stack:
+        stack.callback(notes.finish, console)
         agreed = _agreed(run, folder, islands, console, notes, stack)
         run, parts, together = agreed.run, agreed.parts, agreed.together
         if together.is_first:
@@ -153,7 +154,10 @@ def _stretch(
         sinks = Sinks(*(_sinks(folder, begun.step or None, notes) if together.is_first else ()))
         stack.callback(sinks.close)
         if together.is_first:
-            (folder / RUN_FILE).write_text(run_text(agreed.description))
+            try:
+                (folder / RUN_FILE).write_text(run_text(agreed.description))
+            except OSError as error:
+                notes.note(f"WARNING: {folder / RUN_FILE} cannot be written: {error}; the run goes on")
         if begun.step >= run.steps:
             notes.note(
                 f"{begun.step} steps are done, and --steps is {run.steps}; give more, or another --run-dir"
@@ -390,6 +394,12 @@ class _Notes:
             progress.note(text)
         self.kept.clear()
 
+    def finish(self, console: Console) -> None:
+        """What came after the progress bar, or without one."""
+        for text in self.kept:
+            say(console, text)
+        self.kept.clear()
+
     def hide(self) -> None:
         """Keep what comes for the next progress."""
         self.progress = None
@@ -432,9 +442,9 @@ def say(console: Console, text: str) -> None:
 
 
 def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> Iterator[Any]:
-    yield JsonLines(folder / METRICS, resume_after=resume_after)
+    yield JsonLines(folder / METRICS, resume_after=resume_after, report=notes.note)
     if TensorBoard.installed():
-        yield TensorBoard(folder / TENSORBOARD, resume_after=resume_after)
+        yield TensorBoard(folder / TENSORBOARD, resume_after=resume_after, report=notes.note)
     else:
         notes.note("no TensorBoard files: install shardtrain[tensorboard]")
 
@@ -487,7 +497,10 @@ def _ending(
     if not together.writes:
         return None
     if together.is_first and (folder / METRICS).stat().st_size and plots.installed():
-        plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
+        try:
+            plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
+        except OSError as error:
+            say(console, f"WARNING: {folder / CURVE} cannot be written: {error}")
     if stop.received is not None or stop.time_over:
         by = "the time limit" if stop.received is None else stop.received.name
         say(console, f"stopped by {by} after step {step}, which is saved; the same command goes on")

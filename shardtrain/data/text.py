@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.data.tokens import write_tokens
+from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
 from shardtrain.layout import problems_error
 
@@ -82,7 +82,8 @@ class Text:
     def pack(self, folder: Path) -> Packed:
         """Write the text into one token file, each document followed by byte 0.
 
-        A file that is there is used again, unless the list of files, a size or a time has changed.
+        A file that is there is used again, unless the list of files, a size or a time has changed, or it
+        is damaged: shorter than it was, or without its record.
 
         Args:
           folder: where the token file goes, such as the folder of the run. A walk over `paths` does
@@ -95,10 +96,11 @@ class Text:
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         name = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
         tokens, record = folder / f"text-{name}.npy", folder / f"text-{name}.json"
-        if not (tokens.exists() and record.exists()):
-            _write_record(record, _write_text(tokens, files))
-        found = json.loads(record.read_text())
-        return Packed(path=tokens, **found | {"skipped": tuple(found["skipped"])})
+        packed = _packed(tokens, record)
+        if packed is None:
+            packed = _write_text(tokens, files)
+            _write_record(record, packed)
+        return packed
 
     def summary(self, folder: Path) -> str:
         """A line about what was read and what was left out, such as `text: 3 files, 12,345 bytes`."""
@@ -207,6 +209,17 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
 
     num_tokens = write_tokens(path, parts(), dtype="uint8")
     return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(map(str, others)))
+
+
+def _packed(tokens: Path, record: Path) -> Packed | None:
+    """What was written before, where it is still there and as long as it was."""
+    try:
+        found = json.loads(record.read_text())
+        packed = Packed(path=tokens, **found | {"skipped": tuple(found["skipped"])})
+        whole = len(open_tokens(tokens)) == packed.num_tokens
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    return packed if whole else None
 
 
 def _write_record(path: Path, packed: Packed) -> None:

@@ -5,6 +5,7 @@ They are mapped into memory: only what is read comes in. Next: `windows.py`.
 
 import os
 import uuid
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -107,3 +108,49 @@ def open_tokens(path: Path) -> np.ndarray:
             f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; a token file is one row of integers"
         )
     return tokens
+
+
+class TokenFile:
+    """A token file that is read piece by piece, by any number of threads.
+
+    Not through a mapping: a file that is cut off under one, or whose disk fails, ends the process by SIGBUS.
+
+    Args:
+      path: the token file.
+
+    Raises:
+      FileNotFoundError, ValueError: see `open_tokens`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        tokens = open_tokens(path)
+        assert isinstance(tokens, np.memmap)
+        self.path, self.num_tokens, self._dtype = path, len(tokens), tokens.dtype
+        self._offset = tokens.offset
+        self._handle = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._handle)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`, integers (stop - start,).
+
+        Raises:
+          OSError: the file was cut off, or its disk fails.
+        """
+        num_bytes = (stop - start) * self._dtype.itemsize
+        try:
+            data = os.pread(self._handle, num_bytes, self._offset + start * self._dtype.itemsize)
+        except OSError as error:
+            raise OSError(f"{self.path.absolute()} cannot be read: {error}; {BACK}") from error
+        if len(data) < num_bytes:
+            there = max(os.fstat(self._handle).st_size - self._offset, 0) // self._dtype.itemsize
+            raise OSError(
+                f"{self.path.absolute()} was cut off while it was read: it ends after {there:,} of"
+                f" {self.num_tokens:,} tokens; {BACK}"
+            )
+        return np.frombuffer(data, self._dtype)
+
+    def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path]]:
+        return TokenFile, (self.path,)
+
+
+BACK = "bring it back, or delete it where it was made from text, and give the same command again"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.data.tokens import open_tokens
+from shardtrain.data.tokens import TokenFile, open_tokens
 from shardtrain.layout import problems_error
 
 FINGERPRINT_BLOCKS = 1024
@@ -53,7 +53,7 @@ class Windows:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         begin = self.start + index * self.seq
-        tokens = self._tokens[begin : begin + self.seq + 1]
+        tokens = self._file.read(begin, begin + self.seq + 1)
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab))
         if wrong.size:
             token, where = int(tokens[wrong[0]]), begin + int(wrong[0])
@@ -64,14 +64,13 @@ class Windows:
         return {"tokens": tokens.astype(np.int32)}
 
     @cached_property
-    def _tokens(self) -> np.ndarray:
-        tokens = open_tokens(self.path)
-        if len(tokens) < self.stop:
+    def _file(self) -> TokenFile:
+        file = TokenFile(self.path)
+        if file.num_tokens < self.stop:
             raise ValueError(
-                f"{self.path} has {len(tokens)} tokens and had {self.stop}: it was replaced; start again"
+                f"{self.path} has {file.num_tokens} tokens and had {self.stop}: it was replaced; start again"
             )
-        # a slice of a plain array costs a fifth of one of a memmap; it is the same mapping
-        return np.asarray(tokens)
+        return file
 
     @cached_property
     def fingerprint(self) -> str:
@@ -79,11 +78,12 @@ class Windows:
 
         A position means the same samples only in a source of the same fingerprint.
         """
-        tokens = self._tokens[self.start : self.stop]
-        found = hashlib.sha256(f"{self.seq} {len(tokens)}".encode())
-        step = max(FINGERPRINT_BLOCK_TOKENS, len(tokens) // FINGERPRINT_BLOCKS)
-        for begin in range(0, len(tokens), step):
-            found.update(tokens[begin : begin + FINGERPRINT_BLOCK_TOKENS].astype("<i8").data)
+        num_tokens = self.stop - self.start
+        found = hashlib.sha256(f"{self.seq} {num_tokens}".encode())
+        step = max(FINGERPRINT_BLOCK_TOKENS, num_tokens // FINGERPRINT_BLOCKS)
+        for begin in range(self.start, self.stop, step):
+            tokens = self._file.read(begin, min(begin + FINGERPRINT_BLOCK_TOKENS, self.stop))
+            found.update(tokens.astype("<i8").data)
         return found.hexdigest()[:16]
 
 

@@ -1,5 +1,6 @@
 """Runs that are to be hurt: tiny ones, under mpiexec or launch, each with devices of its own."""
 
+import importlib.util
 import os
 import random
 import shutil
@@ -64,6 +65,41 @@ def run() -> Run:
         steps=1_000_000 if FIRST else 1,
     )
 """
+CHEAP = """
+from pathlib import Path
+
+import optax
+from flax import nnx
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.config import Run, Strategy
+from shardtrain.data import Text
+from shardtrain.layout import Layout
+from shardtrain.recovery import Recovery
+
+
+class Bigram(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Param(nnx.initializers.normal()(rngs.params(), (256, 256)))
+
+    def __call__(self, tokens):
+        return self.table[tokens]
+
+
+def run() -> Run:
+    return Run(
+        model=Bigram,
+        data=Text(paths=(Path("text.txt"),), seq=8, heldout_fraction=0),
+        optimizer=optax.sgd(0.5, momentum=0.9),
+        strategy=Strategy(layout=Layout(unnamed="replicate")),
+        run_dir=Path("run"),
+        log_every=1,
+        batch=8,
+        evaluate_every=None,
+        recovery=Recovery(fingerprint_every=None),
+        checkpoints=CheckpointPolicy(every_steps=2, keep=2),
+        steps=1_000_000,
+    )
+"""
 LONG_SECONDS = 240
 OUTPUT = (Path("err"), Path("out"))
 
@@ -71,12 +107,42 @@ OUTPUT = (Path("err"), Path("out"))
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """With a run that hurts itself on rank HURT_RANK as HURT says: stop, sleep."""
-    letters = random.Random(0).choices("abcdefgh \n", k=3000)
-    (tmp_path / "text.txt").write_text("".join(letters))
+    write_text(tmp_path)
     (tmp_path / "tiny.py").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPI4JAX_NO_WARN_JAX_VERSION", "1")
     return tmp_path
+
+
+def write_text(folder):
+    letters = random.Random(0).choices("abcdefgh \n", k=3000)
+    (folder / "text.txt").write_text("".join(letters))
+
+
+@pytest.fixture(scope="module")
+def cheap(tmp_path_factory):
+    """A folder with a run whose lives cost half a second each, see `lives.py`."""
+    folder = tmp_path_factory.mktemp("cheap")
+    write_text(folder)
+    (folder / "tiny.py").write_text(CHEAP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_lives(cheap):
+    """The class of `lives.py`, for that folder."""
+    spec = importlib.util.spec_from_file_location("lives", Path(__file__).with_name("lives.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda *before: module.Lives(cheap, *before)
+
+
+@pytest.fixture(scope="module")
+def lives(make_lives):
+    with make_lives() as lives:
+        yield lives
 
 
 @pytest.fixture

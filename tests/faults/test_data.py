@@ -1,0 +1,115 @@
+"""Data that is lost or cut off, between runs and during one: the file is named, and what to do."""
+
+import re
+
+import numpy as np
+import pytest
+
+from shardtrain.data import Text, write_tokens
+
+SECONDS = 30
+
+
+def train(*words):
+    return ["train", "tiny.py", *words]
+
+
+@pytest.fixture
+def empty(lives, cheap):
+    """The folder without a run, and with its text as it was."""
+    import shutil
+
+    shutil.rmtree(cheap / "run", ignore_errors=True)
+    text = (cheap / "text.txt").read_bytes()
+    yield cheap
+    lives.end()
+    (cheap / "text.txt").write_bytes(text)
+
+
+def test_a_text_that_is_lost_or_shorter_between_runs(lives, empty):
+    assert lives.run(*train("--steps", "2"))[0] == 0
+    text = empty / "text.txt"
+    text.write_bytes(text.read_bytes()[:2000])
+    code, said = lives.run(*train("--steps", "4"))
+    assert code == 0, said
+    assert "WARNING: the data is not that of the checkpoint: training goes on at its beginning" in said
+    assert re.search(r"changed since then: data.fingerprint: '\w+' -> '\w+'", said)
+    text.unlink()
+    code, said = lives.run(*train("--steps", "6"))
+    assert code == 2
+    assert f"{text} is not there, or empty; give a text file or a folder of them" in said
+
+
+@pytest.mark.parametrize("what", ["npy", "json"])
+def test_a_token_file_of_the_run_folder_is_made_again(what, empty):
+    text = Text(paths=(empty / "text.txt",), seq=8)
+    packed = text.pack(empty / "run")
+    (file,) = (empty / "run").glob(f"text-*.{what}")
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", None):
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        assert text.pack(empty / "run") == packed
+        assert file.read_bytes() == whole
+
+
+def test_a_token_file_that_is_cut_off_during_a_run_ends_it_by_name(lives, empty):
+    """Through a mapping this would be SIGBUS."""
+    lives.begin(words=train())
+    lives.until("saved")
+    (file,) = (empty / "run").glob("text-*.npy")
+    with file.open("r+b") as tokens:
+        tokens.truncate(1000)
+    assert lives.ended() == 2
+    said = lives.printed()
+    assert (
+        f"shardtrain train: {file} was cut off while it was read: it ends after 872 of 3,001 tokens" in said
+    )
+    assert "delete it where it was made from text, and give the same command again" in said
+    code, said = lives.run(*train("--steps", "1"))
+    assert code == 0, said
+    assert re.search(r"resumed from step \d+", said)
+
+
+def test_own_tokens_that_are_cut_off_or_lost(lives, empty):
+    source = (empty / "tiny.py").read_text()
+    source = source.replace('Text(paths=(Path("text.txt"),)', "Tokens(path=Path('own.npy'), vocab=256")
+    (empty / "own.py").write_text(source.replace("import Text", "import Tokens"))
+    file = empty / "own.npy"
+    write_tokens(file, [np.random.default_rng(0).integers(0, 256, 3000)])
+    lives.begin(words=["train", "own.py"])
+    lives.until("saved")
+    with file.open("r+b") as tokens:
+        tokens.truncate(1000)
+    assert lives.ended() == 2
+    assert f"{file} was cut off while it was read" in lives.printed()
+    code, said = lives.run("train", "own.py")
+    assert code == 2
+    assert "own.npy cannot be read as a token file" in said
+    file.unlink()
+    code, said = lives.run("train", "own.py")
+    assert code == 2
+    assert f"there is no token file {file}; make it with write_tokens" in said
+
+
+def test_another_seed_loss_or_model_in_the_same_folder(lives, empty):
+    assert lives.run(*train("--steps", "2"))[0] == 0
+    code, said = lives.run(*train("--steps", "4", "--seed", "5"))
+    assert code == 2
+    assert "seed is 5, but the run in run began with seed 0" in said
+    assert "Use --seed 0, or another --run-dir" in said
+    source = (empty / "tiny.py").read_text().replace("(256, 256)", "(256, 300)")
+    source = source.replace("import Layout", "import Layout\nfrom shardtrain.loss import next_token_loss")
+    source = source.replace(
+        "def run(", "def loss(*arguments):\n    return next_token_loss(*arguments)\n\n\ndef run("
+    )
+    (empty / "other.py").write_text(source.replace("model=Bigram", "model=Bigram, loss=loss"))
+    code, said = lives.run("train", "other.py", "--steps", "4")
+    assert code == 2
+    assert "the checkpoint in run is of another run" in said
+    assert re.search(r"loss: .* -> .*; put it back, or allow it: --allow.changed loss", said)
+    code, said = lives.run("train", "other.py", "--steps", "4", "--allow.changed", "loss", "model")
+    assert code == 2
+    assert "params/table: saved float32 (256, 256), asked for float32 (256, 300)" in said
+    assert "Use the model and optimizer that it was saved with, or another run folder." in said

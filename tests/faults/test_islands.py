@@ -1,0 +1,145 @@
+"""Two islands that are killed as a whole, asked to stop, given other things than each other, or lose their data."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from shardtrain.archive import find_archives
+from shardtrain.manifest import Leaf
+from shardtrain.metrics import read_jsonl
+
+TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
+# each island has an optimizer of its own, and saves a part of each step
+DELTAS = ["--combine", "adasum", "--combine-on", "deltas", "--local-steps", "2"]
+DELTAS += ["--optimizer.learning-rate.name", "constant", "--checkpoints.keep", "1", "--steps"]
+SEED, GONE_SECONDS = 7, 30
+
+
+def below(pid):
+    """A process and all that it started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            pass
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found
+
+
+def ranks(pid):
+    found = [each for each in below(pid) if b"python" in Path(f"/proc/{each}/cmdline").read_bytes()[:200]]
+    return [each for each in found if b"mpiexec" not in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def newest(folder="run"):
+    """The newest step of which all parts are there."""
+    return max((archive.step for archive in find_archives(Path(folder, "checkpoints"))), default=0)
+
+
+def pieces(folder):
+    """The arrays of the newest step, of each island."""
+    archive = find_archives(Path(folder, "checkpoints"))[-1]
+    assert archive.problems() == []
+    assert archive.num_parts == 2
+    return archive.step, {
+        (path, piece.leaf.lie.replica): archive.start(
+            path, Leaf(shape=piece.leaf.shape, dtype=piece.leaf.dtype, lie=piece.leaf.lie)
+        ).result()
+        for path, found in archive.pieces.items()
+        for piece in found
+    }
+
+
+def lines(folder):
+    return [
+        {name: value for name, value in line.items() if "per_second" not in name}
+        for line in read_jsonl(Path(folder, "metrics.jsonl"))
+    ]
+
+
+def test_killed_as_a_whole_twice_and_asked_to_stop_it_is_as_if_it_never_was(folder, mpirun, started, until):
+    moments = random.Random(SEED)
+    step = 0
+    for _ in range(2):
+        process = started([*mpirun(2), *TRAIN, *DELTAS, "1000000"])
+        until(lambda least=step + 4: newest() >= least, process)
+        time.sleep(0.3 * moments.random())
+        for pid in below(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        if step:
+            assert f"resumed from step {step} in " in Path("out").read_text()
+        step = newest()
+        assert step >= 4
+
+    process = started([*mpirun(2), *TRAIN, *DELTAS, "1000000"])
+    until(lambda: newest() >= step + 2, process)
+    time.sleep(0.3 * moments.random())
+    os.kill(ranks(process.pid)[1], signal.SIGTERM)
+    assert process.wait(GONE_SECONDS) == 128 + signal.SIGTERM
+    said = Path("out").read_text()
+    assert f"resumed from step {step} in " in said
+    stopped = re.search(r"stopped by SIGTERM after step (\d+), which is saved", said)
+    assert stopped, said
+    assert int(stopped[1]) == newest()
+
+    last = str(newest() + 4)
+    assert started([*mpirun(2), *TRAIN, *DELTAS, last]).wait(240) == 0, Path("err").read_text()
+    assert f"resumed from step {stopped[1]} in " in Path("out").read_text()
+    whole = started([*mpirun(2), *TRAIN, *DELTAS, last, "--run-dir", "whole"])
+    assert whole.wait(240) == 0, Path("err").read_text()
+    (reached, killed), (_, expected) = pieces("run"), pieces("whole")
+    assert reached == int(last)
+    assert killed.keys() == expected.keys()
+    assert {replica for _, replica in expected} == {None, 0, 1}
+    for key, array in expected.items():
+        np.testing.assert_array_equal(killed[key], array, err_msg=str(key))
+    assert lines("run") == lines("whole")
+    assert [line["step"] for line in lines("run")] == list(range(1, int(last) + 1))
+
+
+def test_a_rank_with_another_version_seed_option_and_model_is_named(folder, mpirun, started):
+    other = folder / "other"
+    for name in ("optax", "flax"):
+        (other / f"{name}-0.0.1.dist-info").mkdir(parents=True)
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.1\n"
+        (other / f"{name}-0.0.1.dist-info/METADATA").write_text(text)
+    (folder / "theirs.py").write_text((folder / "tiny.py").read_text().replace("embed=16", "embed=24"))
+    mpiexec, _, _, *program = mpirun(1)
+    first = ["-n", "1", *program, *TRAIN]
+    second = ["-n", "1", "-env", "PYTHONPATH", str(other), *program, "train", "theirs.py"]
+    second += ["--cpu-devices", "1", "--seed", "5", "--optimizer.learning-rate.peak", "0.5"]
+    process = started([mpiexec, *first, ":", *second])
+    assert process.wait(120) == 2
+    err = Path("err").read_text()
+    assert "islands do not agree, so nothing was started:\n" in err
+    on = r"on island 0 \(host \S+\); {} on island 1 \(host \S+\)\n"
+    for fact in (
+        r"optax: \S+ " + on.format(r"0\.0\.1"),
+        r"flax: \S+ " + on.format(r"0\.0\.1"),
+        "seed: 0 " + on.format("5"),
+        r"optimizer.learning_rate.peak: \S+ " + on.format(r"0\.5"),
+        "model.embed: 16 " + on.format("24"),
+    ):
+        assert re.search(rf"\n  {fact}", err), (fact, err)
+    assert "-> install the same versions on every host, from one lock file\n" in err
+    assert "-> start every island with the same run file and the same options\n" in err
+    assert not Path("run/checkpoints").exists()
+
+
+def test_data_that_is_cut_off_ends_all_ranks(folder, mpirun, started, until):
+    process = started([*mpirun(2), *TRAIN])
+    until(lambda: newest() >= 2, process)
+    (file,) = Path("run").glob("text-*.npy")
+    with file.open("r+b") as tokens:
+        tokens.truncate(1000)
+    assert process.wait(GONE_SECONDS) == 2
+    assert f"{folder}/{file} was cut off while it was read" in Path("err").read_text()
