@@ -6,6 +6,7 @@ goes on from in `choice.py`, how it is read in `restore.py`.
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections import Counter
@@ -32,6 +33,8 @@ from shardtrain.retention import FAST_KEPT, Mirror, delete_old
 
 _LOG = logging.getLogger(__name__)
 _SAVE_TIMEOUT_SECONDS = 4 * 60 * 60
+_MOST_CHUNK_BYTES = 1 << 23
+_LARGE_ROW_BYTES = 1 << 20
 
 
 class SaveFailed(RuntimeError):
@@ -123,7 +126,9 @@ class Checkpoints:
         options = ocp.options.AsyncOptions(
             timeout_secs=_SAVE_TIMEOUT_SECONDS, create_directories_asynchronously=False
         )
-        self._orbax = ocp.StandardCheckpointer(async_options=options)
+        # zstd takes twice the processor time of both ways and saves 8 % of trained float32 numbers
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self._broken: set[int] = set()
@@ -173,7 +178,8 @@ class Checkpoints:
                     manifests.delete(manifests.step_folder(folder, step, self.part))
                 manifests.delete(partial)
                 partial.mkdir(parents=True)
-            self._orbax.save(partial / manifests.ARRAYS, arrays)
+            cuts = {path: _cut(array) for path, array in arrays.items()}
+            self._orbax.save(partial / manifests.ARRAYS, args=ocp.args.PyTreeSave(arrays, cuts))
         except Exception as error:
             if _is_primary():
                 shutil.rmtree(partial, ignore_errors=True)
@@ -419,6 +425,16 @@ def _by_path(tree: Any) -> dict[str, Any]:
     if not paths:
         raise ValueError("the state has no arrays: nothing can be saved or restored.")
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
+
+
+def _cut(array: jax.Array) -> ocp.SaveArgs:
+    """Into chunks, of which a reader takes whole ones: small, so that other layouts read little in vain.
+
+    Large rows, as stacked blocks have them, have chunks of their own: a stage reads its blocks.
+    """
+    shape = array.sharding.shard_shape(array.shape)
+    has_large_rows = array.ndim > 1 and array.dtype.itemsize * math.prod(shape[1:]) >= _LARGE_ROW_BYTES
+    return ocp.SaveArgs(chunk_byte_size=_MOST_CHUNK_BYTES, shard_axes=(0,) if has_large_rows else ())
 
 
 def _describe(arrays: Mapping[str, Any], lies: Mapping[str, Lie]) -> dict[str, Leaf]:
