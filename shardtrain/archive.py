@@ -18,6 +18,9 @@ from shardtrain.manifest import ARRAYS, COMMON, Leaf, Lie, Manifest, finished, p
 
 Index = tuple[Any, ...]
 
+_CACHE_BYTES = 1 << 24
+"""What was read last, for slices that begin in the same chunk."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -32,17 +35,17 @@ class Reading:
     """An array, or a slice of one, on its way from the disk.
 
     Args:
-        array: what is being filled.
-        under_way: (where in the array, what arrives there).
+        array: what is being filled, in place.
+        under_way: what is still to arrive.
     """
 
     array: np.ndarray
-    under_way: Sequence[tuple[Any, Any]]
+    under_way: Sequence[Any]
 
     def result(self) -> np.ndarray:
         """Wait for it."""
-        for place, future in self.under_way:
-            self.array[place] = future.result()
+        for future in self.under_way:
+            future.result()
         return self.array
 
 
@@ -161,6 +164,7 @@ class Archive:
         pieces, lie = self.pieces[path], wanted.lie
         num_saved = pieces[0].leaf.lie.num_replicas or 1
         array = np.empty(shape, self._open(pieces[0], path).dtype.numpy_dtype)
+        goal = tensorstore.array(array, write=True)
         under_way = []
         replicas = range(index[0].start, index[0].stop) if lie.counts_replicas else [lie.replica or 0]
         rest = index[1:] if lie.counts_replicas else index
@@ -168,7 +172,8 @@ class Archive:
             place = (i,) if lie.counts_replicas else ()
             for where, piece, what in self._rows(path, lie, rest, replica % num_saved, array):
                 source = self._open(piece, path)
-                under_way.append(((*place, *where), source[what].read()))
+                # chunk by chunk into its place: nothing is put together elsewhere first
+                under_way.append(goal[(*place, *where)].write(source[what]))
         return Reading(array, under_way)
 
     def _rows(
@@ -206,12 +211,18 @@ class Archive:
     def _stores(self) -> dict[tuple[Path, str], Any]:
         return {}
 
+    @cached_property
+    def _context(self) -> Any:
+        """Of all arrays: what lies where in the files, and a chunk of several slices, are read once."""
+        return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+
     def _open(self, piece: Piece, path: str) -> Any:
         key = (piece.folder, path)
         if key not in self._stores:
             base = {"driver": "file", "path": f"{piece.folder / ARRAYS}/"}
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
-            self._stores[key] = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
+            store = {"driver": "zarr", "kvstore": kvstore}
+            self._stores[key] = tensorstore.open(store, open=True, context=self._context).result()
         return self._stores[key]
 
 

@@ -6,6 +6,7 @@ goes on from in `choice.py`, how it is read in `restore.py`.
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ from shardtrain.saveable import check, describe, restorable, saveable
 
 _LOG = logging.getLogger(__name__)
 _SAVE_TIMEOUT_SECONDS = 4 * 60 * 60
+_MOST_CHUNK_BYTES = 1 << 23
+_LARGE_ROW_BYTES = 1 << 20
 
 
 class SaveFailed(RuntimeError):
@@ -185,7 +188,8 @@ class Checkpoints:
                     manifests.delete(manifests.step_folder(folder, step, self.part))
                 manifests.delete(partial)
                 partial.mkdir(parents=True)
-            self._orbax.save(partial / manifests.ARRAYS, arrays)
+            cuts = {path: _cut(array) for path, array in arrays.items()}
+            self._orbax.save(partial / manifests.ARRAYS, args=ocp.args.PyTreeSave(arrays, cuts))
         except Exception:
             if _is_primary():
                 shutil.rmtree(partial, ignore_errors=True)
@@ -416,13 +420,15 @@ class Checkpoints:
         )
 
 
-def _orbax() -> ocp.StandardCheckpointer:
+def _orbax() -> ocp.AsyncCheckpointer:
     # Orbax's default gives up after 20 minutes, and a folder that it makes in the background
     # keeps its threads waiting for minutes where it cannot be made.
     options = ocp.options.AsyncOptions(
         timeout_secs=_SAVE_TIMEOUT_SECONDS, create_directories_asynchronously=False
     )
-    return ocp.StandardCheckpointer(async_options=options)
+    # zstd takes twice the processor time of both ways and saves 8 % of trained float32 numbers
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
 def alone(name: str, look: Callable[[int], Any]) -> list[Any]:
@@ -433,6 +439,16 @@ def alone(name: str, look: Callable[[int], Any]) -> list[Any]:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     found = np.frombuffer(text, np.uint8) if _is_primary() else np.zeros(size, np.uint8)
     return [json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(found))))]
+
+
+def _cut(array: jax.Array) -> ocp.SaveArgs:
+    """Into chunks, of which a reader takes whole ones: small, so that other layouts read little in vain.
+
+    Large rows, as stacked blocks have them, have chunks of their own: a stage reads its blocks.
+    """
+    shape = array.sharding.shard_shape(array.shape)
+    has_large_rows = array.ndim > 1 and array.dtype.itemsize * math.prod(shape[1:]) >= _LARGE_ROW_BYTES
+    return ocp.SaveArgs(chunk_byte_size=_MOST_CHUNK_BYTES, shard_axes=(0,) if has_large_rows else ())
 
 
 def _first_line(error: Exception) -> str:

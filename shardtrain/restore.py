@@ -15,7 +15,7 @@ import jax
 from shardtrain.archive import Archive, Index, Reading
 from shardtrain.manifest import COMMON, Leaf, Lie, mismatches
 
-IN_FLIGHT_BYTES = 1 << 29
+IN_FLIGHT_BYTES = 1 << 27
 """So many bytes are read ahead of what is on the devices already; a larger slice comes alone."""
 
 
@@ -75,9 +75,9 @@ def restore_arrays(
         num_bytes += under_way[-1].num_bytes
         largest = max(largest, under_way[-1].num_bytes)
         while sum(each.num_bytes for each in under_way) > IN_FLIGHT_BYTES:
-            arrays[under_way[0].path] = under_way.popleft().land()
-    for each in under_way:
-        arrays[each.path] = each.land()
+            _land(under_way, arrays)
+    while under_way:
+        _land(under_way, arrays)
     seconds = time.monotonic() - began
     report(
         f"read {num_bytes / 1e6:,.1f} of {archive.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, at most"
@@ -135,6 +135,12 @@ class _Coming:
         array = jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, shards)
         # else what was read would wait on the host for its turn on the device
         return jax.block_until_ready(array)
+
+
+def _land(under_way: deque[_Coming], arrays: dict[str, jax.Array]) -> None:
+    """The oldest onto its devices; what the host held of it is free again."""
+    oldest = under_way.popleft()
+    arrays[oldest.path] = oldest.land()
 
 
 def _start(archive: Archive, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import manifest as manifests
+from shardtrain import restore as restoring
 from shardtrain.checkpoint import Checkpoints, Restored, SaveFailed
 from shardtrain.checkpoint_policy import CheckpointPolicy, due, steps_to_delete
 
@@ -641,3 +643,32 @@ def test_a_state_that_could_never_be_saved_is_refused_before_the_first_step(tmp_
         "  nothing: no elements, shape (0, 3); leave it out\n"
         "Change them where the state is made."
     )
+
+
+def test_arrays_keep_their_names_when_not_all_are_read_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(restoring, "IN_FLIGHT_BYTES", 100)
+    state = place({name: jnp.full((8, 4), i, jnp.float32) for i, name in enumerate("abcd")}, "fsdp=8")
+    with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
+        checkpoints.save(1, state, {})
+        restored = checkpoints.restore(abstract(state, "one device"))
+    assert restored is not None
+    for name in "abcd":
+        np.testing.assert_array_equal(restored.state[name], state[name])
+
+
+def test_chunks_are_small_and_large_rows_have_chunks_of_their_own(tmp_path):
+    shapes = {"blocks": (4, 512, 1024), "table": (3000, 1024), "large": (2, 2048, 2048), "small": (8, 4)}
+    state = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
+        checkpoints.save(1, state, {})
+    folder = manifests.step_folder(tmp_path, 1) / manifests.ARRAYS
+    chunks = {}
+    for name in state:
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+        array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
+        chunks[name] = array.chunk_layout.read_chunk.shape
+    assert chunks["blocks"] == (1, 512, 1024)
+    assert chunks["table"][0] > 1000
+    assert chunks["large"][0] == 1
+    assert chunks["small"] == (8, 4)
+    assert all(4 * np.prod(shape) <= 1 << 23 for shape in chunks.values())
