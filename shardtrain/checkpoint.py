@@ -383,7 +383,7 @@ class Checkpoints:
 
     def _delete_old(self, newest: int) -> list[str]:
         """Delete what the policy does not keep, and what is broken and older than this whole checkpoint."""
-        if self._is_on_fast:
+        if self._mirror and self._is_on_fast:
             fast = CheckpointPolicy(keep=FAST_KEPT)
             return delete_old(self._target, fast, self.part, newest, self._broken, self._mirror.busy)
         return delete_old(self._target, self.policy, self.part, newest, self._broken)

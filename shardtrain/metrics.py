@@ -4,6 +4,7 @@ Owns `metrics.jsonl` and is the one door to tensorboardX. No jax: what comes in 
 the device. What people read on the terminal is in `report/progress.py`, the curve in `report/plots.py`.
 """
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -226,8 +227,7 @@ class TensorBoard:
         self, folder: Path | str, *, resume_after: int | None, report: Callable[[str], None] = _LOG.warning
     ) -> None:
         try:
-            import tensorboardX  # noqa: F401
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            import tensorboardX
         except ImportError as error:
             raise ValueError(_missing_tensorboard()) from error
         folder = Path(folder)
@@ -238,8 +238,10 @@ class TensorBoard:
         self._file = LogFile(folder / name, append=False, report=report)
         self._closed = False
         first = 0 if resume_after is None else resume_after + 1
-        self._add(Event(file_version="brain.Event:2"))
-        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+        self._events: Any = importlib.import_module(f"{tensorboardX.__name__}.proto.event_pb2")
+        self._add(file_version="brain.Event:2")
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._add(step=first, session_log=start)
 
     @staticmethod
     def installed() -> bool:
@@ -247,7 +249,6 @@ class TensorBoard:
         return importlib.util.find_spec("tensorboardX") is not None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
         if self._closed:
@@ -255,18 +256,17 @@ class TensorBoard:
                 f"step {step} was written to a TensorBoard sink after close(). Open another sink."
             )
         for name, value in values.items():
-            self._add(Event(step=step, summary=scalar(name, float(value))))
+            self._add(step=step, summary=scalar(name, float(value)))
 
     def close(self) -> None:
         self._closed = True
         self._file.close()
 
-    def _add(self, event: Any) -> None:
+    def _add(self, **event: Any) -> None:
         """A record: length, its checksum, the event, its checksum."""
         from tensorboardX.record_writer import masked_crc32c
 
-        event.wall_time = time.time()
-        data = event.SerializeToString()
+        data = self._events.Event(wall_time=time.time(), **event).SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = [struct.pack("<I", masked_crc32c(each)) for each in (length, data)]
         self._file.write(length + checksums[0] + data + checksums[1])

@@ -326,7 +326,9 @@ def _readable(saving: Saving, wanted: State, archive: Archive, extra: Mapping[st
     """Without what belongs to the layout that saved it, if this is another, or to one replica alone."""
     if saving.together.islands is not None and not saving.own_optimizers and not saving.together.writes:
         wanted = wanted._replace(opt_state=())
-    if not extra or extra.get("layout") == saving.layout:
+    # each island saved its own part, on a mesh that need not be that of the others
+    own = archive.manifests.get(saving.island[0] if saving.has_own else 0)
+    if not extra or (own.extra if own else extra).get("layout") == saving.layout:
         return wanted
     if any(path.startswith(KEPT) for path in archive.pieces) and jax.tree.leaves(wanted.combine_state):
         saving.note(

@@ -8,15 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# the programs are tiny and run once: most of a test's time is LLVM's, and its optimizations do not pay
+# the programs are tiny and run once: most of a test's time is the compiler's, and what makes programs fast
+# does not pay; the fusion emitters would build an MLIR context for each kernel, half of all the time
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# without their bytecode each of the hundreds of processes would compile all modules anew, 2 s of CPU
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import jax
 import numpy as np
@@ -79,6 +85,7 @@ def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
                 **os.environ,
                 "XLA_FLAGS": " ".join([count, *FLAGS[1:]]),
                 "MPI4JAX_NO_WARN_JAX_VERSION": "1",
+                "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # who waits leaves its core to the ranks that work
                 "PYTHONWARNINGS": "error",
                 **(environment or {}),
             },

@@ -7,8 +7,7 @@ import pytest
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("num_islands", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_islands", "devices"), [(1, 2), (2, 1), (2, 2), (3, 2), (4, 1)])
 def test_islands_give_the_plain_step(num_islands, devices, mpiexec):
     texts = mpiexec(num_islands, PROGRAMS / "across_step.py", devices=devices)
     assert texts == ["done\n"] * num_islands

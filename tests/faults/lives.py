@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-TOLD_SECONDS = 30
-LIFE_SECONDS = 90
+TOLD_SECONDS = 30.0
+LIFE_SECONDS = 90.0
 
 
 def main(pipe):
@@ -68,10 +69,12 @@ def live(request, tell):
 
 def tells(tell):
     """Where a run begins, and when a save begins and is finished."""
-    from shardtrain import trainer
-    from shardtrain.checkpoint import Checkpoints
+    import shardtrain.checkpoint
+    import shardtrain.trainer
 
-    begin, save, finish = trainer.begin, Checkpoints.save, Checkpoints._finish
+    trainer: Any = shardtrain.trainer
+    checkpoints: Any = shardtrain.checkpoint.Checkpoints
+    begin, save, finish = trainer.begin, checkpoints.save, checkpoints._finish
 
     def telling_begin(*arguments):
         begun = begin(*arguments)
@@ -88,7 +91,7 @@ def tells(tell):
         tell("saved", step)
         return notes
 
-    trainer.begin, Checkpoints.save, Checkpoints._finish = telling_begin, telling_save, telling_finish
+    trainer.begin, checkpoints.save, checkpoints._finish = telling_begin, telling_save, telling_finish
 
 
 class Lives:

@@ -1,5 +1,6 @@
-"""Two islands that are killed as a whole, asked to stop, given other things than each other, or lose their data."""
+"""Two islands: killed as a whole, asked to stop, given other things than each other, without their data."""
 
+import contextlib
 import os
 import random
 import re
@@ -24,10 +25,8 @@ def below(pid):
     """A process and all that it started."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            pass
     found = [pid]
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]

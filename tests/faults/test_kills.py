@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,21 +30,23 @@ class Killer:
       random: draws the moments.
     """
 
-    lives: object
+    lives: Any
     random: random.Random
     promised: int = 0
     in_saves: int = 0
     kinds: dict = field(default_factory=dict)
     start_seconds: float = 1.0
+    run: str = "tiny.py"
+    weights: tuple = (20, 20, 60)
     save_seconds: float = 0.05
 
     def life(self):
         """Begin, kill, and listen to what it had told."""
-        kind = self.random.choices(("start", "steps", "save"), (20, 20, 60))[0]
+        kind = self.random.choices(("start", "steps", "save"), self.weights)[0]
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         part, number = self.random.random(), self.random.choice((1, 1, 2))
         began = time.monotonic()
-        pid = self.lives.begin(run="tiny.py", changes={})
+        pid = self.lives.begin(run=self.run, changes={})
         told = []
         if kind == "start":
             time.sleep(part * self.start_seconds)
@@ -136,6 +139,26 @@ def test_a_run_that_is_killed_a_hundred_times_is_as_if_it_never_was(lives, cheap
     assert lines(cheap / "run") == lines(cheap / "whole")
     assert names(cheap / "run") == names(cheap / "whole")
     assert names(cheap / "run/checkpoints") == [f"step_{step:08d}" for step in (last - EVERY, last)]
+
+
+def test_killed_while_a_save_is_copied_from_a_fast_disk(lives, cheap):
+    """The copy begins where the save ends; what it had come to is on the fast disk."""
+    source = (cheap / "tiny.py").read_text().replace("keep=2", 'keep=2, fast=Path("fast")')
+    (cheap / "fast.py").write_text(source.replace('Path("run")', 'Path("copied")'))
+    killer = Killer(lives, random.Random(SEED), run="fast.py", weights=(0, 1, 0))
+    for _ in range(8):
+        killer.life()
+    (fast,) = (cheap / "fast").iterdir()
+    shared = cheap / "copied/checkpoints"
+    copied = find_archives(shared)[-1].step
+    assert killer.promised <= find_archives(fast)[-1].step
+    # another node has not that disk
+    fast.rename(cheap / "lost")
+    lives.begin(run="fast.py", changes={"steps": copied + EVERY})
+    assert int(lives.until("began")[0]) == copied
+    assert lives.ended() == 0, lives.printed()
+    assert names(shared) == [f"step_{step:08d}" for step in (copied, copied + EVERY)]
+    assert "broken" not in lives.printed()
 
 
 def names(folder):

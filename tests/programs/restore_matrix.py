@@ -1,7 +1,8 @@
 """Saves on some layouts, and restores on them what all others saved; prints what differs, by pair.
 
-Args: a folder, and the folders of those whose checkpoints are to be restored beside its own. Whoever saves
-leaves there what its state is, bit by bit in the model's own order, and the losses of its next steps.
+Args: a folder to save in, and the folders of which all checkpoints are to be restored; nothing is saved
+unless the folder is among them. Whoever saves leaves there what its state is, bit by bit in the model's own
+order, and the losses of its next steps.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ from shardtrain.state import init_state
 from shardtrain.step import make_step
 from shardtrain.together import Together
 
-FOLDER, *OTHERS = map(Path, sys.argv[1:])
+FOLDER, *SOURCES = map(Path, sys.argv[1:])
 ISLANDS = join()
 STEPS, MORE = 2, 2
 SEQ, BATCH = 8, 12
@@ -88,7 +89,6 @@ LAYOUTS: dict[int, dict[str, Strategy]] = {
         "1 device": mesh(data=1),
         "data=2": mesh(data=2),
         "fsdp=4": mesh(fsdp=4),
-        "data=2,tensor=4": mesh(data=2, tensor=4),
         "data=2,fsdp=2,tensor=2": mesh(data=2, fsdp=2, tensor=2),
         "pipeline=2,data=2": mesh(pipeline=2, data=2),
         "pipeline=3 (1,2,1)": uneven("1,2,1", pipeline=3),
@@ -130,8 +130,8 @@ class Laid:
         init = lambda: init_state(model, optimizer, placement, run.seed)  # noqa: E731
         return saving, begin(run, saving, init, self.across, description)
 
-    def go(self, state: Any, position: Any, steps: int) -> tuple[Any, Any, list[float], list[int]]:
-        """The state and position after some steps, their losses, and the samples from there on."""
+    def go(self, state: Any, position: Any, steps: int) -> tuple[Any, Any, list[float]]:
+        """The state and position after some steps, and their losses."""
         losses = []
         loaded = self.loader.batches.iterate(position)
         for _, (batch, after) in zip(range(steps), loaded, strict=False):
@@ -141,7 +141,7 @@ class Laid:
             found = jax.device_get((metrics["loss_sum"], metrics["count"]))
             losses.append(float(found[0] / found[1]))
         loaded.close()
-        return state, position, losses, self.ahead(position)
+        return state, position, losses
 
     def ahead(self, position: Any) -> list[int]:
         """The numbers of the next 100 samples."""
@@ -190,14 +190,14 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
 
 def save(name: str, laid: Laid) -> None:
     saving, begun = laid.begin(FOLDER / name)
-    state, position, _, _ = laid.go(begun.state, begun.position, STEPS)
+    state, position, _ = laid.go(begun.state, begun.position, STEPS)
     run = {**describe(laid.run), "data.fingerprint": "numbers"}
     with saving.checkpoints:
         saving.save(STEPS, state, {"run": run, "position": position})
         saving.wait()
     laid.together.meet("saved")
     bits = laid.bits(state)
-    _, _, losses, _ = laid.go(state, position, MORE)
+    _, _, losses = laid.go(state, position, MORE)
     expected = {"bits": bits, "losses": losses, "ahead": laid.ahead(position)}
     if ISLANDS is None or ISLANDS.is_first:
         (FOLDER / name / "expected.json").write_text(json.dumps(expected))
@@ -216,7 +216,7 @@ def restored(source: Path, name: str, laid: Laid) -> list[str]:
     ]
     if laid.ahead(begun.position) != expected["ahead"]:
         problems.append("the next samples")
-    _, _, losses, _ = laid.go(begun.state, begun.position, MORE)
+    _, _, losses = laid.go(begun.state, begun.position, MORE)
     same = source == FOLDER / name
     if (
         losses != expected["losses"]
@@ -230,11 +230,10 @@ def restored(source: Path, name: str, laid: Laid) -> list[str]:
 with ExitStack() as stack:
     num_islands = 1 if ISLANDS is None else ISLANDS.seat.num_islands
     layouts = {name: lay(strategy, stack) for name, strategy in LAYOUTS[num_islands].items()}
-    for name, laid in layouts.items():
-        if not (FOLDER / name / "expected.json").exists():
-            save(name, laid)
+    for name, laid in layouts.items() if FOLDER in SOURCES else ():
+        save(name, laid)
     sources = sorted(
-        path for folder in (FOLDER, *OTHERS) for path in folder.iterdir() if (path / "checkpoints").exists()
+        path for folder in SOURCES for path in folder.iterdir() if (path / "checkpoints").exists()
     )
     found = {
         f"{source.name} -> {name}": restored(source, name, laid)

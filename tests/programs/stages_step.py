@@ -133,7 +133,6 @@ def gradients_as_state() -> optax.GradientTransformation:
     return optax.GradientTransformation(zeros, update)  # type: ignore[arg-type]
 
 
-@cache
 def one_device(name, microbatches):
     """Metrics, gradients, model state and held-out metrics of the whole batch, on one device."""
     layout = Layout(mesh={"data": 1}, unnamed="replicate")
@@ -204,7 +203,8 @@ def close(got, expected, case):
 def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shares) -> None:
     """One set of compiled parts, and every table that fits it."""
     step, state, batch = make(comm, num_stages, name, schedules[0], chunks, microbatches, shares=shares)
-    metrics, grads, model_state, heldout = one_device(name, microbatches)
+    expected = None if comm.rank else one_device(name, microbatches)  # one rank compiles it for all
+    metrics, grads, model_state, heldout = comm.bcast(expected)
     for schedule in schedules:
         case = f"{name} {schedule} {num_stages} stages, {chunks} chunks, {microbatches} microbatches"
         step.follow(make_table(schedule, num_stages, microbatches, chunks))
@@ -240,10 +240,11 @@ def adasum_of_pipelines(comm, num_stages) -> None:
     shares = [24, 16]
     step, state, batch = make(comm, num_stages, "untied", "1f1b", 1, 2, Combine(by="adasum"), shares)
     state, _ = step(state, batch)
-    means = []
-    for replica in range(2):
-        alone, own, rows = make_alone("untied", sum(shares[:replica]), shares[replica])
-        means.append(jax.device_get(alone(own, rows)[0].opt_state))
+    alone = None
+    if comm.rank < 2:
+        plain, own, rows = make_alone("untied", sum(shares[: comm.rank]), shares[comm.rank])
+        alone = jax.device_get(plain(own, rows)[0].opt_state)
+    means = comm.allgather(alone)[:2]
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.opt_state)):
         a, b = (np.asarray(by_path(step.held.own(mean))[path_text(path)]) for mean in means)
         layers = zip(a, b, leaf, strict=True) if path_text(path).startswith("blocks/") else [(a, b, leaf)]
@@ -293,7 +294,7 @@ def main() -> None:
         ],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
         (2, 2): [("untied", 1, 2, plain, unequal), ("tied", 2, 1, ["interleaved"], None)],
-        (3, 2): [("tied", 1, 1, plain, unequal), ("untied", 2, 2, ["interleaved"], None)],
+        (3, 2): [("tied", 1, 1, plain, unequal)],
     }
     for case in cases[num_stages, comm.size // num_stages]:
         the_plain_step(comm, num_stages, *case)

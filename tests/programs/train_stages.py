@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(leaf.addressable_data(0)).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def lose_the_last(other: str) -> None:
+    """Copy the folder of the whole run as it was before its last checkpoint."""
+    assert ISLANDS is not None
+    ISLANDS.by_island("the whole is there", None)
+    if ISLANDS.is_first:
+        shutil.copytree(FOLDER / "whole", FOLDER / other, ignore=shutil.ignore_patterns("step_00000006*"))
+    ISLANDS.by_island(f"{other} is there", None)
+
+
 def refused(name: str = "whole", **changes: object) -> str:
     try:
         run(name, **changes)
@@ -66,20 +76,19 @@ def refused(name: str = "whole", **changes: object) -> str:
 whole, text = run("whole")
 if ISLANDS is not None:
     assert not ISLANDS.is_first or "no sample: the model is spread over islands" in text, text
-    run("parts", steps=4)
+    lose_the_last("parts")
     parts, text = run("parts")
     assert bits(parts.state) == bits(whole.state)
     assert not ISLANDS.is_first or "resumed from step 4" in text, text
     inside = dataclasses.replace(RUN.strategy, layout=Layout(mesh={"pipeline": -1}))
     if jax.device_count() > 1:
         assert "use pipeline=1 inside each island" in refused(strategy=inside)
-    # other blocks on each stage
-    cuts = [dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages=cut)) for cut in ("1,2", "2,1")]
-    run("cut anew", steps=4, strategy=cuts[0])
-    run("cut anew", strategy=cuts[1])
-    # no stages any more
-    run("by data", steps=4)
-    run("by data", strategy=dataclasses.replace(RUN.strategy, across=Across()))
+    lose_the_last("otherwise")
+    if SHARES == (1.0,):  # "params" cut it into 1,2
+        other = dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages="2,1"))
+    else:  # no stages any more
+        other = dataclasses.replace(RUN.strategy, across=Across())
+    run("otherwise", strategy=other)
     odd = dataclasses.replace(RUN.strategy, across=Across(axis="pipeline", partitions=3))
     assert "do not make whole pipelines" in refused(strategy=odd)
     sys.stdout.write(" ".join(sorted(path.name for path in (FOLDER / "whole" / "checkpoints").glob("*6*"))))
