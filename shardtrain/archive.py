@@ -57,11 +57,13 @@ class Archive:
         step: after which it was saved.
         folders: the parts that can be seen from here.
         num_parts: how many there are.
+        save_id: what its parts have in common; "" where there is one.
     """
 
     step: int
     folders: Mapping[int, Path]
     num_parts: int
+    save_id: str = ""
 
     @property
     def missing(self) -> list[int]:
@@ -260,12 +262,17 @@ def archives(*folders: Path) -> list[Archive]:
     """All finished steps that can be seen, those with missing parts too; where a step was saved in several
     ways, the newer last.
     """
-    seen: dict[tuple[int, int], dict[int, Path]] = {}
+    seen: dict[tuple[int, int, str], dict[int, Path]] = {}
     for folder in folders:
         for step, parts in finished(folder).items():
             for part, path in parts.items():
-                seen.setdefault((step, part.count), {}).setdefault(part.index, path)
-    found = [Archive(step=step, folders=paths, num_parts=count) for (step, count), paths in seen.items()]
+                manifest = read_manifest(path)[0] if part.count > 1 else None
+                save_id = "" if manifest is None else manifest.save_id
+                seen.setdefault((step, part.count, save_id), {}).setdefault(part.index, path)
+    found = [
+        Archive(step=step, folders=paths, num_parts=count, save_id=save_id)
+        for (step, count, save_id), paths in seen.items()
+    ]
     return sorted(found, key=lambda each: (each.step, _saved_seconds(each)))
 
 

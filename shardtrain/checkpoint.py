@@ -116,6 +116,11 @@ class Checkpoints:
                 f"checkpoints go to {policy.fast} first, and {jax.process_count()} processes save together:"
                 " none sees the disk of the others. Leave --checkpoints.fast out, or use one process each"
             )
+        if policy.fast is not None and part.count > 1:
+            raise ValueError(
+                f"checkpoints go to {policy.fast} first, and {part.count} islands save a part each, whose"
+                " copies would come to the run folder at different times. Leave --checkpoints.fast out"
+            )
         # the runs of a host share its fast disk
         fast = policy.fast and Path(policy.fast).absolute() / str(self.folder).strip("/").replace("/", "-")
         self._mirror = Mirror(fast, self.folder, policy, part) if fast else None
@@ -124,6 +129,8 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self._deleting: Future[list[str]] | None = None
+        self.save_id = ""
+        """What the writers of a step agreed on, so that parts of two saves are never taken for one."""
         self._confirmed: int | None = None
         self._broken: set[int] = set()
         self._latest = max(self.steps(), default=None)
@@ -242,6 +249,13 @@ class Checkpoints:
             for note in self._deleting.result():
                 self._report(note)
         self._deleting = self._background.submit(self._delete_old, step)
+
+    def drop_after(self, step: int) -> None:
+        """Delete this writer's part of all later steps: they were found to be bad."""
+        for folder in self.folders if _is_primary() else ():
+            for later, parts in manifests.finished(folder).items():
+                if later > step and self.part in parts:
+                    manifests.delete(parts[self.part])
 
     def forget_after(self, step: int) -> None:
         """Go on from this step (-1: the start): later ones are replaced when the run comes there."""
@@ -370,6 +384,7 @@ class Checkpoints:
                     extra=extra,
                     part=self.part,
                     saved_seconds=time.time(),
+                    save_id=self.save_id,
                 ),
             )
             partial.rename(manifests.step_folder(self._target, step, self.part))

@@ -4,8 +4,11 @@ Each device adds up the bits of what it holds itself, so that one that computes 
 found and named. Next: `together.py`, which compares islands.
 """
 
+import platform
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +34,10 @@ class Divergence(NamedTuple):
 def fingerprint(x: jax.Array) -> jax.Array:
     """A sum of the bits of an array, weighed by their places: any change of one number changes it."""
     x = x.astype(jnp.uint8) if x.dtype == bool else x
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    place = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+    x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+    # of 64 bits two numbers are made
+    bits = jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}").astype(jnp.uint32)
+    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
     return (bits * (2 * place + 1)).sum(dtype=jnp.uint32)
 
 
@@ -80,6 +85,21 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
         return found
 
     return find
+
+
+def hardware() -> str:
+    """What rounds as this does: the kind of device; of processors, whose code differs, model and features."""
+    kind = jax.devices()[0].device_kind
+    if jax.devices()[0].platform != "cpu":
+        return kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{kind} of {platform.node()}"
+    told = sorted(
+        {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    )
+    return f"{kind} {zlib.crc32(repr(told).encode()):08x}"
 
 
 def divergence_text(step: int, found: Sequence[Divergence]) -> str:

@@ -274,7 +274,8 @@ def _save(pieces: Pieces, pace: Pace, step: int, state: State, position: Any, *,
         so from a finite gradient, and every later step is skipped: such a state must not take a good one's
         place.
     """
-    if not _all_finite(state.params):
+    # a stage sees its own alone
+    if pieces.anywhere(not _all_finite(state.params)):
         text = (
             f"parameters are not finite after step {step}, and gradients were: the optimizer made them so;"
             f" nothing was saved since step {pieces.checkpoints.latest()}"

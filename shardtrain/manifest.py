@@ -124,6 +124,7 @@ class Manifest:
         extra: what the caller saved beside the arrays.
         part: of the step; the others have manifests of their own.
         saved_seconds: when, in seconds since 1970.
+        save_id: the same in all parts of one save, and of no other.
     """
 
     step: int
@@ -133,6 +134,7 @@ class Manifest:
     extra: dict[str, Any]
     part: Part = WHOLE
     saved_seconds: float = 0.0
+    save_id: str = ""
 
 
 def step_folder(folder: Path, step: int, part: Part = WHOLE) -> Path:
@@ -237,6 +239,7 @@ def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
         extra=body["extra"],
         part=Part(*body.get("part", WHOLE)),
         saved_seconds=body.get("saved_seconds", 0.0),
+        save_id=body.get("save_id", ""),
     ), ""
 
 

@@ -135,8 +135,8 @@ class Rollbacks:
         if len(self._bad) >= self.most:
             before = f", and the run went back {self.most} times already" if self.most else ""
             raise FloatingPointError(
-                f"{fault.why}{before}; look at the data and the learning rate, or give --recovery.rollbacks"
-                f" {self.most + 1}"
+                f"{fault.why}{before}; look for the cause (data, learning rate, the device that is named), or"
+                f" give --recovery.rollbacks {self.most + 1}"
             )
         newest = fault.step - 1
         if self._restored and fault.step - self._bad[-1] <= self._bad[-1] - self._restored[-1]:

@@ -5,6 +5,7 @@ said here, and what becomes of state that belongs to a layout. Next: `trainer.py
 """
 
 import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,7 @@ class Saving:
         self.own_optimizers = run.strategy.combine.on_deltas and across is not None
         self.together, self.placement, self.note = together, placement, note
         seat = None if together.islands is None else together.islands.seat
+        _refuse_old_parts(folder)
         self.island = (0, 1) if seat is None else (seat.island, seat.num_islands)
         self._part = self._find_part()
         self.checkpoints = Checkpoints(
@@ -115,10 +117,28 @@ class Saving:
         except SaveFailed as failure:
             self.note(f"WARNING: {failure}")
 
+    def drop_after(self, step: int) -> None:
+        """Delete this island's part of later steps."""
+        if self._part is not None:
+            self.checkpoints.drop_after(step)
+
     def confirm(self, step: int | None) -> None:
         """See `Checkpoints.confirm`."""
         if self._part is not None:
             self.checkpoints.confirm(step)
+
+
+def _refuse_old_parts(folder: Path) -> None:
+    """Before schema 2 each stage had a folder of its own.
+
+    Raises:
+      ValueError: there is one.
+    """
+    if found := sorted(path.name for path in folder.glob("checkpoints-stage-*")):
+        raise ValueError(
+            f"{folder} has {', '.join(found)}, which an earlier shardtrain wrote and this one cannot read."
+            " Use that one, or another --run-dir"
+        )
 
 
 def _layout(run: Run, placement: Placement, num_islands: int) -> dict[str, Any]:
@@ -188,7 +208,12 @@ def begin(
     """
     together, note = saving.together, saving.note
     saving.settle()
+    together.meet("saves are finished")
+    saving.checkpoints.save_id = together.look("save", lambda island: uuid.uuid4().hex)[0]
     chosen = saving.checkpoints.choose(newest, together.look)
+    if newest is not None and chosen.step is not None:
+        # what was found bad must not be gone on from by the next start
+        saving.drop_after(chosen.step)
     if chosen.step is None and chosen.broken and newest is not None:
         raise FloatingPointError(
             f"no checkpoint is as old as step {newest}: those of steps {sorted(chosen.broken)} are newer."

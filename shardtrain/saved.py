@@ -5,6 +5,7 @@ in it. Next: `resume.py`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -51,27 +52,28 @@ def lies(
     combine = placement.combine
     in_mesh = placement.mesh.shape[axes.DATA] if combine.on_deltas else None
 
-    def lie(path: str, shape: tuple[int, ...], blocks: set[str]) -> Lie:
+    def lie(path: str, shape: tuple[int, ...]) -> Lie:
         if path.startswith(KEPT):
             return Lie(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
-        if own_optimizers and path.startswith("opt_state/"):
-            return Lie(replica=island[0], num_replicas=island[1])
+        own = own_optimizers and path.startswith("opt_state/")
+        whose = Lie(replica=island[0], num_replicas=island[1]) if own else COMMON
         if in_mesh is not None and path.startswith("opt_state/"):
             return Lie(num_replicas=in_mesh)
         # of a parameter, whatever its other dims: factored moments have fewer
         keys = path.split("/")
         is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))
-        return Lie(rows=rows, num_rows=num_rows) if is_of_block and shape[:1] == (len(rows),) else COMMON
+        if is_of_block and shape[:1] == (len(rows),):
+            return replace(whose, rows=rows, num_rows=num_rows)
+        return whose
+
+    whole = placement.specs.abstract
+    leaves = [leaf for tree in (whole.params, whole.model_state) for leaf in jax.tree.leaves_with_path(tree)]
+    paths = [path_text(path) for path, _ in leaves]
+    blocks = {path for path in paths if rows and path.startswith(f"{BLOCKS}/")}
 
     def of(state: State) -> dict[str, Lie]:
-        blocks = set()
-        if rows:
-            trees = {"params": state.params, "model_state": state.model_state}
-            paths = [
-                path_text(path) for tree in trees.values() for path, _ in jax.tree.leaves_with_path(tree)
-            ]
-            blocks = {path for path in paths if path.startswith(f"{BLOCKS}/")}
-        found = {path_text(path): lie(path_text(path), leaf.shape, blocks) for path, leaf in _leaves(state)}
+        shapes = {path_text(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(state)}
+        found = {path: lie(path, shape) for path, shape in shapes.items()}
         return {path: each for path, each in found.items() if each != COMMON}
 
     return of

@@ -215,7 +215,8 @@ class Together:
           local_steps: replicas are combined after so many, and nothing happens in between.
         """
         if step % local_steps:
-            return Wish(stop=0, save=False, saved=wish.saved), None  # what is bad is told when all meet
+            # what is saved and what is bad is told when all meet
+            return Wish(stop=0, save=False), None
         if self.islands is None:
             return wish, None
         mine = [wish, self.work.take()]

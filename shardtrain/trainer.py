@@ -22,7 +22,7 @@ from rich.console import Console
 from shardtrain.across import AcrossStep
 from shardtrain.config import Run, describe, run_text
 from shardtrain.data import Batch, Batches
-from shardtrain.fingerprints import divergence_text, make_find_divergence
+from shardtrain.fingerprints import divergence_text, hardware, make_find_divergence
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.marks import Marks
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
@@ -126,7 +126,8 @@ def train(
                 break
             except RollBack as fault:
                 newest, position = rollbacks.newest_allowed(fault), fault.position
-                notes.note(f"WARNING: {fault.why}: back to step {newest} or before, and on with later data")
+                where = f"step {newest} or before" if newest > 0 else "the beginning"
+                notes.note(f"WARNING: {fault.why}: back to {where}, and on with later data")
         with marks.at("the end", long=True):
             sample = _ending(run, parts, together, state, step, stop, folder, console)
     return Trained(
@@ -183,7 +184,7 @@ def _working(agreed: "_Agreed", saving: Saving, notes: "_Notes", marks: Marks) -
     run, parts, together, across = agreed.run, agreed.parts, agreed.together, agreed.across
     model, optimizer, placement = parts.model, parts.optimizer, parts.placement
     find = make_find_divergence(parts.mesh, placement.state.params)
-    kind = f"{len(parts.mesh.devices.flat)} x {jax.devices()[0].device_kind}, {dict(parts.mesh.shape)}"
+    kind = f"{len(parts.mesh.devices.flat)} x {hardware()}, {dict(parts.mesh.shape)}"
 
     def check(step: int, state: State) -> None:
         if step % run.strategy.combine.local_steps == 0:

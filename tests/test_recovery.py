@@ -184,7 +184,7 @@ def test_rollbacks_go_further_back_only_if_the_fault_comes_again_soon():
     assert rollbacks.newest_allowed(RollBack(64, "x")) == 49
     rollbacks.restored(40)
     assert rollbacks.newest_allowed(RollBack(500, "x")) == 499
-    with pytest.raises(FloatingPointError, match=r"^x; look at the data.*--recovery.rollbacks 1$"):
+    with pytest.raises(FloatingPointError, match=r"^x; look for the cause.*--recovery.rollbacks 1$"):
         Rollbacks(0).newest_allowed(RollBack(5, "x"))
 
 
@@ -213,7 +213,7 @@ def test_an_island_that_gets_slow_is_told_once_and_again_if_another_does():
     lines = [line for line in told if line]
     assert lines[0].startswith("c is slow: its own work takes 3.00 s a step, that of the others 1.00 s")
     assert lines[-1].startswith("a is slow")
-    assert "(--across.shares 0." in lines[-1]
+    assert "give its island a smaller share of the rows (--shares)" in lines[-1]
 
 
 def test_islands_go_back_together_though_one_alone_saw_it(mpiexec, tmp_path):

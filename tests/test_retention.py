@@ -14,13 +14,22 @@ from shardtrain.manifest import Manifest, Part
 from shardtrain.retention import Mirror, delete_old
 
 
-def write(folder: Path, step: int, part: Part = manifests.WHOLE, seconds: float = 1.0) -> None:
+def write(
+    folder: Path, step: int, part: Part = manifests.WHOLE, seconds: float = 1.0, save_id: str = ""
+) -> None:
     path = manifests.step_folder(folder, step, part)
     (path / "arrays").mkdir(parents=True)
     (path / "arrays" / "data").write_text(f"{step}{part}")
     extra = {"saved": f"{step}{part}"}
     manifest = Manifest(
-        step=step, orbax_version="", files={}, leaves={}, extra=extra, part=part, saved_seconds=seconds
+        step=step,
+        orbax_version="",
+        files={},
+        leaves={},
+        extra=extra,
+        part=part,
+        saved_seconds=seconds,
+        save_id=save_id,
     )
     manifests.write_manifest(path, manifest)
 
@@ -67,8 +76,23 @@ def test_a_step_with_a_lost_part_is_passed_over(tmp_path):
     write(tmp_path, 10)
     chosen = choose([tmp_path], None, of_one)
     assert chosen.step == 10
-    assert chosen.passed_over == ["step 20: unfinished: parts [1] of 3 were never saved"]
+    assert chosen.passed_over == ["step 20: unfinished: parts [1] of 3 are nowhere to be seen"]
     assert chosen.broken == {20}
+
+
+def test_steps_of_which_no_host_has_all_parts_are_never_taken_for_a_new_run(tmp_path):
+    for step in (10, 20):
+        write(tmp_path, step, Part(0, 2))
+    with pytest.raises(ValueError, match=r"steps \[10, 20\] in .* were saved in parts.*another --run-dir"):
+        choose([tmp_path], None, of_one)
+
+
+def test_parts_of_two_saves_of_a_step_are_no_whole_one(tmp_path):
+    """The run went back and saves step 20 anew; one of two was killed before it did."""
+    for index in (0, 1):
+        write(tmp_path, 10, Part(index, 2), save_id="before")
+        write(tmp_path, 20, Part(index, 2), save_id="after" if index == 0 else "before")
+    assert choose([tmp_path], None, of_one).step == 10
 
 
 def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody_sees(tmp_path):

@@ -15,7 +15,7 @@ from shardtrain.model import from_nnx, path_text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.rows import Stages
 from shardtrain.replicas import Combine
-from shardtrain.restore import restore_arrays
+from shardtrain.restore import Allow, restore_arrays
 from shardtrain.saved import in_order, lies, saved_part, wanted_state
 from shardtrain.state import init_state, make_placement
 
@@ -160,6 +160,27 @@ def test_islands_save_what_each_has_and_any_number_of_them_reads_it(tmp_path):
         moments = [path for path in found if path.startswith("opt_state/0/mu/")]
         assert moments
         assert all((np.asarray(found[path]) == replica % 3).all() for path in moments)
+
+
+def test_islands_with_pipelines_and_optimizers_of_their_own_find_both(tmp_path):
+    """Stored order and whose it is: moments of island 1, in a pipeline that stores blocks otherwise."""
+    stored, state = placed(*PIPELINES["interleaved"])
+    state = with_moments(stored, state)
+    for island in (1, 0):
+        opt_state = jax.tree.map(lambda x: x * (island + 1), state.opt_state)  # noqa: B023
+        own = saved_part(state._replace(opt_state=opt_state), own=island > 0)
+        with Checkpoints(tmp_path, CheckpointPolicy(), Part(island, 2)) as checkpoints:
+            checkpoints.save(4, own, {}, lies(stored, None, (island, 2), own_optimizers=True)(own))
+    one, expected = placed({"data": 1})
+    expected = leaves_of(with_moments(one, expected).opt_state[0].mu)
+    with Checkpoints(tmp_path, CheckpointPolicy(), Part(0, 2)) as checkpoints:
+        archive = checkpoints.choose().archive(checkpoints.folders)
+    for island in (0, 1):
+        wanted = saved_part(wanted_state(one), own=True)
+        where = lies(one, None, (island, 2), own_optimizers=True)(wanted)
+        found = restore_arrays(archive, leaves_of(wanted), where, Allow(unused=("*",)))
+        for path, x in expected.items():
+            np.testing.assert_array_equal(found[f"opt_state/0/mu/{path}"], x * (island + 1), err_msg=path)
 
 
 def leaves_of(state):

@@ -43,8 +43,8 @@ class Stragglers:
     >>> stragglers = Stragglers(["island 0", "island 1", "island 2"], 1.5)
     >>> told = [stragglers.add([1.0, 2.0, 1.0]) for _ in range(2 * WINDOW)]
     >>> told[WINDOW - 1]
-    'island 1 is slow: its own work takes 2.00 s a step, that of the others 1.00 s; give it a smaller share \
-(--across.shares 1,0.5,1), or look at its host'
+    'island 1 is slow: its own work takes 2.00 s a step, that of the others 1.00 s; give its island a \
+smaller share of the rows (--shares), or look at its host'
     >>> [text for text in told if text] == [told[WINDOW - 1]]  # it is told once
     True
     """
@@ -72,13 +72,14 @@ class Stragglers:
         if not slow or slow == told:
             return None
         usual = median(x for rank, x in enumerate(each) if rank not in slow)
-        shares = ",".join(f"{min(usual / x, 1):.2g}" for x in each)
         lines = [
             f"{self._names[rank]} is slow: its own work takes {each[rank]:.2f} s a step, that of the others"
             f" {usual:.2f} s"
             for rank in sorted(slow)
         ]
-        return f"{'; '.join(lines)}; give it a smaller share (--across.shares {shares}), or look at its host"
+        return (
+            f"{'; '.join(lines)}; give its island a smaller share of the rows (--shares), or look at its host"
+        )
 
     def _is_slow(self, rank: int, each: Sequence[float]) -> bool:
         others = median(x for other, x in enumerate(each) if other != rank)
