@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,7 @@ from shardtrain.state import init_state, make_placement
 from shardtrain.step import make_step
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")
+NOTHING = "nothing"
 CASES = {  # devices that saved, rows cut, devices that restore, a third
     "1 device": (1, False, 1, False),
     "1 device -> fsdp 8": (1, False, 8, False),
@@ -88,6 +89,14 @@ class Options:
             raise ValueError(f"this cannot be measured: {'; '.join(wrong)}")
 
 
+class Steps(NamedTuple):
+    """Seconds of each step of a block, of the call that saves, and of the processors in all."""
+
+    seconds: list[float]
+    blocked: float
+    cpu_seconds: float
+
+
 class Training:
     """A decoder with Adam, step after step, and one save in a block of them."""
 
@@ -111,9 +120,10 @@ class Training:
         )
         self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(saved_part(self.state)))
 
-    def block(self, save: Callable[[Any], None]) -> tuple[list[float], float]:
-        """Seconds of each step, the first with the save before it; and of the call that saves."""
+    def block(self, save: Callable[[Any], None]) -> Steps:
+        """Some steps, the first with the save before it."""
         seconds = []
+        cpu_start = time.process_time()
         begun = start = time.perf_counter()
         save(saved_part(self.state))
         blocked = time.perf_counter() - begun
@@ -123,38 +133,48 @@ class Training:
             now = time.perf_counter()
             seconds.append(now - start)
             start = now
-        return seconds, blocked
+        return Steps(seconds, blocked, time.process_time() - cpu_start)
 
 
 def stalls(options: Options, folder: Path) -> tuple[dict[str, dict[str, Spread]], float, int]:
-    """Side -> stall and blocking part, in steps; seconds of a step; bytes that are saved."""
+    """Side -> what a save adds (time, call, processor), in steps; seconds of a step; bytes that are saved."""
     training = Training(options)
     training.block(lambda state: None)
     generator = random.Random(0)
-    found: dict[str, list[tuple[list[float], float, float]]] = {}
-    sides = ["nothing", "toolkit", "toolkit, fast tier", "Orbax by hand"]
+    found: dict[str, list[Steps]] = {}
+    sides = [NOTHING, "toolkit", "toolkit, fast tier", "Orbax by hand"]
     for number in range(options.rounds + 1):
-        order = generator.sample(sides, len(sides))
-        blocks = {side: _saving(training, side, folder, options) for side in order}
-        # without a save: its steps are what the other sides' would have been
-        step = median(blocks["nothing"][0])
+        blocks = {
+            side: _saving(training, side, folder, options) for side in generator.sample(sides, len(sides))
+        }
         if number:  # the first warms up
-            for side, (seconds, blocked) in blocks.items():
-                found.setdefault(side, []).append((seconds, blocked, step))
+            for side in sides:
+                found.setdefault(side, []).append(blocks[side])
+    # without a save: its steps are what the other sides' of its round would have been
+    steps = [median(block.seconds) for block in found[NOTHING]]
+    cpu_steps = [block.cpu_seconds / options.steps for block in found[NOTHING]]
     ratios = {
         side: {
-            "stall": spread([(sum(seconds) - len(seconds) * step) / step for seconds, _, step in rounds]),
-            "blocked": spread([blocked / step for _, blocked, step in rounds]),
+            "stall": spread(
+                [sum(each.seconds) / step - options.steps for each, step in zip(rounds, steps, strict=True)]
+            ),
+            "blocked": spread([each.blocked / step for each, step in zip(rounds, steps, strict=True)]),
+            "cpu": spread(
+                [
+                    each.cpu_seconds / step - options.steps
+                    for each, step in zip(rounds, cpu_steps, strict=True)
+                ]
+            ),
         }
         for side, rounds in found.items()
     }
-    return ratios, median(step for *_, step in found["nothing"]), training.num_bytes
+    return ratios, median(steps), training.num_bytes
 
 
-def _saving(training: Training, side: str, folder: Path, options: Options) -> tuple[list[float], float]:
+def _saving(training: Training, side: str, folder: Path, options: Options) -> Steps:
     run = folder / "run"
     try:
-        if side == "nothing":
+        if side == NOTHING:
             return training.block(lambda state: None)
         if side == "Orbax by hand":
             with ocp.StandardCheckpointer() as checkpointer:
@@ -224,14 +244,15 @@ def stall_report(ratios: dict[str, dict[str, Spread]], step_seconds: float, num_
     lines = [
         f"a step takes {step_seconds:.2f} s; {num_bytes / 1e6:,.0f} MB are saved",
         "",
-        "| save | stall, steps | quartiles | save() alone, steps |",
-        "|---|--:|---|--:|",
+        "| save | stall, steps | quartiles | save() alone, steps | processor time, steps | quartiles |",
+        "|---|--:|---|--:|--:|---|",
     ]
     return "\n".join(
         lines
         + [
             f"| {side} | {each['stall'].median:.2f} | {each['stall'].low:.2f} - {each['stall'].high:.2f} |"
-            f" {each['blocked'].median:.2f} |"
+            f" {each['blocked'].median:.2f} | {each['cpu'].median:.2f} |"
+            f" {each['cpu'].low:.2f} - {each['cpu'].high:.2f} |"
             for side, each in ratios.items()
         ]
     )

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -199,17 +198,17 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 class _OnDisk:
-    """An array in a file: its shape at once, its values by `np.asarray`."""
+    """An array in a file: its shape at once, its values by `np.asarray`.
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
+    The file is mapped only while it is read: else every page that was read once would stay with the process.
+    """
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(self._name).get_shape())
+    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
+        self._path, self._name, self.shape = path, name, shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self._file.get_tensor(self._name)
+        with _safetensors().safe_open(self._path, framework="np") as file:
+            array = file.get_tensor(self._name)
         return array if dtype is None else array.astype(dtype)
 
 
@@ -233,10 +232,11 @@ def _open(folder: Path) -> dict[str, _OnDisk]:
     found = {}
     for name in names:
         try:
-            file = safetensors.safe_open(folder / name, framework="np")
+            with safetensors.safe_open(folder / name, framework="np") as file:
+                shapes = {each: tuple(file.get_slice(each).get_shape()) for each in file.keys()}  # noqa: SIM118
         except safetensors.SafetensorError as error:
             raise ValueError(f"{folder / name} cannot be read: {error}; download or copy it again") from None
-        found |= {each: _OnDisk(file, each) for each in file.keys()}  # noqa: SIM118
+        found |= {each: _OnDisk(folder / name, each, shape) for each, shape in shapes.items()}
     return found
 
 
