@@ -167,3 +167,6 @@ class _NoCheckpoints:
 
     def wait(self) -> None:
         pass
+
+    def confirm(self, step: int | None) -> None:
+        pass
