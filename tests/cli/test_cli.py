@@ -63,7 +63,7 @@ def test_a_mesh_file_is_read_and_options_change_it():
         (["train", "nosuch:run"], 2, "there is no module 'nosuch'"),
         (["train", f"{GPT}:sample"], 2, "is a function with arguments"),
         (["train", GPT, "--mesh", "missing.toml"], 2, "there is no layout file missing.toml to read"),
-        (["train", GPT, "--run-dir", GPT], 2, "File exists"),
+        (["train", GPT, "--run-dir", GPT], 2, "Not a directory"),
         (["inspect", GPT, "--mesh", "tensor=3"], 2, "dim 'kv_heads' of size 8 cannot be split"),
     ],
 )
