@@ -5,8 +5,10 @@ The moments are drawn from the seed KILLS_SEED; what hits them is the machine.
 
 import os
 import random
+import shutil
 import signal
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,8 @@ from shardtrain.metrics import read_jsonl
 
 KILLS = int(os.environ.get("KILLS", "100"))
 SEED = int(os.environ.get("KILLS_SEED", "2026"))
-MORE = 3  # steps of the last life, which nobody kills
-EVERY = 2  # steps between saves
+EVERY = 5  # steps between saves: a save is done before the next begins
+MORE = 2 * EVERY  # steps of the last life, which nobody kills
 
 
 @dataclass
@@ -28,54 +30,41 @@ class Killer:
     Args:
       lives: see `lives.py`.
       random: draws the moments.
+      kinds: a kind of moment -> how often it is drawn.
     """
 
     lives: Any
     random: random.Random
+    kinds: dict[str, int]
     promised: int = 0
-    in_saves: int = 0
-    kinds: dict = field(default_factory=dict)
-    start_seconds: float = 1.0
-    run: str = "tiny.py"
-    weights: tuple = (20, 20, 60)
-    save_seconds: float = 0.05
+    fell: Counter = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"pid": 1.0, "began": 0.3, "saving": 0.05})
 
     def life(self):
         """Begin, kill, and listen to what it had told."""
-        kind = self.random.choices(("start", "steps", "save"), self.weights)[0]
-        self.kinds[kind] = self.kinds.get(kind, 0) + 1
-        part, number = self.random.random(), self.random.choice((1, 1, 2))
-        began = time.monotonic()
-        pid = self.lives.begin(run=self.run, changes={})
-        told = []
-        if kind == "start":
-            time.sleep(part * self.start_seconds)
-        else:
-            self.listen(told, "began", 1)
-            self.start_seconds = time.monotonic() - began
-            self.listen(told, "saving" if kind == "save" else "saved", number)
-            # a little longer than it takes, for the name comes last
-            time.sleep(part * (1.2 * self.save_seconds if kind == "save" else STEP_SECONDS))
-        os.kill(pid, signal.SIGKILL)
-        while not told or told[-1][0] != "ended":
+        kind = self.random.choices(list(self.kinds), list(self.kinds.values()))[0]
+        number = self.random.choice((1, 1, 2)) if kind in ("saving", "saved") else 1
+        self.pid = self.lives.begin(run=RUN, changes={})
+        told, self.last = [["pid"]], time.monotonic()
+        while kind != "pid" and number:
+            told.append(self.listen(told[-1][0]))
+            number -= told[-1][0] == kind
+        # a little longer than it takes, for the name of a save comes last
+        time.sleep(1.2 * self.random.random() * self.seconds.get(kind, 0.05))
+        os.kill(self.pid, signal.SIGKILL)
+        while told[-1][0] != "ended":
             told.append(self.lives.told())
         self.lives.life = None
         self.judge(told)
 
-    def listen(self, told, name, number):
-        """Until a life has told this so often."""
-        while number:
-            told.append(self.lives.told())
-            assert told[-1][0] != "ended", self.lives.printed()[-5000:]
-            began = time.monotonic() if told[-1][0] == "saving" else None
-            number -= told[-1][0] == name
-            self.times(told[-1][0], began)
-
-    def times(self, name, began):
-        if began is not None:
-            self.began = began
-        elif name == "saved":
-            self.save_seconds = 0.8 * self.save_seconds + 0.2 * (time.monotonic() - self.began)
+    def listen(self, before):
+        """What a life tells next; how long it takes from the one to the other is an average."""
+        told, now = self.lives.told(), time.monotonic()
+        assert told[0] != "ended", self.lives.printed()[-5000:]
+        if before in self.seconds:
+            self.seconds[before] += 0.2 * (now - self.last - self.seconds[before])
+        self.last = now
+        return told
 
     def judge(self, told):
         """It began where the ones before had come to, and no further than they could have."""
@@ -85,10 +74,11 @@ class Killer:
             assert self.promised <= step <= self.promised + EVERY, (told, self.promised)
             self.promised = step
         self.promised = max([self.promised, *steps["saved"]])
-        self.in_saves += len(steps["saving"]) > len(steps["saved"])
+        is_saving = len(steps["saving"]) > len(steps["saved"])
+        self.fell["a save" if is_saving else "steps" if steps["began"] else "the start"] += 1
 
 
-STEP_SECONDS = 0.02
+RUN = "often.py"
 NAMES = ("began", "saving", "saved")
 
 
@@ -107,19 +97,26 @@ def lines(folder):
     ]
 
 
+def write_run(cheap, old="", new=""):
+    source = (cheap / "tiny.py").read_text().replace("every_steps=2", f"every_steps={EVERY}")
+    (cheap / RUN).write_text(source.replace(old, new))
+
+
 def test_a_run_that_is_killed_a_hundred_times_is_as_if_it_never_was(lives, cheap):
     print(f"seed {SEED}")  # noqa: T201
-    lives.begin(run="tiny.py", changes={"run_dir": "filled", "steps": 2})
+    write_run(cheap)
+    lives.begin(run=RUN, changes={"run_dir": "filled", "steps": 2})
     assert lives.ended() == 0, lives.printed()
-    killer = Killer(lives, random.Random(SEED))
+    killer = Killer(lives, random.Random(SEED), {"pid": 20, "began": 20, "saving": 60})
     for _ in range(KILLS):
         killer.life()
-    print(killer.kinds, f"{killer.in_saves} during a save, step {killer.promised}")  # noqa: T201
-    assert killer.in_saves >= KILLS // 3
+    print(f"killed during {dict(killer.fell)}, at last after step {killer.promised}")  # noqa: T201
+    assert killer.fell["a save"] >= KILLS // 3
+    assert min(killer.fell["the start"], killer.fell["steps"]) >= KILLS // 20
     assert killer.promised >= KILLS // 4
 
     last = killer.promised + MORE
-    lives.begin(run="tiny.py", changes={"steps": last})
+    lives.begin(run=RUN, changes={"steps": last})
     assert killer.promised <= int(lives.until("began")[0]) <= killer.promised + EVERY
     assert lives.ended() == 0, lives.printed()
     said = lives.printed()
@@ -127,7 +124,7 @@ def test_a_run_that_is_killed_a_hundred_times_is_as_if_it_never_was(lives, cheap
     assert "Traceback" not in said
     assert "WARNING" not in said
 
-    lives.begin(run="tiny.py", changes={"run_dir": "whole", "steps": last})
+    lives.begin(run=RUN, changes={"run_dir": "whole", "steps": last})
     assert lives.ended() == 0, lives.printed()
     step, killed = arrays(cheap / "run")
     assert step == last
@@ -143,18 +140,18 @@ def test_a_run_that_is_killed_a_hundred_times_is_as_if_it_never_was(lives, cheap
 
 def test_killed_while_a_save_is_copied_from_a_fast_disk(lives, cheap):
     """The copy begins where the save ends; what it had come to is on the fast disk."""
-    source = (cheap / "tiny.py").read_text().replace("keep=2", 'keep=2, fast=Path("fast")')
-    (cheap / "fast.py").write_text(source.replace('Path("run")', 'Path("copied")'))
-    killer = Killer(lives, random.Random(SEED), run="fast.py", weights=(0, 1, 0))
+    write_run(cheap, "keep=2", 'keep=2, fast=Path("fast")')
+    shutil.rmtree(cheap / "run", ignore_errors=True)
+    killer = Killer(lives, random.Random(SEED), {"saved": 1})
     for _ in range(8):
         killer.life()
     (fast,) = (cheap / "fast").iterdir()
-    shared = cheap / "copied/checkpoints"
+    shared = cheap / "run/checkpoints"
     copied = find_archives(shared)[-1].step
     assert killer.promised <= find_archives(fast)[-1].step
     # another node has not that disk
     fast.rename(cheap / "lost")
-    lives.begin(run="fast.py", changes={"steps": copied + EVERY})
+    lives.begin(run=RUN, changes={"steps": copied + EVERY})
     assert int(lives.until("began")[0]) == copied
     assert lives.ended() == 0, lives.printed()
     assert names(shared) == [f"step_{step:08d}" for step in (copied, copied + EVERY)]
