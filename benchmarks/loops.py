@@ -165,5 +165,8 @@ class _NoCheckpoints:
     def save(self, *_: Any) -> None:
         pass
 
+    def confirm(self, step: int | None) -> None:
+        pass
+
     def wait(self) -> None:
         pass
