@@ -165,6 +165,9 @@ class _NoCheckpoints:
     def save(self, *_: Any) -> None:
         pass
 
+    def confirm(self, step: int | None) -> None:
+        pass
+
     def wait(self) -> None:
         pass
 
