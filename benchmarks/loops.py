@@ -170,6 +170,3 @@ class _NoCheckpoints:
 
     def wait(self) -> None:
         pass
-
-    def confirm(self, step: int | None) -> None:
-        pass
