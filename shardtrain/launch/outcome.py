@@ -123,7 +123,7 @@ class Outcome:
     Args:
       code: of the launch.
       text: for people.
-      asked: all ranks were asked to stop, by a signal or by their own time limit, and did.
+      asked: all ranks were asked to stop by a signal, and did.
     """
 
     code: int
@@ -210,7 +210,7 @@ def _without_failure(ends: Sequence[RankEnd], launcher: str, launcher_code: int)
     if stopped and not lost:
         by = stopped[0].asked or "the time limit"
         text = f"stopped by {by}: {_names(stopped)}\n"
-        return Outcome(code=stopped[0].code or 0, text=text, asked=True)
+        return Outcome(code=stopped[0].code or 0, text=text, asked=stopped[0].asked is not None)
     missing = sorted(set(range(ends[0].size)) - {end.rank for end in ends}) if ends else []
     if code == 0 and not missing and not lost:
         return Outcome(code=0)
