@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from shardtrain.across import AcrossStep, make_step_across
 from shardtrain.axes import PIPELINE
 from shardtrain.config import Run
-from shardtrain.data import Batch
+from shardtrain.data import Batch, Batches
 from shardtrain.layout import problems_error
 from shardtrain.mesh import make_mesh
 from shardtrain.model import Model, as_model
@@ -24,6 +25,7 @@ from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.replicas import Combine
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
+from shardtrain.resume import BEGINNING
 from shardtrain.stages_across import Seats, StageStep
 from shardtrain.state import Placement, make_placement
 from shardtrain.together import LONG_SECONDS, Loader, Together
@@ -41,7 +43,13 @@ class Parts(NamedTuple):
     seats: Seats | None = None
 
 
-def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, island: int = 0) -> Parts:
+def make_parts(
+    run: Run,
+    num_islands: int = 1,
+    microbatch: Batch | None = None,
+    island: int = 0,
+    mesh: Mesh | None = None,
+) -> Parts:
     """Model, optimizer, mesh and placement of a run.
 
     Args:
@@ -49,12 +57,13 @@ def make_parts(run: Run, num_islands: int = 1, microbatch: Batch | None = None, 
       num_islands: where there are several, replicas are islands, and each averages its own devices.
       microbatch: as the loss is given it, arrays or shapes; a pipeline needs it.
       island: this one.
+      mesh: of the run's layout; by default over the devices of this process, or of all of this island.
 
     Raises:
       ValueError: the mesh does not fit the devices, or the layout not the model.
     """
     model = as_model(run.model)
-    mesh = make_mesh(run.strategy.layout)
+    mesh = mesh or make_mesh(run.strategy.layout)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
         return _make_stage_parts(run, model, mesh, num_islands, island, microbatch)
@@ -125,6 +134,13 @@ def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
     if optimizer.name in MIXES_A_STACK and traced.chain.stacked:
         return [f"{optimizer.name} takes norms over all layers of a stack"]
     return []
+
+
+def microbatch_of(run: Run, source: Any) -> Batch:
+    """The shapes of a microbatch of all devices; one sample is loaded."""
+    rows = max(run.batch // run.strategy.accumulate, 1)
+    batch = Batches(source=source, batch=run.batch, seed=run.seed, rows=[0]).load(BEGINNING)
+    return {name: np.broadcast_to(x, (rows, *x.shape[1:])) for name, x in batch.items()}
 
 
 def pipeline_text(run: Run, parts: Parts) -> str | None:

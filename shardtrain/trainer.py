@@ -16,12 +16,11 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 
 from shardtrain.across import AcrossStep
 from shardtrain.config import Run, describe, run_text
-from shardtrain.data import Batch, Batches
+from shardtrain.data import Batches
 from shardtrain.fingerprints import divergence_text, hardware, make_find_divergence
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.marks import Marks
@@ -31,7 +30,7 @@ from shardtrain.layout import axis_sizes
 from shardtrain.loop import Pace, Pieces, StopSignals, Wish, run_loop
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model
-from shardtrain.parts import Parts, make_across, make_parts, pipeline_text
+from shardtrain.parts import Parts, make_across, make_parts, microbatch_of, pipeline_text
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.recipes import scaled
 from shardtrain.recovery import RollBack, Rollbacks, Spikes
@@ -244,7 +243,7 @@ def _agreed(
     )
     seat = None if islands is None else islands.seat
     count, island = (1, 0) if seat is None else (seat.num_islands, seat.island)
-    parts = make_parts(run, count, _microbatch(run, source), island)
+    parts = make_parts(run, count, microbatch_of(run, source), island)
     together = _together(run, parts, islands)
     stack.callback(together.close)
     description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
@@ -296,13 +295,6 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     if len(replicas) == 1 and run.strategy.combine.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing crosses; use mean")
     return found.run
-
-
-def _microbatch(run: Run, source: Any) -> Batch:
-    """The shapes of a microbatch of all devices."""
-    rows = max(run.batch // run.strategy.accumulate, 1)
-    batch = Batches(source=source, batch=run.batch, seed=run.seed, rows=[0]).load(BEGINNING)
-    return {name: np.broadcast_to(x, (rows, *x.shape[1:])) for name, x in batch.items()}
 
 
 def _together(run: Run, parts: Parts, islands: Islands | None) -> Together:

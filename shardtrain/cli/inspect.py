@@ -1,4 +1,4 @@
-"""`shardtrain inspect RUN`: how a run lies on a mesh, without compiling; the devices need not be here."""
+"""`shardtrain inspect RUN`: the layout of a run on a mesh, and its traffic; the devices need not be here."""
 
 import math
 import shutil
@@ -6,21 +6,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax
 
 from shardtrain import axes
 from shardtrain.cli.run_options import parse_run
 from shardtrain.config import Run, Strategy
 from shardtrain.data import batch_problem
 from shardtrain.layout import axis_sizes, problems_error
+from shardtrain.mesh import make_mesh
 from shardtrain.model import Model, as_model
 from shardtrain.optimizer import make_optimizer
+from shardtrain.parts import make_parts, microbatch_of
 from shardtrain.pipeline.rows import Stages
 from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stages import counts, parse_stages
 from shardtrain.pipeline.table import Table
+from shardtrain.plan.compile import compile_placed, described_devices, figures
+from shardtrain.plan.traffic import parameter_traffic, weights
 from shardtrain.report import plots
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
+from shardtrain.report.traffic import figures_text, traffic_text
 from shardtrain.state import state_specs
 
 
@@ -30,6 +38,8 @@ class InspectOptions:
 
     Args:
       devices: how many devices to lay it on; by default as many as --mesh names, or those here.
+      compile: compile the step for devices of this kind, cpu, h100 or a100, which need not be here, and show
+        what it moves and holds; for cpu with --cpu-devices.
       pipeline_stages: draw the schedule for so many; by default the size of the mesh axis pipeline, or 4.
       microbatches: draw the schedule for so many; by default those of --accumulate.
       lockstep: draw the form for a mesh, where every tick waits for all stages, or the one for islands;
@@ -38,6 +48,7 @@ class InspectOptions:
     """
 
     devices: int | None = None
+    compile: str | None = None
     pipeline_stages: int | None = None
     microbatches: int | None = None
     lockstep: bool | None = None
@@ -58,7 +69,8 @@ class InspectOptions:
     @property
     def of_schedule(self) -> bool:
         """Whether one of them is about the schedule."""
-        return any(getattr(self, f.name) is not None for f in fields(self) if f.name != "devices")
+        others = ("devices", "compile")
+        return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,13 +84,30 @@ def main(arguments: Sequence[str]) -> int:
     stages = _stages(run, model, sizes[axes.PIPELINE])
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine, stages)
     sys.stdout.write(sharding_text(specs, sizes) + "\n")
+    found = weights(specs.arrays, layout.sharded_rules)
+    sys.stdout.write(traffic_text(parameter_traffic(found, layout, sizes, run.strategy.accumulate)))
     asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     problem = batch_problem(run.batch, {a: sizes[a] for a in layout.batch_axes}, run.strategy.accumulate)
     if problem:
         raise ValueError(problem)
+    if options.compile is not None:
+        sys.stdout.write("\n" + _compiled(run, options.compile, sizes))
     return 0
+
+
+def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
+    """Compile the step and describe it; the data is prepared in a folder that is deleted again."""
+    mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
+    with TemporaryDirectory() as folder:
+        rows = microbatch_of(run, run.data.train(Path(folder)))
+    parts = make_parts(run, microbatch=rows, mesh=mesh)
+    batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in rows.items()}
+    compiled = compile_placed(
+        parts.model, run.loss, parts.optimizer, parts.placement, batch, run.strategy.accumulate
+    )
+    return figures_text(figures(compiled, sizes), kind)
 
 
 def _stages(run: Run, model: Model, num_stages: int) -> Stages | None:
@@ -119,6 +148,4 @@ def _show(table: Table, picture: Path | None) -> None:
 def _devices_named(mesh: Mapping[str, int]) -> int:
     if -1 not in mesh.values():
         return math.prod(mesh.values())
-    import jax
-
     return jax.device_count()

@@ -51,7 +51,8 @@ class Collective:
     payload_bytes: int
     """Bytes of the whole array in one run: what is reduced, what a gather makes, what a device exchanges."""
     wire_bytes_per_device: float
-    """Bytes that a device sends over all runs, with the best known (ring) algorithm."""
+    """Bytes that a device sends over all runs, on average over all devices, with the best known (ring)
+    algorithm. In a permutation only the sources send."""
     dtype: str
     """Element type on the wire, in HLO's words: `f32`, `bf16`."""
     loops: tuple[Loop, ...]
@@ -206,6 +207,7 @@ class _Reader:
         if not axes:
             return
         group_size = max(len(group) for group in groups)
+        senders = sum(len(set(group)) > 1 for group in groups) / frame.module.num_devices
         parts: dict[tuple[str, str], int] = {}
         for part, array in enumerate(_operand_arrays(frame, instruction)):
             scattered = kind == ALL_REDUCE and is_scattered(frame, instruction, part, array, groups)
@@ -219,7 +221,11 @@ class _Reader:
                 group_size=math.prod(self.axis_sizes[a] for a in axes) if kind == PERMUTE else group_size,
                 count=1,
                 payload_bytes=payload_bytes,
-                wire_bytes_per_device=_wire_bytes(kind, payload_bytes, group_size),
+                wire_bytes_per_device=(
+                    senders * payload_bytes
+                    if kind == PERMUTE
+                    else _wire_bytes(kind, payload_bytes, group_size)
+                ),
                 dtype=dtype,
                 loops=(),
                 source=instruction.source,
@@ -227,9 +233,7 @@ class _Reader:
 
 
 def _wire_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
-    """Bytes that a device sends in one run."""
-    if kind in (PERMUTE, BROADCAST):
-        return float(payload_bytes)
+    """Bytes that a device of a group sends in one run; a broadcast is handed on from each to the next."""
     passes = 2 if kind == ALL_REDUCE else 1
     return passes * (group_size - 1) / group_size * payload_bytes
 

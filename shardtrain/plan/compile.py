@@ -21,7 +21,7 @@ from shardtrain.model import Model
 from shardtrain.pipeline.rows import Stages
 from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
-from shardtrain.state import make_placement, restorable_state
+from shardtrain.state import Placement, make_placement, restorable_state
 from shardtrain.step import make_step
 
 PLUGIN = "jax_cuda12_plugin"
@@ -98,8 +98,22 @@ def compile_step(
       ValueError: the layout does not fit the model, or B cannot be split.
     """
     placement = make_placement(model, optimizer, layout, mesh, stages=stages, schedule=schedule)
+    return compile_placed(model, loss, optimizer, placement, batch, microbatches)
+
+
+def compile_placed(
+    model: Model,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    microbatches: int = 1,
+) -> jax.stages.Compiled:
+    """Compile the training step of a placement, from shapes alone; see `compile_step`."""
+    mesh = placement.mesh
     num_rows = next(iter(batch.values())).shape[0]
-    problem = batch_problem(num_rows, {axis: mesh.shape[axis] for axis in layout.batch_axes}, microbatches)
+    batch_axes = {axis: mesh.shape[axis] for axis in placement.layout.batch_axes}
+    problem = batch_problem(num_rows, batch_axes, microbatches)
     if problem:
         raise ValueError(problem)
     parts = {
@@ -116,7 +130,8 @@ def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
     """Devices to compile for; for GPUs a description, so that none has to be here.
 
     Args:
-      kind: "cpu": (simulated) devices of this process; "h100" or "a100": hosts of 8 such GPUs.
+      kind: "cpu": simulated devices of this process (`--cpu-devices`, or `jax_num_cpu_devices` before jax
+        starts); "h100" or "a100": hosts of 8 such GPUs.
       num_devices: how many; for GPUs at most 8, or a multiple of 8.
 
     Returns:
@@ -150,11 +165,9 @@ def too_few_text(num_devices: int, num_here: int) -> str:
     """The error for more CPU devices than this process simulates.
 
     >>> too_few_text(16, 8)
-    '16 CPU devices were asked for and 8 are simulated; set jax_num_cpu_devices=16 before jax starts'
+    '16 CPU devices were asked for and 8 are simulated; give --cpu-devices 16'
     """
-    change = (
-        f"set jax_num_cpu_devices={num_devices} before jax starts" if num_devices > 0 else "ask for 1 or more"
-    )
+    change = f"give --cpu-devices {num_devices}" if num_devices > 0 else "ask for 1 or more"
     return f"{num_devices} CPU devices were asked for and {num_here} are simulated; {change}"
 
 

@@ -63,7 +63,7 @@ def weights(arrays: Mapping[str, Named], rules: Rules) -> tuple[Weight, ...]:
     return tuple(
         Weight(
             num_elements=math.prod(named.shape),
-            axes=frozenset(axis for dim in named.dims or () if dim is not None for axis in rules[dim]),
+            axes=frozenset(axis for dim in named.dims or () for axis in rules.get(dim or "", ())),
             in_blocks=axes.LAYERS in (named.dims or ()),
         )
         for named in arrays.values()
@@ -125,15 +125,42 @@ def step_traffic(work: Work, layout: Layout, sizes: Mapping[str, int]) -> Traffi
     >>> step_traffic(work, Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1})
     {Key(kind='all-reduce', axes=('data',), in_blocks=False): 400.0}
     """
+    of_parameters = _parameters(work, layout, sizes)
+    sequence = [_sequence_gradient(weight, work) for weight in work.weights if axes.TENSOR not in weight.axes]
+    parts = [_activations(work, layout, sizes), of_parameters, *(sequence if layout.sequence_sharded else [])]
+    return _summed((flow for part in parts for flow in part), sizes)
+
+
+def parameter_traffic(
+    weights: tuple[Weight, ...], layout: Layout, sizes: Mapping[str, int], microbatches: int
+) -> Traffic:
+    """The bytes that each device has to send for parameters and gradients in one step of any model.
+
+    They depend on the layout alone, not on what the model computes. Elements have 4 bytes; a model that
+    computes in bfloat16 gathers half as much. A pipeline with fsdp gathers in every tick, which is more.
+
+    Args:
+      weights: the parameters.
+      layout, sizes: as in `step_traffic`.
+      microbatches: parts of the batch that the step handles one after the other.
+
+    Returns:
+      Bytes of a device by collective, axes and place; what is 0 is left out.
+
+    >>> weights = (Weight(num_elements=100, axes=frozenset({"fsdp"}), in_blocks=False),)
+    >>> for key, num_bytes in parameter_traffic(weights, Layout(mesh={"fsdp": 2}), {"fsdp": 2}, 4).items():
+    ...     print(key.kind, key.axes, num_bytes)
+    all-gather ('fsdp',) 800.0
+    reduce-scatter ('fsdp',) 800.0
+    """
+    work = Work(weights=weights, num_tokens=0, embed=0, num_blocks=0, microbatches=microbatches)
+    return _summed(_parameters(work, layout, sizes), sizes)
+
+
+def _summed(flows: "_Flows", sizes: Mapping[str, int]) -> Traffic:
     sums: dict[Key, float] = defaultdict(float)
-    parts = [_activations(work, layout, sizes)]
-    for weight in work.weights:
-        gathered = layout.zero == 3
-        parts.append(_gathered_weight(weight, work, sizes) if gathered else _whole_weight(weight, sizes))
-        if layout.sequence_sharded and axes.TENSOR not in weight.axes:
-            parts.append(_sequence_gradient(weight, work))
-    for kind, over, in_blocks, payload_bytes in (flow for part in parts for flow in part):
-        present = tuple(axis for axis in over if sizes[axis] > 1)
+    for kind, over, in_blocks, payload_bytes in flows:
+        present = tuple(axis for axis in over if sizes.get(axis, 1) > 1)
         num_devices = math.prod(sizes[axis] for axis in present)
         sums[Key(kind, present, in_blocks)] += sent_bytes(kind, num_devices, payload_bytes)
     return {key: num_bytes for key, num_bytes in sums.items() if num_bytes}
@@ -141,6 +168,14 @@ def step_traffic(work: Work, layout: Layout, sizes: Mapping[str, int]) -> Traffi
 
 _Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
 """Kind, axes, whether in the blocks, and bytes of the whole array over all runs."""
+
+
+def _parameters(work: Work, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
+    for weight in work.weights:
+        yield from _gathered_weight(weight, work, sizes) if layout.zero == 3 else _whole_weight(weight, sizes)
+        if not weight.in_blocks:  # all stages of a pipeline have it, and each has a part of its gradient
+            stored = weight.num_elements / _total(sizes, weight.axes)
+            yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
 
 
 def _gathered_weight(weight: Weight, work: Work, sizes: Mapping[str, int]) -> _Flows:
@@ -165,7 +200,7 @@ def _whole_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
         yield ALL_REDUCE, (axes.DATA,), False, stored_bytes
         return
     yield REDUCE_SCATTER, (axes.FSDP,), False, stored_bytes
-    yield ALL_REDUCE, (axes.DATA,), False, stored_bytes / sizes[axes.FSDP]
+    yield ALL_REDUCE, (axes.DATA,), False, stored_bytes / sizes.get(axes.FSDP, 1)
     yield ALL_GATHER, (axes.FSDP,), False, stored_bytes
 
 
@@ -188,4 +223,4 @@ def _activations(work: Work, layout: Layout, sizes: Mapping[str, int]) -> _Flows
 
 
 def _total(sizes: Mapping[str, int], over: frozenset[str] | tuple[str, ...]) -> int:
-    return math.prod(sizes[axis] for axis in over)
+    return math.prod(sizes.get(axis, 1) for axis in over)

@@ -8,6 +8,18 @@ from shardtrain import cli
 from shardtrain.pipeline.schedule import gpipe, interleaved, make_table, write_table
 from shardtrain.report.timeline import timeline_text
 
+TINY = (
+    "--model.num-layers",
+    "2",
+    "--model.embed",
+    "16",
+    "--model.num-heads",
+    "2",
+    "--model.seq",
+    "16",
+    "--data.seq",
+    "16",
+)
 GPT = str(Path(__file__).parents[2] / "examples/gpt_text.py")
 
 
@@ -99,3 +111,32 @@ def test_mistakes_are_told(words, texts, capsys):
     for text in texts:
         assert text in told
     assert "Traceback" not in told
+
+
+class TestTraffic:
+    def test_parameters_and_gradients_are_counted_by_theory(self, inspected):
+        """842,496 parameters of 4 bytes, reduced over 4 devices: 2 x 3/4 of them."""
+        text = inspected("--mesh", "data=4")
+        (row,) = (line.split() for line in text.splitlines() if line.strip().startswith("all-reduce"))
+        assert row == ["all-reduce", "data", "4.8", "MiB"]
+        assert f"{842_496 * 4 * 2 * 3 / 4 / 2**20:.1f} MiB" == "4.8 MiB"
+        assert "no parameters or gradients between devices" in inspected("--mesh", "data=1")
+
+    def test_a_compiled_step_tells_what_it_moves(self, inspected):
+        text = inspected("--mesh", "pipeline=2,data=2", "--accumulate", "2", "--compile", "cpu", *TINY)
+        rows = [line.split()[:2] for line in text.partition("compiled for cpu")[2].splitlines()[2:-1]]
+        assert sorted(rows) == [
+            ["all-reduce", "data"],
+            ["all-reduce", "pipeline"],
+            ["collective-permute", "pipeline"],
+        ]
+
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            (("--mesh", "data=16", "--compile", "cpu"), "8 are simulated; give --cpu-devices 16"),
+            (("--mesh", "data=2", "--compile", "h10"), "'h10' (did you mean 'h100'?)"),
+        ],
+    )
+    def test_devices_that_cannot_be_compiled_for(self, inspected, words, expected):
+        assert expected in inspected(*words)

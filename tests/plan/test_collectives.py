@@ -185,6 +185,12 @@ def test_a_permutation_across_two_axes_names_both():
     assert (found.axes, found.group_size) == (("data", "fsdp"), 4)
 
 
+def test_of_a_permutation_only_the_sources_send():
+    chain = [(0, 1), (1, 2), (2, 3)]
+    found = only(read_shard(lambda x: lax.ppermute(x, "fsdp", chain), make_mesh(data=2, fsdp=4), (8, 16)))
+    assert found.wire_bytes_per_device == 3 / 4 * ROWS_BYTES
+
+
 class TestSlicedAllReduce:
     """An all-reduce is a reduce-scatter only if the slices follow the devices that reduced."""
 
@@ -515,15 +521,15 @@ OTHER_BACKENDS = {
     "collective-permute-start": (
         "(f32[4], f32[4], u32[], u32[]) collective-permute-start(%p), "
         "source_target_pairs={{0,1},{1,0},{2,2},{3,3}}",
-        ("collective-permute", 16, 16),
+        ("collective-permute", 16, 16 * 2 / 8),
     ),
     "collective-permute in place": (
         "f32[4] collective-permute(%p, %p, %i, %i), source_target_pairs={{0,1},{1,0}}, slice_sizes={{3}}",
-        ("collective-permute", 12, 12),
+        ("collective-permute", 12, 12 * 2 / 8),
     ),
     "collective-broadcast": (
         "f32[4] collective-broadcast(%p), replica_groups={{0,1},{2,3}}",
-        ("collective-broadcast", 16, 16),
+        ("collective-broadcast", 16, 8),
     ),
     "ragged-all-to-all": (
         "f32[4] ragged-all-to-all(%p, %out, %i, %i, %i, %i), replica_groups={{0,1},{2,3}}",

@@ -250,7 +250,7 @@ def test_a_batch_that_cannot_be_split():
         (
             "cpu",
             9,
-            "9 CPU devices were asked for and 8 are simulated; set jax_num_cpu_devices=9 before jax starts",
+            "9 CPU devices were asked for and 8 are simulated; give --cpu-devices 9",
         ),
         ("cpu", 0, "0 CPU devices were asked for and 8 are simulated; ask for 1 or more"),
         ("h10", 8, "devices of kind 'h10' (did you mean 'h100'?) cannot be compiled for"),

@@ -1,0 +1,51 @@
+"""What a step moves between devices, as the text that `inspect` shows.
+
+The bytes are those of `plan.traffic` (theory) or `plan.compile` (a compiled program).
+"""
+
+from collections import defaultdict
+
+from shardtrain.plan.collectives import Collective, table
+from shardtrain.plan.compile import Figures
+from shardtrain.plan.traffic import Traffic
+from shardtrain.report.tables import table_text
+from shardtrain.sharding import bytes_text
+
+
+def traffic_text(traffic: Traffic) -> str:
+    """The bytes of parameters and gradients that a device sends in a step, by collective and mesh axis.
+
+    Args:
+      traffic: of `plan.traffic.parameter_traffic`.
+
+    Returns:
+      A table; one line where nothing is sent.
+    """
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for key, num_bytes in traffic.items():
+        sums[key.kind, "+".join(key.axes)] += num_bytes
+    if not sums:
+        return "communication: no parameters or gradients between devices\n"
+    rows = [(kind, over, bytes_text(round(num))) for (kind, over), num in sums.items()]
+    rows.append(("total", "", bytes_text(round(sum(sums.values())))))
+    title = "communication of parameters and gradients, by theory"
+    return table_text(("collective", "over axes", "sent per device and step"), rows, title=title)
+
+
+def figures_text(found: Figures, kind: str) -> str:
+    """What the compiled step moves and holds, from its compiler.
+
+    Args:
+      found: of the step.
+      kind: of the devices that it was compiled for.
+    """
+    held = found.argument_bytes + found.temp_bytes
+    return (
+        f"compiled for {kind}: {bytes_text(held)} per device"
+        f" (state and batch {bytes_text(found.argument_bytes)}, temporary {bytes_text(found.temp_bytes)})\n"
+        f"{_collectives_text(found.collectives)}\n"
+    )
+
+
+def _collectives_text(found: tuple[Collective, ...]) -> str:
+    return table(found) if found else "nothing moves between devices"
