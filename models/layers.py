@@ -5,8 +5,9 @@ to those dims again, so that a sharded parameter is gathered in the compute dtyp
 being reduced.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,25 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHK.dtype)
 
 
+def target_devices() -> list[jax.Device]:
+    """The devices of this process of the kind that the program being traced will run on.
+
+    Inside a mesh they are of its kind, so [] for a mesh of devices that are described but not here.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    devices = jax.local_devices()
+    return [d for d in devices if described is None or d.device_kind == described.device_kind]
+
+
+def has_flash(devices: Sequence[Any]) -> bool:
+    """Whether cuDNN's flash attention runs on these devices: NVIDIA's from compute capability 8.0 (Ampere).
+
+    False without devices: jax can trace it only where such a device is.
+    """
+    capabilities = [re.fullmatch(r"(\d+)\.\d+", getattr(d, "compute_capability", "")) for d in devices]
+    return bool(capabilities) and all(found and int(found[1]) >= 8 for found in capabilities)
+
+
 def attend(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
@@ -134,8 +154,9 @@ def attend(
       q_BTHK: queries.
       k_BSHK: keys; their number of heads divides that of the queries.
       v_BSHK: values, shaped as the keys.
-      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" on a GPU in 16 bits with a
-        head_dim that it takes (a multiple of 8, at most 128) and without a mask, else "xla".
+      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" in 16 bits with a head_dim
+        that it takes (a multiple of 8, at most 128) and without a mask, where `has_flash` says that the device
+        has it, else "xla".
       causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
         another sequence than its own, whose length may differ).
       mask_BS: 0 for keys that no query sees, such as padding; by default all are seen.
@@ -145,9 +166,8 @@ def attend(
     """
     if kind == "auto":
         half_precision = q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
-        fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128
-        fits = fits and mask_BS is None
-        kind = "cudnn" if half_precision and fits and jax.default_backend() == "gpu" else "xla"
+        fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128 and mask_BS is None
+        kind = "cudnn" if half_precision and fits and has_flash(target_devices()) else "xla"
     mask = None if mask_BS is None else mask_BS[:, None, None, :] != 0
     return jax.nn.dot_product_attention(
         q_BTHK, k_BSHK, v_BSHK, mask=mask, is_causal=causal, implementation=kind

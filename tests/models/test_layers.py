@@ -1,12 +1,15 @@
 """The layers shared by the models, against their definitions in numpy."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
-from shardtrain.models.layers import Linear, Norm, attend, rotate
+from shardtrain.models.layers import Linear, Norm, attend, has_flash, rotate, target_devices
 
 RNG = np.random.default_rng(0)
 
@@ -61,19 +64,35 @@ def test_attention_is_causal_softmax_of_scaled_scores(num_kv_heads):
         np.testing.assert_allclose(y[:, :, head], expected, rtol=1e-5, atol=1e-6)
 
 
+def device(kind, capability=None):
+    """What jax tells of a device; a CPU has no compute capability, and a GPU of AMD one such as gfx90a."""
+    return SimpleNamespace(
+        device_kind=kind, **({} if capability is None else {"compute_capability": capability})
+    )
+
+
+H100, V100 = device("NVIDIA H100 80GB HBM3", "9.0"), device("Tesla V100-SXM2-16GB", "7.0")
+
+
 @pytest.mark.parametrize(
-    ("platform", "dtype", "head_dim", "expected"),
+    ("here", "dtype", "head_dim", "expected"),
     [
-        ("gpu", jnp.bfloat16, 64, "cudnn"),
-        ("gpu", jnp.float32, 64, "xla"),
-        ("gpu", jnp.bfloat16, 60, "xla"),
-        ("gpu", jnp.bfloat16, 256, "xla"),
-        ("cpu", jnp.bfloat16, 64, "xla"),
+        (H100, jnp.bfloat16, 64, "cudnn"),
+        (H100, jnp.float16, 128, "cudnn"),
+        (device("NVIDIA B200", "10.0"), jnp.bfloat16, 64, "cudnn"),
+        (device("NVIDIA A100-SXM4-40GB", "8.0"), jnp.bfloat16, 64, "cudnn"),
+        (H100, jnp.float32, 64, "xla"),
+        (H100, jnp.bfloat16, 60, "xla"),
+        (H100, jnp.bfloat16, 256, "xla"),
+        (V100, jnp.float16, 64, "xla"),
+        (device("Tesla T4", "7.5"), jnp.float16, 64, "xla"),
+        (device("AMD Instinct MI250X", "gfx90a"), jnp.bfloat16, 64, "xla"),
+        (device("cpu"), jnp.bfloat16, 64, "xla"),
     ],
 )
-def test_auto_attention_follows_device_and_dtype(monkeypatch, platform, dtype, head_dim, expected):
+def test_auto_attention_follows_device_and_dtype(monkeypatch, here, dtype, head_dim, expected):
     chosen = []
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
     monkeypatch.setattr(
         jax.nn, "dot_product_attention", lambda *_, implementation, **__: chosen.append(implementation)
     )
@@ -81,6 +100,21 @@ def test_auto_attention_follows_device_and_dtype(monkeypatch, platform, dtype, h
     attend(x, x, x, "auto")
     attend(x, x, x, "cudnn")
     assert chosen == [expected, "cudnn"]
+
+
+def test_the_devices_are_those_of_the_mesh_that_is_compiled_for(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()), ("data",)).abstract_mesh
+    cpus = jax.local_devices()
+    monkeypatch.setattr(jax, "local_devices", lambda: [H100, V100, *cpus])
+    assert target_devices() == [H100, V100, *cpus]
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert target_devices() == cpus
+    assert [has_flash(found) for found in ([H100, H100], [H100, V100], cpus, [])] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
