@@ -153,11 +153,22 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
       ValueError: listing every entry that is missing or that our model has no option for.
     """
     name = config.get("model_type", "")
-    checks.refuse("Hugging Face config", checks.choice("model_type", name, tuple(FAMILIES)))
+    if name not in tuple(FAMILIES):
+        checks.refuse("Hugging Face config", [unknown_family_text(name)])
     family = FAMILIES[name]
     problems, made = family.read(config)
     checks.refuse("Hugging Face config", problems)
     return family, made()
+
+
+def unknown_family_text(name: object) -> str:
+    """The error for a config.json of another kind of model.
+
+    >>> unknown_family_text("qwen2")
+    "model_type is 'qwen2', a family that cannot be read yet; those that can are 'gpt2', 'llama', 'bert'"
+    """
+    known = ", ".join(map(repr, FAMILIES))
+    return f"model_type is {name!r}, a family that cannot be read yet; those that can are {known}"
 
 
 def write_config(config: Any) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHK.dtype)
 
 
-def target_devices() -> list[jax.Device]:
+def target_devices() -> list[Any]:
     """The devices of this process of the kind that the program being traced will run on.
 
     Inside a mesh they are of its kind, so [] for a mesh of devices that are described but not here.
@@ -155,8 +155,8 @@ def attend(
       k_BSHK: keys; their number of heads divides that of the queries.
       v_BSHK: values, shaped as the keys.
       kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" in 16 bits with a head_dim
-        that it takes (a multiple of 8, at most 128) and without a mask, where `has_flash` says that the device
-        has it, else "xla".
+        that it takes (a multiple of 8, at most 128) and no mask, on devices that have it (`has_flash`), else
+        "xla".
       causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
         another sequence than its own, whose length may differ).
       mask_BS: 0 for keys that no query sees, such as padding; by default all are seen.

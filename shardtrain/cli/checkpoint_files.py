@@ -6,6 +6,7 @@ not know its models. Any module with `export_model` and `import_model` like the 
 
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -119,12 +120,13 @@ def import_checkpoint(options: Import) -> int:
         (options.out / TOKENIZER / path.name).write_bytes(path.read_bytes())
     for name in found.left_out:
         sys.stdout.write(f"left out, for the model has no place for it: {name}\n")
-    words = [f"--model.{name.replace('_', '-')} {value}" for name, value in changed_options(found.config)]
+    words = shlex.join(["--start-from.checkpoint", str(options.out), *option_words(found.config)])
     sys.stdout.write(
         f"{found.family}: {num_params:,} parameters -> {options.out}\n"
         f"in a run file of your own: model={model_text(found.config)}\n"
-        f"where it has such a model: --start-from.checkpoint {options.out} {' '.join(words)}\n"
-        f"train on: shardtrain train {options.out / RUN_FILE} (its first lines say with what data)\n"
+        f"where it has such a model: {words}\n"
+        f"train on: {shlex.join(['shardtrain', 'train', str(options.out / RUN_FILE)])}"
+        " (its first lines say with what data)\n"
     )
     return 0
 
@@ -133,6 +135,23 @@ def changed_options(config: Any) -> list[tuple[str, Any]]:
     """Options of a dataclass that are not at their defaults."""
     values = [(f.name, getattr(config, f.name), f.default) for f in fields(config)]
     return [(name, value) for name, value, default in values if value != default]
+
+
+def option_words(config: Any) -> list[str]:
+    """The command line of a run whose model has these options; all of them, for its own may be others.
+
+    >>> from shardtrain.models.mlp import MlpConfig
+    >>> option_words(MlpConfig(features=4, mlp=8, num_layers=1, classes=3, dtype="bfloat16"))[-2:]
+    ['--model.dtype', 'bfloat16']
+    """
+    words = []
+    for name, value in asdict(config).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--model.{option}" if value else f"--model.no-{option}")
+        else:
+            words += [f"--model.{option}", str(value)]
+    return words
 
 
 def model_text(config: Any) -> str:

@@ -18,7 +18,6 @@ from shardtrain.layout import axis_sizes, problems_error
 from shardtrain.mesh import make_mesh
 from shardtrain.model import Model, as_model
 from shardtrain.optimizer import make_optimizer
-from shardtrain.parts import make_parts, microbatch_of
 from shardtrain.pipeline.rows import Stages
 from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stages import counts, parse_stages
@@ -99,6 +98,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it; the data is prepared in a folder that is deleted again."""
+    from shardtrain.parts import make_parts, microbatch_of  # with all that islands need
+
     mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
     with TemporaryDirectory() as folder:
         rows = microbatch_of(run, run.data.train(Path(folder)))

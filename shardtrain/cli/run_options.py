@@ -230,6 +230,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     parsed: Any = tyro.cli(
         _options_class(shown, extra),
         args=words,
+        config=(tyro.conf.AvoidSubcommands,),  # of a union the kind that the run has
         prog=f"{usage} {arguments[0]}",
         description="Options of the run, with its values as defaults. --data PATH... is short for"
         " --data.paths; --cpu-devices N simulates N devices on the CPU.",
