@@ -15,6 +15,8 @@ import numpy as np
 import tensorstore
 
 from shardtrain.manifest import ARRAYS, COMMON, Leaf, Lie, Manifest, finished, problems, read_manifest
+from shardtrain.manifest_entries import COMPRESSION, SMALL_BYTES
+from shardtrain.untrusted import num_bytes_in, some, special_files
 
 Index = tuple[Any, ...]
 
@@ -86,7 +88,8 @@ class Archive:
     def problems(self) -> list[str]:
         """What `broken` finds, and parts that cannot be seen, a line each."""
         lines = [f"{name}: {problem}" for name, wrong in self.broken().items() for problem in wrong]
-        return lines + [f"part {part} of {self.num_parts} cannot be seen" for part in self.missing]
+        missing = [f"part {some(self.missing)} of {self.num_parts} cannot be seen"] if self.missing else []
+        return lines + missing
 
     @cached_property
     def manifests(self) -> dict[int, Manifest]:
@@ -142,9 +145,13 @@ class Archive:
 
         Raises:
             KeyError: there is no such array.
-            ValueError: a part that it needs cannot be seen.
+            ValueError: a part that it needs cannot be seen; or it declares more bytes than are there.
         """
-        return self.start(path, self.leaves[path]).result()
+        leaf = self.leaves[path]
+        saved_bytes = sum(piece.leaf.num_bytes for piece in self.pieces[path])
+        if leaf.num_bytes > saved_bytes:
+            raise ValueError(f"{path} of step {self.step}: {_too_large(leaf.num_bytes, saved_bytes)}")
+        return self.start(path, leaf).result()
 
     def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
         """Begin to read a slice of an array, which may be of other blocks and replicas than were saved.
@@ -206,7 +213,7 @@ class Archive:
     def _missing_text(self, path: str, what: str) -> str:
         return (
             f"{path}, {what}, of step {self.step} cannot be seen from here: of {self.num_parts} parts"
-            f" {self.missing} are missing; use a run folder that all hosts share"
+            f" [{some(self.missing)}] are missing; use a run folder that all hosts share"
         )
 
     @cached_property
@@ -221,11 +228,46 @@ class Archive:
     def _open(self, piece: Piece, path: str) -> Any:
         key = (piece.folder, path)
         if key not in self._stores:
+            there_bytes = self._there_bytes(piece.folder)
             base = {"driver": "file", "path": f"{piece.folder / ARRAYS}/"}
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
             store = {"driver": "zarr", "kvstore": kvstore}
-            self._stores[key] = tensorstore.open(store, open=True, context=self._context).result()
+            found = tensorstore.open(store, open=True, context=self._context).result()
+            if problem := _store_problem(found, piece.leaf, there_bytes):
+                raise ValueError(f"{path} in {piece.folder}: {problem}")
+            self._stores[key] = found
         return self._stores[key]
+
+    def _there_bytes(self, folder: Path) -> int:
+        """The size of what lies in a part, looked at once, before anything of it is opened.
+
+        Raises:
+            ValueError: it holds what would block, or leads elsewhere.
+        """
+        if folder not in self._sizes:
+            if special := special_files(folder):
+                raise ValueError(f"{folder} is not read: {some(special)}")
+            self._sizes[folder] = num_bytes_in(folder)
+        return self._sizes[folder]
+
+    @cached_property
+    def _sizes(self) -> dict[Path, int]:
+        return {}
+
+
+def _store_problem(store: Any, leaf: Leaf, there_bytes: int) -> str:
+    """In what a stored array is not what the manifest says of it; and what there are too few bytes for."""
+    found = (tuple(store.shape), store.dtype.numpy_dtype.name)
+    if found != (leaf.shape, leaf.dtype):
+        return f"its file has {found[1]} {found[0]}, and the manifest {leaf.dtype} {leaf.shape}"
+    # since arrays are saved as they are, each of their bytes is there
+    is_compressed = store.spec().to_json()["metadata"].get("compressor") is not None
+    most_bytes = there_bytes * COMPRESSION + SMALL_BYTES if is_compressed else there_bytes
+    return _too_large(leaf.num_bytes, most_bytes) if leaf.num_bytes > most_bytes else ""
+
+
+def _too_large(num_bytes: int, most_bytes: int) -> str:
+    return f"it declares {num_bytes:,} bytes, and its files can hold {most_bytes:,}; bring back a copy"
 
 
 def _rows_of(leaf: Leaf) -> Sequence[int]:

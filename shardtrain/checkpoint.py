@@ -7,6 +7,7 @@ goes on from in `choice.py`, how it is read in `restore.py`.
 import json
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ from jax.experimental import multihost_utils
 from shardtrain import manifest as manifests
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.choice import Choice, Share, choose
+from shardtrain.fast_disk import check as check_fast
+from shardtrain.fast_disk import claim, fast_folder
 from shardtrain.manifest import WHOLE, Leaf, Lie, Manifest, Part
 from shardtrain.restore import Allow, restore_arrays
 from shardtrain.retention import FAST_KEPT, Mirror, delete_old
@@ -86,7 +89,8 @@ class Checkpoints:
         report: called on the caller's thread with each line that people must see.
 
     Raises:
-        ValueError: several processes would save to a fast disk that each has for itself.
+        ValueError: several processes would save to a fast disk that each has for itself; or the folder there
+            is not this run's own.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -121,8 +125,11 @@ class Checkpoints:
                 f"checkpoints go to {policy.fast} first, and {part.count} islands save a part each, whose"
                 " copies would come to the run folder at different times. Leave --checkpoints.fast out"
             )
-        # the runs of a host share its fast disk
-        fast = policy.fast and Path(policy.fast).absolute() / str(self.folder).strip("/").replace("/", "-")
+        # the runs of a host share its fast disk; whatever a run's folder is called, it is one folder there
+        self._resolved = self.folder.resolve()
+        fast = policy.fast and fast_folder(Path(policy.fast).absolute(), self._resolved)
+        if fast and os.path.lexists(fast):
+            check_fast(fast, self._resolved)
         self._mirror = Mirror(fast, self.folder, policy, part) if fast else None
         self._fast, self._target = fast, fast or self.folder
         self._orbax = _orbax()
@@ -190,6 +197,8 @@ class Checkpoints:
         partial = manifests.partial_folder(self._target, step, self.part)
         try:
             if _is_primary():
+                if self._is_on_fast:
+                    claim(self._target, self._resolved)
                 # Larger than the newest whole step, so what lies in its place is not whole.
                 for folder in self.folders:
                     manifests.delete(manifests.step_folder(folder, step, self.part))

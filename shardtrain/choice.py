@@ -10,6 +10,7 @@ from typing import Any
 
 from shardtrain.archive import Archive, archives
 from shardtrain.manifest import partial_folders
+from shardtrain.untrusted import some
 
 Share = Callable[[str, Callable[[int], Any]], list[Any]]
 """(name, what an island of that number finds out) -> what each island found, as JSON has it."""
@@ -68,7 +69,7 @@ def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Choice:
             broken.add(step)
         elif missing:
             passed_over.append(
-                f"step {step}: unfinished: parts {missing} of {num_parts} are nowhere to be seen"
+                f"step {step}: unfinished: parts [{some(missing)}] of {num_parts} are nowhere to be seen"
             )
             broken.add(step)
             incomplete.add(step)

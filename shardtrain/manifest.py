@@ -11,11 +11,51 @@ import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
+
+from shardtrain.manifest_entries import (
+    COMMON,
+    MOST_PARTS,
+    WHOLE,
+    File,
+    Leaf,
+    Lie,
+    Manifest,
+    Part,
+    manifest_of,
+)
+from shardtrain.untrusted import open_inside, parse_json, short, special_files, stat_inside
+
+__all__ = [
+    "ARRAYS",
+    "COMMON",
+    "PARTIAL",
+    "WHOLE",
+    "File",
+    "Leaf",
+    "Lie",
+    "Manifest",
+    "Part",
+    "delete",
+    "extra_problems",
+    "finished",
+    "has_manifest",
+    "matches",
+    "mismatches",
+    "partial_folder",
+    "partial_folders",
+    "problems",
+    "read_manifest",
+    "read_name",
+    "size_of",
+    "step_folder",
+    "sync",
+    "write_manifest",
+]
 
 SCHEMA = 2
 READABLE = (1, 2)
@@ -29,112 +69,9 @@ PARTIAL = ".partial"
 """How the name of a folder ends that is being written, or deleted."""
 
 _MANIFEST = "manifest.json"
-_PART = re.compile(r"step_(\d+)(?:\.part-(\d+)-of-(\d+))?")
+_NAME = re.compile(r"step_([0-9]{1,15})(?:\.part-([0-9]{1,5})-of-([0-9]{1,5}))?")
+_MOST_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 22
-
-
-class Part(NamedTuple):
-    """Which part of a step a writer saves: islands of stages, or with states of their own, save one each."""
-
-    index: int = 0
-    count: int = 1
-
-    def __str__(self) -> str:
-        return f".part-{self.index}-of-{self.count}" if self.count > 1 else ""
-
-
-WHOLE = Part()
-
-
-@dataclass(frozen=True, kw_only=True)
-class File:
-    """One file as it was when the checkpoint was finished.
-
-    Args:
-        num_bytes: its size.
-        crc32: its checksum; it finds accidents (every single flipped bit), not forgery.
-    """
-
-    num_bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lie:
-    """How an array lies in the state of the whole model, so that any other layout finds its pieces.
-
-    Args:
-        rows: the block of each row, where its blocks are stacked and not simply all of them in order; -1 is a
-            row of padding.
-        num_rows: blocks of the whole model, where there are rows.
-        replica: whose it is, where each replica has one of its own.
-        num_replicas: how many have; where `replica` is None, its first dim counts them. None: all have it in
-            common.
-
-    >>> Lie(rows=(4, 5), num_rows=6).whole((2, 8)), Lie(num_replicas=4).whole((4, 6, 8))
-    ((6, 8), (6, 8))
-    """
-
-    rows: tuple[int, ...] | None = None
-    num_rows: int | None = None
-    replica: int | None = None
-    num_replicas: int | None = None
-
-    @property
-    def counts_replicas(self) -> bool:
-        """Its first dim does."""
-        return self.num_replicas is not None and self.replica is None
-
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that it has in one replica of the whole model."""
-        shape = tuple(shape)[1:] if self.counts_replicas else tuple(shape)
-        return shape if self.num_rows is None else (self.num_rows, *shape[1:])
-
-
-COMMON = Lie()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """One array of the state.
-
-    Args:
-        shape: its global shape, as it is stored.
-        dtype: the name of its dtype.
-        lie: of which blocks and which replica it is.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    lie: Lie = COMMON
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {self.lie.whole(self.shape)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a finished checkpoint holds.
-
-    Args:
-        step: the training step it was saved after.
-        orbax_version: of the Orbax that wrote the arrays.
-        files: path below the step's folder -> size and checksum.
-        leaves: path in the state -> shape, dtype, and which piece of it this is.
-        extra: what the caller saved beside the arrays.
-        part: of the step; the others have manifests of their own.
-        saved_seconds: when, in seconds since 1970.
-        save_id: the same in all parts of one save, and of no other.
-    """
-
-    step: int
-    orbax_version: str
-    files: Mapping[str, File]
-    leaves: Mapping[str, Leaf]
-    extra: dict[str, Any]
-    part: Part = WHOLE
-    saved_seconds: float = 0.0
-    save_id: str = ""
 
 
 def step_folder(folder: Path, step: int, part: Part = WHOLE) -> Path:
@@ -168,15 +105,18 @@ def read_name(name: str) -> tuple[int, Part]:
     >>> read_name("step_00000020.part-1-of-3"), read_name("step_new")
     ((20, Part(index=1, count=3)), (-1, Part(index=0, count=1)))
     """
-    match = _PART.fullmatch(name)
-    if match is None or not match[1].isascii():
+    match = _NAME.fullmatch(name)
+    part = Part(int(match[2]), int(match[3])) if match and match[2] else WHOLE
+    # a count that no run has would be counted up to
+    if match is None or not part.index < part.count <= MOST_PARTS:
         return -1, WHOLE
-    return int(match[1]), Part(int(match[2]), int(match[3])) if match[2] else WHOLE
+    return int(match[1]), part
 
 
 def partial_folders(folder: Path) -> list[Path]:
     """What interrupted saves and deletions left behind, or what is being saved right now."""
-    return sorted(folder.glob(f"{_STEP}*{PARTIAL}"))
+    found = folder.glob(f"{_STEP}*{PARTIAL}")
+    return sorted(path for path in found if read_name(path.name.removesuffix(PARTIAL))[0] >= 0)
 
 
 def has_manifest(step_folder: Path) -> bool:
@@ -198,7 +138,7 @@ def write_manifest(step_folder: Path, manifest: Manifest) -> None:
     """
     paths = sorted(path for path in step_folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:
-        files = list(pool.map(lambda path: File(num_bytes=path.stat().st_size, crc32=_crc32(path)), paths))
+        files = list(pool.map(_file, paths))
     by_name = {
         path.relative_to(step_folder).as_posix(): file for path, file in zip(paths, files, strict=True)
     }
@@ -208,46 +148,51 @@ def write_manifest(step_folder: Path, manifest: Manifest) -> None:
         sync(path)
 
 
+def _file(path: Path) -> File:
+    with path.open("rb") as file:
+        return File(num_bytes=path.stat().st_size, crc32=_crc32(file))
+
+
 def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
     """A step's manifest, or None and why it cannot be trusted.
 
     Raises:
         ValueError: it is whole, but of a later version of shardtrain.
     """
+    if step_folder.is_symlink():
+        return None, "it is a link; put the folder itself in its place"
     try:
-        text = (step_folder / _MANIFEST).read_text()
+        text = _manifest_text(step_folder)
     except FileNotFoundError:
         return None, f"no {_MANIFEST}"
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         return None, f"{_MANIFEST} cannot be read: {error}"
     try:
-        body = json.loads(text)["body"]
+        body = parse_json(text, constants=True)["body"]
         if _text(body) != text:
             return None, f"{_MANIFEST} does not agree with its own checksum"
+        schema = body["schema"]
     except (ValueError, KeyError, TypeError):
         return None, f"{_MANIFEST} is damaged"
-    if body["schema"] not in READABLE:
+    if type(schema) is int and schema > SCHEMA:
         raise ValueError(
-            f"{step_folder} was written in schema {body['schema']}; this shardtrain reads schema "
+            f"{step_folder} was written in schema {schema}; this shardtrain reads schema "
             f"{' and '.join(map(str, READABLE))}. Use the shardtrain that wrote it, or another run folder."
         )
-    return Manifest(
-        step=body["step"],
-        orbax_version=body["orbax_version"],
-        files={path: File(**file) for path, file in body["files"].items()},
-        leaves={path: _leaf(leaf) for path, leaf in body["leaves"].items()},
-        extra=body["extra"],
-        part=Part(*body.get("part", WHOLE)),
-        saved_seconds=body.get("saved_seconds", 0.0),
-        save_id=body.get("save_id", ""),
-    ), ""
+    try:
+        if schema not in READABLE:
+            raise ValueError(f"schema is {short(schema)}")
+        return manifest_of(body), ""
+    except ValueError as error:
+        return None, f"{_MANIFEST} is not of the form that shardtrain writes: {error}"
 
 
-def _leaf(saved: dict[str, Any]) -> Leaf:
-    lie = dict(saved.get("lie", {}))
-    rows = lie.pop("rows", None)
-    lie = Lie(**lie, rows=None if rows is None else tuple(rows))
-    return Leaf(shape=tuple(saved["shape"]), dtype=saved["dtype"], lie=lie)
+def _manifest_text(step_folder: Path) -> str:
+    num_bytes = stat_inside(step_folder, _MANIFEST).st_size
+    if num_bytes > _MOST_BYTES:
+        raise ValueError(f"it has {num_bytes:,} bytes; at most {_MOST_BYTES:,} are read")
+    with open_inside(step_folder, _MANIFEST) as file:
+        return file.read(_MOST_BYTES).decode()
 
 
 def problems(step_folder: Path) -> list[str]:
@@ -264,8 +209,10 @@ def problems(step_folder: Path) -> list[str]:
         return [reason]
     if step_folder.name != f"{_STEP}{manifest.step:08d}{manifest.part}":
         return [f"its manifest is that of step {manifest.step}{manifest.part}"]
+    if special := special_files(step_folder):
+        return special
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda item: _file_problem(step_folder / item[0], item[1]), manifest.files.items())
+        found = pool.map(lambda item: _file_problem(step_folder, *item), manifest.files.items())
         return [f"{path} {problem}" for path, problem in zip(manifest.files, found, strict=True) if problem]
 
 
@@ -338,6 +285,9 @@ def extra_problems(extra: object, path: str = "extra") -> list[str]:
 
 def delete(folder: Path) -> None:
     """Delete a step's folder, if it is there; interrupted at any point, what is left is a partial folder."""
+    if folder.is_symlink():
+        folder.unlink()  # and nothing behind it
+        return
     if not folder.exists():
         return
     partial = folder.with_name(folder.name.removesuffix(PARTIAL) + PARTIAL)
@@ -366,20 +316,29 @@ def _text(body: dict[str, Any]) -> str:
     return json.dumps({"crc32": checksum, "body": body}, indent=1) + "\n"
 
 
-def _crc32(path: Path) -> int:
+def _crc32(file: BinaryIO) -> int:
     checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
+    while chunk := file.read(_CHUNK_BYTES):
+        checksum = zlib.crc32(chunk, checksum)
     return checksum
 
 
-def _file_problem(path: Path, file: File) -> str:
+def size_of(step_folder: Path, name: str) -> int:
+    """The size of a file that a manifest names; -1 where there is no such regular file inside the folder."""
     try:
-        num_bytes = path.stat().st_size
+        return stat_inside(step_folder, name).st_size
+    except OSError:
+        return -1
+
+
+def _file_problem(step_folder: Path, name: str, file: File) -> str:
+    try:
+        num_bytes = stat_inside(step_folder, name).st_size
         if num_bytes != file.num_bytes:
             return f"has {num_bytes} bytes, {file.num_bytes} were saved"
-        return "" if _crc32(path) == file.crc32 else f"has other contents than were saved ({num_bytes} bytes)"
+        with open_inside(step_folder, name) as opened:
+            same = _crc32(opened) == file.crc32
+        return "" if same else f"has other contents than were saved ({num_bytes} bytes)"
     except FileNotFoundError:
         return f"is missing, {file.num_bytes} bytes were saved"
     except OSError as error:

@@ -140,7 +140,7 @@ class Mirror:
         manifests.delete(partial)
         manifests.delete(goal)
         try:
-            shutil.copytree(manifests.step_folder(self._fast, step, self._part), partial)
+            shutil.copytree(manifests.step_folder(self._fast, step, self._part), partial, symlinks=True)
             for path in (*partial.rglob("*"), partial):
                 manifests.sync(path)
             partial.rename(goal)

@@ -3,7 +3,6 @@
 Each piece can be made and used alone, see the README; here they are put together in order.
 """
 
-import fcntl
 import hashlib
 import math
 import sys
@@ -30,6 +29,7 @@ from shardtrain.layout import axis_sizes
 from shardtrain.loop import Pace, Pieces, StopSignals, Wish, run_loop
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model
+from shardtrain.output import replace_file
 from shardtrain.parts import Parts, make_across, make_parts, microbatch_of, pipeline_text
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.recipes import scaled
@@ -38,14 +38,15 @@ from shardtrain.report import plots
 from shardtrain.report.islands import binding_text
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
-from shardtrain.resume import BEGINNING, Begun, Saving, begin, made_equal
+from shardtrain.resume import BEGINNING, CHECKPOINTS, Begun, Saving, begin, made_equal
+from shardtrain.run_lock import Locked, locked
 from shardtrain.saved import in_order
 from shardtrain.stages_across import StageStep
 from shardtrain.state import State, init_state, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
 from shardtrain.together import Loader, Together
 
-RUN_FILE, METRICS, CURVE, LOCK = "run.txt", "metrics.jsonl", "loss.png", ".lock"
+RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
 TENSORBOARD = "tensorboard"
 """What lies in a run folder, beside the token files of `data.Text`."""
 
@@ -155,7 +156,7 @@ def _stretch(
         stack.callback(sinks.close)
         if together.is_first:
             try:
-                (folder / RUN_FILE).write_text(run_text(agreed.description))
+                replace_file(folder / RUN_FILE, run_text(agreed.description).encode())
             except OSError as error:
                 notes.note(f"WARNING: {folder / RUN_FILE} cannot be written: {error}; the run goes on")
         if begun.step >= run.steps:
@@ -346,18 +347,21 @@ def _loader(run: Run, parts: Parts, together: Together, source: Any) -> Loader:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Two runs in one folder would delete each other's checkpoints; a lock ends with its process."""
+    """Two runs in one folder would delete each other's checkpoints.
+
+    The folder of checkpoints has a lock of its own: it may be a link, and `prune` may know it alone.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another process is training in {folder}; wait for it, or use another --run-dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(locked(folder))
+            (folder / CHECKPOINTS).mkdir(exist_ok=True)
+            stack.enter_context(locked(folder / CHECKPOINTS))
+            yield
+    except Locked:
+        raise ValueError(
+            f"another process is training in {folder}; wait for it, or use another --run-dir"
+        ) from None
 
 
 class _Notes:

@@ -35,7 +35,7 @@ def write(
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name.removeprefix("step_000000") for path in folder.iterdir())
+    return sorted(path.name.removeprefix("step_000000") for path in folder.glob("step_*"))
 
 
 def of_one(name, look):

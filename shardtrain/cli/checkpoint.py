@@ -3,10 +3,9 @@
 Converters of files come in by name (`checkpoint_files.py`). Next: `shardtrain/archive.py`, which reads.
 """
 
-import fcntl
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,14 +19,13 @@ from shardtrain.cli.checkpoint_place import Place, find_place
 from shardtrain.layout import near
 from shardtrain.manifest import delete, partial_folders
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
+from shardtrain.run_lock import LOCK, Locked, locked
 from shardtrain.sharding import bytes_text
 
 Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
 """A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP is a step of it."""
 
 DAMAGED = 1
-LOCK = ".lock"
-"""In a run's folder; a run holds it as long as it trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,22 +203,24 @@ def _newest_whole(found: Sequence[Archive], number: int) -> list[Archive]:
 
 @contextmanager
 def _nobody_trains(folder: Path) -> Iterator[None]:
-    """Hold the lock of the run whose checkpoints these are.
+    """Hold the locks of a folder of checkpoints, and of the run that it is of.
 
     Raises:
-      ValueError: a run holds it.
+      ValueError: a run holds one.
     """
-    with (folder.parent / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"a process is training in {folder.parent}, and deletes old checkpoints itself"
-                " (--checkpoints.keep); wait for it, or stop it first"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
+    run = folder.resolve().parent
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(locked(folder))
+            if (run / LOCK).is_file():
+                # a run of an earlier version holds this one alone
+                stack.enter_context(locked(run))
+            yield
+    except Locked:
+        raise ValueError(
+            f"a process is training in {run}, and deletes old checkpoints itself"
+            " (--checkpoints.keep); wait for it, or stop it first"
+        ) from None
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from shardtrain.archive import Archive, archives
 from shardtrain.manifest import finished, partial_folders, read_name
+from shardtrain.untrusted import some
 
 CHECKPOINTS = "checkpoints"
 
@@ -44,7 +45,9 @@ class Place:
         found = self.all_archives()
         whole = [each for each in found if not each.missing]
         if not whole:
-            lines = [f"step {each.step} lacks parts {each.missing} of {each.num_parts}" for each in found]
+            lines = [
+                f"step {each.step} lacks parts [{some(each.missing)}] of {each.num_parts}" for each in found
+            ]
             raise ValueError(f"{self.folder}: {'; '.join(lines)}; bring their folders here")
         return whole[-1]
 

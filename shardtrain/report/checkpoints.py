@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from shardtrain.archive import Archive
-from shardtrain.manifest import Leaf, Manifest, read_manifest
+from shardtrain.manifest import Leaf, Manifest, read_manifest, size_of
 from shardtrain.report.tables import table_text
 from shardtrain.sharding import bytes_text
+from shardtrain.untrusted import some
 
 MESH = "strategy.layout.mesh."
 CHUNK_ITEMS = 1 << 22
@@ -52,14 +53,15 @@ def list_text(archives: list[Archive], unfinished: list[Path]) -> str:
 def show_text(archive: Archive) -> str:
     """One step: every array, the run that saved it, and how far it had read."""
     rows = [
-        (path, _shape(leaf), leaf.dtype, bytes_text(_bytes(leaf))) for path, leaf in archive.leaves.items()
+        (path, _shape(leaf), leaf.dtype, bytes_text(leaf.num_bytes)) for path, leaf in archive.leaves.items()
     ]
     leaves = archive.leaves.values()
     num_items = sum(math.prod(leaf.shape) for leaf in leaves)
+    num_bytes = sum(leaf.num_bytes for leaf in leaves)
     lines = [
         f"step {archive.step}, saved {_saved(next(iter(archive.manifests.values())), archive)}",
         table_text(("array", "shape", "dtype", "size"), rows)
-        + f"{len(rows)} arrays, {num_items:,} numbers, {bytes_text(sum(map(_bytes, leaves)))}; on the disk"
+        + f"{len(rows)} arrays, {num_items:,} numbers, {bytes_text(num_bytes)}; on the disk"
         f" {bytes_text(archive.num_bytes)} in {_parts(archive)}",
     ]
     extra = dict(archive.extra)
@@ -126,7 +128,9 @@ def _list_row(archive: Archive) -> tuple[Any, ...]:
         for part, (manifest, _) in read.items()
         for name in (_other_sizes(archive.folders[part], manifest) if manifest else [])
     ]
-    problems += [f"part {part} is missing" for part in archive.missing]
+    if archive.missing:
+        verb = "is" if len(archive.missing) == 1 else "are"
+        problems.append(f"part {some(archive.missing)} {verb} missing")
     num_bytes = sum(file.num_bytes for manifest in manifests for file in manifest.files.values())
     return (
         archive.step,
@@ -139,10 +143,7 @@ def _list_row(archive: Archive) -> tuple[Any, ...]:
 
 
 def _other_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    def size(path: Path) -> int:
-        return path.stat().st_size if path.is_file() else -1
-
-    return [name for name, file in manifest.files.items() if size(folder / name) != file.num_bytes]
+    return [name for name, file in manifest.files.items() if size_of(folder, name) != file.num_bytes]
 
 
 def _saved(manifest: Manifest, archive: Archive) -> str:
@@ -178,7 +179,3 @@ def _run_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[st
 
 def _shape(leaf: Leaf) -> str:
     return " x ".join(map(str, leaf.shape)) or "scalar"
-
-
-def _bytes(leaf: Leaf) -> int:
-    return math.prod(leaf.shape) * (2 if leaf.dtype == "bfloat16" else np.dtype(leaf.dtype).itemsize)

@@ -193,6 +193,25 @@ def test_prune_waits_for_no_run_that_trains(run, capsys):
     assert steps(run) == list(STEPS)
 
 
+@pytest.mark.parametrize("held", ["run/.lock", "run/checkpoints/.lock"])
+@pytest.mark.parametrize("name", [".", "link", "moved", "../run"])
+def test_prune_finds_the_lock_by_any_name_of_the_folder(held, name, run, tmp_path, capsys, monkeypatch):
+    """`checkpoints` may lie on another disk, behind a link, where the run's own lock cannot be found."""
+    if held == "run/checkpoints/.lock":
+        (run / "checkpoints").rename(tmp_path / "moved")
+        (run / "checkpoints").symlink_to(tmp_path / "moved")
+    else:
+        (tmp_path / "moved").symlink_to("run")
+    (tmp_path / "link").symlink_to("run/checkpoints")
+    where = {".": run / "checkpoints", "../run": run}.get(name, tmp_path)
+    monkeypatch.chdir(where)
+    with (tmp_path / held).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, text = command(capsys, "prune", name, "--keep", 1)
+    assert (code, "a process is training in " in text) == (2, True)
+    assert steps(run) == list(STEPS)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

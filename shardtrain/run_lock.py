@@ -1,0 +1,66 @@
+"""The lock of a folder that one process at a time may write to; it ends with its process. No jax.
+
+It lies in the folder that it guards, so that every name of the folder, through links or from inside it, leads
+to the same lock.
+"""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = ".lock"
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EIO)
+"""What file systems without locks answer."""
+
+NO_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Where no lock can be made: on a full disk people must still be able to delete."""
+
+
+class Locked(ValueError):
+    """Another process holds the lock."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is there; where no lock can be had, on a full disk too, do without.
+
+    Raises:
+        Locked: another process holds it.
+        OSError: a link stands in the place of the lock.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with locked(Path(folder)):
+    ...         [path.name for path in Path(folder).iterdir()]
+    ['.lock']
+    """
+    file = _open(folder / LOCK)
+    if file is None:
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Locked(f"another process holds the lock of {folder}") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(file)
+
+
+def _open(path: Path) -> int | None:
+    if path.is_symlink():
+        raise OSError(f"{path} is a link, and a lock is none; remove it")
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return None
+        raise
