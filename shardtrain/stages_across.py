@@ -7,7 +7,7 @@ name. Next: `trainer.py`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.across import AcrossStep, by_path, joined_metrics, like_paths, total_model_state
 from shardtrain.gradients import Gradients, merge_replicas, sum_replicas
 from shardtrain.islands.crossing import Crossing
-from shardtrain.islands.mailbox import Mailbox
 from shardtrain.islands.stage_runner import Observe, StageRunner
 from shardtrain.layout import Named
 from shardtrain.loss import Batch
@@ -32,6 +31,9 @@ from shardtrain.sharding import partition_specs
 from shardtrain.stage_programs import StagePrograms, Sums
 from shardtrain.state import Placement, State
 from shardtrain.step import Metrics, apply_gradients, unless_skipped
+
+if TYPE_CHECKING:
+    from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
 
 Share = Callable[[str, Any], list[Any]]
 """(name, value of this rank) -> every rank's."""
@@ -117,7 +119,7 @@ class StageStep(AcrossStep):
         placement: Placement,
         crossing: Crossing,
         seats: Seats,
-        mailbox: Mailbox,
+        mailbox: "Mailbox",
         share: Share,
         combine: Combine = Combine(),
         learning_rate: optax.Schedule | None = None,

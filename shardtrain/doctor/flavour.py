@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from shardtrain.doctor.child import tell
+from shardtrain.islands.mpi_library import library_environment
 from shardtrain.islands.place import Place
 
 LIBRARY_SECONDS = 60.0
@@ -42,7 +43,7 @@ def launch_problem(place: Place, environ: Mapping[str, str]) -> str | None:
     The library is asked in a child that no launcher started: in a rank of another MPI it may end the process.
     """
     program = "import json; from mpi4py import MPI; print(json.dumps({'library': MPI.Get_library_version()}))"
-    told = tell(program, environ, LIBRARY_SECONDS)
+    told = tell(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
     if "library" not in told:
         return f"mpi4py does not start: {told['died']}"
     launcher, library = LAUNCHERS.get(place.launcher), flavour(told["library"])

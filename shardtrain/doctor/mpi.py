@@ -11,6 +11,7 @@ from shardtrain.doctor.child import tell
 from shardtrain.doctor.flavour import fit, flavour
 from shardtrain.doctor.granted import gpus_wanted
 from shardtrain.islands.membership import cuda_aware
+from shardtrain.islands.mpi_library import library_environment, not_installed
 from shardtrain.launch.mpi import find_mpiexec
 
 CHILD_SECONDS, PROBE_SECONDS = 60.0, 90.0
@@ -67,8 +68,10 @@ def look(here: Here) -> Facts:
         "strange": [n for n in OTHER_LAUNCHERS if n in here.environ] if here.place.launcher == "none" else [],
         "tasks_of_job": _tasks_of_job(here.environ) if here.place.launcher == "none" else 1,
     }
-    if here.is_first_on_host:
-        environ = {**here.environ, "JAX_PLATFORMS": "cpu"}
+    if here.is_first_on_host and (absent := not_installed()):
+        facts["absent"] = absent
+    elif here.is_first_on_host:
+        environ = {**here.environ, **library_environment(here.environ), "JAX_PLATFORMS": "cpu"}
         facts |= {"child": tell(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _mpiexec()}
         if gpus_wanted(here.environ) and not here.quick:
             facts["cuda_aware"] = cuda_aware(timeout_seconds=PROBE_SECONDS)
@@ -110,6 +113,8 @@ def judge(told: Sequence[Told]) -> list[Row]:
     if problem := told[0].facts["seats_problem"]:
         do = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
         rows.append(Row(check="mpi", what="islands", found=problem, verdict="wrong", do=do))
+    if absent := [(one.host, ", ".join(one.facts["absent"])) for one in told if "absent" in one.facts]:
+        rows.append(_absent(absent, alone=told[0].facts["told"][1] == 1))
     if firsts:
         rows += [_library(firsts), *_threads(firsts), _mpi4jax(firsts), _launches(firsts)]
     probed = [(one.host, one.facts["cuda_aware"]) for one in firsts if "cuda_aware" in one.facts]
@@ -141,6 +146,16 @@ def _launcher(told: Sequence[Told]) -> Row:
     size = count_text(facts["told"][1], "rank")
     found = started if facts["launcher"] == "none" else f"{started}, {facts['pmi']}; MPI agrees on {size}"
     return Row(check="mpi", what="launcher", found=found)
+
+
+def _absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
+    """MPI is not installed: no matter for one process."""
+    found = f"not installed: {each(hosts)}"
+    install = "install shardtrain[mpi] (README, Installing)"
+    do = f"nothing for one process, which needs none; for several {install}"
+    if not alone:
+        do = f"{install}: ranks that were launched cannot talk without it"
+    return Row(check="mpi", what="library", found=found, verdict="note" if alone else "wrong", do=do)
 
 
 def _first_line(library: str) -> str:
@@ -229,8 +244,8 @@ def _launches(firsts: Sequence[Told]) -> Row:
     )
     if any("error" in one.facts["mpiexec"] for one in firsts):
         do = (
-            "install one (pip install mpich), or name yours: shardtrain launch --mpiexec PATH; srun"
-            " needs none"
+            "install shardtrain[mpi], which brings one, or name yours: shardtrain launch --mpiexec PATH;"
+            " srun needs none"
         )
         return Row(check="mpi", what="mpiexec", found=found, verdict="warning", do=do)
     other = [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shardtrain.doctor.check import Check, Facts, Here, Row, Told, each, some
 from shardtrain.doctor.granted import driver
 from shardtrain.islands.agreement import disagreement, flags, versions
+from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 
 SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
 
@@ -44,11 +45,13 @@ def _packages(told: Sequence[Told]) -> Row:
             check="versions", what="packages", found=differences[0], verdict="wrong", do=differences[1]
         )
     missing = [name for name in SHOWN if told[0].facts[f"versions/{name}"] is None]
-    if missing:
+    # one process needs no MPI: the check `mpi` tells of it
+    if set(missing) - set(OF_MPI):
         do = "uv sync installs what shardtrain needs"
         found = f"not installed: {', '.join(missing)}"
         return Row(check="versions", what="packages", found=found, verdict="wrong", do=do)
-    found = ", ".join(f"{name} {told[0].facts[f'versions/{name}']}" for name in SHOWN)
+    here = [name for name in SHOWN if name not in missing]
+    found = ", ".join(f"{name} {told[0].facts[f'versions/{name}']}" for name in here)
     return Row(check="versions", what="packages", found=found)
 
 

@@ -19,14 +19,19 @@ from jax import lax
 
 from shardtrain.islands.marks import Marks
 from shardtrain.islands.missing import Missing, missing_text
+from shardtrain.islands.mpi_library import library_environment, not_loaded_text
 from shardtrain.islands.options import REDUCE
 from shardtrain.islands.pages import keep_pages
 
 # MPI starts with its import, and a thread of its own with it, which would get an arena of malloc's
 keep_pages()
+os.environ.update(library_environment(os.environ))
 
-import mpi4jax  # noqa: E402
-from mpi4py import MPI  # noqa: E402
+try:
+    import mpi4jax
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise ValueError(not_loaded_text(error)) from error
 
 
 class MpiGroup:

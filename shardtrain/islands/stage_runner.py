@@ -6,13 +6,15 @@ Next: `stages_across.py`, which makes the programs.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardtrain.islands.mailbox import Mailbox
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.table import Table, Task
+
+if TYPE_CHECKING:
+    from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
 
 Arrays = dict[Value, Any]
 Observe = Callable[[Task, float, float], None]
@@ -61,7 +63,7 @@ class StageRunner:
       observe: told of each task; tasks are then done one after the other, without overlap.
     """
 
-    def __init__(self, table: Table, flow: Flow, mailbox: Mailbox, observe: Observe | None = None) -> None:
+    def __init__(self, table: Table, flow: Flow, mailbox: "Mailbox", observe: Observe | None = None) -> None:
         self._table, self._flow, self._mailbox, self._observe = table, flow, mailbox, observe
         self._order = table.order(mailbox.stage)
         self._values = sorted(flow.shapes)

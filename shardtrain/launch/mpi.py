@@ -50,7 +50,10 @@ def find_mpiexec(given: str | None = None) -> Mpiexec:
         found = shutil.which("mpiexec", path=str(beside)) or shutil.which("mpiexec") or shutil.which("mpirun")
     if found is None:
         what = f"there is no {given!r} that can be run" if given else f"no mpiexec in {beside} or on PATH"
-        raise ValueError(f"{what}; install one (pip install mpich), or name it: --mpiexec PATH")
+        raise ValueError(
+            f"{what}; install shardtrain[mpi], which brings one (README, Installing), or name"
+            " it: --mpiexec PATH"
+        )
     done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
     return read_version(found, done.stdout + done.stderr)
 

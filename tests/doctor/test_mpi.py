@@ -61,7 +61,7 @@ ALONE = "the launcher (openmpi) says rank 0 of 2, but MPI says rank 0 of 1"
             "/env/mpiexec (openmpi",
             "each rank would be alone",
         ),
-        ({"mpiexec": {"error": "no mpiexec"}}, "mpiexec", "warning", "no mpiexec", "pip install mpich"),
+        ({"mpiexec": {"error": "no mpiexec"}}, "mpiexec", "warning", "no mpiexec", "install shardtrain[mpi]"),
         ({"cuda_aware": False}, "CUDA-aware", "note", "does not take device memory", "would save a copy"),
         ({"cuda_aware": True}, "CUDA-aware", "ok", "takes device memory", ""),
     ],
@@ -103,6 +103,20 @@ def test_libraries_that_do_not_work_together_are_wrong(told, by_what, child, wha
     row = by_what(judge(told([facts(child)], "a")))[what]
     assert row.verdict == "wrong"
     assert found in row.found
+
+
+@pytest.mark.parametrize(
+    ("size", "verdict", "do"),
+    [(1, "note", "nothing for one process"), (2, "wrong", "install shardtrain[mpi]")],
+)
+def test_without_mpi_one_process_lacks_nothing(told, by_what, size, verdict, do):
+    absent = {name: value for name, value in facts().items() if name not in ("child", "mpiexec")}
+    absent |= {"absent": ["mpi4py", "mpi4jax"], "told": [0, size]}
+    rows = by_what(judge(told([absent] * size, "a" * size)))
+    assert set(rows) == {"launcher", "library"}
+    assert rows["library"].found == "not installed: mpi4py, mpi4jax"
+    assert rows["library"].verdict == verdict
+    assert rows["library"].do.startswith(do)
 
 
 def test_hosts_with_different_mpis_are_named(told, by_what):

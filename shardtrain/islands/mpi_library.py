@@ -1,0 +1,53 @@
+"""Where MPI's library is found, and what to install where it cannot be loaded. Imports no MPI.
+
+Next: `bridge.py`, which loads it.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+LIBRARY = "MPI4PY_LIBMPI"
+"""The variable of mpi4py that names the library, or folders to look for it in."""
+
+PACKAGES = ("mpi4py", "mpi4jax")
+
+
+def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) -> dict[str, str]:
+    """The variables by which mpi4py finds the library of the environment that it is installed in.
+
+    mpi4py looks in that of the Python that runs, which is another one where environments are layered, as by
+    `uv run --with`.
+
+    Args:
+      environ: of the process.
+      prefix: the folder of the Python that runs.
+    """
+    spec = None if LIBRARY in environ else importlib.util.find_spec("mpi4py")
+    if spec is None or spec.origin is None:
+        return {}
+    # PREFIX/lib/pythonX.Y/site-packages/mpi4py/__init__.py
+    home = Path(spec.origin).parents[4]
+    # the empty name at the end: then where the system has its libraries
+    return {} if home == Path(prefix) else {LIBRARY: f"{home / 'lib'}{os.pathsep}"}
+
+
+def not_installed() -> list[str]:
+    """The packages for MPI that are missing here."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def not_loaded_text(error: BaseException) -> str:
+    """The message where ranks were launched, and MPI cannot be loaded.
+
+    >>> not_loaded_text(ImportError("no 'mpi4jax'")).splitlines()[0]
+    "several processes were launched, and MPI cannot be loaded: ImportError: no 'mpi4jax'"
+    """
+    reason = " ".join(str(error).split())
+    return (
+        f"several processes were launched, and MPI cannot be loaded: {type(error).__name__}: {reason}\n"
+        "Install shardtrain[mpi] (README, Installing), or what is there anew (README, Another MPI);"
+        " `shardtrain doctor` says what does not fit. One process, without a launcher, needs no MPI."
+    )
