@@ -73,6 +73,20 @@ def test_ci_runs_the_readmes_test_command():
     assert (ROOT / ".ci/run").read_text().splitlines()[-1].replace("-q ", "") == command[1]
 
 
+def test_the_release_check_installs_as_the_readme_says():
+    section = re.search(r"^## Installing\n(.*?)^### ", README, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    script = (ROOT / ".ci/release").read_text()
+    unquoted = script.replace('"', "").replace("--quiet ", "")
+    pip = [line.partition("  #")[0].strip() for line in section[1].splitlines() if "pip install" in line]
+    assert len(pip) == 3
+    for line in pip:
+        assert line.replace('"', "").replace("path/to/shardtrain", "$wheel") in unquoted
+    settings = re.search(r"```toml\n(.*?)```", section[1], re.DOTALL)
+    assert settings is not None
+    assert settings[1] in script
+
+
 def test_the_readme_shows_real_output():
     shown = README.split("```")[3]
     for line in (

@@ -2,11 +2,13 @@
 
 import ast
 import doctest
+import email
 import importlib
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,43 @@ def tracked_files():
     )  # fmt: skip
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of the tracked files: its metadata, and the names of its files."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for path in tracked_files():
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, "out"], cwd=folder, check=True, capture_output=True)
+    with zipfile.ZipFile(next((folder / "out").glob("*.whl"))) as archive:
+        names = archive.namelist()
+        text = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    return email.message_from_string(text), set(names)
+
+
+def test_the_wheel_holds_every_module_once_and_needs_no_mpi(wheel):
+    metadata, names = wheel
+    assert {name for name in names if name.endswith(".py")} == {
+        f"{name.replace('.', '/')}{'/__init__' * (path.name == '__init__.py')}.py" for name, path in modules()
+    }
+    assert {"shardtrain/py.typed", "shardtrain/meshes/one_host_8_tensor.toml"} <= names
+    needed = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
+    assert len(needed) > 5
+    assert [text for text in needed if re.match(r"mpi|openmpi", text)] == []
+    assert {"mpi", "mpi-build", "hf", "plots", "tensorboard"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_the_extra_mpi_brings_what_the_groups_of_a_clone_do():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
+    assert set(extras["mpi"]) == {*groups["mpi"], *groups["bridge"]}
+    built_by = [text for text in extras["mpi"] if not text.startswith("mpi4jax")]
+    assert set(extras["mpi-build"]) == {*built_by, *groups["build"]}
+    assert {"mpi", "bridge", "build"} <= set(project["tool"]["uv"]["default-groups"])
 
 
 def test_every_sub_package_is_installed():
