@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.kinds import wrong_kinds
+from shardtrain.layout import problems_error
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
@@ -18,7 +21,7 @@ class CheckpointPolicy:
             to the run folder in the background. None: straight to the run folder.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: lists every value of a wrong kind or out of range.
     """
 
     every_steps: int | None = None
@@ -28,15 +31,18 @@ class CheckpointPolicy:
     fast: Path | None = None
 
     def __post_init__(self) -> None:
+        problems = wrong_kinds(self)
         allowed = {
             "every_steps": (self.every_steps is None or self.every_steps >= 1, "None, 1 or more"),
             "every_minutes": (self.every_minutes is None or self.every_minutes > 0, "None, or more than 0"),
             "keep": (self.keep >= 1, "1 or more"),
             "keep_every": (self.keep_every is None or self.keep_every >= 1, "None, 1 or more"),
         }
-        wrong = [f"{name}={getattr(self, name)}; use {use}" for name, (ok, use) in allowed.items() if not ok]
-        if wrong:
-            raise ValueError(f"checkpoint policy: {'. '.join(wrong)}.")
+        problems += [
+            f"{name} is {getattr(self, name)}; use {use}" for name, (ok, use) in allowed.items() if not ok
+        ]
+        if problems:
+            raise problems_error("checkpoints cannot be saved like this", problems)
 
 
 def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:

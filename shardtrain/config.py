@@ -15,6 +15,7 @@ import optax
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.islands.options import Across
 from shardtrain.islands.verdict import Watch
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import Layout, problems_error
 from shardtrain.loss import Loss, next_token_loss
 from shardtrain.optimizer import Optimizer
@@ -37,7 +38,7 @@ class Strategy:
       pipeline: how a pipeline is cut and scheduled; its microbatches are those of `accumulate`.
 
     Raises:
-      ValueError: `accumulate` is below 1.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     layout: Layout = Layout()
@@ -47,8 +48,11 @@ class Strategy:
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
+        problems = wrong_kinds(self)
         if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate} microbatches; use 1 or more")
+            problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
+        if problems:
+            raise problems_error("this strategy cannot be used", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +63,24 @@ class StartFrom:
       checkpoint: a run's folder, its folder of checkpoints, or the folder of a step; its parameters and model
         state are taken, and nothing else. None: as the seed draws them.
       step: which step; None takes the newest.
+
+    Short form: the folder.
+
+    Raises:
+      ValueError: lists every value of a wrong kind.
     """
 
     checkpoint: Path | None = None
     step: int | None = None
+
+    @staticmethod
+    def short(value: Any) -> dict[str, Any] | None:
+        """The fields that a bare value stands for; None: it is no short form."""
+        return {"checkpoint": value} if isinstance(value, str | Path) else None
+
+    def __post_init__(self) -> None:
+        if problems := wrong_kinds(self):
+            raise problems_error("a run cannot begin with this", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +115,7 @@ class Run:
       watch: when a run that hangs is ended.
 
     Raises:
-      ValueError: lists every field of a wrong kind, or every number out of range.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     model: Any
@@ -123,48 +141,28 @@ class Run:
     watch: Watch = Watch()
 
     def __post_init__(self) -> None:
-        if self.run_dir is not None:
-            object.__setattr__(self, "run_dir", Path(self.run_dir))
-        if problems := _wrong_kinds(self) or _wrong_numbers(self):
+        if problems := [*wrong_kinds(self), *_wrong_values(self)]:
             raise problems_error("this run cannot be started", problems)
 
 
-COUNTS = ("batch", "steps", "seed", "log_every", "evaluate_every", "evaluate_batches")
+COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
 
 
-def _wrong_kinds(run: Run) -> list[str]:
-    """Fields that are of another kind than a run needs."""
-    needed = {
-        "data": (hasattr(run.data, "train") and hasattr(run.data, "heldout"), "an object like data.Text"),
-        "loss": (callable(run.loss), "a function (apply, batch) -> (sum, count)"),
-        "optimizer": (
-            isinstance(run.optimizer, Optimizer | optax.GradientTransformation),
-            "an Optimizer, or an optax transformation",
-        ),
-        "strategy": (isinstance(run.strategy, Strategy), "a Strategy"),
-        "checkpoints": (isinstance(run.checkpoints, CheckpointPolicy), "a CheckpointPolicy"),
-    }
-    problems = [
-        f"{name} is {getattr(run, name)!r}; give {use}" for name, (ok, use) in needed.items() if not ok
-    ]
-    return problems + [
-        f"{name} is {value!r}; give a whole number"
-        for name in COUNTS
-        if (value := getattr(run, name)) is not None and type(value) is not int
-    ]
-
-
-def _wrong_numbers(run: Run) -> list[str]:
-    """Numbers that are out of range."""
-    problems = [
+def _wrong_values(run: Run) -> list[str]:
+    """Values of the right kind that a run cannot have."""
+    problems = []
+    if missing := [name for name in ("train", "heldout") if not callable(getattr(run.data, name, None))]:
+        problems.append(
+            f"data is {type(run.data).__name__}, without {' and '.join(missing)}; give an object with"
+            " train(folder) and heldout(folder), each returning samples by number (heldout may return None)"
+        )
+    problems += [
         f"{name} is {value}; use 1 or more"
         for name in COUNTS
-        if name != "seed" and (value := getattr(run, name)) is not None and value < 1
+        if (value := getattr(run, name)) is not None and value < 1
     ]
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
-    if run.nonfinite not in ("skip", "stop", "roll_back"):
-        problems.append(f"nonfinite is {run.nonfinite!r}; allowed: 'skip', 'stop' or 'roll_back'")
     return problems
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from shardtrain import axes
+from shardtrain.kinds import wrong_kinds
 
 Rules = Mapping[str, tuple[str, ...]]
 Spec = tuple[tuple[str, ...], ...]
@@ -96,6 +97,8 @@ class Layout:
       activations: dim -> axes for activations, where they differ from `ACTIVATION_RULES`.
       unnamed: what to do with a parameter whose dims have no names: "refuse" or "replicate".
 
+    Short forms: axis sizes, as a dict or as the text `data=2,fsdp=-1`.
+
     Raises:
       ValueError: an unknown axis, a bad size or option; all of them at once.
 
@@ -110,11 +113,15 @@ class Layout:
     activations: Rules = field(default_factory=dict)
     unnamed: str = "refuse"
 
+    @staticmethod
+    def short(value: object) -> dict[str, object] | None:
+        """The fields that a bare value stands for; None: it is no short form."""
+        if isinstance(value, str):
+            return {"mesh": parse_mesh(value)}
+        return {"mesh": value} if isinstance(value, Mapping) else None
+
     def __post_init__(self) -> None:
-        tables = ("mesh", "parameters", "activations")
-        if wrong := [f"{t} is {getattr(self, t)!r}; give a table" for t in tables if not _is_table(self, t)]:
-            raise problems_error("this layout cannot be used", wrong)
-        problems = [*mesh_problems(self.mesh)]
+        problems = [*wrong_kinds(self), *mesh_problems(self.mesh)]
         for table in ("parameters", "activations"):
             given = getattr(self, table)
             problems += [
@@ -133,10 +140,8 @@ class Layout:
                 problems += [
                     f"rule {table}.{dim}: axis {a!r} stands {n} times" for a, n in repeated(dim_axes)
                 ]
-        if self.zero not in (1, 2, 3) or isinstance(self.zero, bool):
+        if self.zero not in (1, 2, 3):
             problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
-        if not isinstance(self.sequence_sharded, bool):
-            problems.append(f"sequence_sharded is {self.sequence_sharded!r}; allowed: true or false")
         if self.unnamed not in ("refuse", "replicate"):
             problems.append(f"unnamed is {self.unnamed!r}; allowed: 'refuse' or 'replicate'")
         if problems:
@@ -170,10 +175,6 @@ class Layout:
         """The batch axes over which parameters are whole: each index computes a gradient of its own."""
         sharding = {axis for dim_axes in self.parameter_rules.values() for axis in dim_axes}
         return tuple(axis for axis in self.batch_axes if axis not in sharding)
-
-
-def _is_table(layout: Layout, name: str) -> bool:
-    return isinstance(getattr(layout, name), Mapping)
 
 
 def _is_axes(value: object) -> bool:

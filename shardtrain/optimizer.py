@@ -6,7 +6,7 @@ and the command line. Next: `step.py`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from shardtrain import axes
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import problems_error
 from shardtrain.model import Tree
 
@@ -34,9 +35,12 @@ class Schedule:
         al. 2017 (section 2.2) for a rate that was raised N times.
       final: what is left at the end, as a share of the peak (cosine, wsd).
       decay: wsd only: the share of the run's steps in which it falls.
+      function: step -> learning rate, such as any schedule of optax; it takes the place of all fields above.
+
+    Short forms: a number is a constant rate, a function is `function`.
 
     Raises:
-      ValueError: lists every value out of range.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     name: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = "cosine"
@@ -45,12 +49,25 @@ class Schedule:
     start: float = 0.0
     final: float = 0.1
     decay: float = 0.2
+    function: Callable[[Any], Any] | None = None
+
+    @staticmethod
+    def short(value: Any) -> dict[str, Any] | None:
+        """The fields that a bare value stands for; None: it is no short form."""
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return {"name": "constant", "peak": value}
+        return {"function": value} if callable(value) else None
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.name not in SCHEDULES:
-            problems.append(f"name is {self.name!r}; allowed: {', '.join(SCHEDULES)}")
-        if not 0 < self.peak < math.inf:
+        problems = wrong_kinds(self)
+        if self.function is not None:
+            problems += [
+                f"{field.name} is {value!r}, but the rate is given as a function, which says everything;"
+                f" leave {field.name} out, or function"
+                for field in fields(self)
+                if field.name != "function" and (value := getattr(self, field.name)) != field.default
+            ]
+        if not self.peak > 0:
             problems.append(f"peak is {self.peak}; it must be a number above 0")
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup} steps; it must be 0 or more")
@@ -98,6 +115,8 @@ def make_schedule(schedule: Schedule, steps: int) -> optax.Schedule:
     >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 60, 110)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
+    if schedule.function is not None:
+        return schedule.function
     after_warmup = SCHEDULES[schedule.name](schedule, max(steps - schedule.warmup, 0))
     if not schedule.warmup:
         return after_warmup
@@ -112,15 +131,17 @@ class Optimizer:
     Args:
       name: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024; matrices
         of the blocks by Muon, the rest by AdamW).
-      learning_rate: its schedule.
+      learning_rate: its schedule; also a number, a constant rate, or a function step -> rate.
       weight_decay: decoupled; it falls on arrays of two and more dims, `layers` not counted.
       b1: decay of the first moment; the momentum of sgd and muon.
       b2: decay of the second moment (adamw, lamb, lion, muon's AdamW).
       eps: added to the denominator (adamw, lamb, muon's AdamW).
       clip: the greatest global norm of a gradient; None does not clip.
 
+    Short form: its name.
+
     Raises:
-      ValueError: lists every value out of range.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     name: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = "adamw"
@@ -131,18 +152,21 @@ class Optimizer:
     eps: float = 1e-8
     clip: float | None = 1.0
 
+    @staticmethod
+    def short(value: Any) -> dict[str, Any] | None:
+        """The fields that a bare value stands for; None: it is no short form."""
+        return {"name": value} if isinstance(value, str) else None
+
     def __post_init__(self) -> None:
-        problems = []
-        if self.name not in OPTIMIZERS:
-            problems.append(f"name is {self.name!r}; allowed: {', '.join(OPTIMIZERS)}")
+        problems = wrong_kinds(self)
         problems += [
             f"{name} is {value}; it must lie in [0, 1)"
             for name, value in (("b1", self.b1), ("b2", self.b2))
             if not 0 <= value < 1
         ]
-        if not 0 < self.eps < math.inf:
+        if not self.eps > 0:
             problems.append(f"eps is {self.eps}; it must be a number above 0, for it keeps 0 from dividing 0")
-        if not 0 <= self.weight_decay < math.inf:
+        if not self.weight_decay >= 0:
             problems.append(f"weight_decay is {self.weight_decay}; it must be a number, 0 or more")
         if self.clip is not None and not self.clip > 0:
             problems.append(f"clip is {self.clip}; it must be above 0, or None for no clipping")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import problems_error
 from shardtrain.optimizer import Optimizer, Schedule
 
@@ -37,7 +38,7 @@ class Scaling:
         section 2.2); None keeps the warmup of the run's schedule.
 
     Raises:
-      ValueError: lists every value out of range.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     rate: Literal["none", "linear", "sqrt"] = "none"
@@ -46,14 +47,7 @@ class Scaling:
     warmup: int | None = None
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.rate not in RATES:
-            problems.append(f"rate is {self.rate!r}; allowed: {', '.join(RATES)}")
-        problems += [
-            f"{name} is {value!r}; use True (the run has the {name} of one replica) or False"
-            for name, value in (("batch", self.batch), ("steps", self.steps))
-            if not isinstance(value, bool)
-        ]
+        problems = wrong_kinds(self)
         if self.warmup is not None and self.warmup < 0:
             problems.append(f"warmup is {self.warmup} steps; use 0 or more, or None")
         elif self.warmup and self.rate == "none":
@@ -141,15 +135,10 @@ steps from 0.1'
 def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
     factor = RATES[scaling.rate](replicas)
     if not isinstance(optimizer, Optimizer):
-        if scaling.rate == "none":
-            return optimizer
-        raise ValueError(
-            f"the learning rate is to be scaled ({scaling.rate}) by {factor:.4g} for {replicas} replicas, but"
-            f" the optimizer is given in Python ({type(optimizer).__name__}), and its rate cannot be changed"
-            f" from outside; use an Optimizer(name=..., learning_rate=Schedule(...)), or multiply its rate by"
-            f" {factor:.4g} yourself and use rate none"
-        )
+        return _unscaled(optimizer, "the optimizer", scaling, factor)
     schedule = optimizer.learning_rate
+    if schedule.function is not None:
+        return _unscaled(optimizer, "its learning rate", scaling, factor)
     warmup, start = schedule.warmup, schedule.start
     if scaling.steps:
         warmup = -(-warmup // replicas)
@@ -157,6 +146,22 @@ def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
         warmup, start = scaling.warmup, 1 / factor
     schedule = dataclasses.replace(schedule, peak=schedule.peak * factor, warmup=warmup, start=start)
     return dataclasses.replace(optimizer, learning_rate=schedule)
+
+
+def _unscaled(optimizer: Any, what: str, scaling: Scaling, factor: float) -> Any:
+    """An optimizer whose rate only its author can scale.
+
+    Raises:
+      ValueError: it is to be scaled.
+    """
+    if scaling.rate == "none" and scaling.warmup is None:
+        return optimizer
+    raise ValueError(
+        f"the learning rate is to be scaled ({scaling.rate}) by {factor:.4g}, but {what} is given in Python"
+        f" ({type(optimizer).__name__}), and its rate cannot be changed from outside; use an"
+        f" Optimizer(name=..., learning_rate=Schedule(...)), or multiply its rate by {factor:.4g} yourself"
+        " and use rate none"
+    )
 
 
 def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
@@ -180,7 +185,9 @@ def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
 
 
 def _schedule(run: Any) -> Schedule | None:
-    return run.optimizer.learning_rate if isinstance(run.optimizer, Optimizer) else None
+    """The schedule of the run's optimizer; None where it is given in Python."""
+    schedule = run.optimizer.learning_rate if isinstance(run.optimizer, Optimizer) else None
+    return None if schedule is None or schedule.function is not None else schedule
 
 
 def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:

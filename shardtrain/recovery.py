@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
 
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import problems_error
 
 
@@ -27,7 +28,7 @@ class Recovery:
       straggler: an island is named as slow if a step takes it this many times what it takes the others.
 
     Raises:
-      ValueError: lists every number out of range.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     spike: float | None = None
@@ -37,7 +38,7 @@ class Recovery:
     straggler: float = 1.5
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = wrong_kinds(self)
         if self.spike is not None and not self.spike > 0:
             problems.append(f"spike is {self.spike}; use a number above 0, such as 8, or None")
         if self.window < 8:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.combine import Combiner, MeshGroup, make_combiner
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import Named, problems_error
 from shardtrain.model import path_text
 from shardtrain.sharding import spec_axes, with_leading_dim
@@ -36,8 +37,10 @@ class Combine:
       inside: what an island makes of its own devices' gradients before they cross: their mean, or their
         sum, the mean times the number of its replicas.
 
+    Short form: what `by` takes.
+
     Raises:
-      ValueError: lists everything that does not fit together.
+      ValueError: lists every value of a wrong kind, and everything that does not fit together.
     """
 
     by: str | Combiner = "mean"
@@ -45,12 +48,13 @@ class Combine:
     local_steps: int = 1
     inside: Literal["mean", "sum"] = "mean"
 
+    @staticmethod
+    def short(value: Any) -> dict[str, Any] | None:
+        """The fields that a bare value stands for; None: it is no short form."""
+        return {"by": value} if isinstance(value, str | Combiner) else None
+
     def __post_init__(self) -> None:
-        problems = []
-        if self.on not in ("gradients", "deltas"):
-            problems.append(f"on is {self.on!r}; allowed: 'gradients' or 'deltas'")
-        if self.inside not in ("mean", "sum"):
-            problems.append(f"inside is {self.inside!r}; allowed: 'mean' or 'sum'")
+        problems = wrong_kinds(self)
         if self.local_steps < 1:
             problems.append(f"local_steps is {self.local_steps}; use 1 or more")
         if self.local_steps > 1 and self.on == "gradients":

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from shardtrain.archive import Archive, Index, Reading
+from shardtrain.kinds import wrong_kinds
+from shardtrain.layout import problems_error
 from shardtrain.manifest import COMMON, Leaf, Lie, mismatches
 
 IN_FLIGHT_BYTES = 1 << 27
@@ -29,11 +31,18 @@ class Allow:
       unused: patterns of arrays that it has and the run has not.
       changed: patterns of options of the run (`model.dropout`) that are not those of the checkpoint; what
         needs no leave is in `resume.FREE`.
+
+    Raises:
+      ValueError: lists every value of a wrong kind.
     """
 
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := wrong_kinds(self):
+            raise problems_error("this cannot be allowed", problems)
 
 
 def restore_arrays(

@@ -287,12 +287,14 @@ def test_due_by_steps_and_by_time():
 
 
 def test_a_wrong_policy_names_every_wrong_number():
-    with pytest.raises(ValueError, match="checkpoint policy") as error:
+    with pytest.raises(ValueError, match="checkpoints cannot be saved") as error:
         CheckpointPolicy(every_steps=0, every_minutes=-1.0, keep=0, keep_every=-2)
     assert str(error.value) == (
-        "checkpoint policy: every_steps=0; use None, 1 or more. "
-        "every_minutes=-1.0; use None, or more than 0. keep=0; use 1 or more. "
-        "keep_every=-2; use None, 1 or more."
+        "checkpoints cannot be saved like this:"
+        "\n  - every_steps is 0; use None, 1 or more"
+        "\n  - every_minutes is -1.0; use None, or more than 0"
+        "\n  - keep is 0; use 1 or more"
+        "\n  - keep_every is -2; use None, 1 or more"
     )
 
 

@@ -58,6 +58,7 @@ def test_all_problems_of_a_layout_at_once():
     assert problems(text) == (
         "this layout cannot be used:",
         [
+            "sequence_sharded is 'false'; give True or False",
             "axis 'dta' (did you mean 'data'?)",
             "axis 'expert' has size 2, but is not built yet;"
             " use expert=1 (built: pipeline, data, fsdp, tensor)",
@@ -70,7 +71,6 @@ def test_all_problems_of_a_layout_at_once():
             "rule activations.seq: axis 'tensor' stands 3 times",
             f"rule activations.vocab: axis 'xyz' (known: {KNOWN_AXES})",
             "zero is 4; allowed: 1, 2 or 3",
-            "sequence_sharded is 'false'; allowed: true or false",
             "unnamed is 'ignore'; allowed: 'refuse' or 'replicate'",
         ],
     )
@@ -91,7 +91,7 @@ def test_an_axis_that_is_not_built_may_have_size_1(axis):
 
 
 def test_zero_is_a_number():
-    assert refused(Layout, zero=True).endswith("zero is True; allowed: 1, 2 or 3")
+    assert refused(Layout, zero=True).endswith("zero is True; give a whole number")
 
 
 def test_rules_may_be_lists():

@@ -76,7 +76,7 @@ def test_all_problems_of_a_schedule_at_once():
     assert str(error.value) == (
         "this schedule cannot be used:"
         "\n  - name is 'cosin'; allowed: constant, cosine, wsd, inverse_sqrt"
-        "\n  - peak is nan; it must be a number above 0"
+        "\n  - peak is nan; give a number, finite"
         "\n  - warmup is -1 steps; it must be 0 or more"
         "\n  - start is -1.0; it must lie between 0 and 1"
         "\n  - final is 1.5; it must lie between 0 and 1"

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import problems_error
 
 REDUCE = ("all_reduce", "root", "hierarchical")
-MEMORY = ("auto", "device", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Across:
       memory: what MPI is given: "device" memory, "host" memory, or device where a probe shows that it works.
 
     Raises:
-      ValueError: lists everything out of range.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     axis: Literal["data", "pipeline"] = "data"
@@ -39,15 +39,7 @@ class Across:
     memory: Literal["auto", "device", "host"] = "auto"
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value!r}; allowed: {', '.join(allowed)}"
-            for name, value, allowed in (
-                ("axis", self.axis, ("data", "pipeline")),
-                ("reduce", self.reduce, REDUCE),
-                ("memory", self.memory, MEMORY),
-            )
-            if value not in allowed
-        ]
+        problems = wrong_kinds(self)
         problems += [
             f"{name} is {value}; use 0 or more bytes"
             for name in ("bucket_bytes", "first_bucket_bytes")

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.marks import Marks
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import problems_error
 
 LEAST_SECONDS = 2.0
@@ -27,7 +28,7 @@ class Watch:
       long_seconds: the same of what may take hours: compiling, restoring, saving, evaluating; 0: for ever.
 
     Raises:
-      ValueError: lists every number out of range.
+      ValueError: lists every value of a wrong kind or out of range.
     """
 
     silence_seconds: float = 20.0
@@ -35,7 +36,8 @@ class Watch:
     long_seconds: float = 5 * 60 * 60.0
 
     def __post_init__(self) -> None:
-        problems = [
+        problems = wrong_kinds(self)
+        problems += [
             f"{name} is {value}; use 0 for never, or {LEAST_SECONDS:.0f} or more"
             for name, value in vars(self).items()
             if value != 0 and not LEAST_SECONDS <= value < math.inf

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import near, problems_error
 from shardtrain.pipeline.schedule import SCHEDULES
 from shardtrain.pipeline.stages import parse_stages
@@ -20,7 +21,7 @@ class Pipeline:
       stages: how blocks are cut: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
 
     Raises:
-      ValueError: lists everything that is not so.
+      ValueError: lists every value of a wrong kind, and everything that cannot be.
     """
 
     schedule: str = "1f1b"
@@ -28,7 +29,7 @@ class Pipeline:
     stages: str = "equal"
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = wrong_kinds(self)
         if self.virtual_stages < 1:
             problems.append(f"virtual_stages is {self.virtual_stages}; use 1 or more")
         elif self.schedule in SCHEDULES:

@@ -84,7 +84,7 @@ def test_the_sentence_about_silence():
     [
         ({"silence_seconds": 1}, "silence_seconds is 1; use 0 for never, or 2 or more"),
         ({"stall_seconds": -5}, "stall_seconds is -5; use 0"),
-        ({"stall_seconds": float("nan")}, "stall_seconds is nan; use 0"),
+        ({"stall_seconds": float("nan")}, "stall_seconds is nan; give a number, finite"),
         ({"stall_seconds": 100, "long_seconds": 50}, "use 100 or more for long_seconds"),
     ],
 )
