@@ -13,7 +13,8 @@ from shardtrain.models import checks
 from shardtrain.models.huggingface_bert import BERT
 from shardtrain.models.huggingface_gpt2 import GPT2
 from shardtrain.models.huggingface_llama import LLAMA
-from shardtrain.models.huggingface_place import Copy, Family, Place
+from shardtrain.models.huggingface_place import Copy, Family, Place, value_problems
+from shardtrain.untrusted import short
 
 State = Mapping[str, Any]
 """Name -> array, or what has a shape and becomes one by `np.asarray`: it is read when its turn comes."""
@@ -21,6 +22,7 @@ State = Mapping[str, Any]
 Params = dict[str, Any]
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, BERT)}
+MOST_PROBLEMS = 100
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".embeddings.position_ids")
 """Endings of names that older state dicts hold beside the weights."""
 
@@ -65,9 +67,11 @@ def parameters(
     """
     family, ours = read_config(config)
     known = _canonical(state, family)
+    # before anything is counted up to it
+    problems = _layer_problems(ours.num_layers, len(known))
     places = list(family.places(ours))
-    problems = _state_problems(family, places, ours, known)
-    checks.refuse(f"state dict of a {family.model_type} model", problems)
+    problems = problems or _state_problems(family, places, ours, known)
+    checks.refuse(f"state dict of a {family.model_type} model", _first(problems))
     return ours, ((place.path, _stacked(place, known, ours, dtype)) for place in places)
 
 
@@ -155,6 +159,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
     name = config.get("model_type", "")
     if name not in tuple(FAMILIES):
         checks.refuse("Hugging Face config", [unknown_family_text(name)])
+    checks.refuse("Hugging Face config", value_problems(config))
     family = FAMILIES[name]
     problems, made = family.read(config)
     checks.refuse("Hugging Face config", problems)
@@ -168,7 +173,7 @@ def unknown_family_text(name: object) -> str:
     "model_type is 'qwen2', a family that cannot be read yet; those that can are 'gpt2', 'llama', 'bert'"
     """
     known = ", ".join(map(repr, FAMILIES))
-    return f"model_type is {name!r}, a family that cannot be read yet; those that can are {known}"
+    return f"model_type is {short(name)}, a family that cannot be read yet; those that can are {known}"
 
 
 def write_config(config: Any) -> dict[str, Any]:
@@ -263,6 +268,23 @@ def _state_problems(family: Family, places: list[Place], config: Any, known: dic
             found += _copy_problems(copy, known)
             known.pop(copy.name)
     return found + _differences(shapes, {name: tuple(np.shape(array)) for name, array in known.items()})
+
+
+def _layer_problems(num_layers: int, num_arrays: int) -> list[str]:
+    """A layer has more than one array.
+
+    >>> _layer_problems(10**9, 148)
+    ['the config has 1000000000 layers, and the files have 148 arrays in all']
+    """
+    if num_layers <= num_arrays:
+        return []
+    return [f"the config has {num_layers} layers, and the files have {num_arrays} arrays in all"]
+
+
+def _first(problems: list[str]) -> list[str]:
+    """As many problems as a person reads."""
+    more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+    return problems[:MOST_PROBLEMS] + more
 
 
 def _copy_problems(copy: Copy, known: Mapping[str, Any]) -> list[str]:

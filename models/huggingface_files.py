@@ -5,7 +5,6 @@ its name; a module of one's own with `export_model` and `import_model` can stand
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -24,6 +23,9 @@ from shardtrain.models.huggingface import (
     tensors,
     write_config,
 )
+from shardtrain.models.huggingface_place import MOST_SIZE, problem_of
+from shardtrain.output import new_folder, refuse_filled
+from shardtrain.untrusted import name_problem, read_bytes, read_json, short, whole_number
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER = (
@@ -35,6 +37,7 @@ TOKENIZER = (
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries of config.json that belong to the tokenizer."""
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -65,7 +68,7 @@ def import_model(folder: Path) -> Imported:
       ValueError: safetensors is not installed; or listing what in the folder cannot be read as one of the
         families.
     """
-    config = _read_json(folder / CONFIG, "a folder with config.json and model.safetensors")
+    config = _read_json(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
     state = _open(folder)
     family, _ = read_config(config)
     ours, arrays = parameters(config, state, dtype=np.float32)
@@ -112,28 +115,22 @@ def export_model(
     """
     checks.refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
     checks.refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
-    if folder.exists() and next(folder.iterdir(), None):
-        raise FileExistsError(f"{folder} holds something already; give a folder that is empty or not there")
+    refuse_filled(folder)
     config = config_of(options)
     arrays = tensors(config, shapes, read)
     safetensors = _safetensors()
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     about = {**write_config(config), **_token_ids(tokenizer), "dtype": dtype}
-    _write_json(partial / CONFIG, about)
     files = shard(tensor_shapes(config), np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
-    for name, inside in files.items():
-        found = {each: _cast(array, dtype) for each, array in _take(arrays, len(inside))}
-        assert list(found) == inside
-        safetensors.numpy.save_file(found, partial / name, metadata={"format": "pt"})
-    if len(files) > 1:
-        _write_index(partial / INDEX, files, tensor_shapes(config), np.dtype(DTYPES[dtype]).itemsize)
-    for path in tokenizer_files(tokenizer) if tokenizer else []:
-        shutil.copyfile(path, partial / path.name)
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    with new_folder(folder) as filled:
+        _write_json(filled / CONFIG, about)
+        for name, inside in files.items():
+            found = {each: _cast(array, dtype) for each, array in _take(arrays, len(inside))}
+            assert list(found) == inside
+            safetensors.numpy.save_file(found, filled / name, metadata={"format": "pt"})
+        if len(files) > 1:
+            _write_index(filled / INDEX, files, tensor_shapes(config), np.dtype(DTYPES[dtype]).itemsize)
+        for path in tokenizer_files(tokenizer) if tokenizer else []:
+            (filled / path.name).write_bytes(read_bytes(path))
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -193,8 +190,34 @@ def shard(
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files in a folder that are copied through."""
-    return sorted({path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()})
+    """The files in a folder that are copied through.
+
+    Raises:
+      ValueError: one leads out of the folder.
+    """
+    names = {path.name for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    return [own_file(folder, name) for name in sorted(names)]
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """A file of a download, by a name that may stand in another of its files.
+
+    Links may lead to elsewhere in the folder, and from a snapshot in the cache of Hugging Face's hub to its
+    blobs.
+
+    Raises:
+      ValueError: the name, or what it leads to, is not in the folder.
+    """
+    if problem := name_problem(name):
+        raise ValueError(f"{folder} names a file {short(name)}, which {problem}")
+    target, root = (folder / name).resolve(), folder.resolve()
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(target.is_relative_to(each) for each in roots):
+        raise ValueError(
+            f"{folder / name} is a link out of its folder, to {target}; if you trust it, put the file itself"
+            " there"
+        )
+    return folder / name
 
 
 class _OnDisk:
@@ -220,24 +243,52 @@ def _open(folder: Path) -> dict[str, _OnDisk]:
       ValueError: one cannot be read.
     """
     safetensors = _safetensors()
-    if (folder / INDEX).is_file():
-        names = sorted(set(_read_json(folder / INDEX, "")["weight_map"].values()))
-    else:
-        names = [WEIGHTS]
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    paths = [own_file(folder, name) for name in _weight_files(folder)]
+    if missing := [path.name for path in paths if not path.is_file()]:
         raise FileNotFoundError(
             f"{folder} has no {', '.join(missing)}; give a folder with {WEIGHTS}, or with {INDEX} and its"
             " files (older .bin files: load them with transformers and save them again)"
         )
-    found = {}
-    for name in names:
+    arrays = {}
+    for path in paths:
         try:
-            with safetensors.safe_open(folder / name, framework="np") as file:
-                shapes = {each: tuple(file.get_slice(each).get_shape()) for each in file.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{folder / name} cannot be read: {error}; download or copy it again") from None
-        found |= {each: _OnDisk(folder / name, each, shape) for each, shape in shapes.items()}
-    return found
+            with safetensors.safe_open(path, framework="np") as file:
+                slices = {each: file.get_slice(each) for each in file.keys()}  # noqa: SIM118
+                dtypes = {each: found.get_dtype() for each, found in slices.items()}
+                shapes = {each: tuple(found.get_shape()) for each, found in slices.items()}
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}; download or copy it again") from None
+        checks.refuse(f"arrays in {path}", _array_problems(dtypes))
+        arrays |= {each: _OnDisk(path, each, shape) for each, shape in shapes.items()}
+    return arrays
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The names of the files with arrays.
+
+    Raises:
+      ValueError: the index is not of its form.
+    """
+    if not (folder / INDEX).is_file():
+        return [WEIGHTS]
+    weights = _read_json(own_file(folder, INDEX), "").get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map from names of arrays to names of files")
+    return sorted(set(weights.values()))
+
+
+def _array_problems(dtypes: Mapping[str, object]) -> list[str]:
+    """Arrays that are no parameters.
+
+    >>> _array_problems({"a": "F32", "b": "I64"})
+    ["b has dtype I64; parameters have F64, F32, F16 or BF16"]
+    """
+    problems = [f"{name!r} has control characters in its name" for name in dtypes if not name.isprintable()]
+    return problems + [
+        f"{name} has dtype {dtype}; parameters have F64, F32, F16 or BF16"
+        for name, dtype in dtypes.items()
+        if name.isprintable() and dtype not in FLOATS
+    ]
 
 
 def _safetensors() -> Any:
@@ -264,8 +315,20 @@ def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
     """Without a tokenizer no token is special: the defaults of `transformers` are those of its own models."""
     known: dict[str, Any] = {}
     if tokenizer is not None and (tokenizer / CONFIG).is_file():
-        known = _read_json(tokenizer / CONFIG, "")
-    return {name: known.get(name) for name in TOKENS}
+        known = _read_json(own_file(tokenizer, CONFIG), "")
+    found = {name: known.get(name) for name in TOKENS}
+    # newer models have several that end a text
+    each = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+    checks.refuse(
+        f"{CONFIG} of the tokenizer",
+        [
+            problem
+            for name, values in each.items()
+            for value in values
+            for problem in (problem_of(whole_number, value, name, MOST_SIZE) if value is not None else [])
+        ],
+    )
+    return found
 
 
 def _write_index(
@@ -282,9 +345,12 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _read_json(path: Path, wanted: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}; give {wanted}")
     try:
-        return json.loads(path.read_text())
+        found = read_json(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {path}; give {wanted}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}; copy it again") from None
+        raise ValueError(f"{error}; copy it again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is {short(found)}; it is an object of names and values")
+    return found

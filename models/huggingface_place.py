@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP
+from shardtrain.untrusted import finite_number, short, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +146,55 @@ def entry_problems(
     for name, allowed in only.items():
         value = config.get(name, allowed[0])
         if value not in allowed:
-            found.append(f"{name} is {value!r}; {ours} has {' or '.join(map(repr, allowed))} only")
+            found.append(f"{name} is {short(value)}; {ours} has {' or '.join(map(repr, allowed))} only")
     return found
+
+
+SIZES = (
+    "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "max_position_embeddings",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "type_vocab_size",
+)  # fmt: skip
+OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
+RANGES = {
+    **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"), (1e-30, 1.0)),
+    "rope_theta": (1.0, 1e15),
+}
+TABLES = ("rope_parameters", "rope_scaling")
+MOST_SIZE = 2**31 - 1
+
+
+def value_problems(config: Mapping[str, Any]) -> list[str]:
+    """Entries of a config.json that we read and that are of another kind, or out of any range.
+
+    >>> value_problems({"n_layer": "9", "n_inner": None, "rms_norm_eps": float("inf"), "rope_scaling": 3})
+    ["n_layer is '9'; it is a whole number from 1 to 2147483647", \
+'rms_norm_eps is inf; it is a number from 1e-30 to 1', 'rope_scaling is 3; it is an object, or null']
+    """
+    problems = []
+    for name, value in config.items():
+        if name in SIZES and not (value is None and name in OPTIONAL):
+            problems += problem_of(whole_number, value, name, MOST_SIZE, 1)
+        elif name in RANGES:
+            least, most = RANGES[name]
+            problems += problem_of(finite_number, value, name, most, least)
+        elif name == "tie_word_embeddings" and type(value) is not bool:
+            problems.append(f"{name} is {short(value)}; it is true or false")
+        elif name in TABLES and value is not None:
+            known = isinstance(value, Mapping)
+            problems += (
+                value_problems(value) if known else [f"{name} is {short(value)}; it is an object, or null"]
+            )
+    return problems
+
+
+def problem_of(check: Callable[..., Any], *arguments: Any) -> list[str]:
+    """What a check raises, as a list."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def option_problems(config: Any, wanted: Mapping[str, tuple[Any, ...]], family: str) -> list[str]:

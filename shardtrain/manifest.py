@@ -168,7 +168,7 @@ def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
     except (OSError, ValueError) as error:
         return None, f"{_MANIFEST} cannot be read: {error}"
     try:
-        body = parse_json(text, constants=True)["body"]
+        body = parse_json(text, ours=True)["body"]
         if _text(body) != text:
             return None, f"{_MANIFEST} does not agree with its own checksum"
         schema = body["schema"]

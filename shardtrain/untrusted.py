@@ -73,12 +73,13 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     return read_bytes(path, most_bytes).decode()
 
 
-def parse_json(text: str, *, constants: bool = False) -> Any:
+def parse_json(text: str, *, ours: bool = False) -> Any:
     """Read JSON as strictly as its standard says, within bounds.
 
     Args:
       text: the JSON.
-      constants: whether NaN and Infinity, which Python's own writer writes, are numbers.
+      ours: whether NaN, Infinity and halves of surrogate pairs, which Python's own writer writes (of a path
+        that is not UTF-8, for one), are let through.
 
     Raises:
       ValueError: no JSON, nested deeper than `MOST_DEPTH`, a key twice in one object, a number that is not
@@ -93,11 +94,11 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
             object_pairs_hook=_object,
             parse_int=_int,
             parse_float=_float,
-            parse_constant=float if constants else _refuse_constant,
+            parse_constant=float if ours else _refuse_constant,
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels") from None
-    _check_values(value)
+    _check_values(value, ours)
     return value
 
 
@@ -278,7 +279,7 @@ def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is no number in JSON")
 
 
-def _check_values(value: Any) -> None:
+def _check_values(value: Any, ours: bool) -> None:
     """Depth, and texts that could not be written again; level by level, so that no stack overflows."""
     level, depth = [value], 0
     while level:
@@ -287,7 +288,7 @@ def _check_values(value: Any) -> None:
             raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
         below: list[Any] = []
         for each in level:
-            if isinstance(each, str) and not each.isascii():
+            if isinstance(each, str) and not (ours or each.isascii()):
                 each.encode()  # half of a surrogate pair is refused here
             elif isinstance(each, dict):
                 below += [*each, *each.values()]

@@ -194,3 +194,10 @@ def test_an_array_that_declares_more_than_is_there_is_not_allocated(tmp_path):
         with pytest.raises(ValueError, match="w in ") as error:
             archive.read("w")
         assert words in str(error.value)
+
+
+def test_a_path_that_is_not_utf_8_and_a_number_that_is_not_finite_come_back(tmp_path):
+    extra = {"run": {"data.paths": ["\udcff.txt"], "limit": float("inf")}}
+    with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)}, extra)
+    assert find_archives(tmp_path)[0].extra == extra

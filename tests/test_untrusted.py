@@ -47,7 +47,7 @@ def test_json_within_the_bounds_is_read():
     assert parse_json('{"a": [1, -2.5, 18446744073709551615, "\\ud83d\\ude00", null, true]}') == {
         "a": [1, -2.5, 18446744073709551615, "\U0001f600", None, True]
     }
-    assert parse_json("[Infinity]", constants=True) == [float("inf")]
+    assert parse_json('[Infinity, "\\udcff"]', ours=True) == [float("inf"), "\udcff"]
 
 
 def make_special(kind, path):

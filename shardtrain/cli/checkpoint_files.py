@@ -5,7 +5,6 @@ not know its models. Any module with `export_model` and `import_model` like the 
 """
 
 import importlib
-import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -16,13 +15,16 @@ from typing import Annotated, Any
 import tyro
 
 from shardtrain.cli.checkpoint_place import CHECKPOINTS, find_place
+from shardtrain.imported import MODEL_FILE, write_about
 from shardtrain.layout import problems_error
+from shardtrain.output import new_folder, refuse_filled
 from shardtrain.sharding import bytes_text
+from shardtrain.untrusted import read_bytes, read_json, read_text, whole_number
 
 CONVERTER = "shardtrain.models.huggingface_files"
 PARAMS = "params/"
 MODEL = "model."
-MODEL_FILE, RUN_FILE, TOKENIZER = "model.json", "run.py", "tokenizer"
+RUN_FILE, TOKENIZER = "run.py", "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,22 +104,25 @@ def import_checkpoint(options: Import) -> int:
       FileExistsError: the folder to write holds something.
       ValueError: the folder cannot be read by the converter.
     """
-    if options.out.exists() and next(options.out.iterdir(), None):
-        raise FileExistsError(f"{options.out} holds something already; give a folder that is not there")
+    refuse_filled(options.out)
     found = _converter(options.using, "import_model")(options.folder)
-    model = asdict(found.config)
+    config = found.config
+    token = mask_token(found.tokenizer, config.vocab) if has_masks(config) else None
     extra = {
         "imported": {"family": found.family, "name": options.folder.resolve().name},
-        "run": {MODEL + name: value for name, value in model.items()},
+        "run": {MODEL + name: value for name, value in asdict(config).items()},
     }
-    num_params = _save(options.out / CHECKPOINTS, found.arrays, extra)
-    kind = f"{type(found.config).__module__}:{type(found.config).__qualname__}"
-    about = json.dumps({"model": kind, "options": model}, indent=2)
-    (options.out / MODEL_FILE).write_text(about + "\n")
-    (options.out / RUN_FILE).write_text(run_file_text(found.config, options, found.tokenizer))
-    for path in found.tokenizer:
-        (options.out / TOKENIZER).mkdir(exist_ok=True)
-        (options.out / TOKENIZER / path.name).write_bytes(path.read_bytes())
+    with new_folder(options.out) as filled:
+        write_about(filled / MODEL_FILE, config, token)
+        (filled / RUN_FILE).write_text(run_file_text(type(config), has_masks(config)))
+        num_params = _save(filled / CHECKPOINTS, found.arrays, extra)
+        for path in found.tokenizer:
+            (filled / TOKENIZER).mkdir(exist_ok=True)
+            (filled / TOKENIZER / path.name).write_bytes(read_bytes(path))
+    if has_masks(config) and token is None:
+        sys.stdout.write(
+            f'the number of [MASK] was not found: write it as "mask_token" into {options.out / MODEL_FILE}\n'
+        )
     for name in found.left_out:
         sys.stdout.write(f"left out, for the model has no place for it: {name}\n")
     words = shlex.join(["--start-from.checkpoint", str(options.out), *option_words(found.config)])
@@ -160,54 +165,80 @@ def model_text(config: Any) -> str:
     return f"{type(config).__name__}({inside})"
 
 
-def run_file_text(config: Any, options: Import, tokenizer: list[Path]) -> str:
-    """A run file that trains on from what was imported."""
-    tokens = 'Tokens(path=Path("tokens.npy"), vocab=model.vocab, seq=min(model.seq, 1024))'
-    data, loss, names = tokens, "", ["Optimizer", "Run", "Schedule", "Tokens"]
-    path = "--data.path"
-    if hasattr(config, "segments"):  # reads from both sides
-        token = mask_token(tokenizer)
-        told = "" if token is not None else "  # of [MASK]: it was not found, so look it up"
-        lines = ("MaskedTokens(", f"    data={tokens},", f"    mask_token={token or 0},{told}", ")")
-        data = "\n        ".join(lines)
-        loss = "        loss=masked_token_loss,\n"
+def has_masks(config: Any) -> bool:
+    """Whether a model reads from both sides, and so trains by masked tokens."""
+    return hasattr(config, "segments")
+
+
+def run_file_text(kind: type, masked: bool) -> str:
+    """A run file that trains on from what was imported; nothing of the download stands in it.
+
+    Args:
+      kind: the class of the model's configuration.
+      masked: whether it trains by masked tokens.
+
+    Raises:
+      ValueError: the class cannot be imported by its name.
+    """
+    if not all(part.isidentifier() for part in (*kind.__module__.split("."), kind.__qualname__)):
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name")
+    data = 'Tokens(path=Path("tokens.npy"), vocab=model.vocab, seq=min(model.seq, 1024))'
+    loss, path, names = "", "--data.path", ["Optimizer", "Run", "Schedule", "Tokens"]
+    readers = ["read_model"]
+    if masked:
+        token = f'read_mask_token(FOLDER / "{MODEL_FILE}", model.vocab)'
+        lines = ("MaskedTokens(", f"    data={data},", f"    mask_token={token},", ")")
+        data, loss = "\n        ".join(lines), "        loss=masked_token_loss,\n"
         names, path = [*names, "MaskedTokens", "masked_token_loss"], "--data.data.path"
+        readers = ["read_mask_token", "read_model"]
     names.sort(key=lambda name: (not name[0].isupper(), name))
-    return f'''"""Trains on what was imported from {options.folder.resolve().name}.
+    return f'''"""Trains on from the imported checkpoint in this folder; {MODEL_FILE} describes its model.
 
 Its tokens are those of its tokenizer: write them with `shardtrain.data.write_tokens`, then
 
-shardtrain train {options.out / RUN_FILE} {path} my_tokens.npy
+shardtrain train {RUN_FILE} {path} my_tokens.npy
 """
 
 from pathlib import Path
 
 from shardtrain import {", ".join(names)}
 from shardtrain.config import StartFrom
-from {type(config).__module__} import {type(config).__qualname__}
+from shardtrain.imported import {", ".join(readers)}
+from {kind.__module__} import {kind.__qualname__}
+
+FOLDER = Path(__file__).resolve().parent
 
 
 def run() -> Run:
-    model = {model_text(config)}
+    model = read_model(FOLDER / "{MODEL_FILE}", {kind.__qualname__})
     return Run(
         model=model,
         data={data},
 {loss}        optimizer=Optimizer(learning_rate=Schedule(name="cosine", peak=2e-5, warmup=100)),
-        start_from=StartFrom(checkpoint=Path(__file__).parent),
-        run_dir=Path("runs") / {json.dumps(options.out.resolve().name)},
+        start_from=StartFrom(checkpoint=FOLDER),
+        run_dir=Path("runs") / FOLDER.name,
     )
 '''
 
 
-def mask_token(tokenizer: list[Path]) -> int | None:
-    """The number of [MASK] in tokenizer files; None where it is not found."""
+def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
+    """The number of [MASK] in tokenizer files; None where it is not found.
+
+    Raises:
+      ValueError: a file is not of its form, or the number is not below `vocab`.
+    """
     by_name = {path.name: path for path in tokenizer}
-    if "tokenizer.json" in by_name:
-        for token in json.loads(by_name["tokenizer.json"].read_text()).get("added_tokens", []):
-            if token.get("content") == "[MASK]":
-                return token["id"]
-    lines = by_name["vocab.txt"].read_text().splitlines() if "vocab.txt" in by_name else []
-    return lines.index("[MASK]") if "[MASK]" in lines else None
+    if path := by_name.get("tokenizer.json"):
+        content = read_json(path)
+        added = content.get("added_tokens") if isinstance(content, dict) else None
+        for token in added if isinstance(added, list) else []:
+            if isinstance(token, dict) and token.get("content") == "[MASK]":
+                return whole_number(token.get("id"), f"the id of [MASK] in {path}", vocab - 1)
+    if path := by_name.get("vocab.txt"):
+        lines = read_text(path).splitlines()
+        if "[MASK]" in lines:
+            return whole_number(lines.index("[MASK]"), f"the line of [MASK] in {path}", vocab - 1)
+    return None
 
 
 def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:

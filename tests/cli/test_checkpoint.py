@@ -309,26 +309,88 @@ class TestFiles:
         code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out", "--run-file", gpt)
         assert (code, "embedding is missing; it needs shape (256, 128)" in text) == (2, True)
 
+    def bert(self, folder, files):
+        folder.mkdir()
+        with np.load(GOLDEN / "bert.npz") as file:
+            state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
+            (folder / "config.json").write_text(str(file["config"]))
+        save_file({**state, "bert.pooler.dense.bias": np.zeros(16)}, folder / "model.safetensors")
+        for name, text in files.items():
+            (folder / name).write_text(text)
+
     @pytest.mark.parametrize(
         ("files", "token"),
         [
-            ({}, "mask_token=0,  # of [MASK]: it was not found"),
-            ({"vocab.txt": "[PAD]\n[UNK]\n[MASK]\na\n"}, "mask_token=2,\n"),
-            ({"tokenizer.json": '{"added_tokens": [{"id": 7, "content": "[MASK]"}]}'}, "mask_token=7,\n"),
+            ({}, None),
+            ({"vocab.txt": "[PAD]\n[UNK]\n[MASK]\na\n"}, 2),
+            ({"tokenizer.json": '{"added_tokens": [{"id": 7, "content": "[MASK]"}]}'}, 7),
         ],
     )
     def test_an_encoder_gets_masked_tokens(self, files, token, tmp_path, capsys):
-        (tmp_path / "bert").mkdir()
-        with np.load(GOLDEN / "bert.npz") as file:
-            state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
-            (tmp_path / "bert" / "config.json").write_text(str(file["config"]))
-        save_file({**state, "bert.pooler.dense.bias": np.zeros(16)}, tmp_path / "bert" / "model.safetensors")
-        for name, text in files.items():
-            (tmp_path / "bert" / name).write_text(text)
+        self.bert(tmp_path / "bert", files)
         code, text = command(capsys, "import", tmp_path / "bert", tmp_path / "in")
         assert code == 0
         assert "left out, for the model has no place for it: bert.pooler.dense.bias\n" in text
-        assert token in (tmp_path / "in" / "run.py").read_text()
+        about = json.loads((tmp_path / "in" / "model.json").read_text())
+        assert about["mask_token"] == token
+        assert ("the number of [MASK] was not found" in text) == (token is None)
+        if token is None:
+            with pytest.raises(ValueError, match=r'look it up, and write "mask_token": NUMBER there'):
+                load_run(str(tmp_path / "in" / "run.py"))
+            (tmp_path / "in" / "model.json").write_text(json.dumps({**about, "mask_token": 5}))
         run = load_run(str(tmp_path / "in" / "run.py"))
         assert run.loss.__name__ == "masked_token_loss"
         assert (run.model.segments, run.data.data.vocab, run.data.data.seq) == (3, 32, 12)
+        assert run.data.mask_token == (5 if token is None else token)
+
+    def test_nothing_of_a_download_stands_in_the_run_file(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        code = "open('proof', 'w')"
+        for name, folder in (("a", f'"""\n{code}\n"""'), ("b", "plain")):
+            self.bert(tmp_path / folder, {"vocab.txt": "[MASK]\n"})
+            assert command(capsys, "import", tmp_path / folder, tmp_path / name)[0] == 0
+            load_run(str(tmp_path / name / "run.py"))
+        first, second = ((tmp_path / name / "run.py").read_text() for name in "ab")
+        assert first == second
+        assert code not in first
+        assert not (tmp_path / "proof").exists()
+
+    @pytest.mark.parametrize(
+        ("token", "words"),
+        [
+            ("4 if open('proof', 'w') else 4", "the id of [MASK] in "),
+            (32, "is 32; it is a whole number from 0 to 31"),
+            (-1, "is -1; it is a whole number from 0 to 31"),
+            (True, "is True; it is a whole number from 0 to 31"),
+            (4.0, "is 4.0; it is a whole number from 0 to 31"),
+        ],
+    )
+    def test_a_token_that_is_no_number_is_refused(self, token, words, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        added = {"added_tokens": [{"id": token, "content": "[MASK]"}]}
+        self.bert(tmp_path / "bert", {"tokenizer.json": json.dumps(added)})
+        code, text = command(capsys, "import", tmp_path / "bert", tmp_path / "in")
+        assert (code, words in text) == (2, True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
+
+    def test_options_that_were_spoilt_since_are_refused_when_the_run_file_is_read(self, tmp_path, capsys):
+        self.bert(tmp_path / "bert", {"vocab.txt": "[MASK]\n"})
+        assert command(capsys, "import", tmp_path / "bert", tmp_path / "in")[0] == 0
+        about = json.loads((tmp_path / "in" / "model.json").read_text())
+        about["options"] |= {"vocab": "32", "eps": True, "mine": 1}
+        (tmp_path / "in" / "model.json").write_text(json.dumps(about))
+        with pytest.raises(ValueError, match="does not describe a EncoderConfig") as error:
+            load_run(str(tmp_path / "in" / "run.py"))
+        assert [line[4:] for line in str(error.value).splitlines()[1:]] == [
+            "'mine' is no option of EncoderConfig",
+            "vocab is '32', and not of kind int",
+            "eps is True, and not of kind float",
+        ]
+
+    def test_export_touches_no_folder_that_it_did_not_make(self, saved, tmp_path, capsys):
+        (tmp_path / "out.partial").mkdir()
+        (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
+        (tmp_path / "out").mkdir()
+        assert command(capsys, "export", saved, tmp_path / "out")[0] == 0
+        assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "mine"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]

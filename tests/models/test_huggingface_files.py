@@ -1,6 +1,7 @@
 """Folders as transformers reads and writes them. That it does, `benchmarks/transformers_parity.py` shows."""
 
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -174,3 +175,95 @@ def test_the_limit_of_a_file_and_the_dtype_are_checked(tmp_path):
         export(tmp_path / "out", config, arrays, dtype="bf16")
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
         export(tmp_path / "out", config, arrays, max_shard_bytes=0)
+
+
+def import_with(tmp_path, change, family="gpt2", files=()):
+    """What a folder with a changed config.json, or changed files, is refused with."""
+    config, state = load(family)
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    save_file(state, tmp_path / "model.safetensors")
+    for name, content in dict(files).items():
+        (tmp_path / name).unlink(missing_ok=True)
+        content(tmp_path / name) if callable(content) else (tmp_path / name).write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        dict(import_model(tmp_path).arrays)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("gpt2", {"n_layer": 10**9}, "the config has 1000000000 layers, and the files have "),
+        ("gpt2", {"n_layer": "2"}, "n_layer is '2'; it is a whole number from 1 to 2147483647"),
+        ("gpt2", {"n_layer": True}, "n_layer is True; it is a whole number"),
+        ("gpt2", {"vocab_size": 33}, "wte.weight has shape (32, 16); it needs shape (33, 16)"),
+        ("gpt2", {"vocab_size": 2**31}, "vocab_size is 2147483648; it is a whole number"),
+        ("gpt2", {"n_embd": -4}, "n_embd is -4; it is a whole number from 1"),
+        ("bert", {"layer_norm_eps": float("inf")}, "Infinity is no number in JSON"),
+        ("bert", {"layer_norm_eps": "1e-5"}, "layer_norm_eps is '1e-5'; it is a number from 1e-30 to 1"),
+        ("llama", {"rope_parameters": [1]}, "rope_parameters is [1]; it is an object, or null"),
+        ("llama", {"rope_parameters": {"rope_theta": "1"}}, "rope_theta is '1'; it is a number from 1 to"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it is true or false"),
+        ("gpt2", {"model_type": ["gpt2"]}, "model_type is ['gpt2'], a family that cannot be read yet"),
+        ("gpt2", {"activation_function": {}}, "activation_function is {}; Decoder has"),
+    ],
+)
+def test_entries_of_a_config_that_are_refused(family, change, words, tmp_path):
+    assert words in import_with(tmp_path, change, family)
+
+
+OUT = "is a link out of its folder, to /etc/"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"config.json": "[1]"}, "config.json is [1]; it is an object of names and values"),
+        ({"config.json": '{"a": 1, "a": 2}'}, "the key 'a' stands twice"),
+        ({"config.json": "[" * 99_999}, "it is nested deeper than 64 levels"),
+        ({"config.json": os.mkfifo}, "config.json is a FIFO, not a regular file"),
+        ({"model.safetensors": os.mkfifo}, "has no model.safetensors"),
+        ({"model.safetensors.index.json": '{"weight_map": []}'}, "has no weight_map from names"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "../x"}}'}, "leads out of its folder"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "/dev/zero"}}'}, "leads out of its folder"),
+        ({"model.safetensors": "\xff" * 99}, "cannot be read: "),
+        ({"config.json": lambda path: path.symlink_to("/etc/hostname")}, OUT),
+        ({"tokenizer.json": lambda path: path.symlink_to("/etc/passwd")}, OUT),
+        ({"model.safetensors": lambda path: path.symlink_to("../else")}, "is a link out of its folder"),
+    ],
+)
+def test_files_of_a_download_that_are_refused(files, words, tmp_path):
+    (tmp_path / "in").mkdir()
+    save_file(load("gpt2")[1], tmp_path / "else")
+    assert words in import_with(tmp_path / "in", {}, files=files)
+
+
+def test_arrays_that_are_no_parameters_are_refused(tmp_path):
+    _, state = load("gpt2")
+    wrong = {**state, "transformer.wpe.weight": np.zeros((12, 16), np.int64), "a\x1b[2J": np.zeros(1)}
+    said = import_with(tmp_path, {}, files={"model.safetensors": lambda path: save_file(wrong, path)})
+    assert "transformer.wpe.weight has dtype I64; parameters have F64, F32, F16 or BF16" in said
+    assert r"'a\x1b[2J' has control characters in its name" in said
+
+
+def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
+    config, state = load("gpt2")
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0f", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "1").write_text(json.dumps(config))
+    save_file(state, blobs / "2")
+    (blobs / "3").write_text("{}")
+    for blob, name in (("1", "config.json"), ("2", "model.safetensors"), ("3", "tokenizer.json")):
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    found = import_model(snapshot)
+    assert [path.name for path in found.tokenizer] == ["tokenizer.json"]
+    assert len(dict(found.arrays)) > 10
+
+
+def test_special_tokens_that_are_no_numbers_are_not_exported(tmp_path):
+    config, params = from_huggingface(*load("gpt2"))
+    (tmp_path / "config.json").write_text('{"bos_token_id": "x", "eos_token_id": [1, 2]}')
+    with pytest.raises(ValueError, match="bos_token_id is 'x'; it is a whole number from 0"):
+        export(tmp_path / "out", config, dict(flat(params)), tokenizer=tmp_path)
+    assert not (tmp_path / "out").exists()

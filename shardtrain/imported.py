@@ -1,0 +1,130 @@
+"""The options of an imported model, as data that its run file reads: nothing of a download stands in code.
+
+They are checked when they are written, and again when they are read. No jax.
+"""
+
+import json
+import math
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from shardtrain.output import replace_file
+from shardtrain.untrusted import read_json, short, whole_number
+
+MODEL_FILE = "model.json"
+
+Config = TypeVar("Config")
+
+MOST_INT = 1 << 53
+MOST_TEXT = 1000
+MOST_BYTES = 1 << 20
+
+
+def write_about(path: Path, config: Any, mask_token: int | None = None) -> None:
+    """Write a model's options.
+
+    Args:
+      path: the file.
+      config: a dataclass.
+      mask_token: of its tokenizer, where the model has one and it is known.
+
+    Raises:
+      ValueError: an option that JSON cannot hold, or a number that is none.
+    """
+    kind, options = type(config), asdict(config)
+    if problems := option_problems(kind, options):
+        raise ValueError("\n  - ".join(["these options of a model cannot be written:", *problems]))
+    about = {"model": f"{kind.__module__}:{kind.__qualname__}", "options": options, "mask_token": mask_token}
+    replace_file(path, (json.dumps(about, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_model(path: Path, kind: type[Config]) -> Config:
+    """The model's configuration.
+
+    Args:
+      path: of what `write_about` wrote.
+      kind: its class.
+
+    Raises:
+      FileNotFoundError: the file is not there.
+      ValueError: it is not of the form that was written; all options that are wrong are listed.
+    """
+    options = _about(path).get("options")
+    if type(options) is not dict:
+        raise ValueError(f"{path}: options is {short(options)}; it is an object of names and values")
+    if problems := option_problems(kind, options):
+        raise ValueError("\n  - ".join([f"{path} does not describe a {kind.__name__}:", *problems]))
+    hints = get_type_hints(kind)
+    return kind(**{name: _as_kind(value, hints[name]) for name, value in options.items()})
+
+
+def read_mask_token(path: Path, vocab: int) -> int:
+    """The token that stands for a hidden one.
+
+    Args:
+      path: of what `write_about` wrote.
+      vocab: it is below.
+
+    Raises:
+      FileNotFoundError: the file is not there.
+      ValueError: it is not known, or out of range.
+    """
+    token = _about(path).get("mask_token")
+    if token is None:
+        raise ValueError(
+            f"{path}: the number of [MASK] was not found in the tokenizer; look it up, and write"
+            ' "mask_token": NUMBER there'
+        )
+    return whole_number(token, f"{path}: mask_token", vocab - 1)
+
+
+def option_problems(kind: type, options: dict[str, Any]) -> list[str]:
+    """Everything in which options do not fit a dataclass: unknown or missing names, values of another kind.
+
+    >>> from shardtrain.models.mlp import MlpConfig
+    >>> option_problems(MlpConfig, {"features": True, "mlp": 8, "num_layers": float("inf"), "eps": 1})
+    ['eps is no option of MlpConfig', 'features is True, and not of kind int', \
+'num_layers is inf, and not of kind int', 'classes is missing']
+    """
+    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    problems = [f"{short(name)} is no option of {kind.__name__}" for name in options if name not in known]
+    problems += [
+        f"{name} is {short(value)}, and not of kind {_text(hints[name])}"
+        for name, value in options.items()
+        if name in known and not _fits(value, hints[name])
+    ]
+    needed = [f.name for f in fields(kind) if f.name not in options]  # type: ignore[arg-type]
+    return problems + [f"{name} is missing" for name in needed if not hasattr(kind, name)]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(hint))
+    if get_origin(hint) is tuple:
+        return type(value) in (list, tuple) and all(_fits(each, get_args(hint)[0]) for each in value)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if hint is int:
+        return type(value) is int and abs(value) <= MOST_INT
+    if hint is str:
+        return type(value) is str and len(value) <= MOST_TEXT and value.isprintable()
+    return (hint is bool and type(value) is bool) or (hint is type(None) and value is None)
+
+
+def _as_kind(value: Any, hint: Any) -> Any:
+    return tuple(value) if get_origin(hint) is tuple else value
+
+
+def _text(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _about(path: Path) -> dict[str, Any]:
+    about = read_json(path, MOST_BYTES)
+    if type(about) is not dict:
+        raise ValueError(f"{path} is {short(about)}; it is an object with model and options")
+    return about
