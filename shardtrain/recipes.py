@@ -135,10 +135,10 @@ steps from 0.1'
 def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
     factor = RATES[scaling.rate](replicas)
     if not isinstance(optimizer, Optimizer):
-        return _unscaled(optimizer, "the optimizer", scaling, factor)
+        return _unscaled(optimizer, "the optimizer", scaling, replicas)
     schedule = optimizer.learning_rate
     if schedule.function is not None:
-        return _unscaled(optimizer, "its learning rate", scaling, factor)
+        return _unscaled(optimizer, "its learning rate", scaling, replicas)
     warmup, start = schedule.warmup, schedule.start
     if scaling.steps:
         warmup = -(-warmup // replicas)
@@ -148,19 +148,20 @@ def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
     return dataclasses.replace(optimizer, learning_rate=schedule)
 
 
-def _unscaled(optimizer: Any, what: str, scaling: Scaling, factor: float) -> Any:
+def _unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -> Any:
     """An optimizer whose rate only its author can scale.
 
     Raises:
       ValueError: it is to be scaled.
     """
-    if scaling.rate == "none" and scaling.warmup is None:
+    if scaling.rate == "none":
         return optimizer
+    factor = RATES[scaling.rate](replicas)
     raise ValueError(
-        f"the learning rate is to be scaled ({scaling.rate}) by {factor:.4g}, but {what} is given in Python"
-        f" ({type(optimizer).__name__}), and its rate cannot be changed from outside; use an"
-        f" Optimizer(name=..., learning_rate=Schedule(...)), or multiply its rate by {factor:.4g} yourself"
-        " and use rate none"
+        f"the learning rate is to be scaled ({scaling.rate}) by {factor:.4g} for {replicas} replicas, but"
+        f" {what} is given in Python ({type(optimizer).__name__}), and its rate cannot be changed"
+        f" from outside; use an Optimizer(name=..., learning_rate=Schedule(...)), or multiply its rate by"
+        f" {factor:.4g} yourself and use rate none"
     )
 
 

@@ -224,14 +224,23 @@ def test_an_optimizer_given_in_python():
     )
 
 
+def test_a_rate_that_is_a_function_is_not_scaled():
+    given = replace(RUN, optimizer=Optimizer(learning_rate=Schedule(function=lambda step: 0.1)))
+    with pytest.raises(ValueError, match=r"but its learning rate is given in Python .* multiply its rate by 8"):
+        scaled(given, Scaling(rate="linear"), 8)
+    run, notes = scaled(given, Scaling(steps=True, batch=True), 8)
+    assert run.optimizer == given.optimizer
+    assert "a schedule inside the optimizer, which is given in Python" in notes[1]
+
+
 def test_what_scaling_refuses():
     with pytest.raises(ValueError) as error:
         Scaling(rate="lineal", batch=64, steps=1, warmup=-1)  # type: ignore[arg-type]
     assert str(error.value) == (
         "this scaling cannot be used:"
         "\n  - rate is 'lineal'; allowed: none, linear, sqrt"
-        "\n  - batch is 64; use True (the run has the batch of one replica) or False"
-        "\n  - steps is 1; use True (the run has the steps of one replica) or False"
+        "\n  - batch is 64; give True or False"
+        "\n  - steps is 1; give True or False"
         "\n  - warmup is -1 steps; use 0 or more, or None"
     )
     with pytest.raises(ValueError) as error:
