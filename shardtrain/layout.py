@@ -17,10 +17,16 @@ from pathlib import Path
 
 from shardtrain import axes
 from shardtrain.kinds import wrong_kinds
+from shardtrain.untrusted import read_text, short
 
 Rules = Mapping[str, tuple[str, ...]]
 Spec = tuple[tuple[str, ...], ...]
 """For each dim of an array, the axes that shard it (empty: not sharded)."""
+
+MOST_DEVICES = 1 << 24
+MOST_NAME = 100
+MOST_FILE_BYTES = 1 << 16
+"""Of a file in TOML, whose parser takes time and stack for what is nested deeply."""
 
 BUILT_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
 """Axes that may be larger than 1 today; the others are known words only."""
@@ -71,6 +77,7 @@ def near(name: str, allowed: Iterable[str]) -> str:
     "'embd' (did you mean 'embed'?)"
     """
     allowed = list(allowed)
+    name = name if len(name) <= MOST_NAME else name[:MOST_NAME] + "..."
     close = difflib.get_close_matches(name, allowed, n=2)
     if close:
         return f"{name!r} (did you mean {' or '.join(map(repr, close))}?)"
@@ -187,8 +194,10 @@ def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
     for axis, size in mesh.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             problems.append(
-                f"axis {axis!r} has size {size!r}; allowed: a whole number from 1, or -1 (the rest)"
+                f"axis {axis!r} has size {short(size)}; allowed: a whole number from 1, or -1 (the rest)"
             )
+        elif size > MOST_DEVICES:
+            problems.append(f"axis {axis!r} has size {short(size)}; allowed: at most {MOST_DEVICES}")
         elif axis in axes.AXES and axis not in BUILT_AXES and size != 1:
             problems.append(
                 f"axis {axis!r} has size {size}, but is not built yet;"
@@ -218,8 +227,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     problems = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         axis, equals, size = (p.strip() for p in part.partition("="))
-        if not equals or not re.fullmatch("-?[0-9]+", size):
-            problems.append(f"{part!r} is not AXIS=NUMBER, as in data=2")
+        if not equals or not re.fullmatch("-?[0-9]{1,9}", size):
+            problems.append(f"{short(part)} is not AXIS=NUMBER, as in data=2")
         elif axis in sizes:
             problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}")
         else:
@@ -249,9 +258,19 @@ def axis_sizes(layout: Layout, num_devices: int) -> dict[str, int]:
     return sizes
 
 
+def _divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> _divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
 def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> str:
     """The error for a mesh that does not use exactly the devices there are."""
-    divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+    divisors = ", ".join(map(str, _divisors(num_devices)))
     change = f"make the sizes multiply to {num_devices} (its divisors: {divisors}), or let one size be -1"
     if has_rest:
         change = f"make the other sizes multiply to a divisor of {num_devices} ({divisors})"
@@ -370,10 +389,10 @@ def read_layout(path: Path) -> Layout:
     """
     known = [f.name for f in fields(Layout)]
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(read_text(path, MOST_FILE_BYTES))
     except OSError as error:
-        raise ValueError(f"there is no layout file {path} to read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"there is no layout file {path} to read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a layout in TOML: {error}") from error
     if unknown := [key for key in values if key not in known]:
         raise problems_error(f"{path} cannot be read", [f"unknown key {near(key, known)}" for key in unknown])

@@ -3,10 +3,11 @@
 What stands in the way of a temporary name is somebody else's and stays: names are made exclusively.
 """
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,11 +56,20 @@ def refuse_filled(out: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes, mode: int = READABLE) -> None:
-    """Write a file anew, whole or not at all; where a link has its name, the link is replaced.
+    """Write a file anew, see `new_file`."""
+    with new_file(path, mode) as file:
+        file.write(content)
+
+
+@contextmanager
+def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
+    """Write a file that gets its name when the block ends without an error, in place of a link too.
+
+    Its temporary name begins with a dot and ends in `.part`; as long as it is written it is locked, see
+    `clear_parts`.
 
     Args:
       path: the file; its folder is there.
-      content: of it.
       mode: its permissions, less the umask.
 
     Raises:
@@ -68,13 +78,35 @@ def replace_file(path: Path, content: bytes, mode: int = READABLE) -> None:
     part, file = _part_of(path, mode)
     try:
         with file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+            part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def clear_parts(folder: Path, names: str) -> None:
+    """Delete what processes that were killed left of files they were writing.
+
+    Args:
+      folder: where the files were to be.
+      names: a pattern of their names, such as `text-*`.
+    """
+    for part in folder.glob(f".{names}.????????????????.part"):
+        try:
+            handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue  # a link, or gone
+        try:
+            # who writes it holds its lock; without locks nobody can tell
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink(missing_ok=True)
+        except OSError:
+            continue
+        finally:
+            os.close(handle)
 
 
 def open_own(path: Path, *, append: bool) -> BinaryIO:
@@ -91,10 +123,12 @@ def open_own(path: Path, *, append: bool) -> BinaryIO:
 
 
 def _part_of(path: Path, mode: int) -> tuple[Path, BinaryIO]:
-    """A new file beside another, under a name that nobody has."""
+    """A new file beside another, under a name that nobody has, and locked."""
     while True:
         part = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
-        try:
-            return part, os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
-        except FileExistsError:
-            continue
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return part, os.fdopen(handle, "wb")
+        os.close(handle)  # it was taken for a left one before it was locked

@@ -5,7 +5,6 @@ Each piece can be made and used alone, see the README; here they are put togethe
 
 import hashlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from shardtrain import terminal
 from shardtrain.across import AcrossStep
 from shardtrain.config import Run, describe, run_text
 from shardtrain.data import Batches
@@ -44,6 +44,7 @@ from shardtrain.saved import in_order
 from shardtrain.stages_across import StageStep
 from shardtrain.state import State, init_state, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
+from shardtrain.terminal import printable
 from shardtrain.together import Loader, Together
 
 RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
@@ -379,7 +380,7 @@ class _Notes:
     def note(self, text: str) -> None:
         if self.name is not None:
             if text.startswith("WARNING"):
-                sys.stderr.write(f"{self.name}: {text}\n")
+                terminal.err(f"{self.name}: {text}\n")
         elif self.progress is None:
             self.kept.append(text)
         else:
@@ -434,8 +435,8 @@ def _pace(run: Run) -> Pace:
 
 
 def say(console: Console, text: str) -> None:
-    """Print text as it is, whatever the terminal."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print text as it is, whatever the terminal; what would control it is escaped."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> Iterator[Any]:

@@ -1,6 +1,8 @@
 """Layouts: what is refused, text by value; what `resolve` gives, by law; files there and back."""
 
 import math
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -382,3 +384,31 @@ def test_a_file_that_is_no_layout(text, error, tmp_path):
     found = refused(read_layout, path)
     assert found.startswith(str(path))
     assert error in found
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a = " + "[" * 9_999, "is not a layout in TOML"),
+        ("[mesh]\ndata = 10000000000", "axis 'data' has size 10000000000; allowed: at most 16777216"),
+        ("[mesh]\ndata = " + "9" * 5000, "is not a layout in TOML"),
+        ("zero = 1\n" * 2, "is not a layout in TOML"),
+        ("#" * 99_999, "has 99,999 bytes; at most 65,536 are read"),
+        ("[mesh]\n" + ".".join("a" * 20_000) + " = 1", "axis 'a'"),
+    ],
+)
+def test_files_of_strangers_are_refused(content, words, tmp_path):
+    (tmp_path / "mine.toml").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_layout(tmp_path / "mine.toml")
+
+
+def test_a_layout_that_is_no_regular_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "mine.toml")
+    with pytest.raises(ValueError, match=r"mine\.toml is a FIFO, not a regular file"):
+        read_layout(tmp_path / "mine.toml")
+
+
+def test_a_large_number_of_devices_is_answered_at_once():
+    with pytest.raises(ValueError, match="there are 10000000000; make the sizes multiply"):
+        axis_sizes(Layout(mesh={"data": 3}), 10**10)

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from shardtrain import terminal
 from shardtrain.exit_codes import COME_AGAIN, DONE, MISTAKE
 from shardtrain.islands.place import PROCESSES, find_place, find_seat, parse_processes
 from shardtrain.layout import near
@@ -42,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(usage())
+        terminal.out(usage())
         return 0 if arguments else USER_ERROR
     command, *rest = arguments
     if command not in COMMANDS:
-        sys.stderr.write(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
+        terminal.err(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
         return USER_ERROR
     code = _run(command, rest)
     fine = (DONE, COME_AGAIN, *(128 + number for number in signal.Signals))
@@ -69,10 +70,10 @@ def _run(command: str, rest: list[str]) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
-        sys.stderr.write(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
+        terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
         return USER_ERROR
     except KeyboardInterrupt:
-        sys.stderr.write(f"shardtrain {command}: interrupted; what was saved before is still there\n")
+        terminal.err(f"shardtrain {command}: interrupted; what was saved before is still there\n")
         sys.stderr.flush()
         _end_other_ranks(128 + signal.SIGINT)
         # not through the interpreter's end: compiler threads may be at work, and it would crash

@@ -3,7 +3,6 @@
 Converters of files come in by name (`checkpoint_files.py`). Next: `shardtrain/archive.py`, which reads.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from shardtrain import terminal
 from shardtrain.archive import Archive, archives
 from shardtrain.checkpoint_policy import CheckpointPolicy, steps_to_delete
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     wants_help = bool({"-h", "--help"} & set(arguments))
     if not arguments or (wants_help and arguments[0] not in COMMANDS):
-        sys.stdout.write(usage())
+        terminal.out(usage())
         return 0 if wants_help else 2
     name, *rest = arguments
     if name not in COMMANDS:
@@ -125,18 +125,18 @@ def usage() -> str:
 def _ls(options: Ls) -> int:
     place = find_place(options.run)
     found = [each for each in archives(place.folder) if place.step in (None, each.step)]
-    sys.stdout.write(list_text(found, partial_folders(place.folder)))
+    terminal.out(list_text(found, partial_folders(place.folder)))
     return 0
 
 
 def _show(options: Show) -> int:
-    sys.stdout.write(show_text(find_place(options.run, options.step).archive()))
+    terminal.out(show_text(find_place(options.run, options.step).archive()))
     return 0
 
 
 def _diff(options: Diff) -> int:
     first, second = find_place(options.first).archive(), find_place(options.second).archive()
-    sys.stdout.write(diff_text(first, second))
+    terminal.out(diff_text(first, second))
     return 0
 
 
@@ -146,11 +146,11 @@ def _verify(options: Verify) -> int:
         problems = archive.problems()
         num_broken += bool(problems)
         if problems:
-            sys.stdout.write(f"step {archive.step}: broken\n" + "".join(f"  {line}\n" for line in problems))
+            terminal.out(f"step {archive.step}: broken\n" + "".join(f"  {line}\n" for line in problems))
         else:
             files = sum(len(manifest.files) for manifest in archive.manifests.values())
             size = bytes_text(archive.num_bytes)
-            sys.stdout.write(f"step {archive.step}: whole, {files} files, {size}\n")
+            terminal.out(f"step {archive.step}: whole, {files} files, {size}\n")
     return DAMAGED if num_broken else 0
 
 
@@ -186,9 +186,9 @@ def _pruned(place: Place, policy: CheckpointPolicy, remove: Callable[[Path], Non
             freed += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             remove(folder)
         why = "" if archive in counted else " (broken)"
-        sys.stdout.write(f"step {archive.step}: {'deleted' if remove is delete else 'would go'}{why}\n")
+        terminal.out(f"step {archive.step}: {'deleted' if remove is delete else 'would go'}{why}\n")
     kept = [each.step for each in found if each in counted and each.step not in old]
-    sys.stdout.write(f"{bytes_text(freed)}; kept: {', '.join(map(str, kept))}\n")
+    terminal.out(f"{bytes_text(freed)}; kept: {', '.join(map(str, kept))}\n")
     return 0
 
 

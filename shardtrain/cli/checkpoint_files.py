@@ -6,7 +6,6 @@ not know its models. Any module with `export_model` and `import_model` like the 
 
 import importlib
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from shardtrain import terminal
 from shardtrain.cli.checkpoint_place import CHECKPOINTS, find_place
 from shardtrain.imported import MODEL_FILE, write_about
 from shardtrain.layout import problems_error
@@ -91,9 +91,9 @@ def export_checkpoint(options: Export) -> int:
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=options.tokenizer or (kept if kept.is_dir() else None),
     )
-    sys.stdout.write(f"step {archive.step} -> {options.out}\n")
+    terminal.out(f"step {archive.step} -> {options.out}\n")
     for name in files:
-        sys.stdout.write(f"  {name}  {bytes_text((options.out / name).stat().st_size)}\n")
+        terminal.out(f"  {name}  {bytes_text((options.out / name).stat().st_size)}\n")
     return 0
 
 
@@ -120,13 +120,13 @@ def import_checkpoint(options: Import) -> int:
             (filled / TOKENIZER).mkdir(exist_ok=True)
             (filled / TOKENIZER / path.name).write_bytes(read_bytes(path))
     if has_masks(config) and token is None:
-        sys.stdout.write(
+        terminal.out(
             f'the number of [MASK] was not found: write it as "mask_token" into {options.out / MODEL_FILE}\n'
         )
     for name in found.left_out:
-        sys.stdout.write(f"left out, for the model has no place for it: {name}\n")
+        terminal.out(f"left out, for the model has no place for it: {name}\n")
     words = shlex.join(["--start-from.checkpoint", str(options.out), *option_words(found.config)])
-    sys.stdout.write(
+    terminal.out(
         f"{found.family}: {num_params:,} parameters -> {options.out}\n"
         f"in a run file of your own: model={model_text(found.config)}\n"
         f"where it has such a model: {words}\n"

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,11 +9,11 @@ from tempfile import TemporaryDirectory
 
 import jax
 
-from shardtrain import axes
+from shardtrain import axes, terminal
 from shardtrain.cli.run_options import parse_run
 from shardtrain.config import Run, Strategy
 from shardtrain.data import batch_problem
-from shardtrain.layout import axis_sizes, problems_error
+from shardtrain.layout import MOST_DEVICES, axis_sizes, problems_error
 from shardtrain.mesh import make_mesh
 from shardtrain.model import Model, as_model
 from shardtrain.optimizer import make_optimizer
@@ -29,6 +28,9 @@ from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
 from shardtrain.report.traffic import figures_text, traffic_text
 from shardtrain.state import state_specs
+
+MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
+"""Larger ones have no device, and would be drawn for hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,9 @@ class InspectOptions:
         counts = ("devices", "pipeline_stages", "microbatches")
         given = {name: number for name in counts if (number := getattr(self, name)) is not None}
         wrong = [
-            f"--{name.replace('_', '-')} is {number}; use 1 or more"
+            f"--{name.replace('_', '-')} is {number}; use 1 to {MOST[name]}"
             for name, number in given.items()
-            if number < 1
+            if not 1 <= number <= MOST[name]
         ]
         if wrong:
             raise problems_error("this cannot be shown", wrong)
@@ -82,9 +84,9 @@ def main(arguments: Sequence[str]) -> int:
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
     stages = _stages(run, model, sizes[axes.PIPELINE])
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine, stages)
-    sys.stdout.write(sharding_text(specs, sizes) + "\n")
+    terminal.out(sharding_text(specs, sizes) + "\n")
     found = weights(specs.arrays, layout.sharded_rules)
-    sys.stdout.write(traffic_text(parameter_traffic(found, layout, sizes, run.strategy.accumulate)))
+    terminal.out(traffic_text(parameter_traffic(found, layout, sizes, run.strategy.accumulate)))
     asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     if problem:
         raise ValueError(problem)
     if options.compile is not None:
-        sys.stdout.write("\n" + _compiled(run, options.compile, sizes))
+        terminal.out("\n" + _compiled(run, options.compile, sizes))
     return 0
 
 
@@ -118,7 +120,7 @@ def _stages(run: Run, model: Model, num_stages: int) -> Stages | None:
     pipeline = run.strategy.pipeline
     by = parse_stages(pipeline.stages)
     if by in ("params", "flops"):
-        sys.stderr.write(f"blocks are shown cut evenly: to cut them by {by} needs the data\n")
+        terminal.err(f"blocks are shown cut evenly: to cut them by {by} needs the data\n")
         by = "equal"
     found = counts(by, model.chain.num_blocks, num_stages * pipeline.virtual_stages)
     return Stages(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(found))
@@ -141,9 +143,9 @@ def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Tabl
 def _show(table: Table, picture: Path | None) -> None:
     """The timeline of a schedule; whole where there is no terminal that could be too narrow."""
     width, _ = shutil.get_terminal_size(fallback=(1_000_000, 24))
-    sys.stdout.write("\n" + timeline_text(table, width))
+    terminal.out("\n" + timeline_text(table, width))
     if picture is not None:
-        sys.stdout.write(f"timeline: {plots.timeline(table, picture)}\n")
+        terminal.out(f"timeline: {plots.timeline(table, picture)}\n")
 
 
 def _devices_named(mesh: Mapping[str, int]) -> int:

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shardtrain import terminal
 from shardtrain.cli import COMMANDS
 from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.place import parse_processes
@@ -189,7 +190,7 @@ def _submit(job: Job, options: slurm.Slurm, dry_run: bool) -> int:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    sys.stderr.write(f"launch: wrote {path}; logs will be {job.logs}/{options.job_name}-<job>.log\n")
+    terminal.err(f"launch: wrote {path}; logs will be {job.logs}/{options.job_name}-<job>.log\n")
     return subprocess.run(launch.command, check=False).returncode
 
 
@@ -203,14 +204,14 @@ def _run(kind: str, job: Job, options: MpiOptions, dry_run: bool) -> int:
     environ = local.own_environment(os.environ) if kind == "local" else dict(os.environ)
     what = f"{job.islands} island{'s' * (job.islands > 1)}"
     ranks = f" ({job.num_ranks} ranks)" if job.num_ranks != job.islands else ""
-    sys.stderr.write(f"launch: {what}{ranks} by {mpiexec.path}; a log for each rank in {job.logs}\n")
+    terminal.err(f"launch: {what}{ranks} by {mpiexec.path}; a log for each rank in {job.logs}\n")
     until = None if job.time_seconds is None else time.monotonic() + job.time_seconds
 
     def start(number: int) -> Ended:
         left = None if until is None else until - time.monotonic()
         if number and left is not None and left <= job.stop_seconds:
-            sys.stderr.write("launch: not started again: the time limit is near\n")
+            terminal.err("launch: not started again: the time limit is near\n")
             return Ended(code=COME_AGAIN, asked=True, step=0)
         return supervise_once(launch, job.logs, environ, time_seconds=left, stop_seconds=job.stop_seconds)
 
-    return run_again(start, restarts, sys.stderr.write)
+    return run_again(start, restarts, terminal.err)

@@ -16,6 +16,7 @@ from typing import Any
 
 import tyro
 
+from shardtrain import terminal
 from shardtrain.combine import Combiner
 from shardtrain.config import Run, Strategy
 from shardtrain.layout import near, parse_mesh, read_layout
@@ -217,7 +218,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
             f"Its options are shown by: {usage} RUN --help\n"
         )
         if wants_help:
-            sys.stdout.write(text)
+            terminal.out(text)
             raise SystemExit(0)
         raise ValueError(f"RUN is missing\n{text}")
     run = load_run(arguments[0])

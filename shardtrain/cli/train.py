@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from shardtrain import terminal
 from shardtrain.cli.run_options import parse_run
 from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED
 from shardtrain.islands.marks import marks_of
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
             except Missing as missing:
                 watchdog.end(str(missing))
     except (FloatingPointError, SaveFailed) as failure:
-        sys.stderr.write(f"shardtrain train: {failure}\n")
+        terminal.err(f"shardtrain train: {failure}\n")
         return FAILED
     if trained.time_over:
         return COME_AGAIN
@@ -116,9 +117,9 @@ def _end_missing(missing: Exception) -> NoReturn:
     """A rank did not come to the start, where there is no watchdog yet."""
     from shardtrain.islands.bridge import end_all
 
-    sys.stderr.write(f"shardtrain train: {missing}\n")
+    terminal.err(f"shardtrain train: {missing}\n")
     end_all(COME_AGAIN)
 
 
 def _to_stderr(text: str) -> None:
-    sys.stderr.write(f"shardtrain train: {text}\n")
+    terminal.err(f"shardtrain train: {text}\n")

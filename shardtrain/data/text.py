@@ -8,17 +8,20 @@ import codecs
 import hashlib
 import json
 import os
+import socket
 import sysconfig
-import uuid
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
 from shardtrain.layout import problems_error
+from shardtrain.output import clear_parts, replace_file
+from shardtrain.untrusted import of_kind, parse_json, read_text, whole_number
 
 SEPARATOR = 0
 """The byte behind each document. No document holds it: a file with it counts as binary."""
@@ -27,6 +30,10 @@ NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idl
 """Folders of the standard library that are left out: others' code, tests, tables of numbers."""
 
 CHUNK_BYTES = 1 << 24
+MOST_TOKENS = 1 << 60
+
+PRIVATE = 0o600
+"""Of what is made from text: it may be a copy of what others may not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +45,14 @@ class Packed:
       num_tokens: how long it is.
       num_documents: files that are in it.
       skipped: files that are no text (UTF-8 without byte 0), or may not be read.
+      left_out: folders that were not entered, each with the reason.
     """
 
     path: Path
     num_tokens: int
     num_documents: int
     skipped: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +89,11 @@ class Text:
         return 256
 
     def pack(self, folder: Path) -> Packed:
-        """Write the text into one token file, each document followed by byte 0.
+        """Write the text into one token file, each document followed by byte 0; only its owner may read it.
 
-        A file that is there is used again, unless the list of files, a size or a time has changed, or it
-        is damaged: shorter than it was, or without its record.
+        A file that is there is used again, unless the list of files, a size or a time has changed (also the
+        time of the last change of any kind, which nobody can set), or it is damaged. What this host packed of
+        an earlier state of the same paths is deleted.
 
         Args:
           folder: where the token file goes, such as the folder of the run. A walk over `paths` does
@@ -92,24 +102,31 @@ class Text:
         Raises:
           ValueError: lists every path that is not there or holds nothing; or no file is text.
         """
-        files = [Path(path).absolute() for path in text_files(self.paths, folder)]
-        stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        name = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
-        tokens, record = folder / f"text-{name}.npy", folder / f"text-{name}.json"
-        packed = _packed(tokens, record)
+        found = find_texts(self.paths, folder)
+        files = [path.absolute() for path in found.files]
+        stats = [(str(file), *_identity(file.stat())) for file in files]
+        tokens = folder / f"text-{_digest(stats)}.npy"
+        made_by = {
+            "host": socket.gethostname(),
+            "paths": _digest([str(Path(p).absolute()) for p in self.paths]),
+        }
+        packed = _packed(tokens)
         if packed is None:
             packed = _write_text(tokens, files)
-            _write_record(record, packed)
-        return packed
+            _write_record(packed, made_by)
+        clear_parts(folder, "text-*")
+        _delete_older(tokens, made_by)
+        return replace(packed, left_out=found.left_out)
 
     def summary(self, folder: Path) -> str:
         """A line about what was read and what was left out, such as `text: 3 files, 12,345 bytes`."""
         packed = self.pack(folder)
         text = f"text: {packed.num_documents} files, {packed.num_tokens:,} bytes"
-        if not packed.skipped:
-            return text
-        shown = ", ".join(packed.skipped[:3]) + (", ..." if len(packed.skipped) > 3 else "")
-        return f"{text}; left out {len(packed.skipped)} that are no UTF-8 text, or not readable: {shown}"
+        if skipped := packed.skipped:
+            text += f"; left out {len(skipped)} that are no UTF-8 text, or not readable: {_some(skipped)}"
+        if folders := packed.left_out:
+            text += f"; not entered {len(folders)} folders: {_some(folders)}"
+        return text
 
     def train(self, folder: Path) -> Windows:
         """The windows to train on.
@@ -130,8 +147,15 @@ class Text:
         return split_tokens(self.pack(folder).path, self.seq, self.heldout_fraction, self.vocab)
 
 
-def text_files(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """The files that `Text` reads, in its order, whether they turn out to be text or not.
+class Found(NamedTuple):
+    """The files that `Text` reads, in its order, text or not, and the folders that it does not enter."""
+
+    files: list[Path]
+    left_out: tuple[str, ...]
+
+
+def find_texts(paths: Sequence[Path], folder: Path) -> Found:
+    """Look for the files that `Text` reads.
 
     Args:
       paths: files and folders; none is the standard library.
@@ -141,36 +165,58 @@ def text_files(paths: Sequence[Path], folder: Path) -> list[Path]:
       ValueError: lists every path that is not there or holds nothing.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    files, problems = [], []
-    for path in map(Path, paths or (library,)):
-        if path.is_dir():
-            found = _walk(path, folder) if paths else _sources(library, folder)
-        else:
-            found = [path] if path.is_file() else []
-        found = [file for file in found if file.stat().st_size]
-        files += found
-        if not found:
+    if not paths:
+        files = _walk(library, folder, NOT_READ).files
+        return Found([file for file in files if file.suffix == ".py" and file.stat().st_size], ())
+    files, left_out, problems = [], [], []
+    for path in map(Path, paths):
+        found = _walk(path, folder) if path.is_dir() else Found([path] if path.is_file() else [], ())
+        filled = [file for file in found.files if file.stat().st_size]
+        files += filled
+        left_out += found.left_out
+        if not filled:
             why = f"holds nothing to read outside {folder}" if path.is_dir() else "is not there, or empty"
+            why += f" (not entered: {_some(found.left_out)})" if found.left_out else ""
             problems.append(f"{path.absolute()} {why}; give a text file or a folder of them")
     if problems:
         raise problems_error("this text cannot be read", problems)
-    return files
+    return Found(files, tuple(left_out))
 
 
-def _walk(path: Path, avoided: Path, not_read: Set[str] = frozenset()) -> list[Path]:
-    found: list[Path] = []
-    for root, folders, names in os.walk(path):
+def _walk(path: Path, avoided: Path, not_read: Set[str] = frozenset()) -> Found:
+    files: list[Path] = []
+    left_out: list[str] = []
+
+    def unreadable(error: OSError) -> None:
+        left_out.append(f"{error.filename} ({error.strerror})")
+
+    for root, folders, names in os.walk(path, onerror=unreadable):
         if Path(root).resolve() == avoided.resolve():
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in not_read)
-        files = (Path(root, name) for name in sorted(names) if not name.startswith("."))
-        found += [file for file in files if file.is_file()]
-    return found
+        links = [Path(root, name) for name in folders if Path(root, name).is_symlink()]
+        # followed, a link might lead round in a circle, or to what nobody meant to train on
+        left_out += [f"{link} (a link; name {link.resolve()} itself)" for link in links]
+        try:
+            found = [Path(root, name) for name in sorted(names) if not name.startswith(".")]
+            files += [file for file in found if file.is_file()]
+        except OSError as error:
+            unreadable(error)
+    return Found(files, tuple(left_out))
 
 
-def _sources(library: Path, avoided: Path) -> list[Path]:
-    return [file for file in _walk(library, avoided, NOT_READ) if file.suffix == ".py"]
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    """What changes with a file's content; its last change of any kind is what the system alone sets."""
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _is_text(file: Path) -> bool:
@@ -207,23 +253,43 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
                 yield np.frombuffer(chunk, np.uint8)
             yield np.array([SEPARATOR], np.uint8)
 
-    num_tokens = write_tokens(path, parts(), dtype="uint8")
+    num_tokens = write_tokens(path, parts(), dtype="uint8", mode=PRIVATE)
     return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(map(str, others)))
 
 
-def _packed(tokens: Path, record: Path) -> Packed | None:
+def _packed(tokens: Path) -> Packed | None:
     """What was written before, where it is still there and as long as it was."""
     try:
-        found = json.loads(record.read_text())
-        packed = Packed(path=tokens, **found | {"skipped": tuple(found["skipped"])})
+        found = _read_record(tokens.with_suffix(".json"))
+        packed = Packed(
+            path=tokens,
+            num_tokens=whole_number(found["num_tokens"], "num_tokens", MOST_TOKENS),
+            num_documents=whole_number(found["num_documents"], "num_documents", MOST_TOKENS),
+            skipped=tuple(map(str, of_kind(found["skipped"], list, "skipped"))),
+        )
         whole = len(open_tokens(tokens)) == packed.num_tokens
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     return packed if whole else None
 
 
-def _write_record(path: Path, packed: Packed) -> None:
-    values = {name: value for name, value in asdict(packed).items() if name != "path"}
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    part.write_text(json.dumps(values))
-    part.replace(path)
+def _read_record(path: Path) -> dict[str, Any]:
+    return of_kind(parse_json(read_text(path), ours=True), dict, str(path))
+
+
+def _write_record(packed: Packed, made_by: dict[str, str]) -> None:
+    values = {"num_tokens": packed.num_tokens, "num_documents": packed.num_documents}
+    record = {**values, "skipped": packed.skipped, "made_by": made_by}
+    replace_file(packed.path.with_suffix(".json"), json.dumps(record).encode(), PRIVATE)
+
+
+def _delete_older(tokens: Path, made_by: dict[str, str]) -> None:
+    """Token files of the same paths, packed by this host before they changed."""
+    for record in tokens.parent.glob("text-????????????????.json"):
+        try:
+            is_older = record.stem != tokens.stem and _read_record(record).get("made_by") == made_by
+        except (OSError, ValueError):
+            continue  # not one of ours
+        if is_older:
+            record.with_suffix(".npy").unlink(missing_ok=True)
+            record.unlink(missing_ok=True)

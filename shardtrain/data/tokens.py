@@ -4,7 +4,6 @@ They are mapped into memory: only what is read comes in. Next: `windows.py`.
 """
 
 import os
-import uuid
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +12,19 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from shardtrain.output import READABLE, new_file
+
 TOKEN_TYPES = ("uint8", "uint16", "uint32")
 """What `write_tokens` writes. `open_tokens` reads any integers."""
 
 
 def write_tokens(
-    path: Path, documents: Iterable[ArrayLike], *, dtype: DTypeLike = "uint16", separator: int | None = None
+    path: Path,
+    documents: Iterable[ArrayLike],
+    *,
+    dtype: DTypeLike = "uint16",
+    separator: int | None = None,
+    mode: int = READABLE,
 ) -> int:
     """Write documents into one token file, one behind the other.
 
@@ -29,6 +35,7 @@ def write_tokens(
       documents: integers (num_tokens,) each, read once, one at a time.
       dtype: uint8, uint16 or uint32.
       separator: the token that follows each document; None is no token.
+      mode: the file's permissions, less the umask.
 
     Returns:
       The number of tokens in the file.
@@ -48,23 +55,16 @@ def write_tokens(
         raise ValueError(f"a token file of {kind.name} was asked for; use one of {', '.join(TOKEN_TYPES)}")
     ending = _as_tokens([] if separator is None else [separator], kind)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     num_tokens = 0
-    try:
-        with part.open("xb") as file:
-            _write_header(file, kind, 0)
-            for document in documents:
-                for tokens in (_as_tokens(document, kind), ending):
-                    file.write(tokens.data)
-                    num_tokens += len(tokens)
-            # numpy leaves room in the header for this
-            file.seek(0)
-            _write_header(file, kind, num_tokens)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with new_file(path, mode) as file:
+        _write_header(file, kind, 0)
+        for document in documents:
+            for tokens in (_as_tokens(document, kind), ending):
+                file.write(tokens.data)
+                num_tokens += len(tokens)
+        # numpy leaves room in the header for this
+        file.seek(0)
+        _write_header(file, kind, num_tokens)
     return num_tokens
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain import terminal
 from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.step_file import NOTHING, LastStep, read_step_file
 from shardtrain.launch.rank import island_name, step_file_path
@@ -301,7 +302,7 @@ def _ignored(lines: Sequence[str], index: int) -> bool:
     return index > 0 and lines[index - 1].startswith("Exception ignored in")
 
 
-def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = sys.stderr.write) -> int:
+def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = terminal.err) -> int:
     """Tell how a launch ended; returns its exit code."""
     parser = argparse.ArgumentParser(prog="shardtrain.launch.outcome", description=__doc__)
     parser.add_argument("logs", type=Path)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardtrain import terminal
 from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
 from shardtrain.islands.step_file import STEP_FILE, read_step_file
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes = parse_processes(os.environ.get(PROCESSES, "1"))
         seat = find_seat(place.rank, place.size, processes)
     except ValueError as mistake:
-        sys.stderr.write(f"shardtrain.launch.rank: {mistake}\n")
+        terminal.err(f"shardtrain.launch.rank: {mistake}\n")
         return MISTAKE
     return Keeper(options.logs, place, seat, signal.Signals[f"SIG{options.usr1}"]).run(program)
 

@@ -11,12 +11,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from shardtrain import terminal
 from shardtrain.islands.step_file import NOTHING
 from shardtrain.launch.job import Launch
 from shardtrain.launch.outcome import any_failed, judge, read_ranks
@@ -40,7 +40,7 @@ def supervise(
     *,
     time_seconds: float | None = None,
     stop_seconds: float = 120,
-    write: Callable[[str], object] = sys.stderr.write,
+    write: Callable[[str], object] = terminal.err,
 ) -> int:
     """Run a launch, and tell how it ended.
 
@@ -69,7 +69,7 @@ def supervise_once(
     *,
     time_seconds: float | None = None,
     stop_seconds: float = 120,
-    write: Callable[[str], object] = sys.stderr.write,
+    write: Callable[[str], object] = terminal.err,
 ) -> Ended:
     """As `supervise`, for those who may start it again."""
     logs.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from shardtrain.terminal import printable
+
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold red"}
 """Verdict -> its colour."""
 
@@ -29,7 +31,12 @@ def doctor_table(rows: Sequence[tuple[str, str, str, str, str]], seconds: Mappin
         if last not in (None, check):
             table.add_section()
         last = check
-        cells = (Text(f"{check}: {what}"), Text(found), Text(verdict, style=STYLES[verdict]), Text(do))
+        cells = (
+            Text(f"{check}: {what}"),
+            Text(printable(found)),
+            Text(verdict, style=STYLES[verdict]),
+            Text(do),
+        )
         table.add_row(*cells)
     return Group(table, Text(summary([row[3] for row in rows])), Text(times_text(seconds)))
 

@@ -14,6 +14,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from shardtrain.metrics import Progress, Rate
+from shardtrain.terminal import printable
 
 
 def progress(
@@ -72,7 +73,7 @@ class PlainLines:
             self.note(self._status.line(heldout="heldout/loss" in values))
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class Bar:
@@ -107,7 +108,7 @@ class Bar:
         self._rich.update(self._task, completed=step, description="  ".join(self._status.parts(heldout=True)))
 
     def note(self, text: str) -> None:
-        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._rich.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Status:

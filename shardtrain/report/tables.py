@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardtrain.terminal import printable
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:
     """A table for a rich console; columns of numbers stand to the right.
@@ -35,7 +37,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str
         numeric = bool(rows) and all(isinstance(row[number], int | float) for row in rows)
         result.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        result.add_row(*(Text(str(cell)) for cell in row))
+        result.add_row(*(Text(printable(str(cell), kept="")) for cell in row))
     return result
 
 

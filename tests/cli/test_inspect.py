@@ -94,13 +94,16 @@ def test_a_timeline_is_drawn(inspected, tmp_path):
     [
         (("--schedule", "1f1"), ("'1f1' (did you mean '1f1b'?)",)),
         (("--schedule", "1f1b", "--virtual-stages", "2"), ("use 1, or the schedule 'interleaved'",)),
+        (("--devices", "10000000000"), ("--devices is 10000000000; use 1 to 16777216",)),
+        (("--mesh", "data=10000000000"), ("'data=10000000000' is not AXIS=NUMBER",)),
+        (("--mesh", "data=100000000"), ("axis 'data' has size 100000000; allowed: at most 16777216",)),
         (("--timeline", "a.gif"), ("it is drawn as .svg or .png: use a.svg",)),
         (
             ("--devices", "0", "--microbatches", "0", "--pipeline-stages", "-1"),
             (
-                "--devices is 0; use 1 or more",
-                "--microbatches is 0; use 1 or more",
-                "--pipeline-stages is -1; use 1 or more",
+                "--devices is 0; use 1 to 16777216",
+                "--microbatches is 0; use 1 to 8192",
+                "--pipeline-stages is -1; use 1 to 1024",
             ),
         ),
     ],

@@ -1,7 +1,11 @@
 """Text files as the data of a run."""
 
+import errno
+import fcntl
+import json
 import os
 import re
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -136,3 +140,92 @@ def test_refuses_what_holds_no_text_or_too_little(tmp_path):
         Text(paths=(data / "a.bin",)).train(tmp_path)
     with pytest.raises(ValueError, match=r"has 6 tokens; 2 windows of seq 256 need .* or use seq 2 or less"):
         Text(paths=(data / "b.txt",)).train(tmp_path)
+
+
+def test_a_text_changed_with_size_and_time_kept_is_packed_again(tmp_path):
+    data = make_files(tmp_path / "data", {"a.txt": b"one"})
+    os.utime(data / "a.txt", (1, 1))
+    assert packed_bytes(Text(paths=(data,)), tmp_path / "run") == b"one\0"
+    (data / "a.txt").write_bytes(b"ONE")
+    os.utime(data / "a.txt", (1, 1))
+    assert packed_bytes(Text(paths=(data,)), tmp_path / "run") == b"ONE\0"
+
+
+def test_what_was_packed_of_an_earlier_state_is_deleted(tmp_path):
+    data = make_files(tmp_path / "data", {"a.txt": b"one"})
+    run = tmp_path / "run"
+    other = Text(paths=(make_files(tmp_path / "other", {"a.txt": b"other"}),)).pack(run)
+    first = Text(paths=(data,)).pack(run)
+    (run / "text-0123456789abcdef.json").write_text("{}")
+    (run / "text-0123456789abcdef.npy").write_text("theirs")
+    (data / "a.txt").write_bytes(b"changed")
+    second = Text(paths=(data,)).pack(run)
+    assert not first.path.exists()
+    assert not first.path.with_suffix(".json").exists()
+    kept = {other.path.stem, second.path.stem, "text-0123456789abcdef"}
+    assert {path.name for path in run.iterdir()} == {f"{s}.{e}" for s in kept for e in ("npy", "json")}
+
+
+def test_what_another_host_packed_stays(tmp_path, monkeypatch):
+    data = make_files(tmp_path / "data", {"a.txt": b"one"})
+    first = Text(paths=(data,)).pack(tmp_path / "run")
+    (data / "a.txt").write_bytes(b"changed")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    Text(paths=(data,)).pack(tmp_path / "run")
+    assert first.path.exists()
+
+
+def test_leftovers_of_a_killed_packing_go_and_one_under_way_stays(tmp_path):
+    data = make_files(tmp_path / "data", {"a.txt": b"one"})
+    run = tmp_path / "run"
+    run.mkdir()
+    left, busy, linked = (run / f".text-{c * 16}.npy.{c * 16}.part" for c in "012")
+    left.write_bytes(b"half")
+    (tmp_path / "theirs").write_text("theirs")
+    linked.symlink_to(tmp_path / "theirs")
+    with busy.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        Text(paths=(data,)).pack(run)
+        assert (left.exists(), busy.exists(), linked.is_symlink()) == (False, True, True)
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+def test_only_the_owner_may_read_what_was_packed(tmp_path):
+    data = make_files(tmp_path / "data", {"a.txt": b"secret"})
+    (data / "a.txt").chmod(0o600)
+    packed = Text(paths=(data,)).pack(tmp_path / "run")
+    for path in (packed.path, packed.path.with_suffix(".json")):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_folders_that_are_not_entered_are_told(tmp_path, monkeypatch):
+    data = make_files(tmp_path / "data", {"a.txt": b"one", "closed/b.txt": b"two"})
+    make_files(tmp_path / "elsewhere", {"c.txt": b"three"})
+    (data / "link").symlink_to(tmp_path / "elsewhere")
+    scan = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    text = Text(paths=(data,))
+    assert packed_bytes(text, tmp_path / "run") == b"one\0"
+    assert text.summary(tmp_path / "run") == (
+        f"text: 1 files, 4 bytes; not entered 2 folders: {data}/link (a link; name {tmp_path}/elsewhere"
+        f" itself), {data}/closed (Permission denied)"
+    )
+    with pytest.raises(ValueError, match=r"closed holds nothing .* \(not entered: .*Permission denied"):
+        Text(paths=(data / "closed",)).pack(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "record", ["[]", "{}", '{"num_tokens": 1e9}', "[" * 9999, '{"num_tokens": -4}', "\xff"]
+)
+def test_a_record_that_cannot_be_trusted_is_written_again(record, tmp_path):
+    text = Text(paths=(make_files(tmp_path / "data", {"a.txt": b"one"}),))
+    path = text.pack(tmp_path / "run").path.with_suffix(".json")
+    path.write_text(record)
+    assert text.pack(tmp_path / "run").num_tokens == 4
+    assert json.loads(path.read_text())["num_tokens"] == 4

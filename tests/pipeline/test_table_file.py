@@ -1,5 +1,6 @@
 """Tables as files: what is written is read again, and what cannot be read is told line by line."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -63,3 +64,25 @@ def test_a_file_that_is_not_text_is_told(tmp_path):
         read_table(path)
     with pytest.raises(ValueError, match="there is no schedule file"):
         read_table(tmp_path / "other.csv")
+
+
+def test_numbers_that_no_table_has_are_refused_at_once(tmp_path):
+    path = tmp_path / "mine.csv"
+    lines = ["tick,stage,chunk,microbatch,kind", "0,0,0,0,forward", "1,99999999999,0,0,forward"]
+    path.write_text("\n".join([*lines, f"{'9' * 9999},0,0,1,forward"]))
+    with pytest.raises(ValueError, match="cannot be read") as error:
+        read_table(path)
+    assert str(error.value).splitlines()[1:] == [
+        "  - line 3: stage is '99999999999', and the file has 3 tasks; write a number below 24",
+        f"  - line 4: tick is '{'9' * 56}..., and the file has 3 tasks; write a number below 24",
+    ]
+    rows = "".join(f"{i},{i},0,{i},forward\n" for i in range(50))
+    path.write_text(f"tick,stage,chunk,microbatch,kind\n{rows}")
+    with pytest.raises(ValueError, match=r"50 \* 1 \* 50 = 2500 tasks of each kind, and the file has 50"):
+        read_table(path)
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "mine.csv")
+    with pytest.raises(ValueError, match=r"mine\.csv is a FIFO, not a regular file"):
+        read_table(tmp_path / "mine.csv")

@@ -1,0 +1,40 @@
+"""The boundary to the terminal: what is written there cannot control it, whatever stands in a name. No jax.
+
+Names of files, arrays and options come from checkpoints and downloads; an escape sequence in one could hide
+lines, set the clipboard or the title. Our own colours come from rich, which gets texts through `printable`.
+"""
+
+import sys
+import unicodedata
+
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's control and format characters, halves of surrogate pairs, separators of lines and paragraphs."""
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    r"""A text with every character that a terminal would obey, or not show, written as its escape.
+
+    Args:
+      text: of any origin.
+      kept: control characters that stay.
+
+    >>> printable("a\x1b[2J\nb"), printable("a\nb", kept="")
+    ('a\\x1b[2J\nb', 'a\\nb')
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in kept or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
+
+
+def out(text: str) -> None:
+    """Write to standard output."""
+    sys.stdout.write(printable(text))
+
+
+def err(text: str) -> None:
+    """Write to standard error."""
+    sys.stderr.write(printable(text))
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
