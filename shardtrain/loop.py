@@ -89,6 +89,7 @@ class Pieces:
       labels: what the entries of a metric (L,) are of.
       marks: where this process is, for its watchdog.
       check: (step, state) -> raises `RollBack` where copies of it are not the same; None: not looked at.
+      explain: step -> why the data of this step gives no finite loss, "" where it is not known.
     """
 
     step: Step
@@ -105,6 +106,7 @@ class Pieces:
     labels: Sequence[str] = ()
     marks: Marks = field(default_factory=Marks)
     check: Callable[[int, State], None] | None = None
+    explain: Callable[[int], str] = lambda step: ""
 
 
 class Wish(NamedTuple):
@@ -184,7 +186,8 @@ def run_loop(
       The last state, saved, and the number of steps done.
 
     Raises:
-      FloatingPointError: a loss or gradient is not finite, and `pace.nonfinite` is "stop".
+      FloatingPointError: a loss or gradient is not finite, and `pace.nonfinite` is "stop"; or every step was
+        skipped.
       RollBack: a step was bad; with the position in the data after what was read since.
       SaveFailed: the last save failed. Earlier ones are told to `progress`, and training goes on.
     """
@@ -234,6 +237,8 @@ def _run(
         if save_now:
             # a run that goes on from this step does not do it again
             log.catch_up(but_newest=evaluates)
+        # what ends without a single update is not saved: the same command shall begin again
+        if save_now and not (last and not pieces.anywhere(log.trained)):
             saved_seconds, is_due = time.monotonic(), False
             with marks.at("saving", long=True):
                 state = pieces.before_save(state)
@@ -245,6 +250,11 @@ def _run(
             stop.agreed(stop_now)
             break
     log.finish()
+    if done > first_step and not pieces.anywhere(log.trained):
+        text = f"every step was skipped, so nothing was learned: {log.why_skipped}"
+        if done == pace.steps:
+            raise FloatingPointError(text)
+        pieces.progress.note(f"WARNING: {text}")
     if (pace.spikes or pace.nonfinite == "roll_back") and pieces.anywhere(log.fault is not None):
         raise log.fault or RollBack(done, f"a step up to {done} was bad on another island")
     if done > first_step:
@@ -319,6 +329,7 @@ class _Log:
         self._means: dict[str, Mean] = {}
         self._rate = Rate()
         self._skipped = 0
+        self.trained, self.why_skipped = False, ""
         self.fault: RollBack | None = None
 
     def add(self, step: int, metrics: Metrics) -> None:
@@ -355,7 +366,7 @@ class _Log:
         if skipped:
             self._refuse(step, loss.value, values)
         else:
-            self._skipped = 0
+            self._skipped, self.trained = 0, True
             self._judge(step, loss.value)
             pairs = {
                 k: Mean(sum=float(v[0]), count=float(v[1])) for k, v in values.items() if isinstance(v, tuple)
@@ -389,8 +400,15 @@ class _Log:
         self._skipped += 1
         norm = float(values["grad_norm"])
         text = f"step {step} was skipped: loss {loss}, gradient norm {norm} not finite"
+        # the first of a row is explained: it takes its batch anew
+        if self._skipped == 1 and (why := self._pieces.explain(step)):
+            text = f"{text}; {why}"
+        self.why_skipped = self.why_skipped or text
         if self._skipped >= MOST_SKIPPED:
-            raise FloatingPointError(f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends")
+            raise FloatingPointError(
+                f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends. The first of all:"
+                f" {self.why_skipped}"
+            )
         if self._pace.nonfinite == "roll_back":
             self._found(RollBack(step, f"{text}; nonfinite is 'roll_back'"))
             return

@@ -4,12 +4,14 @@ So the gradient of any split of a batch, uneven or with empty parts, adds up to 
 """
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardtrain.layout import problems_error
+from shardtrain.user_code import user_code
 
 Batch = Mapping[str, jax.Array]
 Apply = Callable[..., Any]
@@ -132,19 +134,92 @@ def once(last: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def guarded(loss: Loss) -> Loss:
+    """The same loss; what it raises is told together with the batch that it was given.
+
+    Raises:
+      UserCodeFailed: (when called) the loss raised.
+    """
+
+    def where(error: Exception, batch: Batch) -> str:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return f"the loss {name}, given a batch of {batch_text(batch)},"
+
+    @wraps(loss)
+    def call(apply: Apply, batch: Batch) -> tuple[Any, ...]:
+        with user_code(lambda error: where(error, batch)):
+            return loss(apply, batch)
+
+    return call
+
+
+def batch_text(batch: Batch) -> str:
+    """The names of a batch, each with dtype and shape.
+
+    >>> batch_text({"tokens": jnp.zeros((2, 3), jnp.int32)})
+    "'tokens' int32 (2, 3)"
+    """
+    return ", ".join(f"{name!r} {x.dtype} {jnp.shape(x)}" for name, x in batch.items())
+
+
+def _ranked(batch: Batch, **ranks: int) -> None:
+    """Refuse arrays that have more or fewer dims than the rows of a batch should have.
+
+    Raises:
+      ValueError: lists every array of another rank.
+    """
+    problems = []
+    for name, rank in ranks.items():
+        shape = jnp.shape(batch[name])
+        if len(shape) > rank:
+            problems.append(
+                f"{name!r} has shape {shape} in a batch, so each sample has shape {shape[1:]}: it seems to be"
+                f" a batch already; give {shape[1]} samples of shape {shape[2:]} instead, batches are made of"
+                " them"
+            )
+        elif len(shape) < rank:
+            problems.append(f"{name!r} has shape {shape} in a batch; give samples with {rank - 1} dims")
+    if problems:
+        raise problems_error("the samples do not fit the loss", problems)
+
+
+def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
+    """The weight of each target, float32 (B, T), from those of the batch.
+
+    Args:
+      batch: its "weights" are of rows (B,), of targets (B, T), or of tokens (B, T + 1), the first unused.
+      targets: (B, T).
+
+    Raises:
+      ValueError: the weights have another shape.
+    """
+    weights = batch["weights"]
+    rows, num = targets.shape
+    if weights.shape == (rows, num + 1):
+        return weights[:, 1:]
+    if weights.shape not in ((rows,), (rows, 1), (rows, num)):
+        raise ValueError(
+            f"weights have shape {weights.shape}, and targets {targets.shape}; give one for each row"
+            f" ({rows},), each target ({rows}, {num}) or each token ({rows}, {num + 1})"
+        )
+    return jnp.broadcast_to(weights.reshape(rows, -1), targets.shape)
+
+
 def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of each next token.
 
     Args:
       apply: tokens int32 (B, T) -> logits (B, T, V).
-      batch: "tokens" int32 (B, T + 1); "weights" float32 (B,).
+      batch: "tokens" int32 (B, T + 1); "weights" float32, of rows (B,), of targets (B, T) or of tokens
+        (B, T + 1). A token with weight 0 may be anything, such as -100.
 
     Returns:
       (sum in nats, number of tokens).
     """
+    _ranked(batch, tokens=2)
     logits = apply(batch["tokens"][:, :-1])
     targets = batch["tokens"][:, 1:]
-    return cross_entropy(logits, targets, jnp.broadcast_to(batch["weights"][:, None], targets.shape))
+    return cross_entropy(logits, targets, target_weights(batch, targets))
 
 
 def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -153,18 +228,19 @@ def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]
     Args:
       apply: tokens int32 (B, T), and if the batch has one of them mask and segments -> logits (B, T, V).
       batch: "tokens" int32 (B, T), as the model reads them; "targets" int32 (B, T), as they were; "chosen"
-        (B, T), 1 where the target counts; "weights" float32 (B,); and, where there are any, "mask" (B, T),
-        0 for padding, and "segments" int32 (B, T). See `shardtrain.data.MaskedTokens`.
+        (B, T), 1 where the target counts; "weights" float32 (B,) or (B, T); and, where there are any,
+        "mask" (B, T), 0 for padding, and "segments" int32 (B, T). See `shardtrain.data.MaskedTokens`.
 
     Returns:
       (sum in nats, number of chosen tokens).
     """
+    _ranked(batch, tokens=2, targets=2, chosen=2)
     inputs = [batch["tokens"]]
     if "mask" in batch or "segments" in batch:
         ones, zeros = jnp.ones_like(batch["tokens"]), jnp.zeros_like(batch["tokens"])
         inputs += [batch.get("mask", ones), batch.get("segments", zeros)]
     logits = apply(*inputs)
-    weights = batch["chosen"].astype(jnp.float32) * batch["weights"][:, None]
+    weights = batch["chosen"].astype(jnp.float32) * target_weights(batch, batch["targets"])
     return cross_entropy(logits, batch["targets"], weights)
 
 
@@ -173,14 +249,15 @@ def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
     Args:
       apply: source int32 (B, S), target int32 (B, T) -> logits (B, T, V).
-      batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" float32 (B,).
+      batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" as for `next_token_loss`.
 
     Returns:
       (sum in nats, number of tokens).
     """
+    _ranked(batch, source=2, target=2)
     logits = apply(batch["source"], batch["target"][:, :-1])
     targets = batch["target"][:, 1:]
-    return cross_entropy(logits, targets, jnp.broadcast_to(batch["weights"][:, None], targets.shape))
+    return cross_entropy(logits, targets, target_weights(batch, targets))
 
 
 def classification_loss(
@@ -195,7 +272,17 @@ def classification_loss(
     Returns:
       (sum in nats, number of examples, {"accuracy": (right ones, number of examples)}).
     """
+    _ranked(batch, label=1, weights=1)
     logits = apply(batch["image"])
     total, count = cross_entropy(logits, batch["label"], batch["weights"])
     right = (jnp.argmax(logits, -1) == batch["label"]) * batch["weights"]
     return total, count, {"accuracy": (right.sum(), count)}
+
+
+CLASSES: dict[Any, Mapping[str, tuple[str, ...]]] = {
+    next_token_loss: {"tokens": ("weights",)},
+    masked_token_loss: {"tokens": ("weights",), "targets": ("chosen", "weights")},
+    translation_loss: {"target": ("weights",)},
+    classification_loss: {"label": ("weights",)},
+}
+"""Loss -> the arrays of a batch that hold classes of the model's last dim, and what leaves an entry out."""

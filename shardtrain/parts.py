@@ -42,6 +42,11 @@ class Parts(NamedTuple):
     held: Held | None = None
     seats: Seats | None = None
 
+    @property
+    def whole(self) -> Model:
+        """The whole model, also where this island has a stage of it."""
+        return self.model if self.held is None else self.held.model
+
 
 def make_parts(
     run: Run,

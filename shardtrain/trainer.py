@@ -21,12 +21,14 @@ from shardtrain.across import AcrossStep
 from shardtrain.config import Run, describe, run_text
 from shardtrain.data import Batches
 from shardtrain.fingerprints import divergence_text, hardware, make_find_divergence
+from shardtrain.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.marks import Marks
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
 from shardtrain.islands.stragglers import Stragglers
-from shardtrain.layout import axis_sizes
+from shardtrain.layout import axis_sizes, problems_error
 from shardtrain.loop import Pace, Pieces, StopSignals, Wish, run_loop
+from shardtrain.loss import guarded
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model
 from shardtrain.output import replace_file
@@ -46,6 +48,7 @@ from shardtrain.state import State, init_state, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
 from shardtrain.terminal import printable
 from shardtrain.together import Loader, Together
+from shardtrain.user_code import user_code
 
 RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
 TENSORBOARD = "tensorboard"
@@ -173,6 +176,7 @@ def _stretch(
             batches=((loader.place(batch), after) for batch, after in loaded),
             sink=sinks,
             progress=_Speaking(notes),
+            explain=lambda step: _explained(agreed, begun, step),
         )
         if agreed.across is not None:
             agreed.across.forget()
@@ -226,6 +230,7 @@ class _Agreed(NamedTuple):
     heldout: Any
     across: AcrossStep | None
     description: dict[str, Any]
+    expected: Expected
 
 
 def _agreed(
@@ -240,19 +245,23 @@ def _agreed(
     if islands is not None:
         say(console, binding_text(binding(islands)))
     run = _scaled(run, islands, notes)
-    source, heldout = Together(islands).in_turn(
-        "data", lambda: (run.data.train(folder), run.data.heldout(folder))
-    )
+    described, run = describe(run), replace(run, loss=guarded(run.loss))
+    source, heldout = Together(islands).in_turn("data", lambda: _sources(run, folder))
     seat = None if islands is None else islands.seat
     count, island = (1, 0) if seat is None else (seat.num_islands, seat.island)
     parts = make_parts(run, count, microbatch_of(run, source), island)
     together = _together(run, parts, islands)
     stack.callback(together.close)
-    description = {**describe(run), "data.fingerprint": getattr(source, "fingerprint", None)}
+    description = {**described, "data.fingerprint": getattr(source, "fingerprint", None)}
     together.check(_facts(run, parts, description))
     loader = _loader(run, parts, together, source)
-    # a batch that cannot be split is refused here, before anything is compiled
-    batch = loader.place(loader.batches.load(BEGINNING))
+    # a batch that cannot be split, or be learned from, is refused here, before anything is compiled
+    first = loader.batches.load(BEGINNING)
+    expected = make_expected(parts.whole, run.loss, first, getattr(run.model, "vocab", None))
+    problems = [*loss_problems(expected), *class_problems(expected, first)]
+    if problems:
+        raise problems_error("this run would learn nothing, or something else than it should", problems)
+    batch = loader.place(first)
     if islands is not None and parts.held is None:
         together.check(_program(run, parts, batch))
     say(console, sharding_text(parts.placement.specs, dict(parts.mesh.shape)))
@@ -265,7 +274,34 @@ def _agreed(
     across = make_across(run, parts, together, loader)
     if isinstance(across, StageStep):
         stack.callback(across.close)
-    return _Agreed(run, parts, together, loader, heldout, across, description)
+    return _Agreed(run, parts, together, loader, heldout, across, description, expected)
+
+
+def _sources(run: Run, folder: Path) -> tuple[Any, Any]:
+    """The samples to train on, and those held out.
+
+    Raises:
+      ValueError: they have no length, or no samples by number.
+    """
+    with user_code(lambda error: f"the data ({type(run.data).__name__})"):
+        found = {"train": run.data.train(folder), "heldout": run.data.heldout(folder)}
+    problems = [
+        f"{name}(folder) gave a {type(source).__name__}; give something with a length and samples by number"
+        " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it"
+        for name, source in found.items()
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
+        and not (name == "heldout" and source is None)
+    ]
+    if problems:
+        raise problems_error("the data cannot be read", problems)
+    return found["train"], found["heldout"]
+
+
+def _explained(agreed: "_Agreed", begun: Begun, step: int) -> str:
+    """What is wrong with the data of a step, as far as this process has its rows."""
+    batches = agreed.loader.batches
+    position = batches.advance(begun.position, step - begun.step - 1)
+    return "; ".join(class_problems(agreed.expected, batches.load(position)))
 
 
 def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
@@ -497,7 +533,7 @@ def _ending(
     if together.is_first and (folder / METRICS).stat().st_size and plots.installed():
         try:
             plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             say(console, f"WARNING: {folder / CURVE} cannot be written: {error}")
     if stop.received is not None or stop.time_over:
         by = "the time limit" if stop.received is None else stop.received.name
@@ -508,7 +544,8 @@ def _ending(
         say(console, "no sample: the model is spread over islands")
     elif run.sample is not None:
         params = in_order(parts.placement, state.params)
-        sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), params, state.model_state))
+        with user_code(lambda error: "the sample"):
+            sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), params, state.model_state))
         say(console, sample)
     say(console, f"run folder: {folder}")
     return sample

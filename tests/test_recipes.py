@@ -226,7 +226,9 @@ def test_an_optimizer_given_in_python():
 
 def test_a_rate_that_is_a_function_is_not_scaled():
     given = replace(RUN, optimizer=Optimizer(learning_rate=Schedule(function=lambda step: 0.1)))
-    with pytest.raises(ValueError, match=r"but its learning rate is given in Python .* multiply its rate by 8"):
+    with pytest.raises(
+        ValueError, match=r"but its learning rate is given in Python .* multiply its rate by 8"
+    ):
         scaled(given, Scaling(rate="linear"), 8)
     run, notes = scaled(given, Scaling(steps=True, batch=True), 8)
     assert run.optimizer == given.optimizer

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from shardtrain import terminal
-from shardtrain.exit_codes import COME_AGAIN, DONE, MISTAKE
+from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
 from shardtrain.islands.place import PROCESSES, find_place, find_seat, parse_processes
 from shardtrain.layout import near
+from shardtrain.user_code import UserCodeFailed, user_traceback
 
 COMMANDS = {
     "train": "train a run, or go on with it",
@@ -37,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: without the program's name; by default those of this process.
 
     Returns:
-      The exit code: 0 done, 2 a mistake in what was asked (one message, no traceback unless
-      SHARDTRAIN_TRACEBACK=1), 75 when the run shall be started again, 128 + the signal's number when a
-      signal ended the run.
+      The exit code: 0 done, 1 when the run, or code of the user's in it, failed, 2 a mistake in what was
+      asked (one message, no traceback unless SHARDTRAIN_TRACEBACK=1), 75 when the run shall be started
+      again, 128 + the signal's number when a signal ended the run.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -72,6 +73,9 @@ def _run(command: str, rest: list[str]) -> int:
             raise
         terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
         return USER_ERROR
+    except UserCodeFailed as failure:
+        terminal.err(f"{user_traceback(failure)}shardtrain {command}: {failure}\n")
+        return FAILED
     except KeyboardInterrupt:
         terminal.err(f"shardtrain {command}: interrupted; what was saved before is still there\n")
         sys.stderr.flush()

@@ -10,7 +10,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +237,35 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
         description="Options of the run, with its values as defaults. --data PATH... is short for"
         " --data.paths; --cpu-devices N simulates N devices on the CPU.",
     )
-    changes = {name: getattr(parsed, name) for name in shown}
+    changes = {name: _with_objects(getattr(parsed, name), value) for name, value in shown.items()}
     strategy = parsed.strategy.applied_to(run.strategy)
     return dataclasses.replace(run, **changes, strategy=strategy), getattr(parsed, "extra", None)
+
+
+def _with_objects(parsed: Any, given: Any) -> Any:
+    """A parsed dataclass with the given one's fields that no option can say, such as objects and arrays.
+
+    The parser would make an object anew, from the defaults of its class.
+    """
+    if not dataclasses.is_dataclass(given) or type(parsed) is not type(given):
+        return parsed
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(given):
+        now, before = getattr(parsed, field.name), getattr(given, field.name)
+        kept = _with_objects(now, before) if _can_be_said(before) else before
+        if field.init and kept is not now:
+            changes[field.name] = kept
+    kept: Any = parsed
+    return dataclasses.replace(kept, **changes) if changes else parsed
+
+
+def _can_be_said(value: Any) -> bool:
+    """Whether options can say a value: plain ones, lists and dicts of them, and dataclasses."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_can_be_said, value))
+    if isinstance(value, Mapping):
+        return all(map(_can_be_said, [*value.keys(), *value.values()]))
+    return _is_option(value) or isinstance(value, Enum)
 
 
 def _long(word: str) -> str:

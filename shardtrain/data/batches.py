@@ -15,6 +15,7 @@ import grain
 import numpy as np
 
 from shardtrain.layout import problems_error
+from shardtrain.user_code import user_code
 
 Batch = dict[str, np.ndarray]
 
@@ -154,18 +155,23 @@ class Batches:
           float32 (B,): 1, or what the sample itself has as "weights"; 0 in rows that fill up.
 
         Raises:
-          ValueError: the samples of a batch have different names or shapes.
+          ValueError: the samples of a batch have different names or shapes, or cannot be arrays.
+          UserCodeFailed: the source raised.
         """
         position = self._normal(position)
         first = position["index"]
         num_real = min(self.batch, len(self.source) - first)
         rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
         order = epoch_order(len(self.source), self.seed, position["epoch"]) if self.shuffle else int
-        samples = [self.source[order(first + int(row) % num_real)] for row in rows]
-        batch = _stacked(samples)
+        indices = [order(first + int(row) % num_real) for row in rows]
+        batch = stacked({index: self._sample(index) for index in indices}, indices)
         weights = batch.get("weights", np.ones(len(rows), np.float32))
         real = (rows < num_real).reshape(-1, *[1] * (weights.ndim - 1))
         return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
+
+    def _sample(self, index: int) -> Mapping[str, np.ndarray]:
+        with user_code(lambda error: f"sample {index} of {type(self.source).__name__}"):
+            return self.source[index]
 
     def iterate(self, position: Position | None = None) -> Generator[tuple[Batch, Position]]:
         """Load the batches from a position on, ahead of use.
@@ -203,13 +209,69 @@ class Batches:
         return Position(epoch=epoch + 1, index=0) if index == len(self.source) else position
 
 
-def _stacked(samples: Sequence[Mapping[str, np.ndarray]]) -> Batch:
-    shapes = {str({name: np.shape(value) for name, value in sorted(sample.items())}) for sample in samples}
+def stacked(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[int]) -> Batch:
+    """Samples as the rows of one batch.
+
+    Args:
+      samples: number -> sample.
+      indices: the sample of each row.
+
+    Raises:
+      ValueError: a sample is no dict of numbers, or samples differ in their names or shapes.
+    """
+    if problems := [text for index, sample in samples.items() for text in sample_problems(sample, index)]:
+        raise problems_error("the data has samples that cannot be batched", problems[:MOST_PROBLEMS])
+    shapes = {
+        str({name: np.shape(value) for name, value in sorted(sample.items())}) for sample in samples.values()
+    }
     if len(shapes) > 1:
         raise ValueError(
             f"samples of one batch differ: {' and '.join(sorted(shapes))}; give all the same shapes"
         )
-    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    return {name: np.stack([samples[index][name] for index in indices]) for name in samples[indices[0]]}
+
+
+MOST_PROBLEMS = 8
+"""So many problems of the samples of a batch are listed."""
+
+NUMBERS = "biufcV"
+"""Kinds of dtypes that go to a device; the last is bfloat16 and its like, which numpy does not know."""
+
+
+def sample_problems(sample: object, index: int) -> list[str]:
+    """What of a sample cannot be a row of a batch.
+
+    >>> sample_problems({"text": "a story", "label": 3}, 7)
+    ["sample 7: 'text' is text ('a story'), not numbers; make tokens of it, or leave it out"]
+    """
+    if not isinstance(sample, Mapping):
+        return [
+            f"sample {index} is a {type(sample).__name__}; give a dict that names each array, such as"
+            " {'image': ..., 'label': ...}"
+        ]
+    return [
+        f"sample {index}: {name!r} is {why}" for name, value in sample.items() if (why := _no_array(value))
+    ]
+
+
+def _no_array(value: object) -> str:
+    """What a value is, if it is no array of numbers, and what to do about it."""
+    if value is None:
+        return "None; give a number for what is missing, such as 0 with a weight of 0, or leave it out"
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return "a ragged list, whose rows have different lengths; pad them, with weights of 0 where padded"
+    if array.dtype.kind in NUMBERS and array.dtype.names is None:
+        return ""
+    brief = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
+    if array.dtype.kind in "US":
+        return f"text ({brief}), not numbers; make tokens of it, or leave it out"
+    if array.dtype.kind in "mM":
+        return f"{array.dtype}, not numbers; use .astype('int64'), or leave it out"
+    return (
+        f"{type(value).__name__} of dtype {array.dtype} ({brief}); give an array of numbers, or leave it out"
+    )
 
 
 class _From:

@@ -176,7 +176,7 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
     if ISLANDS is None:
         number = math.prod(strategy.layout.mesh.values())
         parts_module.make_mesh = lambda layout: make_mesh(layout, jax.devices()[:number])  # type: ignore[assignment]
-        batch = trainer._microbatch(run, RUN.data)
+        batch = parts_module.microbatch_of(run, RUN.data)
         batch.pop("number")
         parts = parts_module.make_parts(run, microbatch=batch)
         together = Together()
