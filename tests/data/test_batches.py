@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardtrain.data import Batches, Position
 from shardtrain.data.batches import epoch_order
+from shardtrain.user_code import UserCodeFailed
 
 
 class Numbers:
@@ -153,7 +154,7 @@ def test_threads_end(ending):
     elif ending == "end":
         assert len(list(iterator)) == 9
     else:
-        with pytest.raises(OSError, match="disk 7 is gone"):
+        with pytest.raises(UserCodeFailed, match="sample 9 of Failing raised OSError: disk 7 is gone"):
             list(iterator)
     for thread in threads:
         thread.join(timeout=30)
