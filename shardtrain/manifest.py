@@ -192,7 +192,7 @@ def _manifest_text(step_folder: Path) -> str:
     if num_bytes > _MOST_BYTES:
         raise ValueError(f"it has {num_bytes:,} bytes; at most {_MOST_BYTES:,} are read")
     with open_inside(step_folder, _MANIFEST) as file:
-        return file.read(_MOST_BYTES).decode()
+        return file.read(num_bytes).decode()
 
 
 def problems(step_folder: Path) -> list[str]:

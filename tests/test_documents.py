@@ -174,3 +174,16 @@ def test_the_pipeline_page_has_the_figures_of_the_tables():
         live = [" ".join(str(table.live(stage)) for stage in range(4)) for table in (free, mesh)]
         expected = [free.num_ticks, mesh.num_ticks, f"{found.makespan:.0f}", f"{found.bubble:.1%}", *live]
         assert cells.split(" | ") == list(map(str, expected)), name
+
+
+def test_every_promise_of_the_security_page_names_a_test_that_is_there():
+    page = (ROOT / "SECURITY.md").read_text().partition("## Promises")[2].partition("## Not promised")[0]
+    promises = re.split(r"\n(?=- |\*\*Every)", page)[1:]
+    assert len(promises) >= 15
+    for promise in promises:
+        assert re.search(r"`tests/\S+\.py", promise), promise
+    file = ""
+    for path, name in re.findall(r"`(?:(tests/\S+?\.py)(?:::\w+(?=::))?(?:::)?)?(test_\w+)?`", page):
+        file = path or file
+        text = (ROOT / file).read_text()
+        assert not name or f"def {name}(" in text, (file, name)

@@ -1,0 +1,434 @@
+"""Files of strangers, 500 crafted or mutated ones per format: no code runs, no file outside is touched.
+
+Nothing hangs either, and nothing is allocated that is not there. The promises are those of SECURITY.md.
+"""
+
+import copy
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from shardtrain import cli
+from shardtrain.archive import archives
+from shardtrain.checkpoint import Checkpoints, alone
+from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.choice import choose
+from shardtrain.cli.checkpoint_files import mask_token, run_file_text
+from shardtrain.cli.run_options import load_run
+from shardtrain.imported import option_problems, read_mask_token, read_model, write_about
+from shardtrain.layout import axis_sizes, layout_text, read_layout
+from shardtrain.manifest import _text
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder import EncoderConfig
+from shardtrain.models.huggingface import FAMILIES
+from shardtrain.models.huggingface_files import import_model
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.table_file import read_table, write_table
+from shardtrain.report.checkpoints import list_text, show_text
+
+NUMBER = 500
+MOST_SECONDS = 10
+MOST_BYTES = 1 << 25
+"""That an input of a few kilobytes may make a reader allocate; beyond 1 GiB every allocation fails."""
+
+TRACED = 5
+"""Of one call in so many every allocation is counted, which makes it several times slower."""
+
+GOLDEN = Path(__file__).parent / "models" / "golden"
+CODE = (
+    "__import__('os').system('touch proof')",
+    "4 if open('proof', 'w') else 4",
+    '"""\nopen("proof", "w")\n"""',
+    "{open('proof', 'w')}",
+    "!!python/object/apply:os.system ['touch proof']",
+)
+EVIL: tuple[Any, ...] = (
+    *CODE,
+    *(
+        "",
+        "../../outside/secret",
+        "/dev/zero",
+        "/dev/stdin",
+        "fifo",
+        "a\x1b[2J\nb",
+        "\ud800",
+        "a" * 10_000,
+        "a\0b",
+    ),
+    *("O", "V8", "<f4", "|O", "object", "nan", "9" * 5000, "[MASK]", "step_00000001"),
+    *(
+        True,
+        False,
+        None,
+        0,
+        -1,
+        1.5,
+        -0.0,
+        1e300,
+        2**31,
+        2**32,
+        2**63,
+        2**64,
+        10**9,
+        10**12,
+        10**18,
+        -(10**18),
+    ),
+    *([], {}, [[]], [0] * 1000, [-1], [10**11], [0], {"a": {}}, [1] * 40, [2**31, 2**31, 2**31]),
+    *(float("nan"), float("inf"), -float("inf")),
+)
+
+
+class Hung(BaseException):
+    """More than `MOST_SECONDS` are gone; no `except Exception` may hide it."""
+
+
+@pytest.fixture
+def guarded(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
+    """Calls a reader with an input, and checks what it may do: return, or raise ValueError or OSError."""
+    outside, here = tmp_path / "outside", tmp_path / "here"
+    outside.mkdir()
+    here.mkdir()
+    (outside / "secret").write_text("secret")
+    (outside / "step_00000001").mkdir()
+    (outside / "step_00000001" / "manifest.json").write_text("{}")
+    monkeypatch.chdir(here)
+
+    def alarm(number: int, frame: object) -> None:
+        raise Hung
+
+    counted = itertools.count()
+
+    def call(reader: Callable[[], Any]) -> Any:
+        if is_traced := next(counted) % TRACED == 0:
+            tracemalloc.start()
+        signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+        try:
+            return reader()
+        except (ValueError, OSError) as error:
+            return error
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if is_traced:
+                peak_bytes = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+                assert peak_bytes < MOST_BYTES
+
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, alarm)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), limits[1]))
+    looked = _look(outside)
+    try:
+        yield call
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGALRM, handler)
+    assert _look(outside) == looked
+    assert not list(tmp_path.rglob("proof"))
+
+
+def _look(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): (
+            path.stat().st_mtime_ns,
+            path.stat().st_mode,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+def _nodes(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield from _nodes(each, (*path, key))
+
+
+def spoilt(value: Any, rng: random.Random) -> Any:
+    """JSON with one to three nodes replaced, removed, renamed or repeated."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.randint(1, 3)):
+        *parents, last = rng.choice(list(_nodes(value))[1:] or [()]) or (None,)
+        if last is None:
+            return rng.choice(EVIL)
+        owner = value
+        for key in parents:
+            owner = owner[key]
+        action = rng.random()
+        if action < 0.7:
+            owner[last] = copy.deepcopy(rng.choice(EVIL))
+        elif action < 0.8:
+            del owner[last]
+        elif isinstance(owner, dict):
+            owner[str(rng.choice(EVIL))] = owner.pop(last)
+        else:
+            owner += owner[: rng.randint(0, 300)]
+    return value
+
+
+def garbled(data: bytes, rng: random.Random) -> bytes:
+    """Bytes cut off, flipped, doubled, or with something between them."""
+    data = bytearray(data)
+    at = rng.randrange(len(data) + 1)
+    what = rng.choice(
+        (
+            b"[" * 5000,
+            b"9" * 6000,
+            b"NaN",
+            b"1e999",
+            b'"a":1,"a":2,',
+            b"\0",
+            b"\xff\xfe",
+            b"\x1b]0;x\x07",
+            b"\\ud800",
+        )
+    )
+    match rng.randrange(4):
+        case 0:
+            del data[at:]
+        case 1:
+            for _ in range(rng.randint(1, 8)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+        case 2:
+            data[at:at] = what
+        case _:
+            data[at:at] = data[: rng.randrange(len(data) + 1)]
+    return bytes(data)
+
+
+def json_inputs(value: Any, seed: str, number: int = NUMBER) -> Iterator[bytes]:
+    """Two of three are JSON, with some of what Python alone takes for JSON."""
+    rng = random.Random(seed)
+    for i in range(number):
+        text = json.dumps(spoilt(value, rng) if i % 3 else value).encode()
+        yield text if i % 3 else garbled(text, rng)
+
+
+def golden(family: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    with np.load(GOLDEN / f"{family}.npz") as file:
+        state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
+        return json.loads(str(file["config"])), state
+
+
+def test_manifests(guarded, tmp_path):
+    folder = tmp_path / "run"
+    with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
+        for step in (1, 2):
+            state = {"w": jnp.full((4, 4), step, jnp.float32), "b": jnp.ones(3)}
+            checkpoints.save(step, state, {"run": {"seed": 0, "batch": 4}, "position": {"epoch": 0}})
+    path = folder / "step_00000002" / "manifest.json"
+    text = path.read_text()
+    body, rng, counts = json.loads(text)["body"], random.Random("manifest"), {1: 0, 2: 0}
+    for i in range(NUMBER):
+        if i % 4:
+            path.write_text(_text(spoilt(body, rng)))
+        else:
+            path.write_bytes(garbled(text.encode(), rng))
+
+        def read(show: bool = i % 10 == 0) -> None:
+            found = archives(folder)
+            for archive in found:
+                for name in archive.leaves:
+                    archive.read(name)
+            if show:
+                list_text(found, [])
+                for archive in found:
+                    show_text(archive)
+
+        guarded(read)
+        found = guarded(lambda: choose([folder], None, alone))
+        if isinstance(found, ValueError):
+            assert "reads schema 1 and 2" in str(found)
+        else:
+            counts[found.step] += 1
+    assert counts[1] > NUMBER / 3
+    assert counts[2] > 0
+
+
+def test_tokenizers(guarded, tmp_path):
+    config = EncoderConfig(vocab=32, seq=8, embed=16, num_layers=1, num_heads=4)
+    content = {
+        "added_tokens": [{"id": 4, "content": "[MASK]", "special": True}],
+        "model": {"vocab": {"a": 0}},
+    }
+    path, folder, found = tmp_path / "tokenizer.json", tmp_path / "in", []
+    folder.mkdir()
+    (folder / "run.py").write_text(run_file_text(EncoderConfig, masked=True))
+    for data in json_inputs(content, "tokenizer"):
+        path.write_bytes(data)
+        token = guarded(lambda: mask_token([path], 32))
+        if type(token) is int:
+            assert 0 <= token < 32
+            write_about(folder / "model.json", config, token)
+            assert load_run(str(folder / "run.py")).data.mask_token == token
+        found.append(type(token))
+    assert set(found) == {int, type(None), ValueError}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configs(family, guarded, tmp_path):
+    config, state = golden(family)
+    (tmp_path / "model.safetensors").write_bytes(save(state))
+    num_read, number = 0, NUMBER // len(FAMILIES) + 1
+    for data in json_inputs(config, family, number):
+        (tmp_path / "config.json").write_bytes(data)
+        found = guarded(lambda: import_model(tmp_path))
+        if not isinstance(found, Exception):
+            num_read += 1
+            assert option_problems(type(found.config), vars(found.config)) == []
+            write_about(tmp_path / "model.json", found.config)
+            assert read_model(tmp_path / "model.json", type(found.config)) == found.config
+    assert 0 < num_read < number
+
+
+def test_safetensors(guarded, tmp_path):
+    config, state = golden("gpt2")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data, rng, num_read = save(state), random.Random("safetensors"), 0
+    (length,) = struct.unpack("<Q", data[:8])
+    header, arrays = json.loads(data[8 : 8 + length]), data[8 + length :]
+    for i in range(NUMBER):
+        text = json.dumps(spoilt(header, rng)).encode()
+        if i % 3 == 0:
+            text = garbled(data[8 : 8 + length], rng)
+        size = rng.choice((0, 1, 2**63, 2**64 - 1, 10**8, len(text) - 1)) if i % 10 == 0 else len(text)
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", size) + text + arrays)
+        found = guarded(lambda: len(dict(import_model(tmp_path).arrays)))
+        num_read += isinstance(found, int)
+    assert num_read < NUMBER / 4
+
+
+def test_options_of_imported_models(guarded, tmp_path):
+    path, found = tmp_path / "model.json", []
+    write_about(path, DecoderConfig(vocab=32, seq=8, embed=16, num_layers=1, num_heads=4), 3)
+    for data in json_inputs(json.loads(path.read_text()), "options"):
+        path.write_bytes(data)
+        config = guarded(lambda: read_model(path, DecoderConfig))
+        found.append(type(config))
+        token = guarded(lambda: read_mask_token(path, 32))
+        assert isinstance(token, Exception) or 0 <= token < 32
+    assert set(found) == {DecoderConfig, ValueError}
+
+
+def test_meshes(guarded, tmp_path):
+    files = [path.read_bytes() for path in Path("meshes").resolve().parents[0].glob("*.toml")]
+    files += [path.read_bytes() for path in (Path(__file__).parents[1] / "meshes").glob("*.toml")]
+    extra = b'[parameters]\nembed = ["fsdp"]\n[activations]\nmlp = []\n'
+    values = [json.dumps(each).encode() for each in EVIL] + [
+        b"1_0",
+        b"0x7fffffffffffffff",
+        b"inf",
+        b"[[[[]]]]",
+    ]
+    rng, path, found = random.Random("mesh"), tmp_path / "mine.toml", []
+    for i in range(NUMBER):
+        lines = (rng.choice(files) + extra).split(b"\n")
+        at = rng.choice([n for n, line in enumerate(lines) if b"=" in line])
+        lines[at] = lines[at].partition(b"=")[0] + b"= " + rng.choice(values)
+        path.write_bytes(b"\n".join(lines) if i % 3 else garbled(b"\n".join(lines), rng))
+        layout = guarded(lambda: read_layout(path))
+        found.append(type(layout).__name__)
+        if not isinstance(layout, Exception):
+            guarded(lambda layout=layout: axis_sizes(layout, 8))
+            path.write_text(layout_text(layout))
+            assert read_layout(path) == layout
+    assert set(found) == {"Layout", "ValueError"}
+
+
+def test_schedules(guarded, tmp_path):
+    path, rng, found = tmp_path / "mine.csv", random.Random("schedule"), []
+    write_table(make_table("1f1b", 3, 4), path)
+    lines = path.read_text().splitlines()
+    for i in range(NUMBER):
+        mine = [line.split(",") for line in lines]
+        for _ in range(rng.randint(0, 3)):
+            row = rng.choice(mine)
+            value = rng.choice((*EVIL, "backward", "1", "10000000000", "\u0661"))
+            row[rng.randrange(len(row))] = str(value).replace("\ud800", "?")
+        data = "\n".join(",".join(row) for row in mine).encode()
+        path.write_bytes(data if i % 3 else garbled(data, rng))
+        for lockstep in (False, True):
+            found.append(
+                type(guarded(lambda lockstep=lockstep: read_table(path, lockstep=lockstep))).__name__
+            )
+    assert set(found) == {"Table", "ValueError"}
+
+
+def names(rng: random.Random) -> Iterator[str]:
+    """Like those of steps, and not."""
+    numbers = ("1", "00000001", "00000003", "-1", "9" * 15, "9" * 16, "9" * 200, "\u0661", "1e3", "0x1", "")
+    parts = (
+        "",
+        ".part-0-of-2",
+        ".part-0-of-3000000000",
+        ".part-9-of-2",
+        ".part-0-of-0",
+        ".part--1-of-2",
+        ".part-",
+    )
+    ends = (
+        "",
+        ".partial",
+        ".partial.partial",
+        "\n",
+        "\x1b[2J",
+        "\x1b]0;x\x07.partial",
+        " ",
+        "\udcff",
+        "\u202e",
+    )
+    while True:
+        name = f"step_{rng.choice(numbers)}{rng.choice(parts)}{rng.choice(ends)}"
+        name = garbled(os.fsencode(name), rng)[:200] if rng.random() < 0.2 else os.fsencode(name)
+        if name.replace(b".", b"") and b"/" not in name and b"\0" not in name and len(name) < 250:
+            yield os.fsdecode(name)
+
+
+def test_names_in_a_run_folder(guarded, tmp_path, capsys):
+    rng, outside, real = random.Random("names"), tmp_path / "outside", tmp_path / "real"
+    with Checkpoints(real, CheckpointPolicy(keep=9)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": jnp.ones(3)}, {})
+    made = names(rng)
+    for i in range(NUMBER // 20):
+        folder = tmp_path / f"run{i}"
+        shutil.copytree(real, folder)
+        for name in [next(made) for _ in range(20)]:
+            path = folder / name
+            if path.exists() or path.is_symlink():
+                continue
+            rng.choice(
+                (
+                    path.mkdir,
+                    lambda path=path: path.write_text("{}"),
+                    lambda path=path: os.mkfifo(path),
+                    lambda path=path: path.symlink_to(outside / "step_00000001"),
+                    lambda path=path: shutil.copytree(real / "step_00000001", path),
+                )
+            )()
+        for words in (["ls"], ["show"], ["verify"], ["prune", "--keep", "1"]):
+            assert guarded(lambda w=words, f=folder: cli.main(["checkpoint", w[0], str(f), *w[1:]])) in (
+                0,
+                1,
+                2,
+            )
+            said = "".join(capsys.readouterr())
+            assert "Traceback" not in said
+            assert all(c == "\n" or c.isprintable() for c in said)
+        chosen = guarded(lambda f=folder: choose([f], None, alone))
+        assert chosen.step == 2
