@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from shardtrain.output import open_own
+
 _LOG = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 1 << 26
@@ -21,7 +23,7 @@ class LogFile:
         report: told when writing begins to fail, when it works again, and what is lost at the end.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is a link.
 
     Example:
         >>> import tempfile
@@ -32,7 +34,7 @@ class LogFile:
 
     def __init__(self, path: Path, *, append: bool, report: Callable[[str], None] = _LOG.warning) -> None:
         self.path, self._report = path, report
-        self._file = path.open("ab" if append else "wb", buffering=0)
+        self._file = open_own(path, append=append)
         self._waiting = bytearray()
         self._num_lost = 0
         self._fails = False

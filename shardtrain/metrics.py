@@ -9,7 +9,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import socket
 import struct
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from shardtrain.log_file import LogFile
+from shardtrain.output import replace_file
+from shardtrain.untrusted import open_regular
 
 _LOG = logging.getLogger(__name__)
 
@@ -298,7 +299,7 @@ def _strict(value: float) -> float | str:
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
     unreadable = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             if unreadable:
                 raise ValueError(_unreadable_line(path, unreadable))
@@ -321,18 +322,14 @@ def _parse(line: bytes) -> dict[str, float] | None:
 
 def _cut(path: Path, resume_after: int) -> None:
     kept = b"".join(line for line, record in _records(path) if record["step"] <= resume_after)
-    if kept == path.read_bytes():
+    is_own = not path.is_symlink() and path.stat().st_nlink == 1
+    if is_own and kept == path.read_bytes():
         # nothing to write, on a disk that may be full
         return
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
-            file.write(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        # a new file, so that what has another name elsewhere is not added to
+        replace_file(path, kept)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise OSError(
             f"{path} cannot be cut back to step {resume_after}, from where the run goes on: {error}. Free"
             " space, or make the folder writable"

@@ -27,6 +27,7 @@ from shardtrain.saveable import restorable
 from shardtrain.saved import KEPT, lies, saved_part, wanted_state
 from shardtrain.state import Placement, State
 from shardtrain.together import Together
+from shardtrain.untrusted import whole_number
 
 BEGINNING = Position(epoch=0, index=0)
 CHECKPOINTS = "checkpoints"
@@ -40,6 +41,7 @@ FREE = (
 beginning. Any other must be the same, or stand in `Allow.changed`."""
 
 SEED = "seed"
+MOST_INDEX = 1 << 62
 
 
 class Saving:
@@ -226,7 +228,7 @@ def begin(
     restorable(saved_part(wanted))
     extra = chosen.extra
     if chosen.step is not None:
-        if "position" not in extra:
+        if not (extra.get("position") and extra.get("run")):
             raise ValueError(
                 f"{run.run_dir} holds imported parameters, and no run that goes on; use another --run-dir and"
                 f" begin with them: --start-from.checkpoint {run.run_dir}"
@@ -245,11 +247,23 @@ def begin(
     if chosen.step is None:
         return Begun(state=state, step=0, position=BEGINNING)
     note(f"resumed from step {chosen.step} in {run.run_dir}")
-    position = Position(**extra["position"])
+    position = _position(extra["position"])
     if extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
         note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
         position = BEGINNING
     return Begun(state=state, step=chosen.step, position=position)
+
+
+def _position(saved: Mapping[str, Any]) -> Position:
+    """Where the data was.
+
+    Raises:
+      ValueError: it is not of the form that was saved.
+    """
+    epoch, index = (
+        whole_number(saved.get(name), f"position/{name}", MOST_INDEX) for name in ("epoch", "index")
+    )
+    return Position(epoch=epoch, index=index)
 
 
 def find_start(path: Path, step: int | None = None) -> Archive:
@@ -286,11 +300,11 @@ def _check_run(
     Raises:
       ValueError: everything that may not differ, and does.
     """
-    if before["seed"] != run.seed and not matches(SEED, run.allow.changed):
+    seed = before.get("seed")
+    if seed != run.seed and not matches(SEED, run.allow.changed):
         raise ValueError(
-            f"seed is {run.seed}, but the run in {run.run_dir} began with seed"
-            f" {before['seed']}: its order of samples would change. Use --seed {before['seed']}, or another"
-            " --run-dir"
+            f"seed is {run.seed}, but the run in {run.run_dir} began with seed {seed}: its order of samples"
+            f" would change. Use --seed {seed}, or another --run-dir"
         )
     # through JSON, as the saved one went
     now = json.loads(json.dumps(dict(description)))

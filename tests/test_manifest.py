@@ -10,6 +10,7 @@ from shardtrain.archive import archives, find_archives
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.manifest import _text, delete, finished, partial_folders, problems, read_name
+from shardtrain.resume import _position
 
 
 @pytest.fixture
@@ -201,3 +202,10 @@ def test_a_path_that_is_not_utf_8_and_a_number_that_is_not_finite_come_back(tmp_
     with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(3)}, extra)
     assert find_archives(tmp_path)[0].extra == extra
+
+
+@pytest.mark.parametrize("saved", [{}, {"epoch": 0}, {"epoch": "0", "index": 0}, {"epoch": 0, "index": -1}])
+def test_a_position_that_no_run_saved_is_refused(saved):
+    with pytest.raises(ValueError, match=r"position/(epoch|index) is .*; it is a whole number from 0"):
+        _position(saved)
+    assert _position({"epoch": 1, "index": 2}) == {"epoch": 1, "index": 2}

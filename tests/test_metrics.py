@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -310,3 +311,24 @@ sys.exit(", ".join(sorted(loaded & {"jax", "jaxlib", "flax", "matplotlib", "tens
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_is_written_through_a_link_or_a_second_name(tmp_path):
+    """A run folder may come from somebody else."""
+    theirs = tmp_path / "theirs"
+    line = '{"step": 1, "loss": 2.0}\n'
+    theirs.write_text(line)
+    for make in (os.link, os.symlink):
+        path = tmp_path / "metrics.jsonl"
+        path.unlink(missing_ok=True)
+        make(theirs, path)
+        sink = JsonLines(path, resume_after=1)
+        sink.write(2, {"loss": 1.0})
+        sink.close()
+        assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+        assert theirs.read_text() == line
+    path.unlink()
+    path.symlink_to(theirs)
+    with pytest.raises(OSError, match="is a link, and is not written through; remove it"):
+        JsonLines(path, resume_after=None)
+    assert theirs.read_text() == line

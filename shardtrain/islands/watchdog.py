@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.marks import Marks
 from shardtrain.islands.verdict import Beat, Watch, place_text, silence_text, stall_text, stalled, told
+from shardtrain.output import open_own
 
 if TYPE_CHECKING:
     from shardtrain.islands.beats import Beats  # importing it starts MPI
@@ -244,7 +245,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
             # in one write: the ranks share the file
-            with self._stacks.open("ab", buffering=0) as file:
+            with open_own(self._stacks, append=True) as file:
                 file.write(head.encode() + stacks_text() + b"\n")
 
 
