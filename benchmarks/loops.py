@@ -23,7 +23,7 @@ from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.data import Batches, Windows, place
 from shardtrain.data.batches import epoch_order
 from shardtrain.layout import Layout
-from shardtrain.loop import STEPS_LATE, Pace, Pieces, StopSignals, run_loop
+from shardtrain.loop import STEPS_LATE, Pace, Pieces, run_loop
 from shardtrain.loss import next_token_loss
 from shardtrain.mesh import make_mesh
 from shardtrain.metrics import JsonLines
@@ -33,6 +33,7 @@ from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
 from shardtrain.report.progress import progress
 from shardtrain.state import init_state, make_placement
 from shardtrain.step import make_step
+from shardtrain.stop_signals import StopSignals
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
 

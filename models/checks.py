@@ -5,11 +5,12 @@ at once.
 """
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 
 
 def positive(values: Mapping[str, int | float]) -> list[str]:
-    """Report each named value that is not above zero.
+    """Report each named value that is not above zero, or not finite.
 
     >>> positive({"embed": 0, "seq": 8})
     ['embed is 0; it must be at least 1. Use embed=1 or more.']
@@ -17,9 +18,9 @@ def positive(values: Mapping[str, int | float]) -> list[str]:
     return [
         f"{name} is {value}; it must be at least 1. Use {name}=1 or more."
         if isinstance(value, int)
-        else f"{name} is {value}; it must be above 0. Use a small positive number such as {name}=1e-5."
+        else f"{name} is {value}; it must be above 0 and finite. Use a small number such as {name}=1e-5."
         for name, value in values.items()
-        if not value > 0
+        if not 0 < value < math.inf
     ]
 
 

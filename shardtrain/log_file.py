@@ -4,6 +4,7 @@ What cannot be written waits in memory, in order. Who writes what is in `metrics
 """
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ MOST_WAITING_BYTES = 1 << 26
 
 class LogFile:
     """Added to at its end, at once and without a buffer: what is written is the system's.
+
+    A file that is deleted while it is added to is made anew, and has what comes from then on.
 
     Args:
         path: the file; its folder is there.
@@ -61,6 +64,8 @@ class LogFile:
 
     def _flush(self) -> None:
         try:
+            if self._waiting and not os.fstat(self._file.fileno()).st_nlink:
+                self._begin_anew()
             while self._waiting:
                 # the system may take a part; the rest follows it
                 del self._waiting[: self._file.write(bytes(self._waiting))]
@@ -75,3 +80,9 @@ class LogFile:
             if self._fails:
                 self._report(f"{self.path} is written again, from where it stopped")
             self._fails = False
+
+    def _begin_anew(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        deleted, self._file = self._file, open_own(self.path, append=True)
+        deleted.close()
+        self._report(f"WARNING: {self.path} was deleted; it begins anew, with what comes from now on")

@@ -4,15 +4,11 @@ Metrics are read some steps late, so that the device never waits for the host. W
 and how they are made from a `Run` is in `trainer.py`.
 """
 
-import os
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +18,20 @@ import optax
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint_policy import CheckpointPolicy, due
 from shardtrain.islands.marks import Marks
-from shardtrain.metrics import Mean, Progress, Rate, Sink
+from shardtrain.metrics import Mean, Progress, Rate, Sink, strict
 from shardtrain.recovery import RollBack, Spikes
 from shardtrain.state import State
 from shardtrain.step import Metrics, Step
+from shardtrain.stop_signals import StopSignals
 
 MOST_SKIPPED = 100
 """So many steps skipped one after the other end a run: it will not recover by itself."""
 
+HELD = "held"
+"""In a checkpoint: the metrics of its step, which are written once it is evaluated."""
+
 STEPS_LATE = 2
 """How many steps may be under way before the host reads the metrics of the first."""
-
-
-TIME_OVER = 1000
-"""In the place of a signal's number: the time limit is near."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,7 @@ class Pieces:
       progress: whom to tell.
       extra: what a checkpoint holds beside state and position.
       agree: (step, wish) -> what all islands do after this step; alone, that is the wish.
-      anywhere: whether something is so on any island; alone, on this one.
+      anywhere: (question, answer here) -> whether it is so on any island; alone, on this one.
       before_save: the state that is saved, and gone on with; islands make theirs equal here.
       labels: what the entries of a metric (L,) are of.
       marks: where this process is, for its watchdog.
@@ -101,7 +97,7 @@ class Pieces:
     progress: Progress
     extra: Mapping[str, Any]
     agree: "Callable[[int, Wish], Wish]" = lambda step, wish: wish
-    anywhere: Callable[[bool], bool] = lambda here: here
+    anywhere: Callable[[str, bool], bool] = lambda question, here: here
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()
     marks: Marks = field(default_factory=Marks)
@@ -123,51 +119,6 @@ class Wish(NamedTuple):
     save: bool
     saved: int | None = None
     bad: int = 0
-
-
-class StopSignals:
-    """While this is entered, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning) only ask to stop.
-
-    A second Ctrl-C interrupts.
-
-    Args:
-      until_seconds: by `time.monotonic`; the time is over then.
-    """
-
-    def __init__(self, until_seconds: float | None = None) -> None:
-        self.received: signal.Signals | None = None
-        self.time_over = False
-        self._until_seconds = until_seconds
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        # Python delivers signals to the main thread alone
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def asked(self) -> int:
-        """The number of the signal that asked to stop, `TIME_OVER`, or 0."""
-        over = self._until_seconds is not None and time.monotonic() > self._until_seconds
-        return self.received or (TIME_OVER if over else 0)
-
-    def agreed(self, asked: int) -> None:
-        """All islands stop, for what one of them was asked."""
-        self.time_over = asked == TIME_OVER
-        self.received = None if self.time_over else signal.Signals(asked)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number)
-        # written at once and raw: a handler may interrupt the printing of another line
-        text = f"{self.received.name}: stopping after this step; Ctrl-C interrupts without saving\n"
-        os.write(2, text.encode())
 
 
 def run_loop(
@@ -220,6 +171,7 @@ def _run(
         with marks.at("the step", waits=True, long=done == first_step):
             state, metrics = pieces.step(state, batch)
         done += 1
+        stop.can_save = True
         log.add(done, metrics)
         last = done == pace.steps
         # once due it stays so: replicas may not be of one mind before some steps more
@@ -233,16 +185,16 @@ def _run(
             with marks.at("comparing copies", waits=True):
                 pieces.check(done, state)
         evaluates = last or (pace.evaluate_every is not None and done % pace.evaluate_every == 0)
-        # before the evaluation, which may fail or be cut short
-        if save_now:
-            # a run that goes on from this step does not do it again
-            log.catch_up(but_newest=evaluates)
-        # what ends without a single update is not saved: the same command shall begin again
-        if save_now and not (last and not pieces.anywhere(log.trained)):
+        # a run that resumes from this step does not do it again
+        if save_now or evaluates:
+            log.catch_up(hold_newest=evaluates)
+        # before the evaluation, which may fail or be cut short. What ends without a single update is
+        # not saved: the same command shall begin again
+        if save_now and not (last and not pieces.anywhere("a step that was not skipped", log.trained)):
             saved_seconds, is_due = time.monotonic(), False
             with marks.at("saving", long=True):
                 state = pieces.before_save(state)
-                _save(pieces, pace, done, state, reached.position)
+                _save(pieces, pace, done, state, reached.position, log.held)
         if evaluates:
             with marks.at("the evaluation", waits=True, long=True):
                 log.evaluated(pieces.evaluate, state)
@@ -250,23 +202,42 @@ def _run(
             stop.agreed(stop_now)
             break
     log.finish()
-    if done > first_step and not pieces.anywhere(log.trained):
+    if done > first_step and not pieces.anywhere("a step that was not skipped", log.trained):
         text = f"every step was skipped, so nothing was learned: {log.why_skipped}"
         if done == pace.steps:
             raise FloatingPointError(text)
         pieces.progress.note(f"WARNING: {text}")
-    if (pace.spikes or pace.nonfinite == "roll_back") and pieces.anywhere(log.fault is not None):
+    if (pace.spikes or pace.nonfinite == "roll_back") and pieces.anywhere(
+        "a bad step", log.fault is not None
+    ):
         raise log.fault or RollBack(done, f"a step up to {done} was bad on another island")
     if done > first_step:
         with marks.at("saving the last step", long=True):
             _wait(pieces)
             unsaved = pieces.checkpoints.latest() != done
-            if pieces.anywhere(unsaved):
+            if pieces.anywhere("the last step is not saved", unsaved):
                 state = pieces.before_save(state)
             if unsaved:
                 _save(pieces, pace, done, state, reached.position, must=True)
                 pieces.checkpoints.wait()
     return state, done
+
+
+def write_held(pieces: Pieces, step: int, state: State, held: Mapping[str, Any] | None) -> None:
+    """Evaluate a step again whose evaluation was cut short after it was saved, and write its metrics.
+
+    Args:
+      held: its metrics, as the checkpoint has them, where they are missing in the sink; None on islands that
+        do not write them.
+    """
+    if not pieces.anywhere("an evaluation was cut short", held is not None):
+        return
+    with pieces.marks.at("the evaluation", waits=True, long=True):
+        heldout = pieces.evaluate(state)
+    if held is not None:
+        line = {name: float(value) for name, value in {**held, **heldout}.items()}
+        pieces.sink.write(step, line)
+        pieces.progress.update(step, line)
 
 
 def _wait(pieces: Pieces) -> None:
@@ -276,8 +247,20 @@ def _wait(pieces: Pieces) -> None:
         pieces.progress.note(f"WARNING: {failure}")
 
 
-def _save(pieces: Pieces, pace: Pace, step: int, state: State, position: Any, *, must: bool = False) -> None:
+def _save(
+    pieces: Pieces,
+    pace: Pace,
+    step: int,
+    state: State,
+    position: Any,
+    held: Mapping[str, float] | None = None,
+    *,
+    must: bool = False,
+) -> None:
     """Save, or say why not: a run goes on without a checkpoint that could not be written.
+
+    Args:
+      held: metrics of the step that wait for its evaluation, see `write_held`.
 
     Raises:
       FloatingPointError, RollBack: a parameter is not finite. An optimizer that divides by zero makes it
@@ -285,15 +268,18 @@ def _save(pieces: Pieces, pace: Pace, step: int, state: State, position: Any, *,
         place.
     """
     # a stage sees its own alone
-    if pieces.anywhere(not _all_finite(state.params)):
+    if pieces.anywhere("parameters are not finite", not _all_finite(state.params)):
         text = (
             f"parameters are not finite after step {step}, and gradients were: the optimizer made them so;"
             f" nothing was saved since step {pieces.checkpoints.latest()}"
         )
         raise RollBack(step, text) if pace.nonfinite == "roll_back" else FloatingPointError(text)
     _wait(pieces)
+    extra = {**pieces.extra, "position": position}
+    if held is not None:
+        extra[HELD] = {name: strict(value) for name, value in held.items()}
     try:
-        pieces.checkpoints.save(step, state, {**pieces.extra, "position": position})
+        pieces.checkpoints.save(step, state, extra)
         pieces.progress.note(f"checkpoint of step {step}")
     except SaveFailed as failure:
         if must:
@@ -331,34 +317,39 @@ class _Log:
         self._skipped = 0
         self.trained, self.why_skipped = False, ""
         self.fault: RollBack | None = None
+        self.held: dict[str, float] | None = None
 
     def add(self, step: int, metrics: Metrics) -> None:
         self._pending.append((step, metrics))
         while len(self._pending) > STEPS_LATE:
             self._read()
 
-    def catch_up(self, *, but_newest: bool) -> None:
-        """Read and write what is under way."""
-        while len(self._pending) > but_newest:
+    def catch_up(self, *, hold_newest: bool) -> None:
+        """Read and write what is under way; hold the line of the newest step, which is evaluated."""
+        while len(self._pending) > hold_newest:
             self._read()
+        if hold_newest:
+            self._held_step = self._pending[0][0]
+            self._read(hold=True)
 
     def evaluated(self, evaluate: Callable[[State], dict[str, float]], state: State) -> None:
-        """Everything up to the newest step, which gets the held-out values too."""
-        self.catch_up(but_newest=True)
+        """Write the line that is held, with the held-out values."""
         began = time.monotonic()
         heldout = evaluate(state)
         self._rate = self._rate.paused(time.monotonic() - began)
-        self._read(heldout)
+        assert self.held is not None
+        self._write(self._held_step, {**self.held, **heldout})
+        self.held = None
 
     def finish(self) -> None:
         while self._pending:
             self._read(always=len(self._pending) == 1)
 
-    def _read(self, heldout: Mapping[str, float] | None = None, *, always: bool = False) -> None:
+    def _read(self, *, always: bool = False, hold: bool = False) -> None:
         step, metrics = self._pending.popleft()
         with self._pieces.marks.at(f"the metrics of step {step}", waits=True):
             values = jax.device_get(metrics)
-        pace, progress = self._pace, self._pieces.progress
+        pace = self._pace
         count = float(values.pop("count"))
         skipped = bool(values.pop("skipped"))
         loss = Mean(sum=float(values.pop("loss_sum")), count=count)
@@ -373,16 +364,22 @@ class _Log:
             }
             for name, mean in {"loss": loss, **pairs}.items():
                 self._means[name] = self._means.get(name, Mean()) + mean
-        if heldout is None and step % pace.log_every and not always:
+        if step % pace.log_every and not (always or hold):
             return
         line = {f"train/{name}": mean.value for name, mean in self._means.items() if mean.value is not None}
         line |= _plain(values, self._pieces.labels)
-        line |= {"skipped": float(skipped), **(heldout or {})}
+        line["skipped"] = float(skipped)
         if self._rate.per_second is not None:
             line[f"{pace.unit}_per_second"] = self._rate.per_second
-        self._pieces.sink.write(step, line)
-        progress.update(step, line)
         self._means = {}
+        if hold:
+            self.held = line
+        else:
+            self._write(step, line)
+
+    def _write(self, step: int, line: Mapping[str, float]) -> None:
+        self._pieces.sink.write(step, line)
+        self._pieces.progress.update(step, line)
 
     def _judge(self, step: int, loss: float | None) -> None:
         spikes = self._pace.spikes

@@ -168,6 +168,9 @@ class JsonLines:
             restored, and the file starts empty.
         report: told when it cannot be written any more, see `LogFile`.
 
+    Attributes:
+        last_step: of the last line that was kept; None where none was.
+
     Raises:
         ValueError: a line before the last is no record; or (`write`) a value is named `step`.
     """
@@ -177,8 +180,9 @@ class JsonLines:
     ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.last_step: int | None = None
         if resume_after is not None and path.exists():
-            _cut(path, resume_after)
+            self.last_step = _cut(path, resume_after)
         self._file = LogFile(path, append=resume_after is not None, report=report)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -186,7 +190,7 @@ class JsonLines:
             raise ValueError(
                 "a metric named 'step' was written, but each line has that key. Give it another name."
             )
-        record = {"step": int(step)} | {name: _strict(float(value)) for name, value in values.items()}
+        record = {"step": int(step)} | {name: strict(float(value)) for name, value in values.items()}
         self._file.write(f"{json.dumps(record, allow_nan=False)}\n".encode())
 
     def close(self) -> None:
@@ -293,7 +297,8 @@ class Sinks:
                 stack.callback(sink.close)
 
 
-def _strict(value: float) -> float | str:
+def strict(value: float) -> float | str:
+    """A number as strict JSON has it; `float` reads it."""
     return value if math.isfinite(value) else NOT_FINITE.get(value, "NaN")
 
 
@@ -320,12 +325,14 @@ def _parse(line: bytes) -> dict[str, float] | None:
     return {"step": step} | values if type(step) is int else None
 
 
-def _cut(path: Path, resume_after: int) -> None:
-    kept = b"".join(line for line, record in _records(path) if record["step"] <= resume_after)
+def _cut(path: Path, resume_after: int) -> int | None:
+    """Drop the lines of later steps; returns the step of the last line that is left."""
+    left = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resume_after]
+    kept, last_step = b"".join(line for line, _ in left), int(left[-1][1]) if left else None
     is_own = not path.is_symlink() and path.stat().st_nlink == 1
     if is_own and kept == path.read_bytes():
         # nothing to write, on a disk that may be full
-        return
+        return last_step
     try:
         # a new file, so that what has another name elsewhere is not added to
         replace_file(path, kept)
@@ -334,6 +341,7 @@ def _cut(path: Path, resume_after: int) -> None:
             f"{path} cannot be cut back to step {resume_after}, from where the run goes on: {error}. Free"
             " space, or make the folder writable"
         ) from error
+    return last_step
 
 
 def _unreadable_line(path: Path, number: int) -> str:

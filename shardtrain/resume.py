@@ -19,6 +19,7 @@ from shardtrain.checkpoint import Checkpoints, SaveFailed
 from shardtrain.config import Run, describe, differences
 from shardtrain.data import Position
 from shardtrain.layout import problems_error
+from shardtrain.loop import HELD
 from shardtrain.manifest import COMMON, WHOLE, Leaf, Lie, Part, matches
 from shardtrain.model import path_text
 from shardtrain.pipeline.held import Held
@@ -166,11 +167,13 @@ class Begun:
       state: the state.
       step: steps done.
       position: in the data.
+      held: metrics of that step, which were to be written after its evaluation.
     """
 
     state: State
     step: int
     position: Position
+    held: Mapping[str, Any] | None = None
 
 
 def made_equal(run: Run, together: Together, state: State, note: Callable[[str], None]) -> State:
@@ -251,7 +254,7 @@ def begin(
     if extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
         note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
         position = BEGINNING
-    return Begun(state=state, step=chosen.step, position=position)
+    return Begun(state=state, step=chosen.step, position=position, held=extra.get(HELD))
 
 
 def _position(saved: Mapping[str, Any]) -> Position:

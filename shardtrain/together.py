@@ -171,6 +171,11 @@ class Together:
           ValueError: there are not as many weights as islands; or one island cannot split the batch.
         """
         if self.islands is None:
+            if weights is not None and len(weights) != 1:
+                raise ValueError(
+                    f"shares has {len(weights)} weights, and this run is alone: leave --shares out, or start"
+                    f" {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
+                )
             return row_share(batch, [batch], 0, mesh, batch_axes, microbatches)
         unit = microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
         found = self.islands.by_island("rows", [mesh.devices.size, unit])
@@ -259,11 +264,16 @@ class Together:
             self.work.end()
             self.islands.control.share(name, timeout_seconds=LONG_SECONDS)
 
-    def anywhere(self, here: bool) -> bool:
-        """Whether something is so on any rank."""
+    def anywhere(self, question: str, here: bool) -> bool:
+        """Whether something is so on any rank.
+
+        Args:
+          question: its name; ranks at another one are told apart.
+          here: the answer of this rank.
+        """
         if self.islands is None:
             return here
-        return any(self.islands.control.share("anywhere", here, LONG_SECONDS))
+        return any(self.islands.control.share(question, here, LONG_SECONDS))
 
     def look(self, name: str, look: Callable[[int], Any]) -> list[Any]:
         """What the first process of each island finds out, told to all.

@@ -27,7 +27,7 @@ from shardtrain.islands.marks import Marks
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
 from shardtrain.islands.stragglers import Stragglers
 from shardtrain.layout import axis_sizes, problems_error
-from shardtrain.loop import Pace, Pieces, StopSignals, Wish, run_loop
+from shardtrain.loop import Pace, Pieces, Wish, run_loop, write_held
 from shardtrain.loss import guarded
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model
@@ -46,6 +46,7 @@ from shardtrain.saved import in_order
 from shardtrain.stages_across import StageStep
 from shardtrain.state import State, init_state, restorable_state
 from shardtrain.step import combined_labels, make_evaluate, make_step
+from shardtrain.stop_signals import StopSignals
 from shardtrain.terminal import printable
 from shardtrain.together import Loader, Together
 from shardtrain.user_code import user_code
@@ -81,7 +82,7 @@ def train(
     console: Console | None = None,
     islands: Islands | None = None,
     marks: Marks | None = None,
-    until_seconds: float | None = None,
+    stop: StopSignals | None = None,
 ) -> Trained:
     """Train a run from its newest checkpoint, or from the start, to its last step.
 
@@ -90,7 +91,7 @@ def train(
       console: where to write; by default the terminal. Only the first process of all writes.
       islands: from `islands.membership.join`, where several were launched.
       marks: where this process is, for its watchdog.
-      until_seconds: stop and save then, by `time.monotonic`.
+      stop: entered already; by default signals are recorded while this runs.
 
     Raises:
       ValueError: something in the run does not fit, before anything is computed.
@@ -111,7 +112,7 @@ def train(
         stack.enter_context(saving.checkpoints)
         working = _working(agreed, saving, notes, marks)
         rollbacks, newest, position = Rollbacks(run.recovery.rollbacks), None, None
-        stop = stack.enter_context(StopSignals(until_seconds))
+        stop = stop or stack.enter_context(StopSignals())
         while True:
             with marks.at("restoring", waits=True, long=True):
                 begun = begin(
@@ -156,7 +157,7 @@ def _stretch(
     """From where the run begins, or goes on, to its end; see `loop.run_loop`."""
     run, together, loader = agreed.run, agreed.together, agreed.loader
     with ExitStack() as stack:
-        sinks = Sinks(*(_sinks(folder, begun.step or None, notes) if together.is_first else ()))
+        sinks, last_step = _sinks(folder, begun.step or None, notes) if together.is_first else (Sinks(), None)
         stack.callback(sinks.close)
         if together.is_first:
             try:
@@ -180,7 +181,9 @@ def _stretch(
         )
         if agreed.across is not None:
             agreed.across.forget()
+        held = begun.held if together.is_first and last_step != begun.step else None
         with working.marks.at("the training loop"):
+            write_held(pieces, begun.step, begun.state, held)
             return run_loop(begun.state, begun.step, pieces, _pace(run), stop)
 
 
@@ -475,12 +478,14 @@ def say(console: Console, text: str) -> None:
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> Iterator[Any]:
-    yield JsonLines(folder / METRICS, resume_after=resume_after, report=notes.note)
-    if TensorBoard.installed():
-        yield TensorBoard(folder / TENSORBOARD, resume_after=resume_after, report=notes.note)
-    else:
+def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> tuple[Sinks, int | None]:
+    """Where metrics go, and the step of the last line that is there."""
+    lines = JsonLines(folder / METRICS, resume_after=resume_after, report=notes.note)
+    if not TensorBoard.installed():
         notes.note("no TensorBoard files: install shardtrain[tensorboard]")
+        return Sinks(lines), lines.last_step
+    board = TensorBoard(folder / TENSORBOARD, resume_after=resume_after, report=notes.note)
+    return Sinks(lines, board), lines.last_step
 
 
 def _evaluation(
@@ -530,11 +535,8 @@ def _ending(
 ) -> str | None:
     if not together.writes:
         return None
-    if together.is_first and (folder / METRICS).stat().st_size and plots.installed():
-        try:
-            plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
-        except (OSError, ValueError) as error:
-            say(console, f"WARNING: {folder / CURVE} cannot be written: {error}")
+    if together.is_first and plots.installed():
+        _draw_curve(folder, console)
     if stop.received is not None or stop.time_over:
         by = "the time limit" if stop.received is None else stop.received.name
         say(console, f"stopped by {by} after step {step}, which is saved; the same command goes on")
@@ -549,6 +551,15 @@ def _ending(
         say(console, sample)
     say(console, f"run folder: {folder}")
     return sample
+
+
+def _draw_curve(folder: Path, console: Console) -> None:
+    """Draw the loss; the run is saved by now, and fails for no picture."""
+    try:
+        if (folder / METRICS).stat().st_size:
+            plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
+    except (OSError, ValueError) as error:
+        say(console, f"WARNING: {folder / CURVE} is not drawn: {error}")
 
 
 @dataclass(frozen=True)

@@ -60,3 +60,37 @@ def test_what_is_lost_at_the_end_is_told(make, monkeypatch):
         file.write(line)
     file.close()
     assert said[1:] == [f"WARNING: 22 bytes of {file.path} could not be written, and are lost"]
+
+
+def test_a_file_that_is_deleted_is_made_anew_with_its_folder(tmp_path):
+    said: list[str] = []
+    path = tmp_path / "run" / "log"
+    path.parent.mkdir()
+    file = LogFile(path, append=False, report=said.append)
+    file.write(b"one\n")
+    path.unlink()
+    path.parent.rmdir()
+    file.write(b"two\n")
+    file.write(b"three\n")
+    file.close()
+    assert path.read_bytes() == b"two\nthree\n"
+    assert said == [f"WARNING: {path} was deleted; it begins anew, with what comes from now on"]
+
+
+def test_a_file_that_cannot_be_made_anew_yet_comes_later_and_whole(tmp_path):
+    said: list[str] = []
+    path = tmp_path / "run" / "log"
+    path.parent.mkdir()
+    file = LogFile(path, append=False, report=said.append)
+    path.unlink()
+    path.parent.rmdir()
+    (tmp_path / "run").touch()  # in the way of the folder
+    file.write(b"one\n")
+    file.write(b"two\n")
+    (tmp_path / "run").unlink()
+    file.write(b"three\n")
+    file.close()
+    assert path.read_bytes() == b"one\ntwo\nthree\n"
+    assert "cannot be written" in said[0]
+    assert "was deleted" in said[1]
+    assert "is written again" in said[2]

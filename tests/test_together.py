@@ -37,8 +37,8 @@ def test_rows_are_given_in_multiples_where_that_adds_up():
 
 def test_alone_nothing_is_shared():
     together = Together()
-    assert together.anywhere(True)
-    assert not together.anywhere(False)
+    assert together.anywhere("a bad step", True)
+    assert not together.anywhere("a bad step", False)
     assert together.in_turn("data", lambda: 7) == 7
     assert together.totals("evaluation", {"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0)}
     state: Any = object()

@@ -16,6 +16,7 @@ import optax
 import pytest
 from rich.console import Console
 
+import shardtrain.trainer
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.config import Run, StartFrom, Strategy
 from shardtrain.data import Text
@@ -26,6 +27,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optimizer import Optimizer, Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.restore import Allow
+from shardtrain.stop_signals import StopSignals
 from shardtrain.trainer import train
 
 SEQ = 8
@@ -131,12 +133,39 @@ def test_the_short_last_batch_counts_its_rows_only(whole):
     assert np.isfinite([line["train/loss"] for line in lines(folder)]).all()
 
 
+def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, text, tmp_path, monkeypatch):
+    """Its step is saved by then, and not done again: its line is, whole and once."""
+    trainer: Any = shardtrain.trainer
+    evaluation = trainer._evaluation
+
+    def failing(*arguments: Any) -> Any:
+        evaluate, calls = evaluation(*arguments), []
+
+        def evaluated(state: Any) -> dict[str, float]:
+            calls.append(state)
+            if len(calls) == 2:
+                raise FloatingPointError("the end of this life")
+            return evaluate(state)
+
+        return evaluated
+
+    run = make_run(text, tmp_path, checkpoints=CheckpointPolicy(every_steps=4))
+    monkeypatch.setattr(trainer, "_evaluation", failing)
+    with pytest.raises(FloatingPointError, match="the end of this life"):
+        start(run)
+    monkeypatch.setattr(trainer, "_evaluation", evaluation)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 8))
+    _, printed = start(run)
+    assert "resumed from step 8" in printed
+    assert lines(tmp_path) == lines(whole[2])
+
+
 @pytest.fixture(scope="module")
 def stopped(text, tmp_path_factory):
     """The same run, stopped by the time limit after its first step."""
     folder = tmp_path_factory.mktemp("stopped")
     console = Console(file=io.StringIO(), width=200)
-    trained = train(make_run(text, folder), console, until_seconds=time.monotonic())
+    trained = train(make_run(text, folder), console, stop=StopSignals(until_seconds=time.monotonic()))
     return trained, console.file.getvalue(), folder  # type: ignore[attr-defined]
 
 

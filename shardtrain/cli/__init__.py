@@ -3,17 +3,17 @@
 Nothing here imports jax before a command runs: `--cpu-devices` must be set before that.
 """
 
+import contextlib
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from shardtrain import terminal
 from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
-from shardtrain.islands.place import PROCESSES, find_place, find_seat, parse_processes
-from shardtrain.layout import near
-from shardtrain.user_code import UserCodeFailed, user_traceback
+from shardtrain.stop_signals import StopSignals, write_raw
 
 COMMANDS = {
     "train": "train a run, or go on with it",
@@ -23,6 +23,12 @@ COMMANDS = {
     "checkpoint": "list, show, compare, check, thin out, export and import checkpoints",
 }
 """Command -> what it does; the module of this package by that name has it."""
+
+FORK = ("launch", "doctor")
+"""Commands that fork processes, which a process with threads must not."""
+
+CLEAN_UP = ("checkpoint",)
+"""Commands that remove what they have begun."""
 
 END_TOGETHER = ("doctor",)
 """Commands whose ranks all end by themselves, with the same exit code."""
@@ -47,41 +53,87 @@ def main(arguments: Sequence[str] | None = None) -> int:
         terminal.out(usage())
         return 0 if arguments else USER_ERROR
     command, *rest = arguments
-    if command not in COMMANDS:
-        terminal.err(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
-        return USER_ERROR
-    code = _run(command, rest)
+    # before anything large is imported: Ctrl-C must end what has not begun
+    stop = StopSignals(
+        lambda number: end_at_once(command, number), listens=command not in FORK, unwinds=command in CLEAN_UP
+    )
+    with stop:
+        code = _run(command, rest, stop)
     fine = (DONE, COME_AGAIN, *(128 + number for number in signal.Signals))
     if code not in fine and command not in END_TOGETHER:
         _end_other_ranks(code)
     return code
 
 
+def end_at_once(command: str, number: signal.Signals) -> None:
+    """End this process, and the other ranks, for a signal; there is nothing that it could save.
+
+    No exception: libraries catch what is raised in the midst of them, and compiler threads may be at work,
+    which the end of the interpreter would crash.
+    """
+    how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    write_raw(f"shardtrain {command}: {how}; what was saved before is still there\n")
+    with contextlib.suppress(Exception):  # MPI may be in the midst of its start, or of its end
+        _end_other_ranks(128 + number)
+    os._exit(128 + number)
+
+
 def _end_other_ranks(code: int) -> None:
     """The others would wait for this one without end."""
-    bridge = sys.modules.get("shardtrain.islands.bridge")
-    if bridge is not None and bridge.world().size > 1:
+    bridge: Any = sys.modules.get("shardtrain.islands.bridge")
+    # a bridge that is being imported has no `end_all` yet
+    if hasattr(bridge, "end_all") and bridge.MPI.COMM_WORLD.size > 1:
         bridge.end_all(code)
 
 
-def _run(command: str, rest: list[str]) -> int:
+def _run(command: str, rest: list[str], stop: StopSignals) -> int:
+    from shardtrain.layout import near
+    from shardtrain.user_code import UserCodeFailed, user_traceback
+
+    if command not in COMMANDS:
+        terminal.err(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
+        return USER_ERROR
     try:
         set_cpu_devices(rest)
-        return importlib.import_module(f"shardtrain.cli.{command}").main(rest)
+        own = {"stop": stop} if command == "train" else {}
+        code = importlib.import_module(f"shardtrain.cli.{command}").main(rest, **own)
+        sys.stdout.flush()
     except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
-        terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
-        return USER_ERROR
+        return _told(command, error)
     except UserCodeFailed as failure:
         terminal.err(f"{user_traceback(failure)}shardtrain {command}: {failure}\n")
         return FAILED
     except KeyboardInterrupt:
-        terminal.err(f"shardtrain {command}: interrupted; what was saved before is still there\n")
-        sys.stderr.flush()
-        _end_other_ranks(128 + signal.SIGINT)
-        # not through the interpreter's end: compiler threads may be at work, and it would crash
-        os._exit(128 + signal.SIGINT)
+        end_at_once(command, stop.received or signal.SIGINT)
+        raise
+    return code
+
+
+def _told(command: str, error: ValueError | OSError) -> int:
+    """Say what went wrong, and return the exit code for it."""
+    from shardtrain.steady_streams import close_quietly
+
+    code = exit_code(error)
+    # nobody reads any more (`| head`)
+    if not isinstance(error, BrokenPipeError):
+        terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
+    close_quietly(sys.stdout)
+    return code
+
+
+def exit_code(error: ValueError | OSError) -> int:
+    """The exit code for an error: a mistake in what was asked, or a machine that failed.
+
+    >>> [exit_code(each) for each in (ValueError("no"), FileNotFoundError(2, "no"), OSError(28, "full"))]
+    [2, 2, 1]
+    """
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    # an OSError without a number is one of ours, with its cure
+    asked = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+    return USER_ERROR if isinstance(error, (ValueError, *asked)) or error.errno is None else FAILED
 
 
 def usage() -> str:
@@ -125,6 +177,8 @@ def set_cpu_devices(arguments: list[str]) -> None:
 
 
 def _of_this_island(word: str, numbers: Sequence[str]) -> str:
+    from shardtrain.islands.place import PROCESSES, find_place, find_seat, parse_processes
+
     place = find_place(os.environ)
     seat = find_seat(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))
     if len(numbers) != seat.num_islands:

@@ -1,6 +1,7 @@
 """`shardtrain doctor`: look at what a run needs, before it starts; alone, or as all of its ranks."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -44,7 +45,7 @@ class Options:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.names if name not in NAMES]:
             raise ValueError(f"there is no check {near(unknown[0], NAMES)}")
-        if self.patience <= 0:
+        if not 0 < self.patience < math.inf:
             raise ValueError(f"--patience is {self.patience:g}; use seconds above 0, such as 60")
 
     @property

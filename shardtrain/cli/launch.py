@@ -2,12 +2,13 @@
 on others, or by a batch system.
 """
 
+import itertools
 import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardtrain.islands.place import parse_processes
 from shardtrain.launch import local, mpi, slurm
 from shardtrain.launch.duration import parse_time
 from shardtrain.launch.job import Host, Job, Launch, parse_hosts, read_hostfile, shell_text
+from shardtrain.launch.log_folder import claim, write_new
 from shardtrain.launch.restarts import Ended, Restarts, run_again
 from shardtrain.launch.supervise import supervise_once
 from shardtrain.layout import near
@@ -38,7 +40,10 @@ class Options:
       islands: how many islands, each a JAX runtime of its own; by default one a host, or one a number
         in --processes-per-island, else 1.
       processes_per_island: one number for all islands, or one each: 1,3.
-      logs: the folder for one log a rank; by default a new one in logs/.
+      logs: the folder for one log a rank, by default logs/DATE-TIME; where an earlier launch has it,
+        one with a number behind its name.
+      interface: the network interface of the ranks, such as eth1 or ib0, on which alone they listen; by
+        default that of loopback on one machine, and on several as MPI chooses.
       time: the most it may take, as Slurm writes it: 01:30:00.
       signal_seconds: so long before --time the ranks are asked to stop and save.
       dry_run: print what would be run, and run nothing.
@@ -47,6 +52,7 @@ class Options:
     islands: int | None = None
     processes_per_island: str = "1"
     logs: Path | None = None
+    interface: str | None = None
     time: str | None = None
     signal_seconds: int = 120
     dry_run: bool = False
@@ -173,6 +179,7 @@ def _job(options: Options, hosts: tuple[Host, ...], program: Sequence[str], logs
         processes_per_island=processes,
         hosts=hosts,
         logs=options.logs or logs,
+        interface=options.interface,
         time_seconds=None if options.time is None else parse_time(options.time),
         stop_seconds=options.signal_seconds,
     )
@@ -189,14 +196,19 @@ def _submit(job: Job, options: slurm.Slurm, dry_run: bool) -> int:
     import subprocess
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    stem, numbers = path.stem, itertools.count(2)
+    # never that of another launch, which sbatch may be about to read
+    while not write_new(path, text):
+        path = path.with_name(f"{stem}-{next(numbers)}.sbatch")
     terminal.err(f"launch: wrote {path}; logs will be {job.logs}/{options.job_name}-<job>.log\n")
-    return subprocess.run(launch.command, check=False).returncode
+    return subprocess.run(["sbatch", str(path)], check=False).returncode
 
 
 def _run(kind: str, job: Job, options: MpiOptions, dry_run: bool) -> int:
     restarts = Restarts(most=options.restarts, backoff_seconds=options.backoff)
     mpiexec = mpi.find_mpiexec(options.mpiexec)
+    if not dry_run:
+        job = replace(job, logs=claim(job.logs))
     launch: Launch = (local if kind == "local" else mpi).launch(job, mpiexec, os.environ)
     if dry_run:
         sys.stdout.write(shell_text(launch))

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,11 @@ from typing import NoReturn
 from shardtrain import terminal
 from shardtrain.cli.run_options import parse_run
 from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED
-from shardtrain.islands.marks import marks_of
+from shardtrain.islands.marks import Marks, marks_of
 from shardtrain.islands.place import bind_cpus, device_environment, find_place
 from shardtrain.launch.duration import parse_time
+from shardtrain.steady_streams import steady_output
+from shardtrain.stop_signals import StopSignals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +58,18 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], stop: StopSignals) -> int:
     """Train.
+
+    Args:
+      arguments: the words behind `train`.
+      stop: entered already.
 
     Returns:
       0; 128 + the number of the signal that stopped it; 75 where the time limit did, or another rank did
-      not come to a meeting; 1 where a step was not finite and the run says to stop then, or the last
-      checkpoint could not be written. The watchdog ends all ranks with 75.
+      not come to a meeting; 1 where a step was not finite and the run says to stop then, the last checkpoint
+      could not be written, or the machine failed in the midst of the run. The watchdog ends all ranks with
+      75.
     """
     # before jax starts: the ranks of a host share its devices and cores
     place = find_place(os.environ)
@@ -71,9 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     if cores := bind_cpus(place):
         os.sched_setaffinity(0, cores)
     run, options = parse_run("train", arguments, TrainOptions)
-    until_seconds = options.until_seconds()
-    from rich.console import Console
-
+    stop.until_seconds = options.until_seconds()
     from shardtrain.checkpoint import SaveFailed  # jax starts here, after the options were read
     from shardtrain.islands.membership import join, make_watchdog
     from shardtrain.islands.missing import Missing
@@ -84,12 +88,6 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    class Terminal(Console):
-        def on_broken_pipe(self) -> None:
-            """Nobody reads any more (`| head`): the run goes on, silently, where rich would end it."""
-            self.quiet = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
     marks = marks_of()
     try:
         islands = join(report=_to_stderr, marks=marks)
@@ -97,9 +95,9 @@ def main(arguments: Sequence[str]) -> int:
         _end_missing(missing)
     stacks = (run.run_dir or Path("runs/run")) / STACKS
     try:
-        with make_watchdog(run.watch, marks, stacks, islands) as watchdog:
+        with steady_output(), make_watchdog(run.watch, marks, stacks, islands) as watchdog:
             try:
-                trained = train(run, Terminal(), islands, marks, until_seconds)
+                trained = train(run, None, islands, marks, stop)
                 if islands is not None:
                     # a launcher that sees one rank end may end the others: none may still be saving
                     islands.control.share("the end", timeout_seconds=run.watch.limit(long=True))
@@ -108,9 +106,32 @@ def main(arguments: Sequence[str]) -> int:
     except (FloatingPointError, SaveFailed) as failure:
         terminal.err(f"shardtrain train: {failure}\n")
         return FAILED
+    except OSError as error:
+        # before the first step it is a mistake in what was asked
+        if not marks.step:
+            raise
+        terminal.err(f"shardtrain train: {failed_text(marks, error)}\n")
+        return FAILED
     if trained.time_over:
         return COME_AGAIN
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
+
+
+def failed_text(marks: Marks, error: OSError) -> str:
+    """What was being done when the machine failed.
+
+    >>> marks = Marks()
+    >>> marks.begin_step(7)
+    >>> try:
+    ...     with marks.at("the training loop"), marks.at("reading a batch"):
+    ...         raise OSError(5, "Input/output error")
+    ... except OSError as error:
+    ...     print(failed_text(marks, error))
+    at step 7, in 'reading a batch': [Errno 5] Input/output error
+    the same command resumes from the last checkpoint
+    """
+    where = f"at step {marks.step}, in {marks.failed_at!r}"
+    return f"{where}: {error}\nthe same command resumes from the last checkpoint"
 
 
 def _end_missing(missing: Exception) -> NoReturn:

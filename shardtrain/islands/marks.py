@@ -50,12 +50,13 @@ class Marks:
         self.step = 0
         self.meetings = 0
         self.last_met = "nothing yet"
+        self.failed_at: str | None = None
         self.main = Mark("setting up", time.monotonic(), long=True)
         self.bridge: Mark | None = None
 
     def begin_step(self, step: int) -> None:
         """From now on this step, counted from 1, is being done."""
-        self.step = step
+        self.step, self.failed_at = step, None
         if self.step_file is not None:
             self.step_file.write_step(step)
 
@@ -68,6 +69,10 @@ class Marks:
         self.main = Mark(operation, time.monotonic(), waits, long, waits_for)
         try:
             yield
+        except BaseException:
+            # the innermost, for the message about it
+            self.failed_at = self.failed_at or operation
+            raise
         finally:
             # what goes on around it has come a step further
             self.main = before._replace(since_seconds=time.monotonic())

@@ -4,11 +4,12 @@ A process that nothing launched is alone, and MPI is never loaded. Next: `crossi
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +18,17 @@ from jax.sharding import Mesh
 
 from shardtrain.islands.crossing import Crossing
 from shardtrain.islands.marks import Marks
+from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
-from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
+from shardtrain.islands.place import (
+    PROCESSES,
+    Place,
+    Seat,
+    device_environment,
+    find_place,
+    find_seat,
+    parse_processes,
+)
 from shardtrain.islands.verdict import Watch
 from shardtrain.islands.watchdog import Peer, Watchdog
 
@@ -146,7 +156,11 @@ def join(
     found = control.share("start", [place.host, os.getpid()], START_SECONDS)
     hosts, pids = zip(*found, strict=True)
     control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
+    unlink_shared_memory()
     seat = seats[place.rank]
+    if place.local_rank is None:
+        local = {"local_rank": hosts[: place.rank].count(place.host), "local_size": hosts.count(place.host)}
+        os.environ.update(device_environment(replace(place, **local), environ))
     _join_processes(seat, comm, place.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
     return Islands(
@@ -158,6 +172,17 @@ def join(
         pids=pids,
         hosts=hosts,
     )
+
+
+def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
+    """Remove the names of the memory that MPICH shares on a host, once every rank has it mapped.
+
+    It lives as long as a rank does; with its name, ranks that are killed would leave it for ever.
+    """
+    if not maps.exists():
+        return
+    for path in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps.read_text(), re.MULTILINE)):
+        Path(path).unlink(missing_ok=True)
 
 
 def make_watchdog(watch: Watch, marks: Marks, stacks: Path, islands: Islands | None) -> Watchdog:
@@ -182,14 +207,46 @@ def _join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
     """One JAX runtime of an island's processes; the first of them says where they meet."""
     island = comm.Split(seat.island, seat.process)
     if seat.num_processes > 1:
+        mine = listening_address(island.allgather(host), os.environ)
         with socket.socket() as free:
-            free.bind(("", 0))
+            free.bind((mine or "", 0))
             port = free.getsockname()[1]
         # by name: many hosts know their own name by an address of loopback, 127.0.1.1
-        alone = len(set(island.allgather(host))) == 1
-        address = island.bcast(f"{'127.0.0.1' if alone else socket.gethostname()}:{port}", 0)
-        jax.distributed.initialize(address, seat.num_processes, seat.process)
+        address = island.bcast(f"{mine or socket.gethostname()}:{port}", 0)
+        _start_runtime(seat, address, mine)
     island.Free()
+
+
+def _start_runtime(seat: Seat, address: str, mine: str | None) -> None:
+    """Join this process to its island's JAX runtime.
+
+    Args:
+      seat: of this process.
+      address: of the first process.
+      mine: the address on which this process listens; None: all.
+    """
+    # else jax takes SIGTERM away from `StopSignals`
+    jax.config.update("jax_enable_preemption_service", False)
+    if mine is not None:
+        _keep_gloo_on(mine)
+    jax.distributed.initialize(
+        address,
+        seat.num_processes,
+        seat.process,
+        # a process uses every GPU that it sees; jax's own detection takes one, by its number on the host,
+        # which is none of those that a process with bound GPUs has
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=None if mine is None else f"{mine}:{address.rpartition(':')[2]}",
+    )
+
+
+def _keep_gloo_on(address: str) -> None:
+    """Have gloo listen there; jax has no option for it, and would take the address of the host's name."""
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    private: Any = _jax
+    make = private.make_gloo_tcp_collectives
+    private.make_gloo_tcp_collectives = lambda **options: make(**{"hostname": address, **options})
 
 
 def rank_name(seat: Seat, host: str) -> str:

@@ -176,8 +176,20 @@ class Watchdog:
         return {
             rank: now - heard
             for rank, heard in self._heard_seconds.items()
-            if rank not in self._left and now - heard > self._watch.silence_seconds + later
+            if rank not in self._left
+            and now - heard > self._watch.silence_seconds + later
+            and not self._is_at_work(rank, now - heard)
         }
+
+    def _is_at_work(self, rank: int, seconds: float) -> bool:
+        """Whether a silent rank's process is well: a library may keep Python's lock there, and so its beats.
+
+        That is work, not silence, and its limit is that of a stall.
+        """
+        peer, mine = self._peers[rank], self._peers[self._rank]
+        if peer.host != mine.host or seconds > self._watch.limit(long=False):
+            return False
+        return process_state(peer.pid) not in (None, *STATES)
 
     def end(self, text: str) -> NoReturn:
         """End all ranks: the main thread has found why by itself.
@@ -269,11 +281,17 @@ def cause_text(peer: Peer, here: str) -> str:
     """
     if peer.host != here:
         return f"it is stopped, host {peer.host} is down, or the network between it and host {here} is cut"
-    try:
-        state = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    if (state := process_state(peer.pid)) is None:
         return f"its process {peer.pid} is gone"
     return f"its process {peer.pid} {STATES.get(state, 'is there, but its Python does not run')}"
+
+
+def process_state(pid: int) -> str | None:
+    """The letter that Linux has for what a process does; None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
 
 
 STATES: Mapping[str, str] = {

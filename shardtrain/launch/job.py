@@ -10,8 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardtrain.islands.network import INTERFACE
 from shardtrain.islands.place import PROCESSES
 from shardtrain.layout import problems_error
+
+INTERFACES = (
+    *("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE"),
+    *("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "NCCL_SOCKET_IFNAME"),
+)
+"""Variables by which the transports of MPICH (UCX, libfabric), Open MPI and NCCL are told one interface."""
 
 TUNABLES = "GLIBC_TUNABLES"
 THRESHOLDS = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
@@ -37,6 +44,7 @@ class Job:
       hosts: where, in the order of the ranks; empty: this machine, or what a batch system gives.
       program: what each rank runs, before the arguments.
       logs: the folder for one log a rank.
+      interface: the network interface on which all listen, such as eth1; None: as MPI chooses.
       time_seconds: the most it may take; None: no limit.
       stop_seconds: so long before the limit the ranks are asked to stop and save.
 
@@ -53,11 +61,16 @@ class Job:
     hosts: tuple[Host, ...] = ()
     program: tuple[str, ...] = (sys.executable, "-m", "shardtrain")
     logs: Path = Path("logs")
+    interface: str | None = None
     time_seconds: int | None = None
     stop_seconds: int = 120
 
     def __post_init__(self) -> None:
         problems = []
+        if self.interface is not None and not re.fullmatch(r"[A-Za-z0-9][\w.:-]{0,14}", self.interface):
+            problems.append(
+                f"interface {self.interface!r} is no name of one; `ip link` lists them: eth0, ib0"
+            )
         if self.islands < 1:
             problems.append(f"islands is {self.islands}; use 1 or more")
         each = self.processes_per_island
@@ -99,8 +112,13 @@ class Job:
         return keeper, (*self.program, *self.arguments)
 
     def rank_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What every rank's environment must have; the user's own memory thresholds are kept."""
-        return {PROCESSES: self.processes_text, TUNABLES: environ.get(TUNABLES) or THRESHOLDS}
+        """What every rank's environment must have; what the user has set there himself is kept."""
+        names = () if self.interface is None else (INTERFACE, *INTERFACES)
+        return {
+            PROCESSES: self.processes_text,
+            TUNABLES: environ.get(TUNABLES) or THRESHOLDS,
+            **{name: environ.get(name) or self.interface or "" for name in names},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
 """`launch local`: all ranks on this machine, by the mpiexec of this Python's environment."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from shardtrain.islands.network import LOOPBACK
 from shardtrain.launch import mpi
 from shardtrain.launch.job import Job, Launch
 
@@ -18,6 +20,8 @@ def launch(job: Job, mpiexec: mpi.Mpiexec, environ: Mapping[str, str]) -> Launch
     if job.hosts:
         names = ",".join(host.name for host in job.hosts)
         raise ValueError(f"launch local is for this machine, and hosts are {names}; use: launch mpi")
+    # nobody else is to connect: MPI, jax and gloo ask no one who he is
+    job = replace(job, interface=job.interface or LOOPBACK)
     return mpi.launch(job, mpiexec, environ, here=True)
 
 

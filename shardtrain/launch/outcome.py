@@ -15,7 +15,7 @@ from pathlib import Path
 from shardtrain import terminal
 from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.step_file import NOTHING, LastStep, read_step_file
-from shardtrain.launch.rank import island_name, step_file_path
+from shardtrain.launch.rank import LOST, island_name, step_file_path
 
 CONSEQUENCE = re.compile(
     r"MPI_ERR_|mpi4py\.MPI\.Exception|internal_\w+: |Communication error with rank|PMIX|"
@@ -55,6 +55,9 @@ class RankEnd:
       text: what the log got in this launch.
       touched_seconds: when the log was last written.
       last: the step that it was doing, and whether its watchdog ended it.
+      lost_seconds: when its keeper was found to be gone, by its host's clock.
+      orphaned: its launcher was gone first.
+      pid: of its keeper.
     """
 
     rank: int
@@ -72,6 +75,9 @@ class RankEnd:
     text: str
     touched_seconds: float
     last: LastStep = NOTHING
+    lost_seconds: float | None = None
+    orphaned: bool = False
+    pid: int | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +87,11 @@ class RankEnd:
     @property
     def stopped(self) -> bool:
         """It was asked to stop, and did."""
-        return _stopped(self.code, self.asked, self.last)
+        code = self.code
+        if code is None and self.aborted:
+            # before its first step, where it ended the others too
+            code = _abort_code(self.text)
+        return _stopped(code, self.asked, self.last)
 
     @property
     def told_hang(self) -> bool:
@@ -96,7 +106,9 @@ class RankEnd:
     @property
     def failed(self) -> bool:
         """It ended by a fault of its own or of another, and was not killed by the launcher."""
-        return self.aborted or self.last.hung or (self.code not in (None, 0) and not self.stopped)
+        if self.orphaned or self.stopped:
+            return False
+        return self.aborted or self.last.hung or self.code not in (None, 0)
 
     @property
     def consequence(self) -> bool:
@@ -143,6 +155,8 @@ def read_ranks(logs: Path) -> list[RankEnd]:
             text = file.read().decode(errors="replace")
         known = {name: record.get(name) for name in RankEnd.__dataclass_fields__ if name in record}
         last = read_step_file(step_file_path(path))
+        lost = path.with_suffix(LOST)
+        known["lost_seconds"] = float(lost.read_text(encoding="utf-8")) if lost.exists() else None
         ends.append(RankEnd(**known, log=log, text=text, touched_seconds=log.stat().st_mtime, last=last))
     return sorted(ends, key=lambda end: end.rank)
 
@@ -165,7 +179,9 @@ def _stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
     return code == COME_AGAIN or (asked is not None and code == 128 + signal.Signals[asked])
 
 
-def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome:
+def judge(
+    ends: Sequence[RankEnd], launcher: str, launcher_code: int, asked: signal.Signals | None = None
+) -> Outcome:
     """Who failed first, and why.
 
     The first is the one that ended first by a fault of its own: not by a signal that it was sent on the
@@ -175,13 +191,14 @@ def judge(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome
       ends: of the ranks.
       launcher: its name, for people.
       launcher_code: what it ended with; a negative number for a signal.
+      asked: the signal for which all ranks were asked to stop.
 
     Returns:
       The exit code of the first that failed, and its last traceback or lines under a headline.
     """
     failed = [end for end in ends if end.failed]
     if not failed:
-        return _without_failure(ends, launcher, launcher_code)
+        return _without_failure(ends, launcher, launcher_code, asked)
     # of several that say that it hangs, on both sides of a cut link, rank 0's side is that of the launcher
     first = min(failed, key=lambda end: (end.consequence, end.told_hang and end.rank, _ended_seconds(end)))
     seconds = _ended_seconds(first) - first.start_seconds
@@ -204,25 +221,50 @@ def _ended_seconds(end: RankEnd) -> float:
     return end.end_seconds or end.touched_seconds
 
 
-def _without_failure(ends: Sequence[RankEnd], launcher: str, launcher_code: int) -> Outcome:
+def _without_failure(
+    ends: Sequence[RankEnd], launcher: str, launcher_code: int, asked: signal.Signals | None
+) -> Outcome:
     stopped = [end for end in ends if end.stopped]
-    lost = [end for end in ends if end.code is None]
+    lost = [end for end in ends if end.code is None and not end.stopped]
     code = launcher_code if launcher_code >= 0 else 128 - launcher_code
     if stopped and not lost:
         by = stopped[0].asked or "the time limit"
         text = f"stopped by {by}: {_names(stopped)}\n"
-        return Outcome(code=stopped[0].code or 0, text=text, asked=stopped[0].asked is not None)
+        code = stopped[0].code or _abort_code(stopped[0].text)
+        return Outcome(code=code, text=text, asked=stopped[0].asked is not None)
+    if asked is not None and all(end.last.step == NOTHING.step for end in ends):
+        # some ranks had not begun to listen
+        text = f"stopped by {asked.name} before all ranks had begun\n"
+        return Outcome(code=128 + asked, text=text, asked=True)
     missing = sorted(set(range(ends[0].size)) - {end.rank for end in ends}) if ends else []
     if code == 0 and not missing and not lost:
         return Outcome(code=0)
-    text = _ruled(f"{launcher} ended with exit code {code}, and no rank says why") + "\n"
+    text = _from_outside(ends, lost, launcher, launcher_code)
     if not ends:
         text += "No rank was started: what the launcher printed stands above.\n"
     if missing:
         text += f"Never started: rank {', '.join(map(str, missing))} of {ends[0].size}.\n"
+    return Outcome(code=code or 1, text=f"\n{text}")
+
+
+def _from_outside(ends: Sequence[RankEnd], lost: Sequence[RankEnd], launcher: str, launcher_code: int) -> str:
+    """What is known of a launch that ended though no rank failed."""
+    if launcher_code < 0:
+        rest = f"{_names(ends)} ended with it.\n" if ends else ""
+        return _ruled(f"{launcher} was killed by {signal.Signals(-launcher_code).name}") + f"\n{rest}"
+    if dated := [end for end in lost if end.lost_seconds is not None]:
+        first = min(dated, key=lambda end: end.lost_seconds or 0.0)
+        keeps = f"the process that keeps rank {first.rank} on {first.host}"
+        rest = [end for end in ends if end is not first]
+        return (
+            _ruled(f"{first.name} was lost first: {keeps}")
+            + f"\nThat process ({first.pid}) was killed from outside, and its rank with it.\n"
+            + (f"then: {_names(rest)} ended by the launcher\n" if rest else "")
+        )
+    text = _ruled(f"{launcher} ended with exit code {launcher_code}, and no rank says why") + "\n"
     if lost:
         text += f"Ended from outside: {_names(lost)}; logs: {lost[0].log.parent}\n"
-    return Outcome(code=code or 1, text="\n" + text)
+    return text
 
 
 def _by_end(ends: Sequence[RankEnd]) -> list[tuple[str, list[RankEnd]]]:

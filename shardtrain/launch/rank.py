@@ -23,10 +23,14 @@ from shardtrain import terminal
 from shardtrain.exit_codes import COME_AGAIN
 from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
 from shardtrain.islands.step_file import STEP_FILE, read_step_file
+from shardtrain.launch.log_folder import ASKED
+from shardtrain.stop_signals import write_raw
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_EVERY_SECONDS = 0.05
 MISTAKE, NOT_FOUND = 2, 127
+LOST = ".lost"
+"""How the file ends in which stands when the keeper of a rank was gone, beside its record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,6 +98,7 @@ class Keeper:
         self._record["log_from"] = self._log.stat().st_size
         self._prefix = prefix(place, seat)
         self._asked: list[signal.Signals] = []
+        self._asked_path = logs / ASKED
         self._child: subprocess.Popen | None = None
 
     def run(self, program: Sequence[str]) -> int:
@@ -112,12 +117,13 @@ class Keeper:
             return NOT_FOUND
         for number in list(self._asked):
             child.send_signal(number)
-        release = guard(child.pid)
+        release = guard(child.pid, lost=self._record_path.with_suffix(LOST))
         follow = Follower(self._log, self._record["log_from"], self._prefix)
         while child.poll() is None:
             follow.look()
             # its launcher died and could not end it
             if self._place.launcher != "none" and os.getppid() != parent:
+                self._record["orphaned"] = True
                 _kill_group(child.pid)
             time.sleep(LOOK_EVERY_SECONDS)
         # data workers and other children of the program
@@ -135,16 +141,28 @@ class Keeper:
             )
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        meant = self._usr1 if number == signal.SIGUSR1 else signal.Signals(number)
+        meant = self._meant() if number == signal.SIGUSR1 else signal.Signals(number)
         self._asked.append(meant)
         self._record["asked"] = meant.name
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, meant)
 
+    def _meant(self) -> signal.Signals:
+        """What SIGUSR1 stands for: what the launch was sent, if it says so."""
+        try:
+            return signal.Signals[self._asked_path.read_text(encoding="utf-8").strip()]
+        except (OSError, KeyError):
+            return self._usr1
+
     def _ended(self, returncode: int) -> int:
         code = returncode if returncode >= 0 else 128 - returncode
-        self._write_record(code=code, signal=-returncode if returncode < 0 else None, end_seconds=time.time())
+        try:
+            self._write_record(
+                code=code, signal=-returncode if returncode < 0 else None, end_seconds=time.time()
+            )
+        except OSError as error:
+            write_raw(f"shardtrain.launch.rank: {self._record_path} cannot be written: {error}\n")
         at_time_limit = code == COME_AGAIN and not read_step_file(self._step_file).hung
         return 0 if at_time_limit or code in {128 + number for number in self._asked} else code
 
@@ -211,12 +229,13 @@ class Follower:
                     piece = piece[os.write(1, piece) :]
 
 
-def guard(group: int, then: signal.Signals = signal.SIGKILL):
+def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None = None):
     """Have a process group end when this process dies, however it dies.
 
     Args:
       group: the process group.
       then: the signal to end it with.
+      lost: a file for when that was, in seconds since the epoch.
 
     Returns:
       A function that calls the guard off.
@@ -230,7 +249,10 @@ def guard(group: int, then: signal.Signals = signal.SIGKILL):
             os.closerange(0, read)
             os.closerange(read + 1, os.sysconf("SC_OPEN_MAX"))
             if os.read(read, 1) == b"":
-                os.killpg(group, then)
+                seconds = time.time()
+                _kill_group(group, then)
+                if lost is not None:
+                    lost.write_text(str(seconds), encoding="utf-8")
         finally:
             os._exit(0)
     os.close(read)
@@ -243,9 +265,9 @@ def guard(group: int, then: signal.Signals = signal.SIGKILL):
     return release
 
 
-def _kill_group(group: int) -> None:
+def _kill_group(group: int, then: signal.Signals = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, then)
 
 
 if __name__ == "__main__":

@@ -105,11 +105,64 @@ def _problems(job: Job, slurm: Slurm, nodes: int) -> list[str]:
             f"{job.num_ranks} ranks cannot be shared evenly by {nodes} nodes: {job.num_ranks} % {nodes} ="
             f" {job.num_ranks % nodes}. Use {fixes} nodes"
         )
-    if not re.fullmatch(r"[\w.-]+", slurm.job_name):
-        problems.append(f"job name {slurm.job_name!r} may have letters, digits, . _ and - only")
+    problems += _text_problems(job, slurm) + _straddling(job, nodes)
     for what, count in (("GPUs", slurm.gpus_per_island), ("CPUs", slurm.cpus_per_island)):
         problems += _share_problems(job, what, count)
     return problems
+
+
+WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
+
+
+def _text_problems(job: Job, slurm: Slurm) -> list[str]:
+    """What would become other lines or other options of the script."""
+    problems = []
+    if not re.fullmatch(r"[\w.-]+", slurm.job_name):
+        problems.append(f"job name {slurm.job_name!r} may have letters, digits, . _ and - only")
+    for name in ("partition", "account", "qos", "mpi"):
+        value = getattr(slurm, name)
+        if value is not None and not re.fullmatch(WORD, value):
+            problems.append(f"{name} {value!r} may have letters, digits and . , : / @ + = _ - only")
+    # sbatch splits the line at blanks, and replaces %j and its like
+    if not re.fullmatch(r"[\w./+=@,:-]+", str(job.logs)):
+        problems.append(
+            f"logs {str(job.logs)!r}: sbatch takes a path of letters, digits and . / + = @ , : _ - only; use"
+            " another --logs"
+        )
+    problems += [
+        f"sbatch option {option!r} is more than one line; give each option by itself: --sbatch A B"
+        for option in slurm.sbatch
+        if len(option.splitlines()) != 1
+    ]
+    return problems
+
+
+def _straddling(job: Job, nodes: int) -> list[str]:
+    """Islands that have a part of a node and a part of another."""
+    each = job.processes_per_island
+    if job.num_ranks % nodes or not (found := _straddlers(job, nodes)):
+        return []
+    fixes = [n for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0 and not _straddlers(job, n)]
+    numbers = each if isinstance(each, int) else job.processes_text
+    return [
+        f"islands of {numbers} processes on {nodes} nodes of {job.num_ranks // nodes} ranks: island"
+        f" {', '.join(map(str, found))} would have parts of several nodes. Use --nodes"
+        f" {' or '.join(map(str, fixes))}, or islands that fill nodes; unequal nodes: launch --hosts a:4,b:8"
+        " in an allocation of your own"
+    ]
+
+
+def _straddlers(job: Job, nodes: int) -> list[int]:
+    """The islands that neither fill nodes nor lie within one."""
+    each, ranks_per_node = job.processes_per_island, job.num_ranks // nodes
+    numbers = [each] * job.islands if isinstance(each, int) else list(each)
+    starts = [sum(numbers[:i]) for i in range(len(numbers))]
+    return [
+        island
+        for island, (start, number) in enumerate(zip(starts, numbers, strict=True))
+        if start // ranks_per_node != (start + number - 1) // ranks_per_node
+        and (start % ranks_per_node or number % ranks_per_node)
+    ]
 
 
 def _share_problems(job: Job, what: str, count: int | None) -> list[str]:

@@ -19,9 +19,11 @@ from types import FrameType
 from shardtrain import terminal
 from shardtrain.islands.step_file import NOTHING
 from shardtrain.launch.job import Launch
+from shardtrain.launch.log_folder import ASKED
 from shardtrain.launch.outcome import any_failed, judge, read_ranks
-from shardtrain.launch.rank import guard, step_file_path
+from shardtrain.launch.rank import LOST, guard, step_file_path
 from shardtrain.launch.restarts import Ended
+from shardtrain.stop_signals import asking
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY_SECONDS = 0.1
@@ -73,13 +75,16 @@ def supervise_once(
 ) -> Ended:
     """As `supervise`, for those who may start it again."""
     logs.mkdir(parents=True, exist_ok=True)
+    # how ranks ended in an earlier start of this launch
     for path in logs.glob("rank-*.json"):
         path.unlink()
         step_file_path(path).unlink(missing_ok=True)
+        path.with_suffix(LOST).unlink(missing_ok=True)
+    (logs / ASKED).unlink(missing_ok=True)
     for path, text in launch.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    with _Run(launch, environ, write) as run:
+    with _Run(launch, environ, write, logs / ASKED) as run:
         code = run.wait(logs, time_seconds, stop_seconds)
     _end_left_behind(logs)
     ends = read_ranks(logs)
@@ -87,7 +92,7 @@ def supervise_once(
     if run.killed and not run.failed:
         run.tell("\nkilled; what was saved before is still there\n")
         return Ended(code=KILLED, asked=run.asked, step=step)
-    outcome = judge(ends, Path(launch.command[0]).name, code)
+    outcome = judge(ends, Path(launch.command[0]).name, code, run.asked_by)
     run.tell(outcome.text)
     return Ended(code=outcome.code, asked=run.asked or outcome.asked, step=step)
 
@@ -95,8 +100,11 @@ def supervise_once(
 class _Run:
     """The launcher's process while it runs, and the signals that end it."""
 
-    def __init__(self, launch: Launch, environ: Mapping[str, str], write: Callable[[str], object]) -> None:
-        self._tell = write
+    def __init__(
+        self, launch: Launch, environ: Mapping[str, str], write: Callable[[str], object], asked_path: Path
+    ) -> None:
+        self._tell, self._asked_path = write, asked_path
+        self.asked_by: signal.Signals | None = None
         self._launch = launch
         self._environ = environ
         self._before: dict[signal.Signals, object] = {}
@@ -106,7 +114,7 @@ class _Run:
         self.killed = self.failed = self.asked = False
 
     def __enter__(self) -> "_Run":
-        for number in ASKING:
+        for number in asking(ASKING):
             self._before[number] = signal.signal(number, self._on_signal)
         try:
             self._process = subprocess.Popen(
@@ -180,10 +188,14 @@ class _Run:
         if self.asked:
             self._kill()
         else:
-            self._ask(signal.Signals(number).name)
+            self.asked_by = signal.Signals(number)
+            self._ask(self.asked_by.name)
 
     def _ask(self, why: str) -> None:
         self.asked = True
+        # what SIGUSR1 stands for; the ranks take it for Ctrl-C where they cannot read it
+        with contextlib.suppress(OSError):
+            self._asked_path.write_text((self.asked_by or signal.SIGINT).name, encoding="utf-8")
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
         self.tell(f"\n{why}: all ranks are asked to stop and save; Ctrl-C kills them\n")

@@ -58,6 +58,11 @@ def test_a_mesh_file_is_read_and_options_change_it():
         (["train", GPT, "--mesh", "pipeline=8"], 2, "4 blocks cannot be cut into 8 parts"),
         (["train", GPT, "--batch", "30"], 2, "30 % 8 = 6. Use 24 or 32."),
         (["train", GPT, "--steps", "0"], 2, "steps is 0; use 1 or more"),
+        (
+            ["train", GPT, "--shares", "2,1"],
+            2,
+            "shares has 2 weights, and this run is alone: leave --shares",
+        ),
         (["train", GPT, "--cpu-devices", "none"], 2, "--cpu-devices needs a number of devices from 1"),
         (["inspect", GPT, "--devices", "0"], 2, "--devices is 0; use 1 or more"),
         (["train", "nosuch:run"], 2, "there is no module 'nosuch'"),

@@ -127,6 +127,8 @@ def test_folders_that_cannot_be_written_are_wrong(tmp_path, options, fill, what,
     [
         (["--only", "name"], "there is no check 'name' (did you mean 'names'?)"),
         (["--patience", "0"], "--patience is 0; use seconds above 0"),
+        (["--patience", "nan"], "--patience is nan; use seconds above 0"),
+        (["--patience", "inf"], "--patience is inf; use seconds above 0"),
         (["--quickly"], "--quickly"),
     ],
 )

@@ -46,7 +46,15 @@ def live(request, tell):
 
     from shardtrain import cli, trainer
     from shardtrain.cli.run_options import load_run
+    from shardtrain.stop_signals import STOPPING
 
+    if "words" in request:
+        # signals wait until the command line listens for them, as it does from its first line on
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        run: Any = cli._run
+        cli._run = lambda *arguments: (signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING), run(*arguments))[
+            1
+        ]
     tell("pid", os.getpid())
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -68,18 +76,28 @@ def live(request, tell):
 
 
 def tells(tell):
-    """Where a run begins, and when a save begins and is finished."""
+    """Where a run begins, when it evaluates, and when a save begins and is finished."""
     import shardtrain.checkpoint
     import shardtrain.trainer
 
     trainer: Any = shardtrain.trainer
     checkpoints: Any = shardtrain.checkpoint.Checkpoints
     begin, save, finish = trainer.begin, checkpoints.save, checkpoints._finish
+    evaluation = trainer._evaluation
 
     def telling_begin(*arguments):
         begun = begin(*arguments)
         tell("began", begun.step)
         return begun
+
+    def telling_evaluation(*arguments):
+        evaluate = evaluation(*arguments)
+
+        def evaluated(state):
+            tell("evaluating")
+            return evaluate(state)
+
+        return evaluated
 
     def telling_save(self, step, *arguments):
         self.wait()
@@ -91,6 +109,7 @@ def tells(tell):
         tell("saved", step)
         return notes
 
+    trainer._evaluation = telling_evaluation
     trainer.begin, checkpoints.save, checkpoints._finish = telling_begin, telling_save, telling_finish
 
 

@@ -140,5 +140,5 @@ def test_data_that_is_cut_off_ends_all_ranks(folder, mpirun, started, until):
     (file,) = Path("run").glob("text-*.npy")
     with file.open("r+b") as tokens:
         tokens.truncate(1000)
-    assert process.wait(GONE_SECONDS) == 2
+    assert process.wait(GONE_SECONDS) == 1
     assert f"{folder}/{file} was cut off while it was read" in Path("err").read_text()

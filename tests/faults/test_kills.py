@@ -1,4 +1,4 @@
-"""One run, killed by SIGKILL 100 times at random moments: nothing that was saved is ever lost.
+"""One run, killed by SIGKILL 100 times and stopped by signals 100 times, at random moments: nothing is lost.
 
 The moments are drawn from the seed KILLS_SEED; what hits them is the machine.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from shardtrain.archive import find_archives
 from shardtrain.metrics import read_jsonl
+from shardtrain.run_lock import LOCK
 
 KILLS = int(os.environ.get("KILLS", "100"))
 SEED = int(os.environ.get("KILLS_SEED", "2026"))
@@ -31,36 +32,54 @@ class Killer:
       lives: see `lives.py`.
       random: draws the moments.
       kinds: a kind of moment -> how often it is drawn.
+      signals: those that are drawn; () for SIGKILL.
+      words: of the command line; () begins by `train`, which is cheaper.
     """
 
     lives: Any
     random: random.Random
     kinds: dict[str, int]
+    signals: tuple[int, ...] = ()
+    words: tuple[str, ...] | list[str] = ()
     promised: int = 0
+    codes: Counter = field(default_factory=Counter)
     fell: Counter = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: {"pid": 1.0, "began": 0.3, "saving": 0.05})
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"pid": 1.0, "began": 0.3, "saving": 0.05, "evaluating": 0.02}
+    )
 
     def life(self):
         """Begin, kill, and listen to what it had told."""
         kind = self.random.choices(list(self.kinds), list(self.kinds.values()))[0]
         number = self.random.choice((1, 1, 2)) if kind in ("saving", "saved") else 1
-        self.pid = self.lives.begin(run=RUN, changes={})
+        self.pid = self.lives.begin(**({"words": self.words} if self.words else {"run": RUN, "changes": {}}))
         told, self.last = [["pid"]], time.monotonic()
         while kind != "pid" and number:
             told.append(self.listen(told[-1][0]))
+            assert told[-1][0] != "ended", self.lives.printed()[-5000:]
             number -= told[-1][0] == kind
         # a little longer than it takes, for the name of a save comes last
         time.sleep(1.2 * self.random.random() * self.seconds.get(kind, 0.05))
-        os.kill(self.pid, signal.SIGKILL)
+        self.code = self.strike()
         while told[-1][0] != "ended":
             told.append(self.lives.told())
         self.lives.life = None
         self.judge(told)
 
+    def strike(self):
+        """Send the signal, or Ctrl-C twice; returns the exit code that it should have."""
+        if not self.signals:
+            os.kill(self.pid, signal.SIGKILL)
+            return -signal.SIGKILL
+        number = self.random.choice(self.signals)
+        for _ in range(self.random.choice((1, 2)) if number == signal.SIGINT else 1):
+            os.kill(self.pid, number)
+            time.sleep(0.01 * self.random.random())
+        return 128 + number
+
     def listen(self, before):
         """What a life tells next; how long it takes from the one to the other is an average."""
         told, now = self.lives.told(), time.monotonic()
-        assert told[0] != "ended", self.lives.printed()[-5000:]
         if before in self.seconds:
             self.seconds[before] += 0.2 * (now - self.last - self.seconds[before])
         self.last = now
@@ -68,7 +87,8 @@ class Killer:
 
     def judge(self, told):
         """It began where the ones before had come to, and no further than they could have."""
-        assert told[-1] == ["ended", str(-signal.SIGKILL)], told
+        assert told[-1] == ["ended", str(self.code)], (told, self.lives.printed()[-3000:])
+        self.codes[self.code] += 1
         steps = {name: [int(words[0]) for key, *words in told if key == name] for name in NAMES}
         for step in steps["began"]:
             assert self.promised <= step <= self.promised + EVERY, (told, self.promised)
@@ -98,7 +118,10 @@ def lines(folder):
 
 
 def write_run(cheap, old="", new=""):
+    """Of every other step that is saved the held-out loss is taken too."""
     source = (cheap / "tiny.py").read_text().replace("every_steps=2", f"every_steps={EVERY}")
+    source = source.replace("heldout_fraction=0", "heldout_fraction=0.1")
+    source = source.replace("evaluate_every=None", f"evaluate_every={2 * EVERY}")
     (cheap / RUN).write_text(source.replace(old, new))
 
 
@@ -107,14 +130,35 @@ def test_a_run_that_is_killed_a_hundred_times_is_as_if_it_never_was(lives, cheap
     write_run(cheap)
     lives.begin(run=RUN, changes={"run_dir": "filled", "steps": 2})
     assert lives.ended() == 0, lives.printed()
-    killer = Killer(lives, random.Random(SEED), {"pid": 20, "began": 20, "saving": 60})
+    killer = Killer(lives, random.Random(SEED), {"pid": 20, "began": 20, "saving": 40, "evaluating": 20})
     for _ in range(KILLS):
         killer.life()
     print(f"killed during {dict(killer.fell)}, at last after step {killer.promised}")  # noqa: T201
-    assert killer.fell["a save"] >= KILLS // 3
+    assert killer.fell["a save"] >= KILLS // 4
     assert min(killer.fell["the start"], killer.fell["steps"]) >= KILLS // 20
     assert killer.promised >= KILLS // 4
 
+    judge_end(killer, lives, cheap)
+
+
+def test_signals_at_random_phases_end_as_documented(lives, cheap):
+    """Through the command line, the start included; each code is that of the signal, and no line is lost."""
+    write_run(cheap)
+    for name in ("run", "whole"):
+        shutil.rmtree(cheap / name, ignore_errors=True)
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    kinds = {"pid": 25, "began": 25, "saving": 25, "evaluating": 25}
+    killer = Killer(lives, random.Random(SEED), kinds, asking, words=["train", RUN])
+    for _ in range(KILLS):
+        killer.life()
+    print(f"ended with {dict(killer.codes)}, at last after step {killer.promised}")  # noqa: T201
+    assert set(killer.codes) == {128 + number for number in asking}
+    assert killer.promised >= KILLS // 4
+    judge_end(killer, lives, cheap)
+
+
+def judge_end(killer, lives, cheap):
+    """What all lives together left is what one left that nobody ended."""
     last = killer.promised + MORE
     lives.begin(run=RUN, changes={"steps": last})
     assert killer.promised <= int(lives.until("began")[0]) <= killer.promised + EVERY
@@ -159,4 +203,4 @@ def test_killed_while_a_save_is_copied_from_a_fast_disk(lives, cheap):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.glob("step_*"))
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)

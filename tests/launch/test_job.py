@@ -65,6 +65,15 @@ def test_the_environment_names_the_islands_and_keeps_thresholds_of_the_user():
     assert job().rank_environment({})["SHARDTRAIN_ISLAND_PROCESSES"] == "1"
 
 
+def test_an_interface_reaches_every_transport_but_those_that_the_user_has_set():
+    found = job(interface="ib0").rank_environment({"NCCL_SOCKET_IFNAME": "eth9"})
+    assert found["SHARDTRAIN_INTERFACE"] == "ib0"
+    assert found["UCX_NET_DEVICES"] == found["FI_TCP_IFACE"] == found["OMPI_MCA_btl_tcp_if_include"] == "ib0"
+    assert found["NCCL_SOCKET_IFNAME"] == "eth9"
+    with pytest.raises(ValueError, match="interface 'eth0; x' is no name of one"):
+        job(interface="eth0; x")
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

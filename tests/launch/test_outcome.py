@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import pytest
 
@@ -184,3 +185,53 @@ def test_behind_srun_it_tells_and_gives_the_code(left, tmp_path):
     written = []
     assert outcome.main([str(tmp_path), "--code", "143"], written.append) == 3
     assert "island 1 failed first" in "".join(written)
+
+
+ABORTED = (
+    "shardtrain train: interrupted\nAbort(130) on node 0: application called MPI_Abort(MPI_COMM_WORLD, 130)\n"
+)
+
+
+def test_ranks_that_were_asked_before_their_first_step_have_stopped(left, tmp_path):
+    """They end at once, one of them all others."""
+    left(0, None, text=ABORTED, asked="SIGINT")
+    left(1, None, asked="SIGINT")
+    ended = judge(read_ranks(tmp_path), "mpiexec", 130, signal.SIGINT)
+    assert (ended.code, ended.asked) == (130, True)
+    assert ended.text == "stopped by SIGINT before all ranks had begun\n"
+    left(1, 130, 101, asked="SIGINT")
+    assert judge(read_ranks(tmp_path), "mpiexec", 130).text == "stopped by SIGINT: islands 0, 1\n"
+
+
+def test_a_launch_that_is_asked_before_any_rank_is_there(tmp_path):
+    ended = judge([], "mpiexec", 10, signal.SIGTERM)
+    assert (ended.code, ended.asked) == (143, True)
+
+
+def test_an_error_is_told_though_the_launch_was_asked_to_stop(left, tmp_path):
+    left(0, 1, 110, ERROR)
+    assert judge(read_ranks(tmp_path), "mpiexec", 1, signal.SIGTERM).code == 1
+
+
+def test_of_killed_keepers_the_first_is_named(left, tmp_path):
+    for rank, seconds in ((0, 7.25), (1, 7.125), (2, 7.5)):
+        left(rank, None, pid=40 + rank)
+        (tmp_path / f"rank-{rank}.lost").write_text(str(seconds))
+    ended = told(tmp_path, 9)
+    assert ended.code == 9
+    assert ended.text == (
+        "\n=== island 1 was lost first: the process that keeps rank 1 on n1 ===\n"
+        "That process (41) was killed from outside, and its rank with it.\n"
+        "then: islands 0, 2 ended by the launcher\n"
+        "Never started: rank 3 of 4.\n"
+    )
+
+
+def test_a_launcher_that_is_killed_is_named_and_not_its_ranks(left, tmp_path):
+    left(0, 137, 101, signal=9, orphaned=True)
+    left(1, None)
+    (tmp_path / "rank-1.lost").write_text("7.5")
+    ended = told(tmp_path, -9)
+    assert ended.code == 137
+    assert ended.text.startswith("\n=== mpiexec was killed by SIGKILL ===\n")
+    assert "islands 0, 1 ended with it.\n" in ended.text

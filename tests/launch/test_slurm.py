@@ -95,6 +95,59 @@ def test_times_are_written_as_slurm_reads_them():
     assert [clock(n) for n in (59, 3600, 86400)] == ["00:00:59", "01:00:00", "1-00:00:00"]
 
 
+@pytest.mark.parametrize(
+    ("slurm", "changes", "text"),
+    [
+        (Slurm(partition="gpu\n#SBATCH --uid=0"), {}, "partition 'gpu\\n#SBATCH --uid=0' may have letters"),
+        (Slurm(account="a b"), {}, "account 'a b' may have letters, digits and"),
+        (Slurm(qos=""), {}, "qos '' may have letters"),
+        (Slurm(mpi="pmi2; rm -r x"), {}, "mpi 'pmi2; rm -r x' may have letters"),
+        (Slurm(sbatch=("constraint=a\nrm -r x",)), {}, "sbatch option 'constraint=a\\nrm -r x' is more than"),
+        (Slurm(), {"logs": Path("my logs")}, "logs 'my logs': sbatch takes a path of letters"),
+        (Slurm(), {"logs": Path("a\n#SBATCH b")}, "logs 'a\\n#SBATCH b': sbatch takes"),
+    ],
+)
+def test_no_option_writes_another_line_of_the_script(slurm, changes, text):
+    with pytest.raises(ValueError) as error:
+        script(job(**changes), slurm, {})
+    assert text in str(error.value)
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(ValueError) as error:
+        script(job(), Slurm(partition="a b", account="c d"), {})
+    assert "partition 'a b'" in str(error.value)
+    assert "account 'c d'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("processes", "nodes", "straddling"),
+    [
+        (
+            (4, 4, 8, 8),
+            4,
+            "island 1, 2, 3 would have parts of several nodes. Use --nodes 24 or 12 or 6 or 3 or 1,",
+        ),
+        ((4, 4, 8, 8), 2, "island 2 would"),
+        ((4, 4, 8, 8), 6, None),
+        ((4, 4, 8, 8), 3, None),
+        ((1, 3), 2, "island 1 would have parts of several nodes. Use --nodes 4 or 1,"),
+        ((1, 3), 4, None),
+        ((2, 4), 3, None),
+        ((4, 4, 4), 2, "island 1 would"),
+        ((4, 4, 4), 6, None),
+    ],
+)
+def test_an_island_lies_on_one_node_or_fills_several(processes, nodes, straddling):
+    unequal = job(islands=len(processes), processes_per_island=processes)
+    if straddling is None:
+        assert f"--nodes={nodes}\n" in script(unequal, Slurm(nodes=nodes), {})
+        return
+    with pytest.raises(ValueError) as error:
+        script(unequal, Slurm(nodes=nodes), {})
+    assert straddling in str(error.value)
+
+
 if __name__ == "__main__":
     for golden in SCRIPTS:
         (GOLDEN / f"{golden}.sbatch").write_text(text_of(golden))

@@ -348,7 +348,14 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
         ),
         (
             {"eps": 0.0},
-            ["eps is 0.0; it must be above 0. Use a small positive number such as eps=1e-5."],
+            ["eps is 0.0; it must be above 0 and finite. Use a small number such as eps=1e-5."],
+        ),
+        (
+            {"eps": math.inf, "theta": math.nan},
+            [
+                "theta is nan; it must be above 0 and finite. Use a small number such as theta=1e-5.",
+                "eps is inf; it must be above 0 and finite. Use a small number such as eps=1e-5.",
+            ],
         ),
         (
             {"norm": "rms", "dropout": 1.0},

@@ -1,0 +1,55 @@
+"""On which address a run listens: that of loopback on one host, that of the job's interface on several.
+
+MPI reads its own variables, see `launch/job.py`; here is what jax is told. No jax, no MPI.
+"""
+
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+
+INTERFACE = "SHARDTRAIN_INTERFACE"
+"""The variable with the name of the interface; `launch` sets it."""
+
+LOOPBACK = "lo"
+LOOPBACK_ADDRESS = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+
+
+def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """The address on which a process of an island listens; None: all of them, for nothing says which.
+
+    Args:
+      hosts: of the island's processes.
+      environ: the environment.
+
+    Raises:
+      ValueError: the interface is not there, or has no address.
+
+    >>> listening_address(["a", "a"], {}), listening_address(["a", "b"], {})
+    ('127.0.0.1', None)
+    """
+    if len(set(hosts)) == 1:
+        return LOOPBACK_ADDRESS
+    name = environ.get(INTERFACE)
+    return address_of(name) if name else None
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface.
+
+    Raises:
+      ValueError: it is not there, or has none; names those that are.
+
+    >>> address_of("lo")
+    '127.0.0.1'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ValueError(
+                f"interface {interface!r} has no IPv4 address here ({error.strerror}); use one of {names}"
+            ) from error
+    return socket.inet_ntoa(found[20:24])

@@ -1,0 +1,50 @@
+"""A folder for the logs of one launch, and of no other: made exclusively, so that two never share one."""
+
+import itertools
+import os
+import socket
+from pathlib import Path
+
+OWNER = "launch.txt"
+"""In the folder: which process launched, on which host. Whoever makes this file has the folder."""
+
+ASKED = "asked"
+"""In the folder: the signal that the launch got; ranks get SIGUSR1, which every mpiexec passes on."""
+
+
+def claim(folder: Path) -> Path:
+    """Make a log folder, or one beside it where another launch has that name: logs, logs-2, logs-3.
+
+    Args:
+      folder: the name that is wished; it may be there, and hold anything but the logs of a launch.
+
+    Returns:
+      The folder, which is this process's alone; nothing in it was changed.
+
+    Raises:
+      OSError: it cannot be made.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     [claim(Path(root, "logs")).name for _ in range(3)]
+    ['logs', 'logs-2', 'logs-3']
+    """
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    for number in itertools.count(1):
+        wished = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        wished.mkdir(parents=True, exist_ok=True)
+        if not any(wished.glob("rank-*")) and write_new(
+            wished / OWNER, f"{socket.gethostname()} {os.getpid()}\n"
+        ):
+            return wished
+    raise AssertionError("numbers have no end")
+
+
+def write_new(path: Path, text: str) -> bool:
+    """Write a file that is not there; False where it is."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Standard output and error that a full disk, or a reader who left, does not end a run for (no jax).
+
+Other commands want the opposite: what they were asked to print is what they are for.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class SteadyStream:
+    """A text stream that drops what cannot be written.
+
+    Args:
+      stream: where to write; whatever else is asked of this one is asked of it.
+      report: called with the first error.
+
+    Example:
+      >>> said = []
+      >>> with open("/dev/full", "w") as full:
+      ...     print("lost", file=SteadyStream(full, said.append), flush=True)
+      ...     close_quietly(full)
+      >>> said
+      [OSError(28, 'No space left on device')]
+    """
+
+    def __init__(self, stream: Any, report: Callable[[OSError], object]) -> None:
+        self._stream, self._report, self._failed = stream, report, False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            failed_before, self._failed = self._failed, True
+            if not failed_before:
+                self._report(error)
+
+
+@contextmanager
+def steady_output() -> Iterator[None]:
+    """While this is entered, nothing that is printed raises; an error of the one is told on the other."""
+    out, err = sys.stdout, sys.stderr
+    sys.stderr = SteadyStream(err, lambda error: None)
+    sys.stdout = SteadyStream(out, _report)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+        for stream in (out, err):
+            close_quietly(stream)
+
+
+def _report(error: OSError) -> None:
+    # nobody reads any more (`| head`): no news
+    if not isinstance(error, BrokenPipeError):
+        sys.stderr.write(f"WARNING: standard output cannot be written: {error}; the run goes on without it\n")
+
+
+def close_quietly(stream: Any) -> None:
+    """Write what a stream has buffered, or give it up: the interpreter would end with code 120 over it."""
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -1,0 +1,132 @@
+"""Signals that ask this process to stop: recorded where a run can save, obeyed at once where it cannot.
+
+A command enters `StopSignals` before it imports anything large. Python's own KeyboardInterrupt is not relied
+on: it is raised wherever the main thread is, and jax's garbage-collection callback swallows it. No jax here.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Self
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C; kill, and most batch systems; a terminal that is closed; Slurm's warning before the time limit."""
+
+TIME_OVER = 1000
+"""In the place of a signal's number: the time limit is near."""
+
+
+UNWIND_SECONDS = 3.0
+
+
+class StopSignals:
+    """Records the first signal that asks to stop, while it is entered.
+
+    Until `can_save` is set the process is ended at once instead, as it is by a second Ctrl-C: by a thread,
+    for the main thread may be compiling, or waiting in MPI, where Python runs no signal handler. A SIGHUP
+    that was ignored before (nohup) stays so.
+
+    Args:
+      end: ends the process; called in the main thread or in another. None, for a program of the user's own:
+        signals are recorded from the start, and a second Ctrl-C raises KeyboardInterrupt.
+      until_seconds: by `time.monotonic`; the time is over then.
+      listens: have that thread; a command that forks before it begins must not.
+      unwinds: raise KeyboardInterrupt first, for what is cleaned up on the way out; the thread waits.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[signal.Signals], object] | None = None,
+        until_seconds: float | None = None,
+        *,
+        listens: bool = True,
+        unwinds: bool = False,
+    ) -> None:
+        self.received: signal.Signals | None = None
+        self.time_over = False
+        self.can_save = end is None
+        self.until_seconds = until_seconds
+        self._end, self._listens, self._unwinds = end, listens and end is not None, unwinds
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe, self._ending = -1, threading.Lock()
+        # a data worker that is forked must not take its SIGTERM for one to this process
+        os.register_at_fork(after_in_child=self._restore)
+
+    def __enter__(self) -> Self:
+        # Python delivers signals to the main thread alone
+        if threading.current_thread() is threading.main_thread():
+            for number in asking(STOPPING):
+                self._before[number] = signal.signal(number, self._ask)
+            if self._listens:
+                read, self._pipe = os.pipe()
+                os.set_blocking(self._pipe, False)
+                signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+                threading.Thread(target=self._listen, args=(read,), name="stop signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
+
+    def asked(self) -> int:
+        """The number of the signal that asked to stop, `TIME_OVER`, or 0."""
+        over = self.until_seconds is not None and time.monotonic() > self.until_seconds
+        return self.received or (TIME_OVER if over else 0)
+
+    def agreed(self, asked: int) -> None:
+        """All islands stop, for what one of them was asked."""
+        self.time_over = asked == TIME_OVER
+        self.received = None if self.time_over else signal.Signals(asked)
+
+    def _restore(self) -> None:
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if self._pipe >= 0:
+            signal.set_wakeup_fd(-1)
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread."""
+        again = self.received is not None and number == signal.SIGINT
+        if (again and self._end is None) or self._unwinds:
+            self.received = signal.Signals(number)
+            raise KeyboardInterrupt
+        if again or not self.can_save:
+            self._end_once(number)
+        self.received = signal.Signals(number)
+        # written at once and raw: a handler may interrupt the printing of another line
+        write_raw(f"{self.received.name}: stopping after this step; Ctrl-C interrupts without saving\n")
+
+    def _listen(self, pipe: int) -> None:
+        """End the process where the main thread may not come to `_ask`."""
+        asked = False
+        while data := os.read(pipe, 1):
+            if data[0] not in STOPPING:
+                continue
+            if not self.can_save or (asked and data[0] == signal.SIGINT):
+                time.sleep(UNWIND_SECONDS if self._unwinds else 0)
+                self._end_once(data[0])
+            asked = True
+        os.close(pipe)
+
+    def _end_once(self, number: int) -> None:
+        """Whichever thread comes first ends the process."""
+        if self._ending.acquire(blocking=False):
+            assert self._end is not None
+            self._end(signal.Signals(number))
+
+
+def asking(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of the signals that are for this process: after nohup, SIGHUP is not."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+def write_raw(text: str) -> None:
+    """Write to standard error without its buffer and lock; a terminal that is gone ends nothing."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
