@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.launch import local, mpi
-from shardtrain.launch.job import THRESHOLDS, Job, parse_hosts
+from shardtrain.launch.job import INTERFACES, THRESHOLDS, Job, parse_hosts
 
 KEEPER = ("/py", "-m", "shardtrain.launch.rank", "logs/a", "--usr1", "INT", "--")
 PROGRAM = ("/py", "-m", "shardtrain", "train", "run.py")
@@ -44,9 +44,13 @@ def lines(launch):
 
 def test_on_this_machine():
     start = ("mpiexec", "-n", "2")
-    assert lines(local.launch(job(), of("hydra"), {})) == (start, *HYDRA_VARIABLES)
+    # nobody else can connect
+    names = ("SHARDTRAIN_INTERFACE", *INTERFACES)
+    loopback = [("-genv", name, "lo") for name in names]
+    assert lines(local.launch(job(), of("hydra"), {})) == (start, *HYDRA_VARIABLES, *loopback)
     expected = (start, ("--oversubscribe",), ("--bind-to", "none"), *OPEN_MPI_VARIABLES)
-    assert lines(local.launch(job(), of("openmpi"), {})) == expected
+    found = lines(local.launch(job(), of("openmpi"), {}))
+    assert found == (*expected, *(("-x", f"{name}=lo") for name in names))
 
 
 @pytest.mark.parametrize("flavour", ["hydra", "intel"])

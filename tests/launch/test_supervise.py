@@ -32,14 +32,15 @@ RANK = (
 STOPS = (
     RANK + "import subprocess\n"
     "got = []\n"
-    "signal.signal(signal.SIGINT, lambda number, frame: got.append(number))\n"
+    "for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
+    "    signal.signal(each, lambda number, frame: got.append(number))\n"
     "worker = subprocess.Popen(['sleep', '300'])\n"
     "open(sys.argv[1] + f'/pids-{r}', 'w').write(f'{os.getpid()} {os.getppid()} {worker.pid}')\n"
     "print('ready', flush=True)\n"
     "while not got: time.sleep(0.05)\n"
     "if sys.argv[2] == 'hang': time.sleep(300)\n"
     "print('saved')\n"
-    "sys.exit(130)\n"
+    "sys.exit(128 + got[0])\n"
 )
 
 
@@ -155,6 +156,36 @@ def test_ctrl_c_asks_all_ranks_once_and_they_end_in_order(tmp_path):
     until(lambda: not any(map(alive, everybody)), 5)
 
 
+def test_ranks_get_the_signal_that_the_launch_got(tmp_path):
+    """Though launchers pass on none but SIGUSR1."""
+    process = start(tmp_path, STOPS, str(tmp_path), "save")
+    pids(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM: islands 0, 1\n" in err
+
+
+@pytest.mark.parametrize(
+    ("victim", "text"),
+    [
+        ("mpiexec", "=== mpiexec was killed by SIGKILL ===\nislands 0, 1 ended"),
+        ("keeper", "=== island 1 was lost first: the process that keeps rank 1 on "),
+    ],
+)
+def test_who_was_killed_from_outside_is_named(victim, text, tmp_path):
+    process = start(tmp_path, STOPS, str(tmp_path), "hang")
+    everybody = pids(tmp_path)
+    keeper = int((tmp_path / "pids-1").read_text().split()[1])
+    proxy = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
+    mpiexec = int(Path(f"/proc/{proxy}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(keeper if victim == "keeper" else mpiexec, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2)
+    assert text in err
+    until(lambda: not any(map(alive, everybody)), 10)
+
+
 @pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
 def test_a_second_ctrl_c_kills(signals, tmp_path):
     process = start(tmp_path, STOPS, str(tmp_path), "hang", start_new_session=True)
@@ -184,7 +215,7 @@ def test_a_terminal_that_goes_away_lets_the_ranks_save(tmp_path):
     process.stdout.close()
     process.stderr.close()
     process.send_signal(signal.SIGHUP)
-    assert process.wait(60) == 130
+    assert process.wait(60) == 129
     for rank in (0, 1):
         assert (tmp_path / f"logs/rank-{rank}.log").read_text() == "ready\nsaved\n"
 
