@@ -13,7 +13,10 @@ from shardtrain.models.linen_decoder import LinenDecoder
 SEQ = 64
 
 
+def decoder() -> LinenDecoder:
+    return LinenDecoder(DecoderConfig(vocab=256, seq=SEQ, embed=64, num_layers=2, num_heads=4))
+
+
 def run() -> Run:
-    decoder = LinenDecoder(DecoderConfig(vocab=256, seq=SEQ, embed=64, num_layers=2, num_heads=4))
     tokens = jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
-    return Run(model=from_linen(decoder, tokens), data=Text(seq=SEQ), batch=32, steps=200)
+    return Run(model=from_linen(decoder(), tokens), data=Text(seq=SEQ), batch=32, steps=200)

@@ -92,7 +92,7 @@ class Checkpoints:
         ValueError: several processes would save to a fast disk that each has for itself; or the folder there
             is not this run's own.
 
-    Example:
+    Examples:
         >>> import tempfile, jax.numpy as jnp
         >>> state = {"w": jnp.arange(3.0)}
         >>> with tempfile.TemporaryDirectory() as run:

@@ -55,7 +55,7 @@ def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
         step: steps done, from 1.
         seconds_since_last: since the last save began, or since the run began.
 
-    Example:
+    Examples:
         >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 20, 0.0)
         True
         >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 21, 299.0)
@@ -73,7 +73,7 @@ def steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]
         policy: what to keep.
         steps: the steps of all whole checkpoints.
 
-    Example:
+    Examples:
         >>> steps_to_delete(CheckpointPolicy(keep=2, keep_every=100), [90, 100, 110, 120, 130])
         [90, 110]
     """

@@ -28,7 +28,7 @@ class LogFile:
     Raises:
         OSError: it cannot be opened, or is a link.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> file = LogFile(Path(tempfile.mkdtemp()) / "log", append=False)
         >>> file.write(b"a line"), file.close(), file.path.read_bytes()

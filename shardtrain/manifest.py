@@ -77,7 +77,7 @@ _CHUNK_BYTES = 1 << 22
 def step_folder(folder: Path, step: int, part: Part = WHOLE) -> Path:
     """Where the finished checkpoint of a step lies, or a part of it.
 
-    Example:
+    Examples:
         >>> step_folder(Path("runs"), 20).name, step_folder(Path("runs"), 20, Part(1, 3)).name
         ('step_00000020', 'step_00000020.part-1-of-3')
     """
@@ -230,7 +230,7 @@ def mismatches(
         missing: patterns of paths (`params/head/*`) that need not be saved, or not in that shape.
         unused: patterns of paths that are saved and not wanted.
 
-    Example:
+    Examples:
         >>> w = Leaf(shape=(2,), dtype="float32")
         >>> saved = {"a": w, "b": w, "d": w}
         >>> wanted = {"b": Leaf(shape=(3,), dtype="float32"), "c": w, "d": w}
@@ -267,7 +267,7 @@ def extra_problems(extra: object, path: str = "extra") -> list[str]:
 
     Tuples are let through; they come back as lists.
 
-    Example:
+    Examples:
         >>> extra_problems({"seed": 1, "position": {3: 4}, "when": {5}})
         ['extra/position: key 3 is int, not str', 'extra/when: set']
     """

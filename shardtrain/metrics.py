@@ -41,7 +41,7 @@ class Mean:
     Raises:
         ValueError: the count is negative.
 
-    Example:
+    Examples:
         >>> (Mean(sum=6.0, count=2) + Mean(sum=3.0, count=1)).value
         3.0
         >>> print(Mean().value)
@@ -80,7 +80,7 @@ class Rate:
     Raises:
         ValueError: the window is shorter than one step, or (`after`) the clock ran backwards.
 
-    Example:
+    Examples:
         >>> rate = Rate().after(now_seconds=60.0, units=512)
         >>> print(rate.per_second)
         None

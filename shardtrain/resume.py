@@ -285,9 +285,9 @@ def find_start(path: Path, step: int | None = None) -> Archive:
     steps = [each.step for each in found]
     found = [each for each in found if step in (None, each.step)]
     if not found:
-        have = f"it has steps {steps}" if steps else "it has no finished checkpoint"
+        have = f"it has steps {steps}" if steps else "it has no finished one"
         raise ValueError(
-            f"{path} cannot be started from{'' if step is None else f' at step {step}'}: {have}; give the"
+            f"{path} holds no whole checkpoint{'' if step is None else f' of step {step}'}: {have}; give the"
             " folder of a run, of its checkpoints or of a step"
         )
     if wrong := found[-1].problems():

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from shardtrain import cli
 from shardtrain.cli.inspect import InspectOptions
 from shardtrain.cli.run_options import load_run, parse_run
 from shardtrain.metrics import read_jsonl
@@ -39,12 +41,42 @@ def test_the_loop_of_the_readme_is_the_example_and_runs(tmp_path):
     assert losses[-1] < losses[0] < 5.6
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_every_example_trains(name, tmp_path):
-    run = dataclasses.replace(load_run(str(ROOT / "examples" / name)), run_dir=tmp_path, steps=4, log_every=2)
-    run = dataclasses.replace(run, evaluate_batches=1, sample=None)
+def trained_example(name, folder):
+    run = dataclasses.replace(load_run(str(ROOT / "examples" / name)), run_dir=folder, steps=4, log_every=2)
+    run = dataclasses.replace(run, evaluate_batches=2, sample=None)
     trained = train(run, Console(file=io.StringIO()))
     assert trained.step == 4
+
+
+OF_THE_PAGE = ("gpt_text", "linen_text")
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if Path(name).stem not in OF_THE_PAGE])
+def test_every_example_trains(name, tmp_path):
+    trained_example(name, tmp_path)
+
+
+def test_two_examples_train_and_the_page_of_trained_models_uses_them(tmp_path, monkeypatch, capsys):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in OF_THE_PAGE:
+        trained_example(f"{name}.py", Path("runs") / name)
+    page = (ROOT / "docs/trained_model.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 6
+    found: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, found)
+    assert "def " in capsys.readouterr().out
+    # what the run itself told of the same batches
+    told = read_jsonl(tmp_path / "runs/gpt_text/metrics.jsonl")[-1]["heldout/loss"]
+    np.testing.assert_allclose(found["total"] / found["count"], told, rtol=1e-5)
+    with np.load("gpt_text.npz") as arrays:
+        assert sum(array.size for array in arrays.values()) == 842_496
+    (words,) = commands(page)
+    assert cli.main(words[1:]) == 0
+    assert (tmp_path / "out/gpt_text/model.safetensors").is_file()
 
 
 def test_own_model_is_short():

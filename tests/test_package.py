@@ -1,6 +1,7 @@
 """The package as a whole: what is installed, what an import costs, what files say, examples in docstrings."""
 
 import ast
+import dataclasses
 import doctest
 import email
 import importlib
@@ -12,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import shardtrain as st
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_FOLDERS = {
@@ -139,6 +142,13 @@ def test_public_names_load(package):
         assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'trian'"):
         _ = module.trian
+
+
+def test_every_part_of_a_run_is_a_public_name():
+    parts = [field.default for kind in (st.Run, st.Strategy) for field in dataclasses.fields(kind)]
+    kinds = {type(part) for part in parts if dataclasses.is_dataclass(part) and not isinstance(part, type)}
+    assert len(kinds) > 9
+    assert [kind for kind in kinds if getattr(st, kind.__name__, None) is not kind] == []
 
 
 def imported(path):

@@ -21,7 +21,7 @@ Leaves = list[jax.Array]
 class Feedback(NamedTuple):
     """The state of a codec.
 
-    Args:
+    Attributes:
       residual: float32, like each leaf: what this rank has not sent yet.
       codec: what else the codec keeps.
       inner: the state of the combiner behind it.

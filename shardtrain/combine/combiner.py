@@ -20,7 +20,7 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 class Combined(NamedTuple):
     """What comes out of a combiner.
 
-    Args:
+    Attributes:
       value: like the tree that went in, the same on all ranks.
       state: this rank's next state.
       metrics: name -> float32, the same on all ranks: scalars, or (L,) with one entry per leaf.

@@ -56,7 +56,9 @@ def process_rows(num_rows: int, mesh: Mesh, batch_axes: Sequence[str], microbatc
 
     Args:
       num_rows: B, rows of the whole batch.
-      mesh, batch_axes, microbatches: as for `place`.
+      mesh: as for `place`.
+      batch_axes: likewise.
+      microbatches: likewise.
 
     Returns:
       Row numbers, int (rows,), rising. Alone, a process holds all.

@@ -63,7 +63,7 @@ def axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     Returns:
         Names of axes; empty where no group has two devices.
 
-    Example:
+    Examples:
         >>> axes_of(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
         ('data',)
     """
@@ -84,7 +84,7 @@ def listed(text: str) -> Groups:
     Returns:
         The numbers, group by group; empty groups are left out.
 
-    Example:
+    Examples:
         >>> listed("{0,1},{2,3}")
         ((0, 1), (2, 3))
     """

@@ -147,7 +147,7 @@ class _Status:
 def loss_text(value: float) -> str:
     """A loss with four decimals, or in powers of ten where those would hide it.
 
-    Example:
+    Examples:
         >>> loss_text(2.34117), loss_text(0.00001234), loss_text(float("nan"))
         ('2.3412', '1.234e-05', 'nan')
     """
@@ -158,7 +158,7 @@ def loss_text(value: float) -> str:
 def count_text(value: float) -> str:
     """A count or a rate with three digits and a letter for its thousands.
 
-    Example:
+    Examples:
         >>> count_text(12_345), count_text(999.9), count_text(5)
         ('12.3k', '1.00k', '5.00')
     """
@@ -173,7 +173,7 @@ def count_text(value: float) -> str:
 def duration_text(seconds: float) -> str:
     """A duration in its two largest units.
 
-    Example:
+    Examples:
         >>> duration_text(42), duration_text(80), duration_text(7_500), duration_text(273_600)
         ('42s', '1m20s', '2h05m', '3d04h')
     """

@@ -71,7 +71,7 @@ def mesh_line(sizes: Mapping[str, int]) -> str:
     Returns:
         The line, without its end.
 
-    Example:
+    Examples:
         >>> mesh_line({"pipeline": 1, "data": 2, "fsdp": 1, "tensor": 4})
         'data=2 tensor=4 (8 devices)'
         >>> mesh_line({"data": 1})

@@ -1,0 +1,97 @@
+"""What `mkdocs build` shows: the repository's pages where they stand, and a reference made of docstrings."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+
+REFERENCE = {
+    "shardtrain": "What `import shardtrain as st` gives.",
+    "shardtrain.data": "Sources, their order, and arrays on a mesh.",
+    "shardtrain.combine": "How replicas become one; parts for a combiner of your own.",
+    "shardtrain.models": "Models, sampling, and the files of Hugging Face.",
+    "shardtrain.model": "The way from Flax to pure functions.",
+    "shardtrain.pipeline": "Options, schedules as tables, and their simulation.",
+    "shardtrain.islands": "Options between islands, and how ranks find each other.",
+    "shardtrain.layout": "Axis sizes and rules: what goes with `Layout`.",
+}
+"""Module -> what it is for; its public names stand on a page of their own."""
+
+MODULES = {
+    "shardtrain.models": (
+        *("decoder", "encoder", "encoder_decoder", "mlp", "resnet", "vgg", "linen_decoder", "layers"),
+        *("generate", "huggingface", "huggingface_files"),
+    ),
+    "shardtrain.pipeline": ("options", "schedule", "table", "simulate", "stages"),
+    "shardtrain.islands": ("place", "membership"),
+}
+"""Package without public names of its own -> the modules that a user needs."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """All pages and what they link to, by their paths in the repository, and the reference."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    paths = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    linked = {target for name in paths if name.endswith(".md") for target in targets(ROOT / name)}
+    shown = [name for name in paths if name.endswith(".md") or name in linked]
+    site = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in shown]
+    site += [File.generated(config, f"reference/{module}.md", content=page(module)) for module in REFERENCE]
+    index = "".join(f"- [`{module}`]({module}.md): {what}\n" for module, what in REFERENCE.items())
+    site.append(File.generated(config, "reference/index.md", content=f"# Reference\n\n{index}"))
+    # what the plugins bring
+    return Files([*site, *(file for file in files if not file.is_documentation_page())])
+
+
+def targets(path: Path) -> list[str]:
+    """The files that a page links to, by their paths in the repository."""
+    found = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    inside = [(path.parent / target).resolve() for target in found if "://" not in target]
+    return [target.relative_to(ROOT).as_posix() for target in inside if target.is_relative_to(ROOT)]
+
+
+def page(module: str) -> str:
+    """The reference of a module: its public names, without those that the page of `shardtrain` has."""
+    elsewhere = set() if module == "shardtrain" else set(public("shardtrain").items())
+    text = f"# {module}\n\n{REFERENCE[module]}\n"
+    for part in [f"{module}.{name}" for name in MODULES[module]] if module in MODULES else [module]:
+        text += f"\n## {part}\n" if part != module else ""
+        names = sorted(set(public(part).items()) - elsewhere)
+        text += "".join(f"\n::: {where}.{name}\n" for name, where in names)
+    return text
+
+
+class Doctests(griffe.Extension):
+    """Shows the examples of a docstring as code, wherever they stand."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Fence each paragraph that is a doctest."""
+        if obj.docstring is not None:
+            paragraphs = re.split(r"\n\n+", obj.docstring.value)
+            fenced = [f"```pycon\n{text}\n```" if text.startswith(">>>") else text for text in paragraphs]
+            obj.docstring.value = "\n\n".join(fenced)
+
+
+def public(module: str) -> dict[str, str]:
+    """Public name of a module -> the module that defines it."""
+    path = ROOT / module.replace(".", "/")
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    imported = {
+        alias.asname or alias.name: node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return {name: imported.get(name, module) for name in ast.literal_eval(node.value)}
+    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return {name: module for name in defined if not name.startswith("_")}
