@@ -1,10 +1,15 @@
 """What reaches the terminal cannot control it."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from shardtrain import cli, terminal
+from shardtrain.report.progress import progress
 from shardtrain.report.tables import table_text
 from shardtrain.terminal import printable
+from shardtrain.trainer import say
 
 
 @pytest.mark.parametrize(
@@ -39,3 +44,16 @@ def test_messages_of_the_command_line_are_escaped(tmp_path, capsys):
     assert "\x1b" not in "".join(capsys.readouterr())
     assert cli.main(["tr\x1bain"]) == 2
     assert "\x1b" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_notes_and_samples_are_escaped(terminal):
+    """By a line and by a bar; rich itself lets an escape through."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, color_system=None, width=80)
+    with progress(total_steps=1, start_step=0, unit="tokens", console=console) as bar:
+        bar.note("checkpoint passed over: a\x1b]0;title\x07")
+    say(console, "sample:\x1b]0;title\x07\x9b2J")
+    assert "passed over: a\\x1b]0;title\\x07" in file.getvalue()
+    assert "sample:\\x1b]0;title\\x07\\x9b2J" in file.getvalue()
+    assert "\x1b]0;" not in file.getvalue()
