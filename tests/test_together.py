@@ -1,6 +1,8 @@
 """What islands do together, without MPI: rows, common steps, fingerprints, and device memory."""
 
+import inspect
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 
 from shardtrain.checkpoint import Checkpoints
 from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.islands.membership import cuda_aware, decide_device_memory
+from shardtrain.islands.bridge import Control
+from shardtrain.islands.membership import START_SECONDS, cuda_aware, decide_device_memory
 from shardtrain.layout import Layout
 from shardtrain.mesh import make_mesh
-from shardtrain.together import Together, island_rows, row_share
+from shardtrain.together import AGREEMENT_SECONDS, LONG_SECONDS, Together, island_rows, row_share
 
 
 def mesh(num_devices: int):
@@ -82,3 +85,11 @@ def test_device_memory_is_used_where_every_rank_can():
     assert not decide_device_memory("auto", islands([True], num_processes=2), "gpu", lambda: True)
     with pytest.raises(ValueError, match="does not take device memory on island 1; use 'host'"):
         decide_device_memory("device", islands([False]), "gpu", lambda: True)
+
+
+def test_the_page_of_islands_has_the_limits_of_the_code():
+    page = (Path(__file__).parents[1] / "docs/islands.md").read_text().replace("\n", " ")
+    assert f"{START_SECONDS:.0f} s at the start, {AGREEMENT_SECONDS:.0f} s at the comparison" in page
+    assert f"{LONG_SECONDS:.0f} s where" in page
+    assert f"{inspect.signature(Control).parameters['patience_seconds'].default:.0f} s elsewhere" in page
+    assert f"named after {Control.REPORT_SECONDS:.0f} s" in page

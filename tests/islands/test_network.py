@@ -1,0 +1,71 @@
+"""Where a run listens, and what jax is told of its devices."""
+
+from typing import Any
+
+import jax
+import pytest
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+from shardtrain.islands import membership
+from shardtrain.islands.network import address_of, listening_address
+from shardtrain.islands.place import Place, Seat, device_environment
+
+
+def test_on_one_host_loopback_on_several_the_interface_of_the_job():
+    assert listening_address(["a", "a"], {"SHARDTRAIN_INTERFACE": "nope"}) == "127.0.0.1"
+    assert listening_address(["a", "b"], {"SHARDTRAIN_INTERFACE": "lo"}) == "127.0.0.1"
+    assert listening_address(["a", "b"], {}) is None
+    with pytest.raises(ValueError, match=r"interface 'nope' has no IPv4 address here .*; use one of .*lo"):
+        address_of("nope")
+
+
+@pytest.mark.parametrize(("mine", "bind"), [("127.0.0.1", "127.0.0.1:77"), (None, None)])
+def test_jax_is_told_everything_and_asked_to_find_nothing(mine, bind, monkeypatch):
+    """Its own detection would take one GPU, by its number on the host, and SIGTERM too."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *words, **names: told.update(names, words=words)
+    )
+    monkeypatch.setattr(jax.config, "update", lambda name, value: told.update({name: value}))
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", made.update)
+    seat = Seat(island=0, num_islands=2, process=1, num_processes=2)
+    membership._start_runtime(seat, "127.0.0.1:77" if mine else "a:77", mine)
+    assert told["words"] == ("127.0.0.1:77" if mine else "a:77", 2, 1)
+    assert told["cluster_detection_method"] == "deactivate"
+    assert told["coordinator_bind_address"] == bind
+    assert told["jax_enable_preemption_service"] is False
+    _jax.make_gloo_tcp_collectives(distributed_client=None)  # pyright: ignore[reportArgumentType]
+    assert made.get("hostname") == mine
+
+
+SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "local", "seen"),
+    [
+        # one process with all GPUs of its node
+        (SLURM, (0, 1), None),
+        ({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (0, 1), None),
+        # a process for each GPU, bound: it sees one, by whatever number
+        ({**SLURM, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, (1, 4), None),
+        ({**SLURM, "CUDA_VISIBLE_DEVICES": "3"}, (3, 4), None),
+        # a process for each GPU, not bound
+        (SLURM, (1, 4), "1"),
+        ({**SLURM, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, (1, 4), "5"),
+        # two processes for four
+        (SLURM, (1, 2), "2,3"),
+    ],
+)
+def test_the_gpus_that_a_process_sees_are_those_it_uses(environ, local, seen):
+    place = Place(launcher="srun", rank=1, size=8, local_rank=local[0], local_size=local[1], host="a")
+    assert device_environment(place, environ, num_gpus=4).get("CUDA_VISIBLE_DEVICES") == seen
+
+
+def test_memory_loses_its_name_and_nothing_else_does(tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f10 rw-s 0 00:19 5 {tmp_path}/other\n7f00-7f10 rw-s 0 00:19 5 /dev/shm/theirs\n")
+    (tmp_path / "other").touch()
+    membership.unlink_shared_memory(maps)
+    assert (tmp_path / "other").exists()
