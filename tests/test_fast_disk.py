@@ -18,6 +18,7 @@ def save(folder: Path, disk: Path, step: int) -> None:
 
 def test_runs_whose_names_differ_in_a_slash_have_folders_of_their_own(tmp_path):
     disk = tmp_path / "fast"
+    assert fast_folder(disk, Path("/r/a/b")) != fast_folder(disk, Path("/r/a-b"))
     save(tmp_path / "a" / "b", disk, 10)
     (tmp_path / "a-b").mkdir()
     with Checkpoints(tmp_path / "a-b", CheckpointPolicy(fast=disk)) as other:
