@@ -281,7 +281,7 @@ def _array_problems(dtypes: Mapping[str, object]) -> list[str]:
     """Arrays that are no parameters.
 
     >>> _array_problems({"a": "F32", "b": "I64"})
-    ["b has dtype I64; parameters have F64, F32, F16 or BF16"]
+    ['b has dtype I64; parameters have F64, F32, F16 or BF16']
     """
     problems = [f"{name!r} has control characters in its name" for name in dtypes if not name.isprintable()]
     return problems + [

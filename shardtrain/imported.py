@@ -85,7 +85,7 @@ def option_problems(kind: type, options: dict[str, Any]) -> list[str]:
 
     >>> from shardtrain.models.mlp import MlpConfig
     >>> option_problems(MlpConfig, {"features": True, "mlp": 8, "num_layers": float("inf"), "eps": 1})
-    ['eps is no option of MlpConfig', 'features is True, and not of kind int', \
+    ["'eps' is no option of MlpConfig", 'features is True, and not of kind int', \
 'num_layers is inf, and not of kind int', 'classes is missing']
     """
     hints, known = get_type_hints(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]

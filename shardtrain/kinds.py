@@ -5,6 +5,7 @@ A dataclass calls `wrong_kinds(self)` first in its `__post_init__`, and checks r
 
 import math
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,6 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 """Type -> what an error asks for."""
@@ -73,7 +72,8 @@ def as_kind(value: Any, hint: Any, name: str) -> Any:
     shardtrain.kinds.WrongKind: peak is '3e-4'; give a number: peak=0.0003
     """
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
-    if isinstance(value, np.generic):
+    # without numpy nobody has a value of its kinds, and what has options alone need not load it
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         value = value.item()
     for option in options:
         if _fits(value, option):

@@ -183,8 +183,8 @@ def spoilt(value: Any, rng: random.Random) -> Any:
 
 def garbled(data: bytes, rng: random.Random) -> bytes:
     """Bytes cut off, flipped, doubled, or with something between them."""
-    data = bytearray(data)
-    at = rng.randrange(len(data) + 1)
+    garbage = bytearray(data)
+    at = rng.randrange(len(garbage) + 1)
     what = rng.choice(
         (
             b"[" * 5000,
@@ -200,15 +200,15 @@ def garbled(data: bytes, rng: random.Random) -> bytes:
     )
     match rng.randrange(4):
         case 0:
-            del data[at:]
+            del garbage[at:]
         case 1:
             for _ in range(rng.randint(1, 8)):
-                data[rng.randrange(len(data))] = rng.randrange(256)
+                garbage[rng.randrange(len(garbage))] = rng.randrange(256)
         case 2:
-            data[at:at] = what
+            garbage[at:at] = what
         case _:
-            data[at:at] = data[: rng.randrange(len(data) + 1)]
-    return bytes(data)
+            garbage[at:at] = garbage[: rng.randrange(len(garbage) + 1)]
+    return bytes(garbage)
 
 
 def json_inputs(value: Any, seed: str, number: int = NUMBER) -> Iterator[bytes]:
