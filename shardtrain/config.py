@@ -79,7 +79,12 @@ class StartFrom:
         return {"checkpoint": value} if isinstance(value, str | Path) else None
 
     def __post_init__(self) -> None:
-        if problems := wrong_kinds(self):
+        problems = wrong_kinds(self)
+        if self.step is not None and self.checkpoint is None:
+            problems.append(f"step is {self.step} of no checkpoint; give the checkpoint too, a run's folder")
+        if self.step is not None and self.step < 0:
+            problems.append(f"step is {self.step}; use 0 or more, or None for the newest")
+        if problems:
             raise problems_error("a run cannot begin with this", problems)
 
 

@@ -81,7 +81,7 @@ def near(name: str, allowed: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, allowed, n=2)
     if close:
         return f"{name!r} (did you mean {' or '.join(map(repr, close))}?)"
-    return f"{name!r} (known: {', '.join(allowed)})"
+    return f"{name!r} (known: {', '.join(allowed) or 'none'})"
 
 
 def problems_error(asked: str, problems: Sequence[str]) -> ValueError:
@@ -230,7 +230,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if not equals or not re.fullmatch("-?[0-9]{1,9}", size):
             problems.append(f"{short(part)} is not AXIS=NUMBER, as in data=2")
         elif axis in sizes:
-            problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}")
+            problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}; give it once")
         else:
             sizes[axis] = int(size)
     if problems:

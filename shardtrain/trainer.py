@@ -98,6 +98,8 @@ def train(
       FloatingPointError: see `loop.run_loop`.
     """
     folder = run.run_dir or Path("runs/run")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
     marks = marks or (Marks() if islands is None else islands.control.marks)
     first = jax.process_index() == 0 if islands is None else islands.is_first
     console = (console or Console()) if first else Console(quiet=True)

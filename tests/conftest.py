@@ -24,9 +24,16 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
+
+# how long an example takes says nothing where other work shares the cores
+hypothesis.settings.register_profile(
+    "shared cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shared cores")
 
 RTOL, ATOL = 1e-5, 1e-6
 """Of the central law, in float32: how far two programs that compute the same may be apart."""

@@ -127,7 +127,7 @@ def test_a_mesh_that_cannot_be_read():
         "\n  - 'fsdp=two' is not AXIS=NUMBER, as in data=2"
         "\n  - 'tensor=--2' is not AXIS=NUMBER, as in data=2"
         "\n  - 'data=²' is not AXIS=NUMBER, as in data=2"
-        "\n  - axis 'fsdp' is given twice: 2 and 4"
+        "\n  - axis 'fsdp' is given twice: 2 and 4; give it once"
         "\n  - '=3x' is not AXIS=NUMBER, as in data=2"
     )
 

@@ -18,7 +18,8 @@ from shardtrain.models.decoder import DecoderConfig
 ROOT = Path(__file__).parents[1]
 OPTION = re.compile(r"(?<![\w\-/])--[a-z][\w.\-]*")
 OTHERS = {
-    "uv and pip": "--extra --group --no-group --no-sync --refresh-package --reinstall-package --with",
+    "uv and pip": "--extra --group --no-build-isolation --no-cache-dir --no-group --no-sync --refresh-package"
+    " --reinstall-package --wheel --with",
     "mpiexec": "--bind-to --host --mca --oversubscribe --version",
     "Slurm": "--code --cpu-bind --cpus-per-task --exclusive --gpu-bind --gpus-per-task --gres"
     " --kill-on-bad-exit --mem --ntasks-per-node --open-mode --output --signal",

@@ -170,6 +170,8 @@ def load_run(where: str) -> Run:
 
 
 def _load_module(name: str) -> Any:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is no name of a module; give a path.py[:name] or module:name")
     _importable(Path.cwd())
     try:
         return importlib.import_module(name)

@@ -128,7 +128,7 @@ def _launcher(told: Sequence[Told]) -> Row:
     if facts["problem"]:
         do = (
             "use the mpiexec that stands beside this Python, or build mpi4py and mpi4jax for the"
-            " launcher's MPI (README, Another MPI, another jax); with srun add --mpi=pmi2 or --mpi=pmix"
+            " launcher's MPI (README, Installing); with srun add --mpi=pmi2 or --mpi=pmix"
             " (srun --mpi=list shows what there is)"
         )
         return Row(check="mpi", what="launcher", found=facts["problem"], verdict="wrong", do=do)
@@ -173,8 +173,8 @@ def _library(firsts: Sequence[Told]) -> Row:
     broken = [(host, child["died"]) for host, child in children if "library" not in child]
     if broken:
         do = (
-            "install mpi4py for the MPI that is here: uv sync for the one that comes along, or README,"
-            " Another MPI, another jax"
+            "install mpi4py for the MPI that is here: uv sync for the one that comes along, or another"
+            " (README, Installing)"
         )
         found = "mpi4py does not start: " + each((host, str(died)) for host, died in broken)
         return Row(check="mpi", what="library", found=found, verdict="wrong", do=do)

@@ -271,7 +271,7 @@ def other_mpi_text(place: Place, rank: int, size: int) -> str:
     return (
         f"the launcher ({place.launcher}) says rank {place.rank} of {place.size}, but MPI says rank {rank} of"
         f" {size}: mpi4py and the launcher belong to different MPIs. Use the mpiexec that stands beside this"
-        " Python, or install mpi4py and mpi4jax for the launcher's MPI (README, Another MPI, another jax);"
+        " Python, or install mpi4py and mpi4jax for the launcher's MPI (README, Installing);"
         " srun needs --mpi=pmi2 or --mpi=pmix"
     )
 

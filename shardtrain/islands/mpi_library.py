@@ -48,6 +48,6 @@ def not_loaded_text(error: BaseException) -> str:
     reason = " ".join(str(error).split())
     return (
         f"several processes were launched, and MPI cannot be loaded: {type(error).__name__}: {reason}\n"
-        "Install shardtrain[mpi] (README, Installing), or what is there anew (README, Another MPI);"
+        "Install shardtrain[mpi] (README, Installing), or build anew what is there;"
         " `shardtrain doctor` says what does not fit. One process, without a launcher, needs no MPI."
     )
