@@ -4,12 +4,14 @@ A run file is Python with `def run() -> Run`. The same fields stand on the comma
 Next: `loop.py`, which carries a run out.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
+import numpy as np
 import optax
 
 from shardtrain.checkpoint_policy import CheckpointPolicy
@@ -98,7 +100,8 @@ class Run:
       data: has `train(folder)` and `heldout(folder)`, each giving a random-access source (heldout
         may give None); see `shardtrain.data.Text`.
       loss: (apply, batch) -> (sum, count).
-      optimizer: by name, or any optax transformation.
+      optimizer: by name, or any optax transformation, which is given the loss as `value` in every update.
+        `strategy.accumulate` does what optax.MultiSteps does, with one reduction.
       strategy: layout and accumulation.
       batch: examples in a step, over all devices and microbatches.
       steps: the last step.
@@ -111,6 +114,9 @@ class Run:
       evaluate_batches: batches of a held-out loss, from the first; None takes all.
       checkpoints: when to save and what to keep.
       run_dir: the run's folder; None is runs/ and the name of the run file.
+      evaluate_with: parameters that are evaluated, sampled and exported, where they are not those that are
+        trained: "ema", the average of `Optimizer(ema=...)`; "schedule_free", of optax.contrib.schedule_free;
+        or a function (optimizer state, parameters) -> parameters.
       sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
       unit: what the loss counts, for rates: tokens, examples.
       scaling: what to change where several replicas carry the run out.
@@ -135,6 +141,7 @@ class Run:
     log_every: int = 10
     evaluate_every: int | None = 100
     evaluate_batches: int | None = 8
+    evaluate_with: Literal["ema", "schedule_free"] | Callable[[Any, Any], Any] | None = None
     checkpoints: CheckpointPolicy = CheckpointPolicy(every_steps=None, every_minutes=10.0)
     run_dir: Path | None = None
     sample: Callable[[Any], str] | None = None
@@ -146,6 +153,8 @@ class Run:
     watch: Watch = Watch()
 
     def __post_init__(self) -> None:
+        if isinstance(self.optimizer, optax.MultiSteps):
+            object.__setattr__(self, "optimizer", self.optimizer.gradient_transformation())
         if problems := [*wrong_kinds(self), *_wrong_values(self)]:
             raise problems_error("this run cannot be started", problems)
 
@@ -181,8 +190,10 @@ def describe(value: Any, prefix: str = "") -> dict[str, Any]:
     """
     if is_dataclass(value) and not isinstance(value, type):
         items = {f.name: getattr(value, f.name) for f in fields(value)}
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
         items = dict(value)
+    elif isinstance(value, Mapping):
+        return {prefix: f"{len(value)} items, {_digest(repr({k: _scalar(v) for k, v in value.items()}))}"}
     else:
         return {prefix: _scalar(value)}
     flat: dict[str, Any] = {}
@@ -191,7 +202,17 @@ def describe(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+MOST_ITEMS, MOST_CHARACTERS = 64, 2000
+"""Of a list or a text that a description holds; a longer one is told by its length and a digest."""
+
+
+def _digest(text: str) -> str:
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
 def _scalar(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        return f"{len(value)} characters, {_digest(value)}"
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -199,7 +220,13 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, FunctionType | type):
         return f"{value.__module__}:{value.__qualname__}"
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return [_scalar(item) for item in value]
+        # what a list of samples says is not read by anybody, and may be longer than memory is worth
+        items = [_scalar(item) for item in value[:MOST_ITEMS]]
+        if len(value) > MOST_ITEMS or len(repr(items)) > MOST_CHARACTERS:
+            return f"{len(value)} items, {_digest(repr([_scalar(item) for item in value]))}"
+        return items
+    if (dtype := getattr(value, "dtype", None)) is not None and hasattr(value, "shape"):
+        return f"given in Python ({dtype} {np.shape(value)})"
     return f"given in Python ({type(value).__module__}:{type(value).__qualname__})"
 
 

@@ -320,25 +320,26 @@ def merge_replicas(x: jax.Array, shares: jax.Array) -> jax.Array:
 
 def make_replica_means(
     model: Model, loss: Loss, placement: Placement, start_row: int
-) -> Callable[[State, Batch], tuple[Gradients, Any, jax.Array]]:
-    """(state, batch) -> (`Gradients` without grads, each replica's mean gradient, its count)."""
+) -> Callable[[State, Batch], tuple[Gradients, Any, jax.Array, jax.Array]]:
+    """(state, batch) -> (`Gradients` without grads; of each replica the mean gradient, count, mean loss)."""
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
     replica_sums = _make_replica_sums(model, loss, placement, start_row)
     num_replicas = mesh.shape[axes.DATA]
 
-    def replica_means(state: State, batch: Batch) -> tuple[Gradients, Any, jax.Array]:
+    def replica_means(state: State, batch: Batch) -> tuple[Gradients, Any, jax.Array, jax.Array]:
         drift = state.local.drift if placement.combine.local_steps > 1 else ()
         key = step_key(state.seed, state.step)
         sums = replica_sums(state.params, state.model_state, key, batch, drift)
         loss_sum, count, metrics, model_state = _totals(sums)
-        counts = sums.count.reshape(num_replicas, -1).sum(1)
+        counts, losses = (x.reshape(num_replicas, -1).sum(1) for x in (sums.count, sums.loss_sum))
 
         def mean(grads: jax.Array, spec: PartitionSpec) -> jax.Array:
             grads = sum_replicas(grads, spec, replica_axes, mesh, num_kept=1)
             return grads / beside(jnp.where(counts > 0, counts, 1), grads)
 
         means = jax.tree.map(mean, sums.grads, specs.sharded)
-        return Gradients(loss_sum, count, None, model_state, metrics), means, counts
+        losses = losses / jnp.where(counts > 0, counts, 1)
+        return Gradients(loss_sum, count, None, model_state, metrics), means, counts, losses
 
     return replica_means
 

@@ -20,6 +20,8 @@ from shardtrain import axes
 from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import problems_error
 from shardtrain.model import Tree
+from shardtrain.optimizer_state import parameter_average, stored
+from shardtrain.per_layer import per_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,8 @@ class Optimizer:
       b2: decay of the second moment (adamw, lamb, lion, muon's AdamW).
       eps: added to the denominator (adamw, lamb, muon's AdamW).
       clip: the greatest global norm of a gradient; None does not clip.
+      ema: decay of an average of the parameters, see `optimizer_state.parameter_average`; None keeps none.
+        `Run(evaluate_with="ema")` evaluates it.
 
     Short form: its name.
 
@@ -151,6 +155,7 @@ class Optimizer:
     b2: float = 0.95
     eps: float = 1e-8
     clip: float | None = 1.0
+    ema: float | None = None
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
@@ -161,8 +166,8 @@ class Optimizer:
         problems = wrong_kinds(self)
         problems += [
             f"{name} is {value}; it must lie in [0, 1)"
-            for name, value in (("b1", self.b1), ("b2", self.b2))
-            if not 0 <= value < 1
+            for name, value in (("b1", self.b1), ("b2", self.b2), ("ema", self.ema))
+            if value is not None and not 0 <= value < 1
         ]
         if not self.eps > 0:
             problems.append(f"eps is {self.eps}; it must be a number above 0, for it keeps 0 from dividing 0")
@@ -244,14 +249,20 @@ def _lion(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTrans
 def _adafactor(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
     # without a rate optax's adafactor ends in scale(-1): the decay is negative too, the rate comes last
     return optax.chain(
-        optax.adafactor(None),
+        per_layer(optax.adafactor(None), dims),
         optax.add_decayed_weights(-o.weight_decay, mask=partial(decayed, dims)),
         optax.scale_by_schedule(rate),
     )
 
 
 def _lamb(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.lamb(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=partial(decayed, dims))
+    # as optax.lamb, with the trust ratio of each layer
+    return optax.chain(
+        optax.scale_by_adam(o.b1, o.b2, o.eps),
+        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
+        per_layer(optax.scale_by_trust_ratio(), dims),
+        optax.scale_by_learning_rate(rate),
+    )
 
 
 def _muon(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
@@ -268,9 +279,6 @@ def _muon(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTrans
     decay = optax.add_decayed_weights(lambda step: -o.weight_decay * rate(step), partial(decayed, dims))
     return optax.chain(update, decay)
 
-
-MIXES_A_STACK = ("lamb", "adafactor")
-"""Those whose update of a layer depends on the other layers of its stack, see `coupled`."""
 
 OPTIMIZERS: dict[str, Maker] = {
     "adamw": _adamw,
@@ -298,7 +306,8 @@ def make_optimizer(
     update = OPTIMIZERS[optimizer.name](optimizer, rate, dims)
     # without clipping too, so that the state has the same paths
     clip = optax.identity() if optimizer.clip is None else optax.clip_by_global_norm(optimizer.clip)
-    return optax.chain(clip, update), rate
+    average = () if optimizer.ema is None else (parameter_average(optimizer.ema),)
+    return optax.chain(clip, update, *average), rate
 
 
 def coupled(optimizer: optax.GradientTransformation, dims: Tree, params: Any) -> list[str]:
@@ -322,6 +331,7 @@ def coupled(optimizer: optax.GradientTransformation, dims: Tree, params: Any) ->
     >>> coupled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), dims, params)
     ['the update of one array depends on the gradients of others, as clipping by their norm does']
     """
+    used = stored(optimizer)
     leaves, structure = jax.tree.flatten(params)
     names = jax.tree.leaves(dims, is_leaf=_is_names)
     stacked = [bool(n) and n[0] == axes.LAYERS for n in names]
@@ -340,8 +350,11 @@ def coupled(optimizer: optax.GradientTransformation, dims: Tree, params: Any) ->
         """Of the second step, with the weights and gradients of some changed."""
         changed = [[change(i, x) for i, x in enumerate(tree)] for tree in (weights, second)]
         weights_, second_ = (jax.tree.unflatten(structure, tree) for tree in changed)
-        _, state = optimizer.update(jax.tree.unflatten(structure, first), optimizer.init(weights_), weights_)
-        found, _ = optimizer.update(second_, state, weights_)
+        # the loss is that of all stages, which every stage is told
+        state = used.init(weights_)
+        first_ = jax.tree.unflatten(structure, first)
+        _, state = used.update(first_, state, weights_, value=jnp.float32(1), grad=first_)
+        found, _ = used.update(second_, state, weights_, value=jnp.float32(1), grad=second_)
         return [np.asarray(x) for x in jax.tree.leaves(found)]
 
     every_other = updates(lambda i, x: x * np.float32(1e6) if i % 2 else x)

@@ -18,7 +18,8 @@ from shardtrain.data import Batch, Batches
 from shardtrain.layout import problems_error
 from shardtrain.mesh import make_mesh
 from shardtrain.model import Model, as_model
-from shardtrain.optimizer import MIXES_A_STACK, Optimizer, coupled, make_optimizer
+from shardtrain.optimizer import Optimizer, coupled, make_optimizer
+from shardtrain.optimizer_state import evaluated_params, missing_arguments
 from shardtrain.pipeline.costs import Traced, make_stages
 from shardtrain.pipeline.held import Held
 from shardtrain.pipeline.schedule import forward_only, make_table
@@ -82,15 +83,15 @@ def make_parts(
     if num_stages > 1:
         assert microbatch is not None
         stages = make_stages(model, pipeline, num_stages, run.loss, microbatch)
-        filled_up = len(stages.rows) > stages.num_blocks
-        if filled_up and isinstance(run.optimizer, Optimizer) and run.optimizer.name == "adafactor":
-            raise ValueError(
-                f"adafactor takes means over all layers, and stages of {stages.counts} blocks are filled up"
-                " with zeros; use stages of equal numbers of blocks, or another optimizer"
-            )
+    can_search = num_islands == 1 and combine.is_mean
+    if missing := missing_arguments(
+        optimizer, jax.eval_shape(model.init, jax.random.key(0))[0], line_search=can_search
+    ):
+        raise ValueError(missing_text(missing))
     placement = make_placement(
         model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
     )
+    _check_evaluated(run, placement)
     return Parts(model, optimizer, learning_rate, mesh, placement)
 
 
@@ -128,17 +129,50 @@ def _make_stage_parts(
             problems,
         )
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
+    if missing := missing_arguments(optimizer, traced.params, line_search=False):
+        raise ValueError(missing_text(missing))
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
+    _check_evaluated(run, placement)
     return Parts(stage, optimizer, learning_rate, mesh, placement, held, seats)
 
 
 def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
     """Why stages cannot update apart with this optimizer."""
-    if not isinstance(optimizer, Optimizer):
-        return coupled(optimizer, dims, traced.params)
-    if optimizer.name in MIXES_A_STACK and traced.chain.stacked:
-        return [f"{optimizer.name} takes norms over all layers of a stack"]
-    return []
+    return [] if isinstance(optimizer, Optimizer) else coupled(optimizer, dims, traced.params)
+
+
+def missing_text(missing: list[str]) -> str:
+    """The error for an optimizer that wants to be given what a step does not have."""
+    cure = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"
+    if "value_fn" in missing:
+        cure = (
+            "a line search computes the loss at other parameters, which one island can with --combine mean;"
+            f" use these, or {cure.removeprefix('use ')}"
+        )
+    return (
+        f"the optimizer wants to be given {', '.join(missing)} in every update, and a step gives none: {cure}"
+    )
+
+
+def _check_evaluated(run: Run, placement: Placement) -> None:
+    """Whether what is to be evaluated is there.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if run.evaluate_with is None:
+        return
+    if run.strategy.combine.on_deltas:
+        raise ValueError(
+            "evaluate_with is given, but with deltas each replica has an optimizer and an average of its own;"
+            " use --combine-on gradients, or evaluate_with=None"
+        )
+    abstract = placement.specs.abstract
+    jax.eval_shape(
+        lambda opt_state, params: evaluated_params(run.evaluate_with, opt_state, params),
+        abstract.opt_state,
+        abstract.params,
+    )
 
 
 def microbatch_of(run: Run, source: Any) -> Batch:

@@ -35,7 +35,16 @@ CHECKPOINTS = "checkpoints"
 
 FREE = (
     *("batch", "steps", "strategy.*", "optimizer", "optimizer.*", "scaling.*", "nonfinite"),
-    *("log_every", "evaluate_every", "evaluate_batches", "checkpoints.*", "run_dir", "sample", "unit"),
+    *(
+        "log_every",
+        "evaluate_every",
+        "evaluate_batches",
+        "evaluate_with",
+        "checkpoints.*",
+        "run_dir",
+        "sample",
+        "unit",
+    ),
     *("allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
 )
 """Options that may differ from those of the checkpoint, which is told; data that differs begins at its

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardtrain import axes
 from shardtrain.layout import PARAMETER_RULES, Layout, Named, near, problems_error
 from shardtrain.model import BLOCKS, Model, Tree, named_arrays, path_text
+from shardtrain.optimizer_state import stored
 from shardtrain.pipeline.rows import Stages
 from shardtrain.replicas import Combine, cut, shard_shapes, stacked_paths
 from shardtrain.sharding import partition_specs, spec_axes, with_leading_dim, without_pipeline
@@ -140,7 +141,7 @@ def _init(
 ) -> State:
     params, model_state = model.init(jax.random.key(seed))
     params = store(params)
-    state = State(jnp.int32(0), seed, params, model_state, optimizer.init(params))
+    state = State(jnp.int32(0), seed, params, model_state, stored(optimizer).init(params))
     # weak types do not survive a checkpoint, and results of another dtype would follow from that
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)
 

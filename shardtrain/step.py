@@ -24,6 +24,7 @@ from shardtrain.gradients import (
 )
 from shardtrain.loss import Batch, Loss, checked
 from shardtrain.model import Model, activation_rules
+from shardtrain.optimizer_state import stored, value_function
 from shardtrain.replicas import combine_replicas, cut, stacked_paths
 from shardtrain.rng import step_key
 from shardtrain.sharding import with_leading_dim
@@ -94,7 +95,11 @@ def unless_skipped(
 
 
 def apply_gradients(
-    optimizer: optax.GradientTransformation, placement: Placement, state: State, found: Gradients
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    state: State,
+    found: Gradients,
+    compute: Callable[[Any], Gradients] | None = None,
 ) -> tuple[State, Metrics]:
     """The state after an update, for use inside jit, and the step's metrics.
 
@@ -103,16 +108,30 @@ def apply_gradients(
       placement: where the state lies.
       state: before the step.
       found: one gradient, whoever combined it.
+      compute: parameters -> the same at other parameters, for line searches; None: they cannot be had.
     """
     mesh, specs = placement.mesh, placement.specs
     # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
     grads = constrained(found.grads, specs.sharded, mesh)
     params = constrained(state.params, specs.sharded, mesh)
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    extra: dict[str, Any] = {"value": mean_loss(found), "grad": grads}
+    if compute is not None:
+
+        def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
+            other = compute(params)
+            return mean_loss(other), constrained(other.grads, specs.sharded, mesh)
+
+        extra["value_fn"] = value_function(value_and_grad, state.params)
+    updates, opt_state = stored(optimizer).update(grads, state.opt_state, params, **extra)
     params = optax.apply_updates(params, updates)
     new = state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
     norm = optax.tree.norm(found.grads)
     return new, {**found.metrics, "loss_sum": found.loss_sum, "count": found.count, "grad_norm": norm}
+
+
+def mean_loss(found: Gradients) -> jax.Array:
+    """The mean loss of a batch; 0 where nothing counts."""
+    return found.loss_sum / jnp.where(found.count > 0, found.count, 1)
 
 
 def _make_gradient_update(
@@ -124,8 +143,11 @@ def _make_gradient_update(
 
         def update(state: State, batch: Batch) -> tuple[State, Metrics]:
             key = step_key(state.seed, state.step)
-            found = gradients(state.params, state.model_state, key, batch)
-            return apply_gradients(optimizer, placement, state, found)
+
+            def compute(params: Any) -> Gradients:
+                return gradients(params, state.model_state, key, batch)
+
+            return apply_gradients(optimizer, placement, state, compute(state.params), compute)
 
         return update
 
@@ -134,7 +156,7 @@ def _make_gradient_update(
     stacked = stacked_paths(specs.arrays, specs.sharded)
 
     def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
-        found, means, counts = replica_means(state, batch)
+        found, means, counts, _ = replica_means(state, batch)
         grads, combine_state, extra = combine_replicas(
             combiner, means, counts, state.combine_state, specs.sharded, stacked, mesh
         )
@@ -155,16 +177,20 @@ def _make_delta_update(
     specs, mesh, combine = placement.specs, placement.mesh, placement.combine
     stacked = stacked_paths(specs.arrays, specs.sharded)
     own_specs = with_leading_dim(specs.sharded, axes.DATA)
-    own_update = jax.vmap(optimizer.update, spmd_axis_name=axes.DATA)
+    used = stored(optimizer)
+    own_update = jax.vmap(
+        lambda grads, state, params, value: used.update(grads, state, params, value=value, grad=grads),
+        spmd_axis_name=axes.DATA,
+    )
     num_replicas = mesh.shape[axes.DATA]
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
-        found, means, counts = replica_means(state, batch)
+        found, means, counts, values = replica_means(state, batch)
         params = constrained(state.params, specs.sharded, mesh)
         own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), params)
         local = state.local if combine.local_steps > 1 else Local(_zeros(own), jnp.zeros(num_replicas))
         own = constrained(jax.tree.map(jnp.add, own, local.drift), own_specs, mesh)
-        updates, opt_state = own_update(means, state.opt_state, own)
+        updates, opt_state = own_update(means, state.opt_state, own, values)
 
         # a replica without examples takes no step
         def stepped(new: jax.Array, old: jax.Array) -> jax.Array:

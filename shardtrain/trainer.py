@@ -31,6 +31,7 @@ from shardtrain.loop import Pace, Pieces, Wish, run_loop, write_held
 from shardtrain.loss import guarded
 from shardtrain.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
 from shardtrain.model import Model
+from shardtrain.optimizer_state import evaluated_params
 from shardtrain.output import replace_file
 from shardtrain.parts import Parts, make_across, make_parts, microbatch_of, pipeline_text
 from shardtrain.pipeline.schedule import make_table
@@ -505,14 +506,18 @@ def _evaluation(
     batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=share.rows)
     loader = share.load(batches, mesh, axes, microbatches)
 
+    choose = _chosen(run, parts)
+
     def evaluated(state: State) -> State:
+        state = state._replace(params=choose(state))
         # what a combiner keeps across islands does not lie on the mesh
         return state if together.crossing is None else state._replace(combine_state=())
 
     def values(state: State) -> dict[str, float]:
         with closing(batches.iterate()) as loaded:
             first = islice(loaded, run.evaluate_batches)
-            found = [evaluate(evaluated(state), loader.place(batch)) for batch, _ in first]
+            chosen = evaluated(state)
+            found = [evaluate(chosen, loader.place(batch)) for batch, _ in first]
         means: dict[str, Mean] = {}
         for metrics in jax.device_get(found):
             pairs = {"loss": (metrics.pop("loss_sum"), metrics.pop("count")), **metrics}
@@ -523,6 +528,17 @@ def _evaluation(
         return {f"heldout/{name}": mean.value for name, mean in means.items() if mean.value is not None}
 
     return values
+
+
+def _chosen(run: Run, parts: Parts) -> Callable[[State], Any]:
+    """state -> the parameters that are evaluated and sampled, placed as those that are trained."""
+    if run.evaluate_with is None:
+        return lambda state: state.params
+    choose = jax.jit(
+        lambda opt_state, params: evaluated_params(run.evaluate_with, opt_state, params),
+        out_shardings=parts.placement.state.params,
+    )
+    return lambda state: choose(state.opt_state, state.params)
 
 
 def _ending(
@@ -547,7 +563,7 @@ def _ending(
     if run.sample is not None and parts.held is not None:
         say(console, "no sample: the model is spread over islands")
     elif run.sample is not None:
-        params = in_order(parts.placement, state.params)
+        params = in_order(parts.placement, _chosen(run, parts)(state))
         with user_code(lambda error: "the sample"):
             sample = run.sample(jax.tree_util.Partial(_Bound(parts.model), params, state.model_state))
         say(console, sample)

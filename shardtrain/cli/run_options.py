@@ -5,11 +5,15 @@ defaults; so they are the same in Python and here, typed, and unknown names are 
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
+import operator
 import re
 import sys
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -281,6 +285,12 @@ def _is_option(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Path)
 
 
+def _without_functions(hint: Any) -> Any:
+    """A type hint without the functions that only Python can give."""
+    kinds = [kind for kind in typing.get_args(hint) if typing.get_origin(kind) is not Callable]
+    return functools.reduce(operator.or_, kinds) if isinstance(hint, types.UnionType) and kinds else hint
+
+
 def _options_class(shown: dict[str, Any], extra: type | None) -> type:
     annotations = {f.name: f.type for f in dataclasses.fields(Run)}
     flat = tyro.conf.OmitArgPrefixes
@@ -288,6 +298,6 @@ def _options_class(shown: dict[str, Any], extra: type | None) -> type:
     if extra is not None:
         members.append(("extra", flat[extra], dataclasses.field(default=extra())))
     for name, value in shown.items():
-        kind = type(value) if dataclasses.is_dataclass(value) else annotations[name]
+        kind = type(value) if dataclasses.is_dataclass(value) else _without_functions(annotations[name])
         members.append((name, kind, dataclasses.field(default=value)))
     return dataclasses.make_dataclass("Options", members, frozen=True, kw_only=True)
