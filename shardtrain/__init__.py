@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardtrain.islands.options import Across
     from shardtrain.islands.verdict import Watch
     from shardtrain.layout import Layout, read_layout
+    from shardtrain.linen_model import from_linen
     from shardtrain.loss import (
         classification_loss,
         cross_entropy,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         translation_loss,
     )
     from shardtrain.mesh import make_mesh
-    from shardtrain.model import Model, from_linen, from_nnx
+    from shardtrain.model import Model, from_nnx
     from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
     from shardtrain.pipeline.options import Pipeline
     from shardtrain.recipes import Scaling
@@ -54,7 +55,8 @@ _ROOMS = {
         "translation_loss",
     ),
     "mesh": ("make_mesh",),
-    "model": ("Model", "from_linen", "from_nnx"),
+    "linen_model": ("from_linen",),
+    "model": ("Model", "from_nnx"),
     "optimizer": ("Optimizer", "Schedule", "make_optimizer"),
     "pipeline.options": ("Pipeline",),
     "recipes": ("Scaling",),

@@ -6,7 +6,7 @@ Next: `loop.py`, which carries a run out.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
@@ -97,6 +97,9 @@ class Run:
     Args:
       model: a function rngs -> nnx.Module (a config of `shardtrain.models` is one), or a
         `shardtrain.model.Model`. Fields of a dataclass stand on the command line as --model.NAME.
+      names: names for dims of parameters from outside, for a model that gives them none: a pattern of
+        paths (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
+        They come before the model's own; of several patterns that match, the first does.
       data: has `train(folder)` and `heldout(folder)`, each giving a random-access source (heldout
         may give None); see `shardtrain.data.Text`.
       loss: (apply, batch) -> (sum, count).
@@ -144,6 +147,7 @@ class Run:
     evaluate_with: Literal["ema", "schedule_free"] | Callable[[Any, Any], Any] | None = None
     checkpoints: CheckpointPolicy = CheckpointPolicy(every_steps=None, every_minutes=10.0)
     run_dir: Path | None = None
+    names: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     sample: Callable[[Any], str] | None = None
     unit: str = "tokens"
     scaling: Scaling = Scaling()

@@ -16,9 +16,10 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
+from shardtrain.activation_rules import activation_rules
 from shardtrain.layout import Rules
 from shardtrain.loss import Batch, Loss, checked
-from shardtrain.model import BLOCKS, Model, activation_rules
+from shardtrain.model import BLOCKS, Model
 from shardtrain.pipeline.runner import pipeline_sums
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.sums import Sums
@@ -79,8 +80,8 @@ def _make_replica_sums(
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
-    row_axes = tuple(axis for axis in layout.batch_axes if axis not in replica_axes)
-    rules = {**layout.activation_rules, axes.BATCH: row_axes}
+    rules = layout.rules_of_replica()
+    row_axes = rules[axes.BATCH]
     own_params = placement.combine.local_steps > 1
 
     replica_specs = with_leading_dim(specs.params, replica_axes)
@@ -123,6 +124,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
     grad = jax.vmap(
         jax.value_and_grad(loss_of_replica, has_aux=True),
         in_axes=(0 if placement.combine.local_steps > 1 else None, 0, None, 0, 0),
+        axis_name=model.axis_name,
         spmd_axis_name=replica_axes or None,
     )
 
@@ -137,7 +139,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
             return (model_state, jax.tree.map(jnp.add, sums, (loss_sum, count, metrics, grads))), None
 
         inputs = (first_rows, batch)
-        with activation_rules(rules, mesh):
+        with activation_rules(rules, mesh, placement.layout.unnamed):
             first = jax.tree.map(lambda x: x[0], inputs)
             (loss_sum, (count, metrics, _)), grads = jax.eval_shape(grad, params, model_state, key, *first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
@@ -167,9 +169,11 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
             return walk(params, lambda number: row_key(key, first_rows[number], num_rows), batch)
 
         def run(*arguments: Any) -> Sums:
-            with activation_rules(rules, jax.sharding.get_abstract_mesh()):
+            with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
                 in_axes = (None, None, 1, 1)
-                return jax.vmap(replica, in_axes, spmd_axis_name=replica_axes or None)(*arguments)
+                return jax.vmap(
+                    replica, in_axes, axis_name=model.axis_name, spmd_axis_name=replica_axes or None
+                )(*arguments)
 
         found = _in_stages(run, placement.mesh, params, grads_dim=1)(params, key, first_rows, batch)
         grads = constrained(found.grads, specs, placement.mesh)
@@ -189,7 +193,7 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
         walk = _walk(model, loss, placement, table, rules)
 
         def run(params: Any, batch: Batch) -> Sums:
-            with activation_rules(rules, jax.sharding.get_abstract_mesh()):
+            with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
                 return walk(params, lambda number: jax.random.key(0), batch)
 
         return _in_stages(run, placement.mesh, params, grads_dim=None)(params, batch)

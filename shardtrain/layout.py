@@ -1,8 +1,7 @@
-"""How a model lies on a mesh: axis sizes, and rules that give each dim its axes. No jax.
+"""A layout: axis sizes, and the rules that give each dim its axes. No jax.
 
-A model names dims, a layout gives dims their axes, and `resolve` joins the two and refuses gaps:
-replication is written (`()`), never inferred. Also reads and writes the files of `meshes/`.
-Next: `mesh.py` (the jax mesh), `sharding.py` (shardings of a pytree).
+Also reads and writes the files of `meshes/`. Next: `resolve.py`, which joins a layout with the names
+that a model gives its dims.
 """
 
 import difflib
@@ -20,9 +19,6 @@ from shardtrain.kinds import wrong_kinds
 from shardtrain.untrusted import read_text, short
 
 Rules = Mapping[str, tuple[str, ...]]
-Spec = tuple[tuple[str, ...], ...]
-"""For each dim of an array, the axes that shard it (empty: not sharded)."""
-
 MOST_DEVICES = 1 << 24
 MOST_NAME = 100
 MOST_FILE_BYTES = 1 << 16
@@ -101,8 +97,10 @@ class Layout:
       sequence_sharded: activations between blocks are sharded over tensor along the sequence
         (Korthikanti et al. 2022, section 4.2.2).
       parameters: dim -> axes for parameters, where they differ from `PARAMETER_RULES`.
-      activations: dim -> axes for activations, where they differ from `ACTIVATION_RULES`.
-      unnamed: what to do with a parameter whose dims have no names: "refuse" or "replicate".
+      activations: dim -> axes for activations, where they differ from `ACTIVATION_RULES`. A dim of one's
+        own that has a rule among the parameters alone has the same axes here, without data and fsdp.
+      unnamed: what to do, on a mesh of several devices, with arrays whose dims have no names and with
+        names that have no rule: "refuse" or "replicate".
 
     Short forms: axis sizes, as a dict or as the text `data=2,fsdp=-1`.
 
@@ -164,13 +162,21 @@ class Layout:
         """dim -> axes of the parameters as they are stored."""
         if self.zero == 3:
             return self.sharded_rules
-        return {d: tuple(a for a in dim_axes if a != axes.FSDP) for d, dim_axes in self.sharded_rules.items()}
+        return {d: _without(dim_axes, (axes.FSDP,)) for d, dim_axes in self.sharded_rules.items()}
 
     @property
     def activation_rules(self) -> Rules:
         """dim -> axes of activations, and of weights where they are used."""
         residual = (axes.TENSOR,) if self.sequence_sharded else ()
-        return {**ACTIVATION_RULES, axes.RESIDUAL_SEQ: residual, **self.activations}
+        # weights are gathered over the axes that shard the batch, as `embed` is
+        used = {dim: _without(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
+        itself = {axis: (axis,) for axis in axes.AXES}
+        return {**used, **itself, **ACTIVATION_RULES, axes.RESIDUAL_SEQ: residual, **self.activations}
+
+    def rules_of_replica(self) -> Rules:
+        """`activation_rules` inside one replica: without the axes whose indices are replicas."""
+        replicas = self.replica_axes
+        return {dim: _without(dim_axes, replicas) for dim, dim_axes in self.activation_rules.items()}
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -182,6 +188,10 @@ class Layout:
         """The batch axes over which parameters are whole: each index computes a gradient of its own."""
         sharding = {axis for dim_axes in self.parameter_rules.values() for axis in dim_axes}
         return tuple(axis for axis in self.batch_axes if axis not in sharding)
+
+
+def _without(dim_axes: tuple[str, ...], taken: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in dim_axes if axis not in taken)
 
 
 def _is_axes(value: object) -> bool:
@@ -278,106 +288,6 @@ def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> 
     return (
         f"mesh {asked!r} needs {needs}, and there are {num_devices}; {change}."
         " On a CPU, --cpu-devices N simulates N devices."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Named:
-    """The dims and shape of one array: what `resolve` needs to know of it.
-
-    Args:
-      dims: one name a dim; None where the array has no names at all.
-      shape: sizes in elements.
-    """
-
-    dims: tuple[str | None, ...] | None
-    shape: tuple[int, ...]
-
-
-def resolve(
-    arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], *, unnamed: str = "refuse"
-) -> dict[str, Spec]:
-    """Join dims and rules: the axes of every dim of every array.
-
-    Args:
-      arrays: path -> dims and shape.
-      rules: dim -> axes.
-      sizes: axis -> size.
-      unnamed: "refuse" arrays without names, or "replicate" them.
-
-    Returns:
-      path -> for each dim, the axes that shard it.
-
-    Raises:
-      ValueError: lists every unknown dim, every axis used twice in an array, every size that does
-        not divide and every array without names, each with the change to make.
-
-    >>> arrays = {"up": Named(dims=("embed", "mlp"), shape=(64, 256))}
-    >>> resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 4})
-    {'up': (('fsdp',), ('tensor',))}
-    """
-    specs, problems = {}, []
-    for path, named in arrays.items():
-        if named.dims is None and (unnamed == "replicate" or not named.shape):
-            specs[path] = ((),) * len(named.shape)
-            continue
-        found = array_problems(path, named, rules, sizes)
-        problems += found
-        if not found:
-            specs[path] = tuple(rules[dim] for dim in named.dims or () if dim is not None)
-    if problems:
-        counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise problems_error(f"the layout does not fit the model ({counted})", problems)
-    return specs
-
-
-def array_problems(path: str, named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
-    """What keeps this array from being placed, one sentence each."""
-    if named.dims is None:
-        return [
-            f"{path} has shape {named.shape} but its dims have no names; name them in the model"
-            ' (out_sharding=("embed", "mlp") in nnx, nn.with_partitioning in linen),'
-            ' or set unnamed = "replicate" in the layout'
-        ]
-    if len(named.dims) != len(named.shape):
-        return [
-            f"{path} has shape {named.shape} but the names {named.dims}; give it {len(named.shape)} names"
-        ]
-    problems = [
-        f"{path}: dim {i} (size {named.shape[i]}) has no name;"
-        " name it, with a rule of () where it is replicated"
-        for i, dim in enumerate(named.dims)
-        if dim is None
-    ]
-    unknown = [dim for dim in named.dims if dim is not None and dim not in rules]
-    problems += [f"{path}: no rule for dim {near(dim, rules)}" for dim in unknown]
-    known = [(dim, size) for dim, size in zip(named.dims, named.shape, strict=True) if dim and dim in rules]
-    used = [(axis, dim) for dim, _ in known for axis in rules[dim]]
-    for axis, _ in repeated(axis for axis, _ in used):
-        dims = [dim for a, dim in used if a == axis]
-        problems.append(
-            f"{path}: axis {axis!r} shards {' and '.join(map(repr, dims))} of one array;"
-            f" give one of them another rule, as {dims[-1]} = []"
-        )
-    for dim, size in known:
-        total = math.prod(sizes.get(axis, 1) for axis in rules[dim])
-        if size % total:
-            problems.append(indivisible_text(path, dim, size, rules[dim], total))
-    return problems
-
-
-def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], total: int) -> str:
-    """The error for a dim whose size its axes do not divide.
-
-    >>> print(indivisible_text("q", "heads", 6, ["tensor"], 4).partition("Use ")[2])
-    a total of 2, a size of 4 or 8, or the rule heads = []
-    """
-    down, up = size - size % total, size - size % total + total
-    options = f"a size of {down} or {up}" if down else f"a size of {up}"
-    return (
-        f"{path}: dim {dim!r} of size {size} cannot be split over axes {list(dim_axes)}"
-        f" of total size {total}: {size} % {total} = {size % total}."
-        f" Use a total of {math.gcd(size, total)}, {options}, or the rule {dim} = []"
     )
 
 

@@ -1,23 +1,23 @@
-"""The one door to Flax: an nnx or linen module in, pure init and apply functions and dims out.
+"""A model as pure functions over plain dicts of arrays, made from an nnx module.
 
-Everything past this door is a plain nested dict of arrays; no Flax object takes part in a step.
-Also `activation_rules`, under which Flax's own activation constraints follow a layout, strictly.
+Everything past this is a plain nested dict of arrays; no Flax object takes part in a step.
+Next: `linen_model.py`, the same for linen modules; `activation_rules.py`, under which they are traced.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.axes import LAYERS
-from shardtrain.layout import Named, Rules, near, problems_error, repeated
+from shardtrain.layout import problems_error
+from shardtrain.resolve import JOINT, Dims, Named, dims_by_pattern
 
 Tree = dict[str, Any]
 """A nested dict with string keys and arrays (or what stands for them) as leaves."""
@@ -62,12 +62,15 @@ class Model:
       apply: (params, model_state, rng, train, *inputs) -> (outputs, model_state).
       dims: like params, with a tuple of dim names for each leaf, or None where it has no names.
       chain: the same model as blocks in a row; None for one that does not say what its blocks are.
+      axis_name: under which it averages statistics over replicas, as BatchNorm(axis_name="batch") does;
+        None where each replica has its own. Where no such axis is bound, `apply` averages over one.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
     apply: Callable[..., tuple[Any, Tree]]
     dims: Tree
     chain: Chain | None = None
+    axis_name: str | None = None
 
 
 def is_module(value: Any) -> bool:
@@ -78,14 +81,18 @@ def is_module(value: Any) -> bool:
 Factory = Callable[[nnx.Rngs], nnx.Module]
 
 
-def as_model(model: Any) -> Model:
+def as_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None) -> Model:
     """A `Model` as it is, and an nnx factory through `from_nnx`.
+
+    Args:
+      model: one of these.
+      names: dims that are named from outside, see `with_names`.
 
     Raises:
       ValueError: anything else; for a linen module the text says what to write.
     """
     if isinstance(model, Model):
-        return model
+        return with_names(model, names or {})
     if isinstance(model, nn.Module):
         raise ValueError(
             f"model is the linen module {type(model).__name__}, whose inputs are not known;"
@@ -97,7 +104,7 @@ def as_model(model: Any) -> Model:
             " give the function that makes it: lambda rngs: MyModule(..., rngs=rngs)"
         )
     if callable(model):
-        return from_nnx(cast("Factory", model))
+        return with_names(from_nnx(cast("Factory", model)), names or {})
     raise ValueError(f"model is {model!r}; allowed: a Model, or a function rngs -> nnx.Module")
 
 
@@ -110,13 +117,16 @@ def from_nnx(factory: Factory) -> Model:
 
     Returns:
       A `Model`. In training `deterministic` and `use_running_average` are False, else True, in
-      every submodule that has them; rngs are refilled from the step's key. A module with `blocks` (an
+      every submodule that has them, and so are arguments of `__call__` by the names in `mode_arguments`;
+      rngs are refilled from the step's key, and an argument `rngs` gets them too. What a module sows as
+      nnx.Intermediate is dropped. A module with `blocks` (an
       nnx.List, or one module whose parameters are stacked), `first(*inputs)`, `run(blocks, stream, keys)`
       and `last(stream)` has a chain; `keys` are the same share of what its `block_keys()` returns, if it
       has that: anything with a first dim of blocks.
     """
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
+    axis_name = one_axis_name(node for _, node in nnx.iter_graph(abstract))
     graphs = {}
     for train in (True, False):
         view = nnx.view(
@@ -138,16 +148,26 @@ def from_nnx(factory: Factory) -> Model:
                 graphs[train], _filled(variables, params), _seeded(rngs, rng), _filled(rest, model_state)
             )
             outputs = method(module, *inputs)
+            nnx.pop(module, nnx.Intermediate)
             _, _, _, changed = nnx.split(module, nnx.Param, nnx.RngState, ...)
-            return outputs, _plain(changed)
+            return outputs, same_structure(_plain(changed), model_state)
 
-        return call
+        return with_axis_bound(call, axis_name)
+
+    def whole(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
+        options: dict[str, Any] = mode_arguments(type(abstract).__call__, train)
+        if "rngs" in inspect.signature(type(abstract).__call__).parameters:
+            options["rngs"] = nnx.Rngs(jax.random.fold_in(rng, len(nnx.to_flat_state(rngs))))
+        return calling(lambda module, *inputs: module(*inputs, **options))(
+            params, model_state, rng, train, *inputs
+        )
 
     dims = _nested(
-        (path, _names(v.get_metadata().get("out_sharding"))) for path, v in nnx.to_flat_state(variables)
+        (path, dim_names(v.get_metadata().get("out_sharding"), v.shape, "/".join(map(str, path))))
+        for path, v in nnx.to_flat_state(variables)
     )
-    apply = calling(lambda module, *inputs: module(*inputs))
-    return Model(init=init, apply=apply, dims=dims, chain=_chain(abstract, dims, calling))
+    chain = _chain(abstract, dims, calling)
+    return Model(init=init, apply=whole, dims=dims, chain=chain, axis_name=axis_name)
 
 
 Calling = Callable[[Callable[..., Any]], Callable[..., tuple[Any, Tree]]]
@@ -181,8 +201,123 @@ def _chain(module: Any, dims: Tree, calling: Calling) -> Chain | None:
     )
 
 
-def _names(out_sharding: Any) -> tuple[str | None, ...] | None:
-    return None if out_sharding is None else tuple(out_sharding)
+def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:
+    """The names of an array's dims, whatever Flax was given: one a dim, None where it is not sharded.
+
+    Args:
+      given: names, tuples of names and None in a tuple, a PartitionSpec or a NamedSharding; None: no names.
+      shape: of the array. Dims without an entry at the end are not sharded.
+      path: of the array, for errors.
+
+    Raises:
+      ValueError: anything else.
+
+    >>> dim_names(PartitionSpec(("data", "fsdp"), None, "mlp"), (8, 2, 4, 3), "up")
+    ('data+fsdp', None, 'mlp', None)
+    """
+    spec = given.spec if isinstance(given, NamedSharding) else given
+    if spec is None:
+        return None
+    if not isinstance(spec, tuple | list | PartitionSpec) or not all(map(_is_entry, spec)):
+        raise ValueError(
+            f"{path} has the names {given!r}; give a name, None or a tuple of names for each of its"
+            f" {len(shape)} dims, as in ('embed', None) or PartitionSpec(('data', 'fsdp'), None)"
+        )
+    names = [
+        entry if isinstance(entry, str) else JOINT.join(entry or ()) or None
+        for entry in (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
+    ]
+    return (*names, *(None,) * (len(shape) - len(names)))
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a spec may have this for a dim."""
+    if isinstance(entry, tuple | list):
+        return all(isinstance(name, str) for name in entry)
+    return entry is None or isinstance(entry, str) or entry is PartitionSpec.UNCONSTRAINED
+
+
+MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
+"""Arguments that tell a module whether it trains: name -> the value in training."""
+
+
+def mode_arguments(function: Callable[..., Any], train: bool) -> dict[str, bool]:
+    """The arguments of a function that tell it whether it trains.
+
+    >>> mode_arguments(lambda x, deterministic: x, train=True)
+    {'deterministic': False}
+    """
+    known = inspect.signature(function).parameters
+    return {name: train == value for name, value in MODES.items() if name in known}
+
+
+def same_structure(changed: Tree, before: Tree) -> Tree:
+    """The model state after a call.
+
+    Raises:
+      ValueError: it has arrays that it had not before, or others of another shape.
+    """
+    shapes = [
+        {path_text(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (before, changed)
+    ]
+    problems = [
+        f"{path}: {shapes[0].get(path, 'not there')} -> {shapes[1].get(path, 'not there')}"
+        for path in dict.fromkeys([*shapes[0], *shapes[1]])
+        if shapes[0].get(path) != shapes[1].get(path)
+    ]
+    if problems:
+        raise problems_error(
+            "a call changes the structure of the model's state, and a step must keep it; return what is sown,"
+            " or leave its collection out, as from_linen(..., without=('losses',))",
+            problems,
+        )
+    return changed
+
+
+NO_BATCH_NORMS = (
+    *(nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm),
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm),
+)
+
+
+def one_axis_name(modules: Iterable[Any]) -> str | None:
+    """The axis name over which modules average statistics of the batch; None if none does.
+
+    Raises:
+      ValueError: there are several names, or a norm of single examples averages over them.
+    """
+    having = [m for m in modules if isinstance(getattr(m, "axis_name", None), str)]
+    names = sorted({m.axis_name for m in having})
+    problems = [
+        f"{type(m).__name__}(axis_name={m.axis_name!r}) takes means over features, and an axis of replicas"
+        " has none; leave axis_name out, sharded features need none here"
+        for m in having
+        if isinstance(m, NO_BATCH_NORMS)
+    ]
+    if len(names) > 1:
+        problems.append(f"there are the axis names {names}; use one, as all of them mean the replicas")
+    if problems:
+        raise problems_error("statistics cannot be averaged over replicas", list(dict.fromkeys(problems)))
+    return names[0] if names else None
+
+
+def with_axis_bound(call: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
+    """A function that may be called where its axis name is not bound: there it averages over one replica."""
+    if axis_name is None:
+        return call
+
+    def bound(*arguments: Any) -> Any:
+        try:
+            jax.lax.axis_size(axis_name)
+        except NameError:
+            alone = jax.vmap(
+                lambda: call(*arguments), in_axes=(), out_axes=None, axis_name=axis_name, axis_size=1
+            )
+            return alone()
+        return call(*arguments)
+
+    return bound
 
 
 def _nested(items: Any) -> Tree:
@@ -229,101 +364,25 @@ def _seeded(state: Any, rng: jax.Array) -> Any:
     return nnx.from_flat_state([(path, v.replace(value(i, v))) for i, (path, v) in enumerate(flat)])
 
 
-def from_linen(module: nn.Module, *inputs: Any, rng_streams: tuple[str, ...] = ("dropout",)) -> Model:
-    """The pure functions of a linen module.
-
-    Args:
-      module: dims come from `nn.with_partitioning`. If `__call__` has an argument `train` or
-        `deterministic` it is given.
-      *inputs: arrays or jax.ShapeDtypeStruct of one batch, any batch size.
-      rng_streams: the rng streams that the module draws from while training.
-    """
-    names = inspect.signature(type(module).__call__).parameters
-
-    def mode(train: bool) -> dict[str, Any]:
-        return {
-            name: value for name, value in (("train", train), ("deterministic", not train)) if name in names
-        }
-
-    def variables(key: jax.Array) -> dict[str, Tree]:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
-        return dict(module.init({"params": key}, *zeros, **mode(False)))
-
-    def init(key: jax.Array) -> tuple[Tree, Tree]:
-        model_state = nn.unbox(variables(key))
-        return model_state.pop("params", {}), model_state
-
-    def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
-        rngs = {name: jax.random.fold_in(rng, i) for i, name in enumerate(rng_streams)}
-        mutable = list(model_state) if train else []
-        outputs, changed = module.apply(
-            {"params": params, **model_state}, *inputs, **mode(train), rngs=rngs, mutable=mutable
-        )
-        return outputs, {**model_state, **changed}
-
-    def is_boxed(leaf: Any) -> bool:
-        return isinstance(leaf, nn.Partitioned)
-
-    boxed = jax.eval_shape(variables, jax.random.key(0)).get("params", {})
-    dims = jax.tree.map(lambda leaf: leaf.names if is_boxed(leaf) else None, boxed, is_leaf=is_boxed)
-    return Model(init=init, apply=apply, dims=dims)
-
-
-class _Ask:
-    """A dim name that is equal to none, and remembers the names that it was compared with."""
-
-    def __init__(self) -> None:
-        self.names: list[str | None] = []
-
-    def __eq__(self, name: object) -> bool:
-        self.names.append(name)  # type: ignore[arg-type]
-        return False
-
-    __hash__ = object.__hash__
-
-
-class _StrictRules(tuple):
-    """(dim, axes) rules that refuse what Flax would pass over; a tuple, for Flax insists on one.
-
-    Flax replicates unknown names and drops the second of two dims on one axis, silently. It looks
-    for each rule's name among the dims of the array in turn: the first, an `_Ask`, sees them all.
-    """
-
-    def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
-        rules: Rules = dict(super().__iter__())
-        ask = _Ask()
-        yield ask, None
-        dims = [name for name in ask.names if isinstance(name, str)]
-        problems = [f"no rule for dim {near(dim, rules)}" for dim in dims if dim not in rules]
-        used = repeated(axis for dim in dims for axis in rules.get(dim, ()))
-        problems += [f"axis {axis!r} shards {n} dims of one array" for axis, n in used]
-        if problems:
-            raise problems_error(f"activation dims {tuple(ask.names)} cannot be placed", problems)
-        yield from ((dim, dim_axes or None) for dim, dim_axes in rules.items())
-
-
-_RULES_IN_USE: Any = jax.make_user_context(default_value=None)
-"""Part of the key of jax's trace caches: without it a block traced under one layout is used in another."""
-
-
-@contextmanager
-def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """While a function is traced under this, its `nn.with_logical_constraint` follow these rules.
-
-    Args:
-      rules: dim -> axes for activations.
-      mesh: the mesh that has these axes.
+def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model:
+    """The model with dims named from outside, see `Run.names`; all others keep their own.
 
     Raises:
-      ValueError: (at the constraint) a dim without a rule, or an axis used twice in one array.
+      ValueError: the patterns do not fit, see `resolve.dims_by_pattern`.
     """
-    pairs = tuple(rules.items())
-    with (
-        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-        nn.logical_axis_rules(_StrictRules(pairs)),
-        _RULES_IN_USE(pairs),
-    ):
-        yield
+    if not names:
+        return model
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = {path_text(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    found = dims_by_pattern(shapes, names)
+    dims = jax.tree.map_with_path(
+        lambda path, own: (
+            dim_names(found[name], shapes[name], name) if (name := path_text(path)) in found else own
+        ),
+        model.dims,
+        is_leaf=lambda x: x is None or isinstance(x, tuple),
+    )
+    return replace(model, dims=dims)
 
 
 def named_arrays(model: Model, shapes: Tree) -> dict[str, Named]:

@@ -68,7 +68,7 @@ def make_parts(
     Raises:
       ValueError: the mesh does not fit the devices, or the layout not the model.
     """
-    model = as_model(run.model)
+    model = as_model(run.model, run.names)
     mesh = mesh or make_mesh(run.strategy.layout)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None

@@ -16,8 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from shardtrain import axes
 from shardtrain.combine import Combiner, MeshGroup, make_combiner
 from shardtrain.kinds import wrong_kinds
-from shardtrain.layout import Named, problems_error
+from shardtrain.layout import problems_error
 from shardtrain.model import path_text
+from shardtrain.resolve import Named
 from shardtrain.sharding import spec_axes, with_leading_dim
 
 

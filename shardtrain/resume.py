@@ -45,7 +45,7 @@ FREE = (
         "sample",
         "unit",
     ),
-    *("allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
+    *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
 )
 """Options that may differ from those of the checkpoint, which is told; data that differs begins at its
 beginning. Any other must be the same, or stand in `Allow.changed`."""

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.layout import Named, Rules, Spec, resolve
+from shardtrain.layout import Rules
+from shardtrain.resolve import Named, Spec, resolve
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
@@ -42,7 +43,7 @@ def partition_specs(
       A pytree of PartitionSpec like `like`.
 
     Raises:
-      ValueError: everything that does not fit, see `layout.resolve`.
+      ValueError: everything that does not fit, see `resolve.resolve`.
     """
     specs = resolve(arrays, rules, sizes, unnamed=unnamed)
     return jax.tree.unflatten(jax.tree.structure(like), [partition_spec(specs[path]) for path in arrays])

@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import axes
+from shardtrain.activation_rules import activation_rules
 from shardtrain.gradients import constrained
 from shardtrain.islands.stage_runner import Arrays
 from shardtrain.loss import Batch
-from shardtrain.model import Tree, activation_rules, path_text
+from shardtrain.model import Tree, path_text
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.held import Held
 from shardtrain.rng import row_key
@@ -68,9 +69,8 @@ class StagePrograms:
         layout, mesh = placement.layout, placement.mesh
         self.replica_axes = layout.replica_axes
         self.num_replicas = math.prod(mesh.shape[axis] for axis in self.replica_axes)
-        row_axes = tuple(axis for axis in layout.batch_axes if axis not in self.replica_axes)
-        self.rules = {**layout.activation_rules, axes.BATCH: row_axes}
-        self.rows = PartitionSpec(self.replica_axes, row_axes)
+        self.rules = layout.rules_of_replica()
+        self.rows = PartitionSpec(self.replica_axes, self.rules[axes.BATCH])
         self.start_row, self.borrowed = start_row, borrowed
         self._forwards = {part: self._compiled(self._forward, part) for part in held.parts}
         self._backwards, self._input_backwards, self._weights = (
@@ -180,7 +180,7 @@ class StagePrograms:
 
     def _compiled(self, function: Callable[..., Any], part: int, **options: Any) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            with activation_rules(self.rules, self.placement.mesh):
+            with activation_rules(self.rules, self.placement.mesh, self.placement.layout.unnamed):
                 return function(part, *arguments)
 
         return jax.jit(run, **options)
@@ -342,7 +342,12 @@ class StagePrograms:
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
 
     def _vmapped(self, function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        return jax.vmap(function, in_axes=in_axes, spmd_axis_name=self.replica_axes or None)
+        return jax.vmap(
+            function,
+            in_axes=in_axes,
+            axis_name=self.held.model.axis_name,
+            spmd_axis_name=self.replica_axes or None,
+        )
 
     def _stream(self, part: int, inputs: Sequence[jax.Array], num_rows: int) -> Any:
         """The stream that a part is given: what it does not read may be anything."""

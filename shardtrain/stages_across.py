@@ -19,13 +19,13 @@ from shardtrain.across import AcrossStep, by_path, joined_metrics, like_paths, t
 from shardtrain.gradients import Gradients, merge_replicas, sum_replicas
 from shardtrain.islands.crossing import Crossing
 from shardtrain.islands.stage_runner import Observe, StageRunner
-from shardtrain.layout import Named
 from shardtrain.loss import Batch
 from shardtrain.model import Tree, path_text
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.held import Held, nested
 from shardtrain.pipeline.table import Table
 from shardtrain.replicas import Combine
+from shardtrain.resolve import Named, completed
 from shardtrain.rng import step_key
 from shardtrain.sharding import partition_specs
 from shardtrain.stage_programs import StagePrograms, Sums
@@ -331,7 +331,7 @@ def _borrowed_specs(held: Held, placement: Placement) -> dict[str, PartitionSpec
         for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
     }
     arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in held.borrowed}
-    layout = placement.layout
-    like = {path: whole[path] for path in arrays}
     sizes = dict(placement.mesh.shape)
+    layout = completed(placement.layout, arrays, sizes)
+    like = {path: whole[path] for path in arrays}
     return partition_specs(dict(sorted(arrays.items())), like, layout.parameter_rules, sizes, layout.unnamed)

@@ -15,11 +15,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.layout import PARAMETER_RULES, Layout, Named, near, problems_error
+from shardtrain.layout import PARAMETER_RULES, Layout, near, problems_error
 from shardtrain.model import BLOCKS, Model, Tree, named_arrays, path_text
 from shardtrain.optimizer_state import stored
 from shardtrain.pipeline.rows import Stages
 from shardtrain.replicas import Combine, cut, shard_shapes, stacked_paths
+from shardtrain.resolve import Named, completed, unplaced_text
 from shardtrain.sharding import partition_specs, spec_axes, with_leading_dim, without_pipeline
 
 
@@ -69,6 +70,8 @@ class Specs(NamedTuple):
       sharded: like params, the PartitionSpec of what ZeRO shards: optimizer state, reduced gradients,
         and parameters at zero=3.
       state: a `State` of PartitionSpec.
+      layout: the layout, with a rule for every name of the model, see `resolve.completed`.
+      unplaced: what is whole for want of a name or a rule, as a line to read; None if nothing is.
     """
 
     abstract: State
@@ -76,6 +79,8 @@ class Specs(NamedTuple):
     params: Any
     sharded: Any
     state: State
+    layout: Layout
+    unplaced: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ class Placement:
 
     Args:
       mesh: the jax mesh.
-      layout: the layout it was made from.
+      layout: the layout it was made from, completed for the model.
       combine: how the replicas of this mesh become one.
       specs: of the state.
       state: a `State` of NamedSharding.
@@ -195,6 +200,8 @@ def state_specs(
     known = sorted(dims | set(PARAMETER_RULES))
     if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
         raise problems_error("the layout has rules for parameters that the model does not have", useless)
+    unplaced = unplaced_text(layout, arrays, sizes)
+    layout = completed(layout, arrays, sizes)
     params, sharded = (
         partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
         for rules in (layout.parameter_rules, layout.sharded_rules)
@@ -214,7 +221,7 @@ def state_specs(
         combine_state=jax.tree.map(lambda _: PartitionSpec(tuple(sizes)), abstract.combine_state),
         local=Local(with_leading_dim(sharded, axes.DATA), by_replica) if combine.local_steps > 1 else (),
     )
-    return Specs(abstract, arrays, params, sharded, state)
+    return Specs(abstract, arrays, params, sharded, state, layout, unplaced)
 
 
 def _check_data_axis(sharded: Any) -> None:
@@ -283,7 +290,7 @@ def make_placement(
     )
     return Placement(
         mesh=mesh,
-        layout=layout,
+        layout=specs.layout,
         combine=combine,
         specs=specs,
         state=state,

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import axes
+from shardtrain.activation_rules import activation_rules
 from shardtrain.gradients import (
     Bound,
     Gradients,
@@ -23,7 +24,7 @@ from shardtrain.gradients import (
     make_replica_means,
 )
 from shardtrain.loss import Batch, Loss, checked
-from shardtrain.model import Model, activation_rules
+from shardtrain.model import Model
 from shardtrain.optimizer_state import stored, value_function
 from shardtrain.replicas import combine_replicas, cut, stacked_paths
 from shardtrain.rng import step_key
@@ -256,7 +257,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
             loss_sum, count, metrics = checked(loss(bound, batch))
             return {**metrics, "loss_sum": loss_sum, "count": count}
 
-        with activation_rules(layout.activation_rules, mesh):
+        with activation_rules(layout.activation_rules, mesh, layout.unnamed):
             return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, batch))
 
     whole = NamedSharding(mesh, PartitionSpec())

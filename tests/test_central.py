@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 from shardtrain.layout import Layout
+from shardtrain.linen_model import from_linen
 from shardtrain.loss import next_token_loss
 from shardtrain.mesh import make_mesh
-from shardtrain.model import from_linen, from_nnx
+from shardtrain.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.rng import step_key

@@ -1,6 +1,5 @@
 """Layouts: what is refused, text by value; what `resolve` gives, by law; files there and back."""
 
-import math
 import os
 import re
 from dataclasses import replace
@@ -16,13 +15,11 @@ from shardtrain.layout import (
     BUILT_AXES,
     PARAMETER_RULES,
     Layout,
-    Named,
     axis_sizes,
     layout_text,
     near,
     parse_mesh,
     read_layout,
-    resolve,
 )
 
 MESHES = sorted(Path(__file__).parents[1].glob("meshes/*.toml"))
@@ -182,107 +179,6 @@ def test_sizes_that_do_not_use_the_devices(mesh, num_devices, text):
     assert refused(axis_sizes, Layout(mesh=mesh), num_devices) == text + SIMULATED
 
 
-def test_resolve_by_value():
-    arrays = {
-        "up": Named(dims=("layers", "embed", "mlp"), shape=(3, 64, 256)),
-        "table": Named(dims=("vocab", "embed"), shape=(32, 8)),
-        "step": Named(dims=None, shape=()),
-        "gain": Named(dims=(), shape=()),
-    }
-    assert resolve(arrays, {**PARAMETER_RULES, "embed": ("data", "fsdp")}, SIZES) == {
-        "up": (("pipeline",), ("data", "fsdp"), ("tensor",)),
-        "table": (("tensor",), ("data", "fsdp")),
-        "step": (),
-        "gain": (),
-    }
-
-
-def test_arrays_without_names():
-    arrays = {"w": Named(dims=None, shape=(3, 5)), "up": Named(dims=("embed",), shape=(8,))}
-    assert resolve(arrays, PARAMETER_RULES, SIZES, unnamed="replicate") == {
-        "w": ((), ()),
-        "up": (("fsdp",),),
-    }
-    assert refused(resolve, arrays, PARAMETER_RULES, SIZES) == (
-        "the layout does not fit the model (1 problem):"
-        "\n  - w has shape (3, 5) but its dims have no names; name them in the model"
-        ' (out_sharding=("embed", "mlp") in nnx, nn.with_partitioning in linen),'
-        ' or set unnamed = "replicate" in the layout'
-    )
-
-
-def test_every_kind_of_problem_at_once():
-    arrays = {
-        "nameless": Named(dims=None, shape=(2, 2)),
-        "short": Named(dims=("embed",), shape=(8, 8)),
-        "partly": Named(dims=("embed", None), shape=(6, 8)),
-        "unknown": Named(dims=("embd", "mlp"), shape=(8, 12)),
-        "twice": Named(dims=("mlp", "vocab"), shape=(8, 8)),
-        "small": Named(dims=("mlp",), shape=(3,)),
-        "good": Named(dims=("mlp",), shape=(16,)),
-    }
-    head, lines = problems(refused(resolve, arrays, PARAMETER_RULES, SIZES))
-    assert head == "the layout does not fit the model (8 problems):"
-    assert lines[1:] == [
-        "short has shape (8, 8) but the names ('embed',); give it 2 names",
-        "partly: dim 1 (size 8) has no name; name it, with a rule of () where it is replicated",
-        "partly: dim 'embed' of size 6 cannot be split over axes ['fsdp'] of total size 4: 6 % 4 = 2."
-        " Use a total of 2, a size of 4 or 8, or the rule embed = []",
-        "unknown: no rule for dim 'embd' (did you mean 'embed'?)",
-        "unknown: dim 'mlp' of size 12 cannot be split over axes ['tensor'] of total size 8: 12 % 8 = 4."
-        " Use a total of 4, a size of 8 or 16, or the rule mlp = []",
-        "twice: axis 'tensor' shards 'mlp' and 'vocab' of one array;"
-        " give one of them another rule, as vocab = []",
-        "small: dim 'mlp' of size 3 cannot be split over axes ['tensor'] of total size 8: 3 % 8 = 3."
-        " Use a total of 1, a size of 8, or the rule mlp = []",
-    ]
-    assert lines[0].startswith("nameless has shape (2, 2) but its dims have no names")
-
-
-dims = st.lists(st.sampled_from([*PARAMETER_RULES, "unknown", None]), max_size=3).map(tuple)
-arrays = st.dictionaries(
-    st.sampled_from("abcdef"),
-    st.builds(
-        lambda names, shape, nameless: Named(dims=None if nameless else names, shape=shape[: len(names)]),
-        dims,
-        st.tuples(*[st.sampled_from([1, 2, 4, 6, 8, 24])] * 3),
-        st.booleans(),
-    ),
-    max_size=6,
-)
-sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 1, 2, 3, 4]) for axis in axes.AXES})
-
-
-def fits(named, sizes):
-    """The law, in the words of the document and not in those of the code."""
-    if not named.shape:
-        return True
-    if named.dims is None or any(dim not in PARAMETER_RULES for dim in named.dims):
-        return False
-    used = [axis for dim in named.dims for axis in PARAMETER_RULES[dim]]
-    return len(used) == len(set(used)) and all(
-        size % math.prod(sizes[axis] for axis in PARAMETER_RULES[dim]) == 0
-        for dim, size in zip(named.dims, named.shape, strict=True)
-    )
-
-
-@given(arrays=arrays, sizes=sizes)
-def test_resolve_places_what_fits_and_lists_the_rest(arrays, sizes):
-    wrong = [path for path, named in arrays.items() if not fits(named, sizes)]
-    if wrong:
-        _, lines = problems(refused(resolve, arrays, PARAMETER_RULES, sizes))
-        assert list(dict.fromkeys(line[0] for line in lines)) == wrong
-        return
-    specs = resolve(arrays, PARAMETER_RULES, sizes)
-    assert list(specs) == list(arrays)
-    for path, spec in specs.items():
-        used = [axis for dim_axes in spec for axis in dim_axes]
-        assert len(used) == len(set(used))
-        for dim_axes, size in zip(spec, arrays[path].shape, strict=True):
-            assert size % math.prod(sizes[axis] for axis in dim_axes) == 0
-        assert spec == tuple(PARAMETER_RULES[dim] for dim in arrays[path].dims or ())
-
-
 def test_rules_of_each_zero_stage():
     for zero in (1, 2, 3):
         layout = Layout(mesh={"fsdp": 8}, zero=zero, parameters={"vocab": ("fsdp", "tensor")})
@@ -307,11 +203,32 @@ def test_replica_axes_follow_the_rules():
 
 
 def test_sequence_sharded():
-    assert Layout().activation_rules == ACTIVATION_RULES
+    known = {**{axis: (axis,) for axis in axes.AXES}, **ACTIVATION_RULES}
+    assert Layout().activation_rules == known
     sharded = Layout(sequence_sharded=True)
-    assert sharded.activation_rules == {**ACTIVATION_RULES, "residual_seq": ("tensor",)}
+    assert sharded.activation_rules == {**known, "residual_seq": ("tensor",)}
     asked = replace(sharded, activations={"residual_seq": ()})
-    assert asked.activation_rules == ACTIVATION_RULES
+    assert asked.activation_rules == known
+
+
+def test_a_rule_for_parameters_holds_for_activations_too():
+    """Without the axes that shard the batch: over those, weights are gathered where they are used."""
+    layout = Layout(parameters={"kv": ("tensor", "fsdp"), "odd": ("data",), "mlp": ("fsdp",)})
+    found = layout.activation_rules
+    assert (found["kv"], found["odd"], found["mlp"]) == (("tensor",), (), ("tensor",))
+    asked = replace(layout, activations={"kv": ("fsdp",)})
+    assert asked.activation_rules["kv"] == ("fsdp",)
+
+
+def test_rules_of_a_replica_name_no_axis_of_replicas():
+    rules = Layout(zero=3, activations={"mine": ("data", "tensor")}).rules_of_replica()
+    assert (rules["batch"], rules["mine"], rules["data"], rules["fsdp"]) == (
+        ("fsdp",),
+        ("tensor",),
+        (),
+        ("fsdp",),
+    )
+    assert Layout(zero=1).rules_of_replica()["batch"] == ()
 
 
 @pytest.mark.parametrize("path", MESHES, ids=lambda path: path.stem)

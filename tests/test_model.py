@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax.linen.spmd import with_logical_constraint
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.layout import Layout, Named
-from shardtrain.mesh import make_mesh
-from shardtrain.model import Model, activation_rules, as_model, from_linen, from_nnx, named_arrays, path_text
+from shardtrain.linen_model import from_linen
+from shardtrain.model import Model, as_model, from_nnx, named_arrays, path_text
+from shardtrain.resolve import Named
 from shardtrain.rng import row_key
 
 KEY, RNG = jax.random.key(3), jax.random.key(4)
@@ -391,97 +389,3 @@ def test_what_is_no_model(model, text):
     with pytest.raises(ValueError) as error:
         as_model(model)
     assert str(error.value) == text
-
-
-LAYOUT = Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return make_mesh(LAYOUT)
-
-
-def constrained(dims, mesh, rules=LAYOUT.activation_rules, shape=(4, 4, 4)):
-    """The sharding that a constraint leads to."""
-
-    def function(x):
-        with activation_rules(rules, mesh):
-            return with_logical_constraint(x, dims)
-
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(function, in_shardings=whole)(jnp.ones(shape)).sharding
-
-
-@pytest.mark.parametrize(
-    ("dims", "spec"),
-    [
-        (("batch", "seq", "embed"), PartitionSpec(("data", "fsdp"))),
-        (("batch", "seq", "mlp"), PartitionSpec(("data", "fsdp"), None, "tensor")),
-        (("vocab", None, "batch"), PartitionSpec("tensor", None, ("data", "fsdp"))),
-        ((None, None, None), PartitionSpec()),
-        (("seq", None, "experts"), PartitionSpec()),
-    ],
-)
-def test_constraints_follow_the_rules(dims, spec, mesh):
-    assert constrained(dims, mesh).is_equivalent_to(NamedSharding(mesh, spec), 3)
-
-
-def test_constraints_are_strict(mesh):
-    with pytest.raises(ValueError) as error:
-        constrained(("btch", None, "mlp"), mesh)
-    assert str(error.value) == (
-        "activation dims ('btch', None, 'mlp') cannot be placed:"
-        "\n  - no rule for dim 'btch' (did you mean 'batch'?)"
-    )
-    with pytest.raises(ValueError) as error:
-        constrained(("heads", "xyz", "vocab"), mesh, {"heads": ("tensor",), "vocab": ("tensor", "data")})
-    assert str(error.value) == (
-        "activation dims ('heads', 'xyz', 'vocab') cannot be placed:"
-        "\n  - no rule for dim 'xyz' (known: heads, vocab)"
-        "\n  - axis 'tensor' shards 2 dims of one array"
-    )
-    with pytest.raises(ValueError, match="occur more than once"):
-        constrained(("seq", "seq", None), mesh)
-
-
-def test_constraints_do_nothing_outside(mesh):
-    x = jnp.ones((2, 2))
-    assert with_logical_constraint(x, ("no such dim", "mlp")) is x
-    with activation_rules(LAYOUT.activation_rules, mesh):
-        pass
-    assert with_logical_constraint(x, ("no such dim", "mlp")) is x
-
-
-def test_rules_end_with_an_error(mesh):
-    with pytest.raises(KeyError), activation_rules(LAYOUT.activation_rules, mesh):
-        raise KeyError
-    x = jnp.ones((2, 2))
-    assert with_logical_constraint(x, ("no such dim", "mlp")) is x
-
-
-@pytest.mark.parametrize("wrap", ["checkpoint", "scan", "jit"])
-def test_traces_made_under_other_rules_are_not_used_again(wrap, mesh):
-    """jax keeps the traces of these by function and shapes; the rules in use are part of the key."""
-
-    def block(x, _=None):
-        return with_logical_constraint(2 * x, ("seq", "mlp")), None
-
-    checkpointed, jitted = jax.checkpoint(block), jax.jit(block)
-    wrapped = {
-        "checkpoint": lambda x: checkpointed(x)[0],
-        "scan": lambda x: jax.lax.scan(block, x, length=2)[0],
-        "jit": lambda x: jitted(x)[0],
-    }[wrap]
-
-    def sharding(rules):
-        def function(x):
-            with activation_rules(rules, mesh):
-                return wrapped(x)
-
-        return jax.jit(function).lower(jnp.ones((4, 4))).as_text()
-
-    for dim_axes in ("tensor", "data", "tensor"):
-        others = {"tensor", "data"} - {dim_axes}
-        text = sharding({"seq": (), "mlp": (dim_axes,)})
-        assert f'[{{}}, {{"{dim_axes}"}}]' in text
-        assert not any(f'{{"{other}"}}' in text for other in others)

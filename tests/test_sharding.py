@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardtrain.layout import PARAMETER_RULES, Named
+from shardtrain.layout import PARAMETER_RULES
+from shardtrain.resolve import Named
 from shardtrain.sharding import (
     Row,
     bytes_text,

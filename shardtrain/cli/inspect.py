@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     options.check()
     layout = run.strategy.layout
     sizes = axis_sizes(layout, options.devices or _devices_named(layout.mesh))
-    model = as_model(run.model)
+    model = as_model(run.model, run.names)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
     stages = _stages(run, model, sizes[axes.PIPELINE])
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine, stages)

@@ -43,7 +43,7 @@ class StrategyOptions:
       mesh: axis sizes such as data=2,fsdp=-1 (-1: the rest), or a file of meshes/.
       zero: what fsdp shards. 3: parameters, gradients, optimizer state; 2: the last two; 1: the last.
       sequence_sharded: shard activations between blocks over tensor, along the sequence.
-      unnamed: refuse or replicate parameters whose dims have no names.
+      unnamed: on several devices, refuse or replicate arrays without names and names without a rule.
       accumulate: microbatches that add up to one step.
       combine: how replicas (islands, or the indices of data) become one: mean, sum, adasum, with codecs
         before it as in int8+adasum; or a file of your own, path.py:name.

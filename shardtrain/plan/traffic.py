@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardtrain import axes
-from shardtrain.layout import Layout, Named, Rules
+from shardtrain.layout import Layout, Rules
 from shardtrain.plan.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from shardtrain.resolve import Named
 
 GRADIENT_BYTES = 4
 """Gradients are summed over microbatches and replicas, and parameters updated, in float32."""

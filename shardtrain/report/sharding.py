@@ -33,7 +33,8 @@ def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
     ]
     header = ("parameter", "shape", "dims", "sharded over", "bytes/device")
     text = f"mesh: {mesh_line(sizes)}\n{table_text(header, lines)}"
-    return text + "\n".join([*_totals(specs, rows, sizes), *_replicated(rows, sizes)])
+    unplaced = [] if specs.unplaced is None else [specs.unplaced]
+    return text + "\n".join([*_totals(specs, rows, sizes), *_replicated(rows, sizes), *unplaced])
 
 
 def _totals(specs: Specs, rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:

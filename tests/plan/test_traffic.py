@@ -12,9 +12,10 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.layout import Layout
+from shardtrain.linen_model import from_linen
 from shardtrain.loss import next_token_loss
 from shardtrain.mesh import make_mesh
-from shardtrain.model import from_linen, from_nnx
+from shardtrain.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.plan.compile import compile_step, described_devices, figures
