@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from shardtrain.layout import problems_error
 from shardtrain.model import (
     MODES,
+    REPLICAS,
     Model,
     Tree,
     dim_names,
@@ -30,6 +31,7 @@ def from_linen(
     rng_streams: tuple[str, ...] = ("dropout",),
     evaluation: nn.Module | None = None,
     without: tuple[str, ...] = (),
+    sync_batch_norm: bool = False,
 ) -> Model:
     """The pure functions of a linen module.
 
@@ -41,6 +43,8 @@ def from_linen(
       evaluation: the same module as it is built for evaluation, where its mode is fixed when it is built and
         not an argument of its call: TransformerLM(config.replace(deterministic=True)).
       without: collections of variables that are not kept between calls, such as what a module sows.
+      sync_batch_norm: every nn.BatchNorm takes the statistics of a microbatch over all replicas, as one with
+        an axis_name does; else each replica has its own.
 
     Raises:
       ValueError: the module would drop out, or use statistics of the batch, in evaluation too.
@@ -66,9 +70,10 @@ def from_linen(
         used = module if train else other
         options: dict[str, Any] = mode_arguments(type(used).__call__, train)
         mutable = list(model_state) if train else []
-        outputs, changed = used.apply(
-            {"params": params, **model_state}, *inputs, **options, rngs=rngs(rng), mutable=mutable
-        )
+        with _synchronised(sync_batch_norm):
+            outputs, changed = used.apply(
+                {"params": params, **model_state}, *inputs, **options, rngs=rngs(rng), mutable=mutable
+            )
         return outputs, same_structure({**model_state, **changed}, model_state)
 
     def is_boxed(leaf: Any) -> bool:
@@ -77,17 +82,35 @@ def from_linen(
     def dims_of(path: Any, leaf: Any) -> Any:
         return dim_names(leaf.names, leaf.value.shape, path_text(path)) if is_boxed(leaf) else None
 
-    with _watched(seen.append):
-        boxed = jax.eval_shape(variables, jax.random.key(0)).get("params", {})
+    try:
+        with _watched(seen.append), _synchronised(sync_batch_norm):
+            boxed = jax.eval_shape(variables, jax.random.key(0)).get("params", {})
+    finally:
+        # first of all, for norms that cannot be synchronised end with an unbound name
+        axis_name = one_axis_name(one.module for one in seen)
     if evaluation is None:
         _check_evaluation(type(module).__name__, seen)
-    axis_name = one_axis_name(one.module for one in seen)
     return Model(
         init=init,
         apply=with_axis_bound(apply, axis_name),
         dims=jax.tree.map_with_path(dims_of, boxed, is_leaf=is_boxed),
         axis_name=axis_name,
     )
+
+
+@contextmanager
+def _synchronised(wanted: bool) -> Iterator[None]:
+    """Give every nn.BatchNorm that is called the axis of replicas, if it has none."""
+
+    def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
+        module = context.module
+        if wanted and isinstance(module, nn.BatchNorm) and module.axis_name is None:
+            # a bound copy, made for this call
+            object.__setattr__(module, "axis_name", REPLICAS)
+        return call(*arguments, **options)
+
+    with nn.intercept_methods(intercept):
+        yield
 
 
 @dataclass(frozen=True)

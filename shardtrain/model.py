@@ -108,12 +108,18 @@ def as_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None
     raise ValueError(f"model is {model!r}; allowed: a Model, or a function rngs -> nnx.Module")
 
 
-def from_nnx(factory: Factory) -> Model:
+REPLICAS = "replicas"
+"""The axis name of norms that are synchronised by request."""
+
+
+def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
     """The pure functions of an nnx module.
 
     Args:
       factory: makes the module from its Rngs; called under jit only, so that no parameter is ever
         whole on one device. Dims come from the parameters' `out_sharding` metadata.
+      sync_batch_norm: every nnx.BatchNorm takes the statistics of a microbatch over all replicas, as one
+        with an axis_name does; else each replica has its own.
 
     Returns:
       A `Model`. In training `deterministic` and `use_running_average` are False, else True, in
@@ -126,7 +132,11 @@ def from_nnx(factory: Factory) -> Model:
     """
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
-    axis_name = one_axis_name(node for _, node in nnx.iter_graph(abstract))
+    modules = [node for _, node in nnx.iter_graph(abstract) if isinstance(node, nnx.Module)]
+    for module in modules:
+        if sync_batch_norm and isinstance(module, nnx.BatchNorm) and module.axis_name is None:
+            module.axis_name = REPLICAS
+    axis_name = one_axis_name(modules)
     graphs = {}
     for train in (True, False):
         view = nnx.view(

@@ -256,6 +256,11 @@ def _agreed(
     seat = None if islands is None else islands.seat
     count, island = (1, 0) if seat is None else (seat.num_islands, seat.island)
     parts = make_parts(run, count, microbatch_of(run, source), island)
+    if count > 1 and (name := (parts.model if parts.held is None else parts.held.model).axis_name):
+        notes.note(
+            f"WARNING: batch statistics over the axis {name!r} are those of each island: islands do not"
+            " exchange them. Where that matters use one island, or a norm without them (GroupNorm, LayerNorm)"
+        )
     together = _together(run, parts, islands)
     stack.callback(together.close)
     description = {**described, "data.fingerprint": getattr(source, "fingerprint", None)}

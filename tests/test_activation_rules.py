@@ -159,7 +159,7 @@ class Kernels(nn.Module):
 
 
 class Layer(nn.Module):
-    init: object
+    init: nn.initializers.Initializer
 
     @nn.compact
     def __call__(self, x, _):
