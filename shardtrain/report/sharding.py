@@ -25,7 +25,7 @@ def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
         (
             row.path,
             " x ".join(map(str, row.shape)) or "scalar",
-            " ".join(name or "?" for name in row.dims or ("(no names)",)),
+            " ".join(name or "-" for name in row.dims or ("(no names)",)),
             spec_text(row.spec, sizes),
             bytes_text(row.device_bytes),
         )
