@@ -34,20 +34,25 @@ def test_the_whole_text():
         "  up          2 x 16 x 64   layers embed mlp   - x fsdp x tensor   1.0 KiB\n"
         "parameters: 2,080, 8.1 KiB; 1.1 KiB per device\n"
         "optimizer state: 16.3 KiB; 2.2 KiB per device\n"
-        "replicated on every device (64 B): free, scale"
+        "replicated on every device (64 B): free, scale\n"
+        "no names for the dims of free: whole on every device"
     )
 
 
 def test_zero_1_shards_the_optimizer_state_alone():
     lines = text(Layout(mesh={"fsdp": 8}, zero=1, unnamed="replicate"), 8).splitlines()
-    assert lines[-3:] == [
+    assert lines[-4:] == [
         "parameters: 2,080, 8.1 KiB; 8.1 KiB per device",
         "optimizer state: 16.3 KiB; 2.1 KiB per device",
         "replicated on every device: all parameters",
+        "no names for the dims of free: whole on every device",
     ]
 
 
 def test_one_device_replicates_nothing():
     lines = text(Layout(mesh={"data": 1}, unnamed="replicate"), 1).splitlines()
     assert lines[0] == "mesh: 1 device"
-    assert lines[-1] == "optimizer state: 16.3 KiB; 16.3 KiB per device"
+    assert lines[-2:] == [
+        "optimizer state: 16.3 KiB; 16.3 KiB per device",
+        "no names for the dims of free: on several devices they need them, or --unnamed replicate",
+    ]
