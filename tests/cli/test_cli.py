@@ -64,11 +64,11 @@ def test_a_mesh_file_is_read_and_options_change_it():
             "shares has 2 weights, and this run is alone: leave --shares",
         ),
         (["train", GPT, "--cpu-devices", "none"], 2, "--cpu-devices needs a number of devices from 1"),
-        (["inspect", GPT, "--devices", "0"], 2, "--devices is 0; use 1 or more"),
+        (["inspect", GPT, "--devices", "0"], 2, "--devices is 0; use 1 to 16777216"),
         (["train", "nosuch:run"], 2, "there is no module 'nosuch'"),
         (["train", f"{GPT}:sample"], 2, "is a function with arguments"),
         (["train", GPT, "--mesh", "missing.toml"], 2, "there is no layout file missing.toml to read"),
-        (["train", GPT, "--run-dir", GPT], 2, "Not a directory"),
+        (["train", GPT, "--run-dir", GPT], 2, "is a file; give a folder"),
         (["inspect", GPT, "--mesh", "tensor=3"], 2, "dim 'kv_heads' of size 8 cannot be split"),
     ],
 )

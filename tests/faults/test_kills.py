@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,9 +73,11 @@ class Killer:
             os.kill(self.pid, signal.SIGKILL)
             return -signal.SIGKILL
         number = self.random.choice(self.signals)
-        for _ in range(self.random.choice((1, 2)) if number == signal.SIGINT else 1):
-            os.kill(self.pid, number)
+        os.kill(self.pid, number)
+        if number == signal.SIGINT and self.random.random() < 0.5:
             time.sleep(0.01 * self.random.random())
+            with suppress(ProcessLookupError):  # the first may have ended it
+                os.kill(self.pid, number)
         return 128 + number
 
     def listen(self, before):
