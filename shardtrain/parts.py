@@ -129,7 +129,8 @@ def _make_stage_parts(
             problems,
         )
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
-    if missing := missing_arguments(optimizer, traced.params, line_search=False):
+    own_params = jax.eval_shape(stage.init, jax.random.key(0))[0]
+    if missing := missing_arguments(optimizer, own_params, line_search=False):
         raise ValueError(missing_text(missing))
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     _check_evaluated(run, placement)

@@ -94,12 +94,12 @@ def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(fold
     until_steps(process)
     process.send_signal(signal.SIGTERM)
     code, out, err = ended(process)
-    assert code == 128 + signal.SIGINT, err
+    assert code == 128 + signal.SIGTERM, err
     assert "SIGTERM: all ranks are asked to stop and save" in err
-    assert "stopped by SIGINT: islands 0, 1\n" in err
+    assert "stopped by SIGTERM: islands 0, 1\n" in err
     (saved,) = Path("run/checkpoints").glob("step_*")
     step = int(saved.name.removeprefix("step_"))
-    assert f"stopped by SIGINT after step {step}, which is saved; the same command goes on\n" in out
+    assert f"stopped by SIGTERM after step {step}, which is saved; the same command goes on\n" in out
     assert read_jsonl(Path("run/metrics.jsonl"))[-1]["step"] == step
     assert pids(out).keys() == {0, 1}
 
