@@ -221,7 +221,7 @@ def test_prune_finds_the_lock_by_any_name_of_the_folder(held, name, run, tmp_pat
         (["show", "{run}", "--step", "5"], "has no step 5: there are 10, 20, 30, 40"),
         (["show", "{run}@10", "--step", "20"], "is step 10 and step 20 at once; name one"),
         (["prune", "{run}@10", "--keep", "1"], "is one step; give the run's folder"),
-        (["prune", "{run}", "--keep", "0"], "keep=0; use 1 or more"),
+        (["prune", "{run}", "--keep", "0"], "keep is 0; use 1 or more"),
         (["export", "{run}", "{tmp}/out", "--using", "no.such"], "there is no module 'no.such'"),
         (["export", "{run}", "{tmp}/out", "--using", "json"], "json has no export_model"),
         (["import", "{tmp}/none", "{tmp}/out"], "there is no"),
