@@ -188,9 +188,10 @@ def _run(
         # a run that resumes from this step does not do it again
         if save_now or evaluates:
             log.catch_up(hold_newest=evaluates)
-        # before the evaluation, which may fail or be cut short. What ends without a single update is
+        # before the evaluation, which may fail or be cut short. A run that ends without a single update is
         # not saved: the same command shall begin again
-        if save_now and not (last and not pieces.anywhere("a step that was not skipped", log.trained)):
+        is_nothing = last and not first_step
+        if save_now and not (is_nothing and not pieces.anywhere("a step that was not skipped", log.trained)):
             saved_seconds, is_due = time.monotonic(), False
             with marks.at("saving", long=True):
                 state = pieces.before_save(state)
@@ -202,15 +203,14 @@ def _run(
             stop.agreed(stop_now)
             break
     log.finish()
-    if done > first_step and not pieces.anywhere("a step that was not skipped", log.trained):
-        text = f"every step was skipped, so nothing was learned: {log.why_skipped}"
-        if done == pace.steps:
-            raise FloatingPointError(text)
-        pieces.progress.note(f"WARNING: {text}")
     if (pace.spikes or pace.nonfinite == "roll_back") and pieces.anywhere(
         "a bad step", log.fault is not None
     ):
         raise log.fault or RollBack(done, f"a step up to {done} was bad on another island")
+    if done > first_step and not pieces.anywhere("a step that was not skipped", log.trained):
+        if done == pace.steps and not first_step:
+            raise FloatingPointError(f"every step was skipped, so nothing was learned: {log.why_skipped}")
+        pieces.progress.note(f"WARNING: every step from {first_step + 1} was skipped: {log.why_skipped}")
     if done > first_step:
         with marks.at("saving the last step", long=True):
             _wait(pieces)

@@ -27,6 +27,7 @@ from shardtrain.loss import (
 )
 from shardtrain.model import Model
 from shardtrain.models.mlp import MlpConfig
+from shardtrain.restore import Allow
 from shardtrain.trainer import train
 from shardtrain.user_code import UserCodeFailed
 
@@ -234,6 +235,16 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
         in text
     )
     assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(tmp_path, monkeypatch):
+    train(make_run(Points(), tmp_path, steps=2), Console(quiet=True))
+    monkeypatch.setattr("shardtrain.trainer.class_problems", lambda expected, batch: [])
+    console = Console(file=(out := io.StringIO()), width=200)
+    run = make_run(Points(bad=0), tmp_path, steps=3, allow=Allow(changed=("data*",)))
+    assert train(run, console).step == 3
+    assert "WARNING: every step from 3 was skipped: step 3 was skipped: loss nan" in out.getvalue()
+    assert (tmp_path / "checkpoints" / "step_00000003").is_dir()
 
 
 def test_classes_of_the_first_batch_are_refused_before_the_first_step(tmp_path):
