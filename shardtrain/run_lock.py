@@ -19,6 +19,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EIO)
 NO_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """Where no lock can be made: on a full disk people must still be able to delete."""
 
+FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
 
 class Locked(ValueError):
     """Another process holds the lock."""
@@ -44,7 +46,7 @@ def locked(folder: Path) -> Iterator[None]:
         return
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError:
             raise Locked(f"another process holds the lock of {folder}") from None
         except OSError as error:
@@ -59,8 +61,24 @@ def _open(path: Path) -> int | None:
     if path.is_symlink():
         raise OSError(f"{path} is a link, and a lock is none; remove it")
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | FLAGS, 0o666)
     except OSError as error:
-        if error.errno in NO_FILE:
-            return None
-        raise
+        if error.errno not in NO_FILE:
+            raise
+    try:
+        # that of another user, who may hold it: reading is enough
+        return os.open(path, os.O_RDONLY | FLAGS)
+    except OSError as error:
+        if error.errno not in (*NO_FILE, errno.ENOENT):
+            raise
+        return None
+
+
+def _lock(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        # on NFS only what is open for writing is locked like this; whoever holds it is seen all the same
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
