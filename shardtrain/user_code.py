@@ -6,10 +6,9 @@
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = __name__.partition(".")[0]
 
 OWN_MISTAKES = (ValueError, OSError)
 """What shardtrain raises for a mistake in what was asked, with its cure in the text."""
@@ -43,8 +42,15 @@ def user_code(where: Callable[[Exception], str]) -> Iterator[None]:
 
 def _raised_here(trace: TracebackType | None) -> bool:
     """Whether the innermost call is in this package: its models and data explain what they refuse."""
-    frames = traceback.extract_tb(trace)
-    return bool(frames) and frames[-1].filename.startswith(PACKAGE)
+    innermost = False
+    while trace is not None:
+        innermost, trace = _is_own(trace), trace.tb_next
+    return innermost
+
+
+def _is_own(trace: TracebackType) -> bool:
+    """Whether a call is of this package, by the name of its module: a path may lead through links."""
+    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == PACKAGE
 
 
 def user_traceback(failure: UserCodeFailed) -> str:
@@ -52,7 +58,7 @@ def user_traceback(failure: UserCodeFailed) -> str:
     error = failure.__cause__
     assert error is not None
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
+    while trace is not None and _is_own(trace):
         trace = trace.tb_next
     shown = trace or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, shown, chain=False))
