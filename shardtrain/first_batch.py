@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
+from shardtrain.axes import AXES
 from shardtrain.loss import CLASSES, Loss, checked
 from shardtrain.model import Model
 
 MOST_ELEMENTS = 1 << 24
 """Of the model's outputs for one row; above it only counts are computed, which need no outputs."""
+
+ONE = AbstractMesh((1,) * len(AXES), AXES)
+"""Models may constrain over the axes of the run's mesh, and one or two rows do not divide by their sizes."""
 
 SHOWN = 3
 """So many wrong values are shown of each array."""
@@ -78,7 +83,8 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
         outputs.append(found.outputs_of(inputs))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs[-1])
 
-    jax.eval_shape(lambda batch: checked(loss(apply, batch)), rows)
+    with jax.sharding.use_abstract_mesh(ONE):
+        jax.eval_shape(lambda batch: checked(loss(apply, batch)), rows)
     return found._replace(outputs=outputs)
 
 
@@ -146,7 +152,8 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any]:
         one_by_one = jax.tree.map(lambda x: x[:, None], (batch, numbers))
         return totals(batch, numbers), jax.vmap(totals)(*one_by_one)
 
-    return both(dict(expected.rows))
+    with jax.sharding.use_abstract_mesh(ONE):
+        return both(dict(expected.rows))
 
 
 def _made_up(like: Any, numbers: jax.Array) -> jax.Array:

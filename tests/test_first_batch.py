@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from shardtrain.cli import main
@@ -282,6 +284,48 @@ def test_an_exception_of_the_users_keeps_its_traceback_and_ends_with_1(
     for word in words:
         assert word in said
     assert "shardtrain/data/batches.py" not in said
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """A model that shards its activations by itself, over an axis of the mesh."""
+
+    axis: str
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        return ConstrainedModule(self.axis, rngs)
+
+
+class ConstrainedModule(nnx.Module):
+    def __init__(self, axis: str, rngs: nnx.Rngs):
+        self.axis, self.linear = axis, nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        twice = jax.shard_map(lambda x: x * 2, in_specs=PartitionSpec(), out_specs=PartitionSpec())(x)
+        return jax.lax.with_sharding_constraint(self.linear(twice), PartitionSpec(None, self.axis))
+
+
+CONSTRAINED_FILE = """
+from tests_first_batch import Constrained, Points, make_run
+from pathlib import Path
+def run(): return make_run(Points(), Path({folder!r}), steps=1, model=Constrained({axis!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "code", "words"),
+    [
+        ("tensor", 0, ""),
+    ],
+)
+def test_a_model_with_constraints_of_its_own(axis, code, words, tmp_path, capsys, monkeypatch):
+    """Also of one or two rows of the first batch, which the mesh does not divide."""
+    monkeypatch.setitem(sys.modules, "tests_first_batch", sys.modules[__name__])
+    (tmp_path / "constrained.py").write_text(CONSTRAINED_FILE.format(folder=str(tmp_path / "run"), axis=axis))
+    monkeypatch.delitem(sys.modules, "constrained", raising=False)
+    options = ["--mesh", "data=2,tensor=4", "--unnamed", "replicate"]
+    assert main(["train", str(tmp_path / "constrained.py"), *options]) == code
+    assert words in capsys.readouterr().err
 
 
 def test_own_mistakes_stay_what_they_are():
