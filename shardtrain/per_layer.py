@@ -38,10 +38,9 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
         def dim(path: Any, _: Any) -> int | None:
             keys = path_text(path).split("/")
-            found = next(
-                (stacks[own] for i in range(len(keys)) if (own := "/".join(keys[i:])) in stacks), None
-            )
-            return 0 if found == size else None
+            # the longest: `head/w` is not the stacked `w`
+            found = next((stacks[own] for i in range(len(keys)) if (own := "/".join(keys[i:])) in stacks), 0)
+            return 0 if found == size > 0 else None
 
         return jax.tree.map_with_path(dim, tree)
 
@@ -58,7 +57,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
     def init(params: Any) -> Any:
         results = []
-        for size in sorted(set(_stacks(params, dims).values())) or [0]:
+        for size in sorted(set(_stacks(params, dims).values()) - {0}) or [0]:
             in_dims = mapped(params, params, size)
             alone = jax.tree.map(lambda x, d: x if d is None else x[0], params, in_dims)
             out_dims = mapped(jax.eval_shape(optimizer.init, alone), params, size)
@@ -68,7 +67,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         results = []
-        for size in sorted(set(_stacks(updates, dims).values())):
+        for size in sorted(set(_stacks(updates, dims).values()) - {0}):
             of_params, of_state = mapped(updates, updates, size), mapped(state, updates, size)
             run = jax.vmap(optimizer.update, (of_params, of_state, of_params), (of_params, of_state))
             results.append((run(updates, state, params), (of_params, of_state)))
@@ -78,11 +77,10 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
 
 def _stacks(params: Any, dims: Tree) -> dict[str, int]:
-    """Path -> number of layers, of each stacked array."""
+    """Path of each array -> its number of layers, 0 where it is not stacked."""
     names = jax.tree.leaves(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
     leaves = jax.tree.leaves_with_path(params)
     return {
-        path_text(path): x.shape[0]
+        path_text(path): x.shape[0] if each and each[0] == axes.LAYERS else 0
         for (path, x), each in zip(leaves, names, strict=True)
-        if each and each[0] == axes.LAYERS
     }

@@ -180,6 +180,20 @@ def test_each_layer_of_a_stack_is_updated_as_if_alone(name):
         np.testing.assert_allclose(found, alone[path], rtol=1e-5, err_msg=path)
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+def test_an_array_whose_name_ends_as_that_of_a_stack_is_left_whole(rows):
+    """Also one whose first dim is as long as the stack has layers."""
+    dims = {"head": {"w": ("embed", "mlp")}, "w": ("layers", "embed")}
+    stack = jnp.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    params = {"head": {"w": jnp.arange(2.0 * rows).reshape(rows, 2)}, "w": stack}
+    grads, optimizer = jax.tree.map(jnp.ones_like, params), optax.scale_by_trust_ratio()
+    layered: Any = per_layer(optimizer, dims)
+    found, _ = layered.update(grads, layered.init(params), params)
+    expected: Any = optimizer.update(grads["head"], optimizer.init(params["head"]), params["head"])
+    np.testing.assert_allclose(found["head"]["w"], expected[0]["w"], rtol=1e-6)
+    np.testing.assert_allclose(found["w"], stack, rtol=1e-6)
+
+
 def test_what_mixes_arrays_cannot_be_mapped_over_layers():
     mixing = per_layer(optax.clip_by_global_norm(1.0), LAYERED)
     params = {
