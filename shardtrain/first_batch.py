@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 from shardtrain.axes import AXES
 from shardtrain.loss import CLASSES, Loss, checked
 from shardtrain.model import Model
+from shardtrain.user_code import UserCodeFailed
 
 MOST_ELEMENTS = 1 << 24
 """Of the model's outputs for one row; above it only counts are computed, which need no outputs."""
@@ -89,9 +90,10 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
 
 
 def loss_problems(expected: Expected) -> list[str]:
-    """Whether a loss returns means instead of sums, or counts that do not add up.
+    """Whether a loss returns a mean instead of a sum, or a count that does not depend on the rows.
 
-    Sums over rows may depend on the other rows (as in contrastive losses), so only a mean is refused.
+    Only what is certain is refused: sums and counts may depend on several rows at once (contrastive losses,
+    losses over pairs), and a model without outputs of rows computes its loss itself.
 
     Args:
       expected: of the run.
@@ -99,28 +101,27 @@ def loss_problems(expected: Expected) -> list[str]:
     Returns:
       What is wrong, and what to return instead; nothing where all is well.
     """
-    size = sum(x.size for x in jax.tree.leaves(expected.outputs)) // 2
-    whole, alone = jax.device_get(_totals(expected, with_sums=size <= MOST_ELEMENTS))
-    problems = [
-        f"the count of {what} is {pair[1]:g} for two rows together, and {apart[1][0]:g} and {apart[1][1]:g}"
-        " for each alone: return the sum of the losses, never their mean, and the number of examples or"
-        " tokens it is of, such as `(losses * batch['weights']).sum(), batch['weights'].sum()`"
-        for what, pair, apart in _pairs(whole, alone)
-        if not np.isclose(pair[1], apart[1].sum(), rtol=1e-4)
-    ]
-    if not problems and "sum" in whole and _is_mean(whole["sum"], alone["sum"], alone["loss"][1]):
-        problems.append(
+    outputs = [x for x in jax.tree.leaves(expected.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if any(x.ndim == 0 or x.shape[0] != 2 for x in outputs):
+        return []
+    totals = _totals(expected, with_sums=sum(x.size for x in outputs) // 2 <= MOST_ELEMENTS)
+    if totals is None:
+        return []
+    whole, alone = totals
+    if whole["count"] != 0 and np.allclose(alone["count"], whole["count"], rtol=1e-4):
+        one, two = alone["count"]
+        return [
+            f"the count of the loss is {whole['count']:g} for two rows together, and {one:g} and {two:g} for"
+            " each alone: return the sum of the losses, never their mean, and the number of examples or"
+            " tokens it is of, such as `(losses * batch['weights']).sum(), batch['weights'].sum()`"
+        ]
+    if "sum" in whole and _is_mean(whole["sum"], alone["sum"], alone["count"]):
+        return [
             f"the loss of two rows together, {whole['sum']:.6g}, is the mean of what it is of each alone,"
             f" {alone['sum'][0]:.6g} and {alone['sum'][1]:.6g}: return their sum, `losses.sum()` in the place"
             " of `losses.mean()`, beside the count"
-        )
-    return problems
-
-
-def _pairs(whole: Mapping[str, Any], alone: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(what, of both rows, of each alone) of the loss and its metrics."""
-    metrics = [(f"metric {name!r}", pair, alone["metrics"][name]) for name, pair in whole["metrics"].items()]
-    return [("the loss", whole["loss"], alone["loss"]), *metrics]
+        ]
+    return []
 
 
 def _is_mean(whole: float, alone: np.ndarray, counts: np.ndarray) -> bool:
@@ -135,25 +136,30 @@ def _is_mean(whole: float, alone: np.ndarray, counts: np.ndarray) -> bool:
     return any(np.isclose(whole, mean, rtol=1e-4) for mean in means)
 
 
-def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any]:
-    """What the loss returns of two rows together, and of each alone: loss and metrics as (0, count), sum."""
+def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
+    """The count and the sum that the loss returns of two rows together, and of each alone.
+
+    None for a loss that needs more than one row.
+    """
 
     def totals(batch: Any, numbers: jax.Array) -> dict[str, Any]:
         def apply(*inputs: Any) -> Any:
             return jax.tree.map(lambda x: _made_up(x, numbers), expected.outputs_of(inputs))
 
-        loss_sum, count, metrics = checked(expected.loss(apply, batch))
-        found = {"loss": (0.0, count), "metrics": {name: (0.0, pair[1]) for name, pair in metrics.items()}}
-        return {**found, "sum": loss_sum} if with_sums else found
+        loss_sum, count, _ = checked(expected.loss(apply, batch))
+        return {"count": count, "sum": loss_sum} if with_sums else {"count": count}
 
-    @jax.jit
-    def both(batch: Any) -> tuple[Any, Any]:
-        numbers = jnp.arange(2)
-        one_by_one = jax.tree.map(lambda x: x[:, None], (batch, numbers))
-        return totals(batch, numbers), jax.vmap(totals)(*one_by_one)
-
+    together = dict(expected.rows), jnp.arange(2)
+    one_by_one = jax.tree.map(lambda x: x[:, None], together)
+    of_each = jax.vmap(totals)
     with jax.sharding.use_abstract_mesh(ONE):
-        return both(dict(expected.rows))
+        try:
+            jax.eval_shape(of_each, *one_by_one)
+        except (UserCodeFailed, ValueError):
+            return None
+        return jax.device_get(
+            jax.jit(lambda whole, each: (totals(*whole), of_each(*each)))(together, one_by_one)
+        )
 
 
 def _made_up(like: Any, numbers: jax.Array) -> jax.Array:
@@ -179,15 +185,17 @@ def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[
     """
     limit = expected.num_classes
     loss: Any = getattr(expected.loss, "__wrapped__", expected.loss)
-    known: Mapping[str, Sequence[str]] = CLASSES.get(loss, {}) if callable(loss) else {}
+    # a loss need not be hashable
+    known: Mapping[str, Sequence[str]] = next((arrays for own, arrays in CLASSES.items() if own is loss), {})
     problems = []
     for name, excuses in known.items():
         if limit is not None and name in batch:
             counts = _counts(batch, name, excuses)
             problems += _outside(name, np.asarray(batch[name]), counts, limit)
     if not known and expected.vocab is not None and "tokens" in batch:
-        tokens = np.asarray(batch["tokens"])
-        problems += _outside("tokens", tokens, _counts(batch, "tokens", ("weights",)), expected.vocab)
+        # a loss of the user's may leave out negative ones itself
+        counts = _counts(batch, "tokens", ("weights",)) & (np.asarray(batch["tokens"]) >= 0)
+        problems += _outside("tokens", np.asarray(batch["tokens"]), counts, expected.vocab)
     return problems
 
 

@@ -65,6 +65,19 @@ def contrastive(apply, batch):
     return cross_entropy(x @ x.T, jnp.arange(len(x)), batch["weights"])
 
 
+def over_pairs(apply, batch):
+    """Counts every pair of rows: none of one row."""
+    x = apply(batch["image"])
+    others = 1 - jnp.eye(len(x))
+    return ((x @ x.T) * others).sum(), others.sum()
+
+
+def pairs_of_rows(apply, batch):
+    """Of one row alone it raises."""
+    x = apply(batch["image"])[:, 0].reshape(-1, 2)
+    return jax.nn.softplus(x[:, 1] - x[:, 0]).sum(), len(x)
+
+
 MEAN, COUNT = (
     "is the mean of what it is of each alone",
     "the count of the loss is 1 for two rows together, and 1 and 1",
@@ -84,16 +97,45 @@ MEAN, COUNT = (
         (lambda apply, batch: (losses_of(apply, batch).mean(), 1), COUNT),
         (lambda apply, batch: (losses_of(apply, batch).mean(), jnp.float32(1)), COUNT),
         (lambda apply, batch: (losses_of(apply, batch).mean(), batch["weights"].sum()), MEAN),
-        (
-            lambda apply, batch: (losses_of(apply, batch).sum(), 3, {"accuracy": (0.5, 1)}),
-            "metric 'accuracy' is 1",
-        ),
+        (lambda apply, batch: (losses_of(apply, batch).sum(), 3), "is 3 for two rows together, and 3 and 3"),
+        (lambda apply, batch: (*classification_loss(apply, batch)[:2], {"temperature": (0.5, 1)}), None),
+        (over_pairs, None),
+        (pairs_of_rows, None),
     ],
 )
 def test_a_loss_that_returns_a_mean_is_refused(loss, problem):
     found = loss_problems(make_expected(IMAGES, guarded(loss), LABELS))
     assert bool(found) == (problem is not None)
     assert problem is None or problem in "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda apply, batch: apply(batch), lambda apply, batch: (apply(batch)[0], 3)]
+)
+def test_a_model_that_computes_its_loss_is_left_to_itself(loss):
+    model = Model(
+        init=lambda key: ({"w": jnp.zeros((4, VOCAB))}, {}),
+        apply=lambda params, state, rng, train, batch: (
+            cross_entropy(batch["image"] @ params["w"], batch["label"]),
+            state,
+        ),
+        dims={"w": ("embed", "vocab")},
+    )
+    assert loss_problems(make_expected(model, guarded(loss), LABELS)) == []
+
+
+@dataclass
+class Smoothed:
+    """A loss that has no hash."""
+
+    by: float = 0.1
+
+    def __call__(self, apply, batch):
+        return losses_of(apply, batch).sum() * (1 - self.by), len(batch["label"])
+
+
+def test_a_loss_without_a_hash():
+    assert class_problems(make_expected(IMAGES, guarded(Smoothed()), LABELS), LABELS) == []
 
 
 def test_counts_that_weights_and_masks_make_small_are_right():
@@ -138,6 +180,8 @@ def test_the_vocabulary_of_a_model_limits_the_tokens_of_any_loss():
     bad = {**TOKENS, "tokens": TOKENS["tokens"] + VOCAB}
     assert class_problems(make_expected(TABLE, loss, TOKENS), bad) == []
     assert "the model has classes 0 to 7" in class_problems(make_expected(TABLE, loss, TOKENS, VOCAB), bad)[0]
+    masked = {**TOKENS, "tokens": np.where(TOKENS["tokens"] > 3, -100, TOKENS["tokens"])}
+    assert class_problems(make_expected(TABLE, loss, TOKENS, VOCAB), masked) == []
 
 
 @pytest.mark.parametrize(
