@@ -1,11 +1,13 @@
 """Standard output and error that a full disk, or a reader who left, does not end a run for (no jax).
 
+`fill_closed` is for every command, the rest for `train` alone.
+
 Other commands want the opposite: what they were asked to print is what they are for.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +34,10 @@ class SteadyStream:
     def write(self, text: str) -> int:
         self._attempt(lambda: self._stream.write(text))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         self._attempt(self._stream.flush)
@@ -66,6 +72,19 @@ def _report(error: OSError) -> None:
     # nobody reads any more (`| head`): no news
     if not isinstance(error, BrokenPipeError):
         sys.stderr.write(f"WARNING: standard output cannot be written: {error}; the run goes on without it\n")
+
+
+def fill_closed() -> None:
+    """Have standard streams that are closed (`>&-`) lead nowhere.
+
+    Python has None for them, and the next file that is opened would get their number.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def close_quietly(stream: Any) -> None:

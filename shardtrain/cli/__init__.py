@@ -13,6 +13,7 @@ from typing import Any
 
 from shardtrain import terminal
 from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
+from shardtrain.steady_streams import close_quietly, fill_closed
 from shardtrain.stop_signals import StopSignals, write_raw
 
 COMMANDS = {
@@ -33,6 +34,7 @@ CLEAN_UP = ("checkpoint",)
 END_TOGETHER = ("doctor",)
 """Commands whose ranks all end by themselves, with the same exit code."""
 
+HELP = ("--help", "-h")
 USER_ERROR = MISTAKE
 TRACEBACK = "SHARDTRAIN_TRACEBACK"
 
@@ -49,16 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
       again, 128 + the signal's number when a signal ended the run.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        terminal.out(usage())
-        return 0 if arguments else USER_ERROR
-    command, *rest = arguments
+    fill_closed()
+    command, *rest = arguments or HELP
     # before anything large is imported: Ctrl-C must end what has not begun
     stop = StopSignals(
         lambda number: end_at_once(command, number), listens=command not in FORK, unwinds=command in CLEAN_UP
     )
     with stop:
-        code = _run(command, rest, stop)
+        code = _run(command, rest, stop) or (DONE if arguments else USER_ERROR)
     fine = (DONE, COME_AGAIN, *(128 + number for number in signal.Signals))
     if code not in fine and command not in END_TOGETHER:
         _end_other_ranks(code)
@@ -90,13 +90,11 @@ def _run(command: str, rest: list[str], stop: StopSignals) -> int:
     from shardtrain.layout import near
     from shardtrain.user_code import UserCodeFailed, user_traceback
 
-    if command not in COMMANDS:
+    if command not in (*COMMANDS, *HELP):
         terminal.err(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
         return USER_ERROR
     try:
-        set_cpu_devices(rest)
-        own = {"stop": stop} if command == "train" else {}
-        code = importlib.import_module(f"shardtrain.cli.{command}").main(rest, **own)
+        code = _command(command, rest, stop)
         sys.stdout.flush()
     except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK):
@@ -111,10 +109,17 @@ def _run(command: str, rest: list[str], stop: StopSignals) -> int:
     return code
 
 
+def _command(command: str, rest: list[str], stop: StopSignals) -> int:
+    if command in HELP:
+        terminal.out(usage())
+        return DONE
+    set_cpu_devices(rest)
+    own = {"stop": stop} if command == "train" else {}
+    return importlib.import_module(f"shardtrain.cli.{command}").main(rest, **own)
+
+
 def _told(command: str, error: ValueError | OSError) -> int:
     """Say what went wrong, and return the exit code for it."""
-    from shardtrain.steady_streams import close_quietly
-
     code = exit_code(error)
     # nobody reads any more (`| head`)
     if not isinstance(error, BrokenPipeError):
