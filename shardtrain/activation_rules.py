@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.layout import Rules, near, problems_error, repeated
 from shardtrain.resolve import is_one_device, rules_text, ways_text
+from shardtrain.user_code import UserCodeFailed
 
 
 class _Ask:
@@ -108,9 +109,11 @@ def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "re
     ):
         try:
             yield
-        except ValueError as error:
-            if "cannot appear in with_sharding_constraint spec" in str(error):
-                raise ValueError(own_constraint_text(str(error))) from error
+        except (ValueError, UserCodeFailed) as error:
+            # the model is called by the loss, whose exceptions are told as the user's
+            found = str(error.__cause__ if isinstance(error, UserCodeFailed) else error)
+            if "cannot appear in with_sharding_constraint spec" in found:
+                raise ValueError(own_constraint_text(found)) from error
             raise
     if strict.problems:
         # jax keeps traces in which these constraints would not be asked about again

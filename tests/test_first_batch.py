@@ -360,6 +360,7 @@ def run(): return make_run(Points(), Path({folder!r}), steps=1, model=Constraine
     ("axis", "code", "words"),
     [
         ("tensor", 0, ""),
+        ("data", 2, "name the dims instead, as nn.with_logical_constraint(x, ('batch', None, 'embed'))"),
     ],
 )
 def test_a_model_with_constraints_of_its_own(axis, code, words, tmp_path, capsys, monkeypatch):
