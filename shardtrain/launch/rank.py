@@ -90,7 +90,9 @@ class Keeper:
         self._log = logs / f"rank-{place.rank}.log"
         self._record_path = logs / f"rank-{place.rank}.json"
         self._step_file = step_file_path(self._record_path).resolve()
-        self._step_file.unlink(missing_ok=True)
+        self._lost = self._record_path.with_suffix(LOST)
+        for of_an_earlier_start in (self._step_file, self._lost):
+            of_an_earlier_start.unlink(missing_ok=True)
         self._log.touch()
         names = ("rank", "size", "host")
         self._record: dict[str, Any] = {name: getattr(place, name) for name in names} | vars(seat)
@@ -117,7 +119,7 @@ class Keeper:
             return NOT_FOUND
         for number in list(self._asked):
             child.send_signal(number)
-        release = guard(child.pid, lost=self._record_path.with_suffix(LOST))
+        release = guard(child.pid, lost=self._lost)
         follow = Follower(self._log, self._record["log_from"], self._prefix)
         while child.poll() is None:
             follow.look()

@@ -46,10 +46,14 @@ def test_alone_nothing_stands_before_its_lines(tmp_path):
 
 def test_a_second_start_adds_to_the_log_and_passes_on_its_own(tmp_path):
     kept(tmp_path, "print('one')", **SECOND)
+    for rank in (0, 1):
+        # as a requeued batch job finds it, whose first start lost both
+        (tmp_path / f"logs/rank-{rank}.lost").write_text("7.5")
     done = kept(tmp_path, "print('two')", **SECOND)
     assert done.stdout == "[island 1] two\n"
     assert (tmp_path / "logs/rank-1.log").read_text() == "one\ntwo\n"
     assert record(tmp_path, 1)["log_from"] == 4
+    assert [path.name for path in tmp_path.glob("logs/*.lost")] == ["rank-0.lost"]
 
 
 def test_a_signal_that_ends_the_program_is_told(tmp_path):
