@@ -54,6 +54,15 @@ class Watch:
         """How long an operation may take."""
         return (self.long_seconds if long else self.stall_seconds) or math.inf
 
+    @property
+    def silent_work_seconds(self) -> float:
+        """How long a rank whose process is well may be silent; never for ever, for nothing else tells of it.
+
+        >>> Watch().silent_work_seconds, Watch(stall_seconds=0, long_seconds=0).silent_work_seconds
+        (600.0, 20.0)
+        """
+        return self.stall_seconds or self.long_seconds or self.silence_seconds
+
 
 class Beat(NamedTuple):
     """What a rank tells of itself every second.

@@ -178,18 +178,8 @@ class Watchdog:
             for rank, heard in self._heard_seconds.items()
             if rank not in self._left
             and now - heard > self._watch.silence_seconds + later
-            and not self._is_at_work(rank, now - heard)
+            and not is_at_work(self._peers[rank], self._peers[self._rank].host, now - heard, self._watch)
         }
-
-    def _is_at_work(self, rank: int, seconds: float) -> bool:
-        """Whether a silent rank's process is well: a library may keep Python's lock there, and so its beats.
-
-        That is work, not silence, and its limit is that of a stall.
-        """
-        peer, mine = self._peers[rank], self._peers[self._rank]
-        if peer.host != mine.host or seconds > self._watch.limit(long=False):
-            return False
-        return process_state(peer.pid) not in (None, *STATES)
 
     def end(self, text: str) -> NoReturn:
         """End all ranks: the main thread has found why by itself.
@@ -284,6 +274,22 @@ def cause_text(peer: Peer, here: str) -> str:
     if (state := process_state(peer.pid)) is None:
         return f"its process {peer.pid} is gone"
     return f"its process {peer.pid} {STATES.get(state, 'is there, but its Python does not run')}"
+
+
+def is_at_work(peer: Peer, here: str, seconds: float, watch: Watch) -> bool:
+    """Whether a silent rank's process is well: a library may keep Python's lock there, and so its beats.
+
+    That is work, not silence, and has a limit of its own.
+
+    Args:
+      peer: the rank.
+      here: the host of this process.
+      seconds: since its last beat.
+      watch: the limits.
+    """
+    if peer.host != here or seconds > watch.silent_work_seconds:
+        return False
+    return process_state(peer.pid) not in (None, *STATES)
 
 
 def process_state(pid: int) -> str | None:
