@@ -6,7 +6,6 @@ docs/trained_model.md.
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from flax import nnx
 
 from shardtrain.archive import Archive
 from shardtrain.config import describe, differences
+from shardtrain.evaluated_params import exported_params
 from shardtrain.layout import problems_error
 from shardtrain.manifest import Leaf, mismatches
 from shardtrain.model import Model, Tree, as_model, path_text
@@ -51,14 +51,17 @@ def build(model: Any, seed: int = 0) -> Any:
     return _assembled(model, params, model_state, values.__getitem__, seed)
 
 
-def load(run_dir: str | Path, model: Any, step: int | None = None) -> Any:
+def load(run_dir: str | Path, model: Any, step: int | None = None, *, evaluated: bool = True) -> Any:
     """Load the parameters of a run, whatever mesh, pipeline or islands trained them, into a model.
+
+    They are those that the run evaluates and exports: with `Run(evaluate_with="ema")` their average.
 
     Args:
       run_dir: a run's folder, its folder of checkpoints, or the folder of a step.
       model: the model that the run has trained, as its run file has it; see `build`. A run folder holds
         descriptions and arrays, and no code to build a model from.
       step: after which it was saved; None takes the newest.
+      evaluated: False takes those that the optimizer trains, whatever the run evaluates.
 
     Returns:
       The nnx.Module, for use: without dropout, and with running averages (`nnx.view(module,
@@ -67,7 +70,7 @@ def load(run_dir: str | Path, model: Any, step: int | None = None) -> Any:
 
     Raises:
       ValueError: there is no such checkpoint, it is broken, or it is of another model: all arrays and
-        options that differ.
+        options that differ. Or the run evaluates with a function, which no checkpoint holds.
     """
     archive = find_start(Path(run_dir), step)
     params, model_state = jax.eval_shape(as_model(model).init, jax.random.key(0))
@@ -80,14 +83,21 @@ def load(run_dir: str | Path, model: Any, step: int | None = None) -> Any:
     if wrong := mismatches(saved, wanted):
         wrong += _changed_options(archive.extra, model)
         raise problems_error(f"step {archive.step} in {run_dir} is of another model than was given", wrong)
-    built = _assembled(model, params, model_state, partial(_read, archive), seed=0)
+    built = _assembled(model, params, model_state, _saved_values(archive, evaluated), seed=0)
     if isinstance(model, Model):
         return built
     return nnx.view(built, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
 
-def _read(archive: Archive, path: str) -> jax.Array:
-    return jnp.asarray(archive.read(path))
+def _saved_values(archive: Archive, evaluated: bool) -> Values:
+    how = (archive.extra.get("run") or {}).get("evaluate_with") if evaluated else None
+    exported = exported_params(how, archive.leaves, archive.read)
+
+    def value(path: str) -> jax.Array:
+        kind, _, name = path.partition("/")
+        return jnp.asarray(exported(name) if kind == "params" else archive.read(path))
+
+    return value
 
 
 def _changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:

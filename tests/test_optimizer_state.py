@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from shardtrain.cli.checkpoint_files import exported_params
 from shardtrain.config import Run, Strategy
 from shardtrain.data import Text, place
+from shardtrain.evaluated_params import exported_params
 from shardtrain.layout import Layout
 from shardtrain.mesh import make_mesh
 from shardtrain.model import Model

@@ -16,6 +16,7 @@ from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.config import describe
 from shardtrain.model import path_text
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.optimizer_state import AverageState
 from shardtrain.pipeline.rows import Stages
 from shardtrain.saved import lies, saved_part
 
@@ -115,6 +116,26 @@ def test_running_statistics_come_with_the_parameters_of_an_nnx_module(tmp_path):
     # running averages are used: a row does not depend on the others
     x = jnp.arange(8.0).reshape(2, 4)
     np.testing.assert_allclose(model(x)[:1], model(x[:1]), rtol=1e-6)
+
+
+def test_what_is_loaded_is_what_the_run_evaluates(tmp_path):
+    """The average of its parameters; running statistics have none."""
+    pure = st.from_nnx(Normed)
+    params, model_state = pure.init(jax.random.key(0))
+    average = jax.tree.map(lambda x: x + 2, params)
+    opt_state = (optax.EmptyState(), AverageState(jnp.int32(1), average))
+    tree = {"params": params, "model_state": model_state, "opt_state": opt_state}
+    arrays = {path_text(path): x for path, x in jax.tree.leaves_with_path(tree)}
+
+    with Checkpoints(tmp_path / "checkpoints", CheckpointPolicy()) as checkpoints:
+        checkpoints.save(1, arrays, {"run": {"evaluate_with": "ema"}})
+        checkpoints.save(2, arrays, {"run": {"evaluate_with": "runs:mine"}})
+    for evaluated, expected in ((True, average), (False, params)):
+        model = st.load(tmp_path, Normed, step=1, evaluated=evaluated)
+        np.testing.assert_array_equal(model.norm.scale[...], expected["norm"]["scale"])
+        np.testing.assert_array_equal(model.norm.mean[...], 0)
+    with pytest.raises(ValueError, match=r"runs:mine, a function .*load\(run_dir, model, evaluated=False\)"):
+        st.load(tmp_path, Normed)
 
 
 def test_of_a_linen_model_the_variables_are_loaded(tmp_path):

@@ -6,16 +6,16 @@ not know its models. Any module with `export_model` and `import_model` like the 
 
 import importlib
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 
 from shardtrain import terminal
 from shardtrain.cli.checkpoint_place import CHECKPOINTS, find_place
+from shardtrain.evaluated_params import exported_params
 from shardtrain.imported import MODEL_FILE, write_about
 from shardtrain.layout import problems_error
 from shardtrain.output import new_folder, refuse_filled
@@ -96,47 +96,6 @@ def export_checkpoint(options: Export) -> int:
     for name in files:
         terminal.out(f"  {name}  {bytes_text((options.out / name).stat().st_size)}\n")
     return 0
-
-
-def exported_params(
-    how: str | None, paths: Iterable[str], read: Callable[[str], np.ndarray]
-) -> Callable[[str], np.ndarray]:
-    """path of a parameter -> the array to export: what the run evaluates.
-
-    Args:
-      how: `Run.evaluate_with` as the checkpoint describes it.
-      paths: of all arrays of the checkpoint.
-      read: path -> array.
-
-    Raises:
-      ValueError: it is a function, which no checkpoint holds; or (when called) what it names is not there.
-    """
-    if how is None:
-        return lambda path: read(PARAMS + path)
-    if how not in ("ema", "schedule_free"):
-        raise ValueError(
-            f"the run evaluates with {how}, a function that a checkpoint does not hold; export from Python,"
-            ' or train a step with evaluate_with None, "ema" or "schedule_free"'
-        )
-    kept, listed = "ema" if how == "ema" else "z", tuple(paths)
-
-    def beside(path: str) -> str:
-        found = [p for p in listed if p.startswith("opt_state/") and p.endswith(f"/{kept}/{path}")]
-        if len(found) != 1:
-            raise ValueError(
-                f"the checkpoint has {len(found)} arrays {kept}/{path} in its optimizer; needed is 1"
-            )
-        return found[0]
-
-    def exported(path: str) -> np.ndarray:
-        own, other = read(PARAMS + path), read(beside(path))
-        if how == "schedule_free":
-            # as optax.contrib.schedule_free_eval_params
-            b1 = read(beside(path).removesuffix(f"z/{path}") + "b1")
-            other = (own.astype(np.float32) - (1 - b1) * other) / b1
-        return other.astype(own.dtype)
-
-    return exported
 
 
 def import_checkpoint(options: Import) -> int:
