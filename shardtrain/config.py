@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.islands.options import Across
@@ -181,6 +182,14 @@ def _wrong_values(run: Run) -> list[str]:
     ]
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
+    for pattern, dims in run.names.items():
+        if not isinstance(pattern, str):
+            problems.append(f"names has the pattern {pattern!r}; give text, such as '*/kernel'")
+        if not isinstance(dims, tuple | list | PartitionSpec):
+            problems.append(
+                f"names[{pattern!r}] is {dims!r}; give a name or None for each dim,"
+                " as ('embed', 'mlp') or (None,)"
+            )
     return problems
 
 

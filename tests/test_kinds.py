@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.config import Run, StartFrom, Strategy
@@ -43,6 +44,9 @@ def make_run(**changes: Any) -> Run:
         (make_run, {"steps": 10.0}, "steps is 10.0; give a whole number: steps=10"),
         (make_run, {"seed": True}, "seed is True; give a whole number"),
         (make_run, {"nonfinite": "stopp"}, "nonfinite is 'stopp'; allowed: skip, stop, roll_back"),
+        (make_run, {"names": {"*/kernel": "tp"}}, "names['*/kernel'] is 'tp'; give a name or None for each dim, as ('embed', 'mlp') or (None,)"),
+        (make_run, {"names": {"*/bias": None}}, "names['*/bias'] is None; give a name or None for each dim, as ('embed', 'mlp') or (None,)"),
+        (make_run, {"names": {3: ("embed",)}}, "names has the pattern 3; give text, such as '*/kernel'"),
         (make_run, {"loss": 3}, "loss is 3; give a function"),
         (make_run, {"data": [1]}, "data is list, without train and heldout; give an object with train(folder) and heldout(folder), each returning samples by number (heldout may return None)"),
         (Strategy, {"accumulate": 2.5}, "accumulate is 2.5; give a whole number"),
@@ -92,6 +96,12 @@ def test_short_forms_mean_what_they_must():
     run = make_run(run_dir="runs/a", log_every=np.int64(3), checkpoints=CheckpointPolicy(every_minutes=np.float32(2)))  # type: ignore[arg-type]  # fmt: skip
     assert (run.run_dir, run.log_every, run.checkpoints.every_minutes) == (Path("runs/a"), 3, 2.0)
     assert (type(run.log_every), type(run.checkpoints.every_minutes)) == (int, float)
+
+
+def test_names_take_what_names_of_a_model_take():
+    for dims in (["embed", None], (("data", "fsdp"), None), PartitionSpec("embed", None)):
+        given: Any = {"*/kernel": dims}
+        assert make_run(names=given).names == given
 
 
 def test_all_kinds_and_ranges_are_told_at_once():
