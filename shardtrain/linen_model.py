@@ -70,7 +70,7 @@ def from_linen(
         used = module if train else other
         options: dict[str, Any] = mode_arguments(type(used).__call__, train)
         mutable = list(model_state) if train else []
-        with _synchronised(sync_batch_norm):
+        with _synchronised(axis_name if sync_batch_norm else None):
             outputs, changed = used.apply(
                 {"params": params, **model_state}, *inputs, **options, rngs=rngs(rng), mutable=mutable
             )
@@ -83,11 +83,13 @@ def from_linen(
         return dim_names(leaf.names, leaf.value.shape, path_text(path)) if is_boxed(leaf) else None
 
     try:
-        with _watched(seen.append), _synchronised(sync_batch_norm):
+        with _watched(seen.append):
             boxed = jax.eval_shape(variables, jax.random.key(0)).get("params", {})
     finally:
         # first of all, for norms that cannot be synchronised end with an unbound name
         axis_name = one_axis_name(one.module for one in seen)
+    if sync_batch_norm and any(isinstance(one.module, nn.BatchNorm) for one in seen):
+        axis_name = axis_name or REPLICAS
     if evaluation is None:
         _check_evaluation(type(module).__name__, seen)
     return Model(
@@ -99,14 +101,14 @@ def from_linen(
 
 
 @contextmanager
-def _synchronised(wanted: bool) -> Iterator[None]:
-    """Give every nn.BatchNorm that is called the axis of replicas, if it has none."""
+def _synchronised(axis_name: str | None) -> Iterator[None]:
+    """Give every nn.BatchNorm that is called this axis of replicas, if it has none."""
 
     def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
         module = context.module
-        if wanted and isinstance(module, nn.BatchNorm) and module.axis_name is None:
+        if axis_name and isinstance(module, nn.BatchNorm) and module.axis_name is None:
             # a bound copy, made for this call
-            object.__setattr__(module, "axis_name", REPLICAS)
+            object.__setattr__(module, "axis_name", axis_name)
         return call(*arguments, **options)
 
     with nn.intercept_methods(intercept):

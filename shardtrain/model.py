@@ -133,9 +133,10 @@ def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
     modules = [node for _, node in nnx.iter_graph(abstract) if isinstance(node, nnx.Module)]
+    own_name = one_axis_name(modules)
     for module in modules:
         if sync_batch_norm and isinstance(module, nnx.BatchNorm) and module.axis_name is None:
-            module.axis_name = REPLICAS
+            module.axis_name = own_name or REPLICAS
     axis_name = one_axis_name(modules)
     graphs = {}
     for train in (True, False):

@@ -123,6 +123,35 @@ def test_statistics_over_replicas(kind):
     assert not np.allclose(evaluated, whole)
 
 
+class TwoNorms(nnx.Module):
+    def __init__(self, rngs):
+        self.one = nnx.BatchNorm(4, axis_name="batch", rngs=rngs)
+        self.two = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.two(jnp.tanh(self.one(x)))
+
+
+class LinenTwoNorms(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(axis_name="batch", use_running_average=not train)(x)
+        return nn.BatchNorm(use_running_average=not train)(jnp.tanh(x))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_norms_without_an_axis_name_get_the_one_that_others_have(kind):
+    if kind == "nnx":
+        model = from_nnx(TwoNorms, sync_batch_norm=True)
+    else:
+        model = from_linen(LinenTwoNorms(), X, sync_batch_norm=True)
+    assert model.axis_name == "batch"
+    params, state = model.init(KEY)
+    call = functools.partial(model.apply, params, state, KEY, True)
+    found = jax.vmap(lambda x: call(x)[0], axis_name="batch")(X.reshape(2, 4, 4))
+    np.testing.assert_allclose(found.reshape(8, 4), call(X)[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "make",
     [
