@@ -5,8 +5,8 @@ What lies in a checkpoint is in `archive.py`. Next: `checkpoint.py`.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import jax
 from shardtrain.archive import Archive, Index, Reading
 from shardtrain.kinds import wrong_kinds
 from shardtrain.layout import problems_error
-from shardtrain.manifest import COMMON, Leaf, Lie, mismatches
+from shardtrain.manifest import COMMON, Leaf, Lie, matches, mismatches
+
+OPTIMIZER = "opt_state/"
 
 IN_FLIGHT_BYTES = 1 << 27
 """So many bytes are read ahead of what is on the devices already; a larger slice comes alone."""
@@ -27,7 +29,8 @@ class Allow:
 
     Args:
       missing: patterns of arrays (`params/head/*`) that it need not have, or not in the same shape; the run
-        begins with its own.
+        begins with its own. Where that is part of an optimizer's state, what else of it they name begins
+        with it: its count of updates too.
       unused: patterns of arrays that it has and the run has not.
       changed: patterns of options of the run (`model.dropout`) that are not those of the checkpoint; what
         needs no leave is in `resume.FREE`.
@@ -62,7 +65,7 @@ def restore_arrays(
       report: told how much was read.
 
     Returns:
-      Path -> array; without those that are allowed to be missing, and are.
+      Path -> array; without those that are allowed to be missing, and are, or `begun_anew` with them.
 
     Raises:
       ValueError: all arrays that differ; or a part that is needed cannot be seen.
@@ -72,13 +75,15 @@ def restore_arrays(
         for path, x in wanted.items()
     }
     where = {path: leaf.lie for path, leaf in leaves.items()}
-    saved = {path: archive.leaf(path, where.get(path, COMMON)) for path in archive.pieces}
+    saved = widened({path: archive.leaf(path, where.get(path, COMMON)) for path in archive.pieces}, leaves)
     check_state(archive, saved, leaves, allow)
+    differing = [path for path in wanted if str(saved.get(path)) != str(leaves[path])]
+    fresh = {*differing, *begun_anew(differing, wanted, allow.missing)}
     began, num_bytes, largest = time.monotonic(), 0, 0
     arrays: dict[str, jax.Array] = {}
     under_way: deque[_Coming] = deque()
     for path, like in wanted.items():
-        if str(saved.get(path)) != str(leaves[path]):
+        if path in fresh:
             continue
         under_way.append(_start(archive, path, like, leaves[path]))
         num_bytes += under_way[-1].num_bytes
@@ -93,6 +98,51 @@ def restore_arrays(
         f" {max(IN_FLIGHT_BYTES, largest) / 1e6:,.0f} MB at once on the host"
     )
     return arrays
+
+
+def widened(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Optimizer state of fewer bits as float32 where the run has float32: nothing is lost by it.
+
+    So it was saved of bfloat16 parameters, by earlier versions.
+
+    >>> leaf = Leaf(shape=(2,), dtype="bfloat16")
+    >>> wanted = Leaf(shape=(2,), dtype="float32")
+    >>> found = widened(dict.fromkeys(["opt_state/mu", "params/w"], leaf), {"opt_state/mu": wanted})
+    >>> [x.dtype for x in found.values()]
+    ['float32', 'bfloat16']
+    """
+
+    def is_widened(path: str) -> bool:
+        asked = path in wanted and path.startswith(OPTIMIZER) and wanted[path].dtype == "float32"
+        return asked and saved[path].dtype in ("bfloat16", "float16")
+
+    return {path: replace(x, dtype="float32") if is_widened(path) else x for path, x in saved.items()}
+
+
+def begun_anew(differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]) -> set[str]:
+    """What begins anew since other arrays do: a count of updates would not be that of moments of 0.
+
+    Args:
+      differing: paths of arrays that begin anew.
+      wanted: paths of all arrays.
+      missing: patterns of arrays that need not be saved; no others begin anew.
+
+    >>> state = ["opt_state/0/count", "opt_state/0/mu/a", "opt_state/0/mu/b", "opt_state/1/count"]
+    >>> sorted(begun_anew(["opt_state/0/mu/a"], state, ["opt_state/*"]))
+    ['opt_state/0/count', 'opt_state/0/mu/a', 'opt_state/0/mu/b']
+    >>> sorted(begun_anew(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
+    ['opt_state/0/mu/a']
+    """
+    listed = list(wanted)
+    counts = [path for path in listed if path.startswith(OPTIMIZER) and path.endswith("/count")]
+    # the longest first: a state may hold that of another
+    states = sorted((path.removesuffix("count") for path in counts), key=len, reverse=True)
+
+    def state_of(path: str) -> str | None:
+        return next((state for state in states if path.startswith(state)), None)
+
+    anew = {state_of(path) for path in differing} - {None}
+    return {path for path in listed if state_of(path) in anew and matches(path, missing)}
 
 
 def check_state(
@@ -140,6 +190,7 @@ class _Coming:
         shards: list[Any] = []
         for reading, devices in self.slices:
             found = reading.result()
+            found = found.astype(self.like.dtype, copy=False)
             shards += [jax.device_put(found, device) for device in devices]
         array = jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, shards)
         # else what was read would wait on the host for its turn on the device

@@ -23,7 +23,7 @@ from shardtrain.loop import HELD
 from shardtrain.manifest import COMMON, WHOLE, Leaf, Lie, Part, matches
 from shardtrain.model import path_text
 from shardtrain.pipeline.held import Held
-from shardtrain.restore import Allow, check_state, restore_arrays
+from shardtrain.restore import Allow, check_state, restore_arrays, widened
 from shardtrain.saveable import restorable
 from shardtrain.saved import KEPT, lies, saved_part, wanted_state
 from shardtrain.state import Placement, State
@@ -348,7 +348,7 @@ def _read(
             "arrays", lambda island: [_whole_shapes(leaves, where), _whole_shapes(archive.leaves, {})]
         )
         asked, saved = (_united([each[i] for each in told]) for i in (0, 1))
-        check_state(archive, saved, asked, Allow(missing=run.allow.missing, unused=unused))
+        check_state(archive, widened(saved, asked), asked, Allow(missing=run.allow.missing, unused=unused))
         unused = ("*",)
     if not together.writes:
         own = _readable(saving, saved_part(wanted, own=True), archive, extra)

@@ -25,6 +25,8 @@ from shardtrain import manifest as manifests
 from shardtrain import restore as restoring
 from shardtrain.checkpoint import Checkpoints, Restored, SaveFailed
 from shardtrain.checkpoint_policy import CheckpointPolicy, due, steps_to_delete
+from shardtrain.restore import Allow
+from shardtrain.saveable import saveable
 
 KEEP_ALL = CheckpointPolicy(keep=1000)
 MESHES = {
@@ -265,6 +267,31 @@ def test_a_state_of_another_model_is_an_error_that_lists_every_difference(tmp_pa
         "  c/x: asked for int32 (), not saved\n"
         "Use the model and optimizer that it was saved with, or another run folder. What may differ "
     )
+
+
+def test_optimizer_state_of_bfloat16_is_read_as_float32(tmp_path):
+    """As earlier versions saved it; parameters stay what they are."""
+
+    def adam(dtype):
+        moment = {"w": jnp.linspace(-1, 1, 32, dtype=jnp.bfloat16).reshape(8, 4).astype(dtype)}
+        return {"0": {"count": jnp.int32(7), "mu": moment, "nu": moment}}
+
+    weights = {"w": jnp.ones((8, 4), jnp.bfloat16)}
+    wanted = place({"opt_state": adam(jnp.float32), "params": weights}, "fsdp=8")
+    with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
+        checkpoints.save(1, place({"opt_state": adam(jnp.bfloat16), "params": weights}, "one device"), {})
+        checkpoints.wait()
+        found = checkpoints.restore(abstract(wanted, "fsdp=8"))
+        assert found is not None
+        assert_same(found.state, wanted)
+        with pytest.raises(ValueError, match=r"params/w: saved bfloat16 \(8, 4\), asked for float32"):
+            checkpoints.restore({**wanted, "params": {"w": jnp.ones((8, 4))}})
+        # a count is not kept beside moments that begin anew
+        moved = {"0": {**wanted["opt_state"]["0"], "mu": {"w": jnp.ones((4, 8))}}}
+        allow = Allow(missing=("opt_state/*",))
+        found = checkpoints.restore({**wanted, "opt_state": moved}, allow=allow)
+        assert found is not None
+        assert list(saveable(found.state)) == ["params/w"]
 
 
 def test_leaves_without_a_place_are_listed(tmp_path):
