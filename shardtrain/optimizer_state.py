@@ -154,7 +154,8 @@ KEEPERS: dict[str, tuple[type, Choose, str]] = {
     "ema": (
         AverageState,
         lambda state, params: state.ema,
-        "Optimizer(ema=0.999), or parameter_average(0.999) as the last of an optax.chain",
+        "Optimizer(ema=0.999), or shardtrain.optimizer_state.parameter_average(0.999) as the last of an"
+        " optax.chain",
     ),
     "schedule_free": (ScheduleFreeState, schedule_free_eval_params, "optax.contrib.schedule_free(...)"),
 }

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from shardtrain.checkpoint import Checkpoints
+from shardtrain.checkpoint_policy import CheckpointPolicy
 from shardtrain.config import Run, Strategy
 from shardtrain.data import Text, place
 from shardtrain.evaluated_params import exported_params
@@ -222,7 +224,9 @@ def test_an_average_of_the_parameters():
     begun = free.init(params)
     np.testing.assert_allclose(evaluated_params("schedule_free", begun, params)["w"], params["w"])
     with pytest.raises(
-        ValueError, match=r"evaluate_with is 'ema', and the optimizer keeps no such parameters"
+        ValueError,
+        match=r"evaluate_with is 'ema', and the optimizer keeps no such parameters;.* or"
+        r" shardtrain\.optimizer_state\.parameter_average\(0\.999\) as the last",
     ):
         evaluated_params("ema", begun, params)
     asked, _ = make_optimizer(Optimizer(ema=0.9), 10, DIMS)
@@ -249,6 +253,24 @@ def test_what_is_exported_is_what_is_evaluated(how, optimizer):
     assert exported_params(None, arrays, arrays.__getitem__)("w") is arrays["params/w"]
     with pytest.raises(ValueError, match="evaluates with runs:mine, a function that"):
         exported_params("runs:mine", arrays, arrays.__getitem__)
+
+
+def test_plateau_and_average_come_back_from_a_checkpoint(tmp_path):
+    plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)
+    state, _ = on_mesh(optax.chain(optax.sgd(0.1), plateau, parameter_average(0.5)), 4)
+    _, kept, average = state.opt_state
+    assert float(kept.scale) < 1
+    assert int(average.count) == 4
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
+        checkpoints.save(4, state, {})
+        restored = checkpoints.restore(abstract)
+    assert restored is not None
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+    for path, x in saveable(state).items():
+        found = saveable(restored.state)[path]
+        assert (found.dtype, found.sharding) == (x.dtype, x.sharding), path
+        np.testing.assert_array_equal(found, x, err_msg=path)
 
 
 def test_what_an_optimizer_wants_and_cannot_have_is_refused():
