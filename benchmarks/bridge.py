@@ -22,20 +22,20 @@ import optax
 import tyro
 from paired import Spread, spread
 
-from shardtrain.across import make_step_across
 from shardtrain.combine import make_combiner
 from shardtrain.data import place
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import from_nnx
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
-from shardtrain.islands.crossing import Crossing
-from shardtrain.islands.place import bind_cpus, find_place
-from shardtrain.layout import Layout
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx
+from shardtrain.islands.rank_environment import bind_cpus, find_place
+from shardtrain.islands.transfer import Crossing
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_step
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.island_step import make_step_across
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_step
 
 Side = Callable[[], Any]
 RAW, NEW, JIT, BRIDGE, MEAN = "MPI", "MPI into new memory", "one jit", "bridge", "bridge, as mean"

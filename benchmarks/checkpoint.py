@@ -25,17 +25,17 @@ import orbax.checkpoint as ocp
 import tyro
 from paired import Spread, spread
 
-from shardtrain.checkpoint import Checkpoints
-from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.origins import saved_part
+from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import place
-from shardtrain.layout import Layout
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import as_model
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import as_model
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.saved import saved_part
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_step
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_step
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")
 NOTHING = "nothing"

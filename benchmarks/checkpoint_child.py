@@ -1,6 +1,6 @@
 """One save or one restore in a process of its own, with its time, its peak of memory and what it read.
 
-`checkpoint.py` starts it: the arrays of a decoder and of its two moments, on so many simulated devices.
+`checkpoint.py` starts it: the arrays of a decoder and of its two moments, on simulated devices.
 """
 
 import json
@@ -15,11 +15,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.archive import archives
-from shardtrain.checkpoint import Checkpoints
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.manifest import Lie
-from shardtrain.restore import Allow, restore_arrays
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.manifest import Lie
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.reader import archives
+from shardtrain.checkpoints.restore import Allow, restore_arrays
 
 BY_HAND = "by_hand"
 

@@ -1,6 +1,6 @@
 """The two loops that `overhead.py` compares: one written by hand in jax and optax, one of the toolkit.
 
-Same model, optimizer, batches and order. Both read a loss as late as `loop.py` does.
+Same model, optimizer, batches and order. Both read a loss as late as `trainer/loop.py` does.
 """
 
 from collections import deque
@@ -18,22 +18,22 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from shardtrain.checkpoint import Checkpoints
-from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Batches, Windows, place
 from shardtrain.data.batches import epoch_order
-from shardtrain.layout import Layout
-from shardtrain.loop import STEPS_LATE, Pace, Pieces, run_loop
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.metrics import JsonLines
-from shardtrain.model import as_model
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import as_model
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
+from shardtrain.optim.optimizer import Optimizer, Schedule, make_optimizer
+from shardtrain.report.metrics import JsonLines
 from shardtrain.report.progress import progress
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_step
-from shardtrain.stop_signals import StopSignals
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.system.stop_signals import StopSignals
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_step
+from shardtrain.trainer.loop import STEPS_LATE, Pace, Pieces, run_loop
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
 

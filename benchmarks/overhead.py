@@ -21,10 +21,10 @@ from loops import HandWritten, Toolkit
 from paired import Block, Spread, ratios, rounds
 
 from shardtrain.data import Tokens, write_tokens
-from shardtrain.loop import STEPS_LATE
-from shardtrain.metrics import read_jsonl
 from shardtrain.models.decoder import DecoderConfig, flops_per_token, gpt2
-from shardtrain.topology import known_device, mfu
+from shardtrain.plan.devices import known_device, mfu
+from shardtrain.report.metrics import read_jsonl
+from shardtrain.trainer.loop import STEPS_LATE
 
 MODELS = {
     "tiny": DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=2),

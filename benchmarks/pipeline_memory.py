@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import optax
 import tyro
 
-from shardtrain.layout import Layout
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.pipeline.rows import Stages
+from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stages import counts
-from shardtrain.pipeline.ticks import make_ticks
-from shardtrain.plan.collectives import PERMUTE
+from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.tick_arrays import make_ticks
 from shardtrain.plan.compile import compile_step, described_devices, figures
+from shardtrain.plan.hlo.collectives import PERMUTE
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
 
 ONE_DEVICE = "accumulate"
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1}

@@ -24,22 +24,22 @@ from bridge import bind, others_share
 from paired import Spread, spread
 
 from shardtrain.data import place
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import from_nnx
 from shardtrain.islands.bridge import MPI, world
 from shardtrain.islands.mailbox import Mailbox
-from shardtrain.islands.stage_runner import Observe, StageRunner
-from shardtrain.layout import Layout
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.costs import Traced, make_stages
-from shardtrain.pipeline.held import Held
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import SCHEDULES, make_table
 from shardtrain.pipeline.simulate import simulate
+from shardtrain.pipeline.stage_model import Held
 from shardtrain.pipeline.table import Table, Task
-from shardtrain.stage_programs import StagePrograms
-from shardtrain.state import init_state, make_placement
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.stage_executor import Observe, StageRunner
+from shardtrain.train_step.stage_programs import StagePrograms
+from shardtrain.train_step.state import init_state, make_placement
 
 Key = tuple[int, int, str]
 """Stage, chunk and kind of a task."""

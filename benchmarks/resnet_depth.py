@@ -20,14 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardtrain import classification_loss, init_state, make_gradients, make_mesh, make_placement, place
+from shardtrain import (
+    classification_loss,
+    init_state,
+    make_gradients,
+    make_mesh,
+    make_placement,
+    place,
+)
 from shardtrain.cli.run_options import load_run
 from shardtrain.data import Batches
-from shardtrain.layout import Layout
-from shardtrain.metrics import read_jsonl
-from shardtrain.model import from_nnx
+from shardtrain.functional.model import from_nnx
+from shardtrain.functional.rng import step_key
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.rng import step_key
+from shardtrain.report.metrics import read_jsonl
+from shardtrain.sharding.layout import Layout
 
 ROOT = Path(__file__).parents[1]
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

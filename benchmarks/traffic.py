@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import optax
 import tyro
 
-from shardtrain.layout import Layout
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig, Dtypes
-from shardtrain.plan.collectives import by_axis
 from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
+from shardtrain.plan.hlo.collectives import by_axis
 from shardtrain.plan.traffic import Work, step_traffic, weights
-from shardtrain.state import state_specs
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import state_specs
 
 NUM_DEVICES = 8
 LAYOUTS: dict[str, tuple[Layout, int]] = {

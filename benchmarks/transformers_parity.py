@@ -130,7 +130,7 @@ def _train(run: Any) -> list[float]:
     from rich.console import Console
 
     from shardtrain import train
-    from shardtrain.metrics import read_jsonl
+    from shardtrain.report.metrics import read_jsonl
 
     train(run, Console(file=io.StringIO()))
     return [row["train/loss"] for row in read_jsonl(run.run_dir / "metrics.jsonl")]
@@ -141,7 +141,7 @@ def _our_logits(run: Any, tokens: np.ndarray) -> np.ndarray:
     import jax
     from flax import nnx
 
-    from shardtrain.cli.checkpoint_place import find_place
+    from shardtrain.cli.checkpoint_path import find_place
 
     archive = find_place(str(run.run_dir)).archive()
     module = run.model(nnx.Rngs(0))

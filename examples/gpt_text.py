@@ -5,11 +5,11 @@ shardtrain train examples/gpt_text.py --data my_texts/ --steps 2000 --model.num-
 
 import jax
 
-from shardtrain.config import Run
 from shardtrain.data import Text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.generate import generate
-from shardtrain.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.trainer.config import Run
 
 SEQ = 128
 

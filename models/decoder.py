@@ -17,7 +17,18 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
-from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, SEQ, VOCAB
+from shardtrain.axes import (
+    BATCH,
+    EMBED,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MLP,
+    RESIDUAL_SEQ,
+    SEQ,
+    VOCAB,
+)
 from shardtrain.models import checks
 from shardtrain.models.layers import (
     Attentions,

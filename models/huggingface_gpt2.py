@@ -8,14 +8,7 @@ from typing import Any
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, SEQ, VOCAB
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.huggingface_place import (
-    KERNELS,
-    Copy,
-    Family,
-    Place,
-    entry_problems,
-    option_problems,
-)
+from shardtrain.models.huggingface_place import KERNELS, Copy, Family, Place, entry_problems, option_problems
 
 PREFIX = "transformer."
 HEAD = "lm_head.weight"

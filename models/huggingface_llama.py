@@ -8,14 +8,7 @@ from typing import Any
 from shardtrain.axes import EMBED, HEAD_DIM, KV_HEADS, MLP, VOCAB
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface_gpt2 import HEAD, head_places
-from shardtrain.models.huggingface_place import (
-    KERNELS,
-    Copy,
-    Family,
-    Place,
-    entry_problems,
-    option_problems,
-)
+from shardtrain.models.huggingface_place import KERNELS, Copy, Family, Place, entry_problems, option_problems
 
 PREFIX = "model."
 NEEDED = (

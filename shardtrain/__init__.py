@@ -9,64 +9,64 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from shardtrain.checkpoint import Checkpoints
-    from shardtrain.checkpoint_policy import CheckpointPolicy
-    from shardtrain.config import Run, StartFrom, Strategy
+    from shardtrain.checkpoints.checkpointer import Checkpoints
+    from shardtrain.checkpoints.policy import CheckpointPolicy
+    from shardtrain.checkpoints.restore import Allow
+    from shardtrain.combine.replicas import Combine
     from shardtrain.data import Batches, MaskedTokens, Text, Tokens, place
-    from shardtrain.islands.membership import join
-    from shardtrain.islands.options import Across
-    from shardtrain.islands.verdict import Watch
-    from shardtrain.layout import Layout, read_layout
-    from shardtrain.linen_model import from_linen
-    from shardtrain.loss import (
+    from shardtrain.functional.linen_model import from_linen
+    from shardtrain.functional.loss import (
         classification_loss,
         cross_entropy,
         masked_token_loss,
         next_token_loss,
         translation_loss,
     )
-    from shardtrain.mesh import make_mesh
-    from shardtrain.model import Model, from_nnx
-    from shardtrain.optimizer import Optimizer, Schedule, make_optimizer
+    from shardtrain.functional.model import Model, from_nnx
+    from shardtrain.islands.membership import join
+    from shardtrain.islands.options import Across
+    from shardtrain.islands.watchdog.diagnosis import Watch
+    from shardtrain.optim.optimizer import Optimizer, Schedule, make_optimizer
+    from shardtrain.optim.scaling import Scaling
     from shardtrain.pipeline.options import Pipeline
-    from shardtrain.recipes import Scaling
-    from shardtrain.recovery import Recovery
-    from shardtrain.replicas import Combine
-    from shardtrain.restore import Allow
-    from shardtrain.state import init_state, make_placement, restorable_state
-    from shardtrain.step import make_evaluate, make_gradients, make_step
-    from shardtrain.trained_model import build, load
-    from shardtrain.trainer import train
+    from shardtrain.sharding.layout import Layout, read_layout
+    from shardtrain.sharding.mesh import make_mesh
+    from shardtrain.train_step.state import init_state, make_placement, restorable_state
+    from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
+    from shardtrain.trainer.config import Run, StartFrom, Strategy
+    from shardtrain.trainer.recovery import Recovery
+    from shardtrain.trainer.train import train
+    from shardtrain.trainer.trained_model import build, load
 
 _ROOMS = {
-    "checkpoint": ("Checkpoints",),
-    "checkpoint_policy": ("CheckpointPolicy",),
-    "config": ("Run", "StartFrom", "Strategy"),
+    "checkpoints.checkpointer": ("Checkpoints",),
+    "checkpoints.policy": ("CheckpointPolicy",),
+    "trainer.config": ("Run", "StartFrom", "Strategy"),
     "data": ("Batches", "MaskedTokens", "Text", "Tokens", "place"),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
-    "islands.verdict": ("Watch",),
-    "layout": ("Layout", "read_layout"),
-    "loss": (
+    "islands.watchdog.diagnosis": ("Watch",),
+    "sharding.layout": ("Layout", "read_layout"),
+    "functional.loss": (
         "classification_loss",
         "cross_entropy",
         "masked_token_loss",
         "next_token_loss",
         "translation_loss",
     ),
-    "mesh": ("make_mesh",),
-    "linen_model": ("from_linen",),
-    "model": ("Model", "from_nnx"),
-    "optimizer": ("Optimizer", "Schedule", "make_optimizer"),
+    "sharding.mesh": ("make_mesh",),
+    "functional.linen_model": ("from_linen",),
+    "functional.model": ("Model", "from_nnx"),
+    "optim.optimizer": ("Optimizer", "Schedule", "make_optimizer"),
     "pipeline.options": ("Pipeline",),
-    "recipes": ("Scaling",),
-    "recovery": ("Recovery",),
-    "replicas": ("Combine",),
-    "restore": ("Allow",),
-    "state": ("init_state", "make_placement", "restorable_state"),
-    "step": ("make_evaluate", "make_gradients", "make_step"),
-    "trained_model": ("build", "load"),
-    "trainer": ("train",),
+    "optim.scaling": ("Scaling",),
+    "trainer.recovery": ("Recovery",),
+    "combine.replicas": ("Combine",),
+    "checkpoints.restore": ("Allow",),
+    "train_step.state": ("init_state", "make_placement", "restorable_state"),
+    "train_step.step": ("make_evaluate", "make_gradients", "make_step"),
+    "trainer.trained_model": ("build", "load"),
+    "trainer.train": ("train",),
 }
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The vocabulary: names of mesh axes and of array dims. Plain strings, no jax.
 
 An *axis* belongs to the mesh, a *dim* to an array, in every name, document and message.
-A model names the dims of its arrays with these words; `layout.py` gives each dim its axes.
+A model names the dims of its arrays with these words; `sharding/layout.py` gives each dim its axes.
 """
 
 PIPELINE = "pipeline"

@@ -58,7 +58,7 @@ COMMANDS = {
     "train empty.py": "empty.py has no 'run' | def run() -> Run",
     "train tiny.py:rum": "has no 'rum' (did you mean 'run'?)",
     "train needs.py": "a function with arguments | def run() -> Run",
-    "train dict.py": "gave dict {'batch': 3} | must return a shardtrain.config.Run",
+    "train dict.py": "gave dict {'batch': 3} | must return a shardtrain.Run",
     "inspect tiny.py --mesh tensor=3": "dim 'kv_heads' of size 8 | 8 % 3 = 2. Use a total of 1, a size of 6 or 9",
     "inspect tiny.py --mesh data=1 --devices 0": "--devices is 0; use 1 to 16777216",
     "inspect tiny.py --mesh data=-1 --devices 10000000000": "10000000000",

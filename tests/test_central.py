@@ -12,16 +12,16 @@ import optax
 import pytest
 from flax import nnx
 
-from shardtrain.layout import Layout
-from shardtrain.linen_model import from_linen
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx
+from shardtrain.functional.linen_model import from_linen
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import from_nnx
+from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
-from shardtrain.rng import step_key
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_gradients
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_gradients
 
 ROWS, SEQ, VOCAB = 32, 8, 32
 CONFIG = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=32, num_layers=2, num_heads=8, mlp=64)

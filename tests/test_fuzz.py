@@ -23,15 +23,14 @@ import pytest
 from safetensors.numpy import save
 
 from shardtrain import cli
-from shardtrain.archive import archives
-from shardtrain.checkpoint import Checkpoints, alone
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.choice import choose
+from shardtrain.checkpoints.checkpointer import Checkpoints, alone
+from shardtrain.checkpoints.discover import choose
+from shardtrain.checkpoints.manifest import _text
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.reader import archives
 from shardtrain.cli.checkpoint_files import mask_token, run_file_text
 from shardtrain.cli.run_options import load_run
 from shardtrain.imported import option_problems, read_mask_token, read_model, write_about
-from shardtrain.layout import axis_sizes, layout_text, read_layout
-from shardtrain.manifest import _text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.huggingface import FAMILIES
@@ -39,6 +38,7 @@ from shardtrain.models.huggingface_files import import_model
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.report.checkpoints import list_text, show_text
+from shardtrain.sharding.layout import axis_sizes, layout_text, read_layout
 
 NUMBER = 500
 MOST_SECONDS = 10

@@ -12,11 +12,11 @@ import pytest
 from shardtrain.cli import main
 from shardtrain.cli.run_options import load_run
 from shardtrain.data import Batches, place
-from shardtrain.layout import Layout
-from shardtrain.mesh import make_mesh
-from shardtrain.model import as_model
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_step
+from shardtrain.functional.model import as_model
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_step
 
 PROGRAMS = Path(__file__).parent / "programs"
 FILE = PROGRAMS / "published_models.py"

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardtrain import terminal
-from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
-from shardtrain.steady_streams import close_quietly, fill_closed
-from shardtrain.stop_signals import StopSignals, write_raw
+from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
+from shardtrain.system import terminal
+from shardtrain.system.standard_streams import close_quietly, fill_closed
+from shardtrain.system.stop_signals import StopSignals, write_raw
 
 COMMANDS = {
     "train": "train a run, or go on with it",
@@ -87,8 +87,8 @@ def _end_other_ranks(code: int) -> None:
 
 
 def _run(command: str, rest: list[str], stop: StopSignals) -> int:
-    from shardtrain.layout import near
-    from shardtrain.user_code import UserCodeFailed, user_traceback
+    from shardtrain.errors.messages import near
+    from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 
     if command not in (*COMMANDS, *HELP):
         terminal.err(f"shardtrain: unknown command {near(command, COMMANDS)}\n\n{usage()}")
@@ -182,7 +182,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
 
 
 def _of_this_island(word: str, numbers: Sequence[str]) -> str:
-    from shardtrain.islands.place import PROCESSES, find_place, find_seat, parse_processes
+    from shardtrain.islands.rank_environment import PROCESSES, find_place, find_seat, parse_processes
 
     place = find_place(os.environ)
     seat = find_seat(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))

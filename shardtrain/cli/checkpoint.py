@@ -1,6 +1,6 @@
 """`shardtrain checkpoint COMMAND ...`: look at checkpoints, check them, thin them out, and convert them.
 
-Converters of files come in by name (`checkpoint_files.py`). Next: `shardtrain/archive.py`, which reads.
+Converters of files come in by name (`checkpoint_files.py`). Next: `checkpoints/reader.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,16 +11,16 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardtrain import terminal
-from shardtrain.archive import Archive, archives
-from shardtrain.checkpoint_policy import CheckpointPolicy, steps_to_delete
+from shardtrain.checkpoints.manifest import delete, partial_folders
+from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
+from shardtrain.checkpoints.reader import Archive, archives
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
-from shardtrain.cli.checkpoint_place import Place, find_place
-from shardtrain.layout import near
-from shardtrain.manifest import delete, partial_folders
+from shardtrain.cli.checkpoint_path import Place, find_place
+from shardtrain.errors.messages import near
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
-from shardtrain.run_lock import LOCK, Locked, locked
-from shardtrain.sharding import bytes_text
+from shardtrain.sharding.specs import bytes_text
+from shardtrain.system import terminal
+from shardtrain.system.run_lock import LOCK, Locked, locked
 
 Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
 """A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP is a step of it."""

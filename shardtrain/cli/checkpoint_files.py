@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardtrain import terminal
-from shardtrain.cli.checkpoint_place import CHECKPOINTS, find_place
-from shardtrain.evaluated_params import exported_params
+from shardtrain.checkpoints.evaluated_params import exported_params
+from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_place
+from shardtrain.errors.messages import problems_error
 from shardtrain.imported import MODEL_FILE, write_about
-from shardtrain.layout import problems_error
-from shardtrain.output import new_folder, refuse_filled
-from shardtrain.sharding import bytes_text
-from shardtrain.untrusted import read_bytes, read_json, read_text, whole_number
+from shardtrain.sharding.specs import bytes_text
+from shardtrain.system import terminal
+from shardtrain.system.atomic_write import new_folder, refuse_filled
+from shardtrain.system.untrusted_files import read_bytes, read_json, read_text, whole_number
 
 CONVERTER = "shardtrain.models.huggingface_files"
 PARAMS = "params/"
@@ -184,7 +184,7 @@ def run_file_text(kind: type, masked: bool) -> str:
     if not all(part.isidentifier() for part in (*kind.__module__.split("."), kind.__qualname__)):
         raise ValueError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name")
     data = 'Tokens(path=Path("tokens.npy"), vocab=model.vocab, seq=min(model.seq, 1024))'
-    loss, path, names = "", "--data.path", ["Optimizer", "Run", "Schedule", "Tokens"]
+    loss, path, names = "", "--data.path", ["Optimizer", "Run", "Schedule", "StartFrom", "Tokens"]
     readers = ["read_model"]
     if masked:
         token = f'read_mask_token(FOLDER / "{MODEL_FILE}", model.vocab)'
@@ -203,7 +203,6 @@ shardtrain train {RUN_FILE} {path} my_tokens.npy
 from pathlib import Path
 
 from shardtrain import {", ".join(names)}
-from shardtrain.config import StartFrom
 from shardtrain.imported import {", ".join(readers)}
 from {kind.__module__} import {kind.__qualname__}
 
@@ -246,8 +245,8 @@ def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:
     """Write step 0: parameters alone, one array after the other onto the CPU."""
     import jax
 
-    from shardtrain.checkpoint import Checkpoints
-    from shardtrain.checkpoint_policy import CheckpointPolicy
+    from shardtrain.checkpoints.checkpointer import Checkpoints
+    from shardtrain.checkpoints.policy import CheckpointPolicy
 
     cpu = jax.local_devices(backend="cpu")[0]
     flat = {f"{PARAMS}{path}": jax.device_put(array, cpu) for path, array in arrays}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shardtrain.exit_codes import DONE, FAILED
-from shardtrain.islands.place import bind_cpus, device_environment, find_place
-from shardtrain.layout import near
+from shardtrain.errors.exit_codes import DONE, FAILED
+from shardtrain.errors.messages import near
+from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_place
 
 if TYPE_CHECKING:
     from shardtrain.doctor.examine import Examined

@@ -9,17 +9,15 @@ from tempfile import TemporaryDirectory
 
 import jax
 
-from shardtrain import axes, terminal
+from shardtrain import axes
 from shardtrain.cli.run_options import parse_run
-from shardtrain.config import Run, Strategy
 from shardtrain.data import batch_problem
-from shardtrain.layout import MOST_DEVICES, axis_sizes, problems_error
-from shardtrain.mesh import make_mesh
-from shardtrain.model import Model, as_model
-from shardtrain.optimizer import make_optimizer
-from shardtrain.pipeline.rows import Stages
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.model import Model, as_model
+from shardtrain.optim.optimizer import make_optimizer
+from shardtrain.pipeline.partition import counts, parse_stages
 from shardtrain.pipeline.schedule import make_table, read_table
-from shardtrain.pipeline.stages import counts, parse_stages
+from shardtrain.pipeline.stacking import Stages
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.compile import compile_placed, described_devices, figures
 from shardtrain.plan.traffic import parameter_traffic, weights
@@ -27,7 +25,11 @@ from shardtrain.report import plots
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
 from shardtrain.report.traffic import figures_text, traffic_text
-from shardtrain.state import state_specs
+from shardtrain.sharding.layout import MOST_DEVICES, axis_sizes
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.system import terminal
+from shardtrain.train_step.state import state_specs
+from shardtrain.trainer.config import Run, Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
 """Larger ones have no device, and would be drawn for hours."""
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it; the data is prepared in a folder that is deleted again."""
-    from shardtrain.parts import make_parts, microbatch_of  # with all that islands need
+    from shardtrain.trainer.setup import make_parts, microbatch_of  # with all that islands need
 
     mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
     with TemporaryDirectory() as folder:

@@ -13,17 +13,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardtrain import terminal
 from shardtrain.cli import COMMANDS
-from shardtrain.exit_codes import COME_AGAIN
-from shardtrain.islands.place import parse_processes
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.messages import near
+from shardtrain.islands.rank_environment import parse_processes
 from shardtrain.launch import local, mpi, slurm
 from shardtrain.launch.duration import parse_time
 from shardtrain.launch.job import Host, Job, Launch, parse_hosts, read_hostfile, shell_text
 from shardtrain.launch.log_folder import claim, write_new
 from shardtrain.launch.restarts import Ended, Restarts, run_again
 from shardtrain.launch.supervise import supervise_once
-from shardtrain.layout import near
+from shardtrain.system import terminal
 
 KINDS = {
     "local": "by mpiexec on this machine (the default; with --hosts or --hostfile it is mpi)",

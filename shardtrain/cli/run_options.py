@@ -21,12 +21,13 @@ from typing import Any
 
 import tyro
 
-from shardtrain import terminal
 from shardtrain.combine import Combiner
-from shardtrain.config import Run, Strategy
-from shardtrain.layout import near, parse_mesh, read_layout
-from shardtrain.model import Model, is_module
-from shardtrain.split import parse_weights
+from shardtrain.errors.messages import near
+from shardtrain.functional.model import Model, is_module
+from shardtrain.sharding.layout import parse_mesh, read_layout
+from shardtrain.sharding.shares import parse_weights
+from shardtrain.system import terminal
+from shardtrain.trainer.config import Run, Strategy
 
 PYTHON_ONLY = ("strategy", "loss", "sample")
 """Fields of a run that are no options as they stand; the strategy has options of its own."""
@@ -167,7 +168,7 @@ def load_run(where: str) -> Run:
         raise ValueError(f"{where} is a function with arguments; a run file defines def run() -> Run")
     run = make() if callable(make) else make
     if not isinstance(run, Run):
-        raise ValueError(f"{where} gave {type(run).__name__} {run!r}; it must return a shardtrain.config.Run")
+        raise ValueError(f"{where} gave {type(run).__name__} {run!r}; it must return a shardtrain.Run")
     if run.run_dir is None:
         run = dataclasses.replace(run, run_dir=Path("runs") / re.sub(r"\W", "_", Path(source).stem))
     return run

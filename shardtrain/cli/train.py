@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shardtrain import terminal
 from shardtrain.cli.run_options import parse_run
-from shardtrain.exit_codes import COME_AGAIN, DONE, FAILED
-from shardtrain.islands.marks import Marks, marks_of
-from shardtrain.islands.place import bind_cpus, device_environment, find_place
+from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED
+from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_place
+from shardtrain.islands.watchdog.activity import Marks, marks_of
 from shardtrain.launch.duration import parse_time
-from shardtrain.steady_streams import steady_output
-from shardtrain.stop_signals import StopSignals
+from shardtrain.system import terminal
+from shardtrain.system.standard_streams import steady_output
+from shardtrain.system.stop_signals import StopSignals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,11 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
         os.sched_setaffinity(0, cores)
     run, options = parse_run("train", arguments, TrainOptions)
     stop.until_seconds = options.until_seconds()
-    from shardtrain.checkpoint import SaveFailed  # jax starts here, after the options were read
+    from shardtrain.checkpoints.checkpointer import SaveFailed  # jax starts here, after the options were read
     from shardtrain.islands.membership import join, make_watchdog
-    from shardtrain.islands.missing import Missing
-    from shardtrain.islands.watchdog import STACKS
-    from shardtrain.trainer import train
+    from shardtrain.islands.rank_timeout import Missing
+    from shardtrain.islands.watchdog.watchdog import STACKS
+    from shardtrain.trainer.train import train
 
     # Orbax logs a traceback for each array that it could not write; our own line says it once
     for name in ("absl", "asyncio"):

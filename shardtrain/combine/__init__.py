@@ -16,7 +16,7 @@ from shardtrain.combine.mean import mean, sum
 from shardtrain.combine.narrow import bfloat16, float16
 from shardtrain.combine.power_sgd import power_sgd
 from shardtrain.combine.top_k import top_k
-from shardtrain.layout import near, problems_error
+from shardtrain.errors.messages import near, problems_error
 
 __all__ = [
     "CODECS",

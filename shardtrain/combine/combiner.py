@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.combine.group import Group
-from shardtrain.layout import problems_error
+from shardtrain.errors.messages import problems_error
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 """The dtypes that combiners take; all arithmetic is float32."""

@@ -14,8 +14,8 @@ from typing import Protocol, TypedDict, cast
 import grain
 import numpy as np
 
-from shardtrain.layout import problems_error
-from shardtrain.user_code import user_code
+from shardtrain.errors.messages import problems_error
+from shardtrain.errors.user_code import user_code
 
 Batch = dict[str, np.ndarray]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardtrain.data.text import Text
 from shardtrain.data.windows import Tokens, Windows
-from shardtrain.layout import problems_error
+from shardtrain.errors.messages import problems_error
 
 HIDDEN, REPLACED = 0.8, 0.1
 """Of the chosen tokens: the share behind the mask token, and that of random ones; the rest stays."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.layout import near
+from shardtrain.errors.messages import near
 
 
 def place(

@@ -19,9 +19,9 @@ import numpy as np
 
 from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
-from shardtrain.layout import problems_error
-from shardtrain.output import clear_parts, replace_file
-from shardtrain.untrusted import of_kind, parse_json, read_text, whole_number
+from shardtrain.errors.messages import problems_error
+from shardtrain.system.atomic_write import clear_parts, replace_file
+from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
 
 SEPARATOR = 0
 """The byte behind each document. No document holds it: a file with it counts as binary."""

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from shardtrain.output import READABLE, new_file
+from shardtrain.system.atomic_write import READABLE, new_file
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32")
 """What `write_tokens` writes. `open_tokens` reads any integers."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shardtrain.data.tokens import TokenFile, open_tokens
-from shardtrain.layout import problems_error
+from shardtrain.errors.messages import problems_error
 
 FINGERPRINT_BLOCKS = 1024
 FINGERPRINT_BLOCK_TOKENS = 1024

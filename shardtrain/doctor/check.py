@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from shardtrain.islands.place import Place
+from shardtrain.islands.rank_environment import Place
 
 Verdict = Literal["ok", "note", "warning", "wrong"]
 

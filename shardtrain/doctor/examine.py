@@ -12,7 +12,7 @@ from typing import Any
 
 from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
 from shardtrain.doctor.check import Check, Facts, Here, Row, Told, Verdict, each, some, worst
-from shardtrain.islands.missing import Missing
+from shardtrain.islands.rank_timeout import Missing
 
 CHECKS: Mapping[str, Check] = {
     "names": names.CHECK,

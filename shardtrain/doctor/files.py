@@ -1,6 +1,6 @@
 """files: the run folder's file system, whether it does what checkpoints need, whether all ranks have it.
 
-What a probe does is in `folder.py`. Everything is tried in a folder of its own, which is removed again.
+What a probe does is in `file_system.py`. Everything is tried in a folder of its own, which is removed again.
 """
 
 import shutil
@@ -9,9 +9,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, each, rate_text, some, time_text
-from shardtrain.doctor.folder import LARGE_BYTES, attempt, is_locked, mount_of, nearest, probe, space
-from shardtrain.sharding import bytes_text
+from shardtrain.doctor.check import (
+    Check,
+    Facts,
+    Here,
+    Row,
+    Told,
+    by_host,
+    each,
+    rate_text,
+    some,
+    time_text,
+)
+from shardtrain.doctor.file_system import LARGE_BYTES, attempt, is_locked, mount_of, nearest, probe, space
+from shardtrain.sharding.specs import bytes_text
 
 SEEN_SECONDS = 10.0
 """How long a new file may take to be seen by another host: some file systems keep what they knew for 3 s."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, count_text, each
 from shardtrain.doctor.child import tell
-from shardtrain.doctor.flavour import fit, flavour
-from shardtrain.doctor.granted import gpus_wanted
+from shardtrain.doctor.mpi_vendor import fit, flavour
+from shardtrain.doctor.visible_gpus import gpus_wanted
 from shardtrain.islands.membership import cuda_aware
 from shardtrain.islands.mpi_library import library_environment, not_installed
 from shardtrain.launch.mpi import find_mpiexec

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from shardtrain.doctor.check import Check, Facts, Here, Row, Told, rate_text, some
-from shardtrain.topology import known_device
+from shardtrain.plan.devices import known_device
 
 SIZES = {"cpu": (1024, 2**24)}
 LARGE = (8192, 2**28)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.doctor.check import Meeting
-from shardtrain.doctor.flavour import launch_problem
-from shardtrain.islands.place import PROCESSES, Place, find_seat, parse_processes, seat_problem
+from shardtrain.doctor.mpi_vendor import launch_problem
+from shardtrain.islands.rank_environment import PROCESSES, Place, find_seat, parse_processes, seat_problem
 
 
 class Alone:

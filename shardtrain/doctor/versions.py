@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from shardtrain.doctor.check import Check, Facts, Here, Row, Told, each, some
-from shardtrain.doctor.granted import driver
+from shardtrain.doctor.visible_gpus import driver
 from shardtrain.islands.agreement import disagreement, flags, versions
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 

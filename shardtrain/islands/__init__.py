@@ -1,1 +1,1 @@
-"""Islands, each a JAX runtime of its own, joined by MPI: start with `place.py` (who am I, no jax, no MPI)."""
+"""Islands, each a JAX runtime of its own, joined by MPI: start with `rank_environment.py` (no jax)."""

@@ -1,7 +1,7 @@
 """The one door to MPI: groups for the combiners over mpi4jax, and named, timed messages over mpi4py.
 
 mpi4jax moves arrays inside a compiled program of one device; mpi4py, on communicators of its own,
-carries what ranks must agree on. Next: `crossing.py`, which brings arrays of a mesh here and back.
+carries what ranks must agree on. Next: `transfer.py`, which brings arrays of a mesh here and back.
 """
 
 import json
@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.islands.marks import Marks
-from shardtrain.islands.missing import Missing, missing_text
+from shardtrain.islands.malloc import keep_pages
 from shardtrain.islands.mpi_library import library_environment, not_loaded_text
 from shardtrain.islands.options import REDUCE
-from shardtrain.islands.pages import keep_pages
+from shardtrain.islands.rank_timeout import Missing, missing_text
+from shardtrain.islands.watchdog.activity import Marks
 
 # MPI starts with its import, and a thread of its own with it, which would get an arena of malloc's
 keep_pages()

@@ -1,13 +1,13 @@
 """Which gradients cross to other islands together: buckets of leaves with a cap in bytes. No jax.
 
 Owns the assignment, which every rank computes for itself from the same leaves; what crosses, and
-when, is in `crossing.py`.
+when, is in `transfer.py`.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from shardtrain.layout import problems_error
+from shardtrain.errors.messages import problems_error
 
 CAP_BYTES = 25 << 20
 FIRST_BYTES = 1 << 20

@@ -1,7 +1,7 @@
 """Arrays from stage to stage over MPI: sends never wait, so no order of tasks can deadlock.
 
 A thread waits for what is to be sent, starts the message and keeps it going; messages of any size
-arrive while the stage computes. Next: `stage_runner.py`.
+arrive while the stage computes. Next: `train_step/stage_executor.py`.
 """
 
 import queue
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardtrain.islands.bridge import MPI
-from shardtrain.islands.marks import Marks
-from shardtrain.islands.missing import Missing, missing_text
+from shardtrain.islands.rank_timeout import Missing, missing_text
+from shardtrain.islands.watchdog.activity import Marks
 
 LONGEST_NAP_SECONDS = 2e-4
 

@@ -1,6 +1,6 @@
 """Who takes part: from launched processes to islands that know each other, before jax starts.
 
-A process that nothing launched is alone, and MPI is never loaded. Next: `crossing.py`.
+A process that nothing launched is alone, and MPI is never loaded. Next: `transfer.py`.
 """
 
 import os
@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from shardtrain.islands.crossing import Crossing
-from shardtrain.islands.marks import Marks
 from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
-from shardtrain.islands.place import (
+from shardtrain.islands.rank_environment import (
     PROCESSES,
     Place,
     Seat,
@@ -29,8 +27,10 @@ from shardtrain.islands.place import (
     find_seat,
     parse_processes,
 )
-from shardtrain.islands.verdict import Watch
-from shardtrain.islands.watchdog import Peer, Watchdog
+from shardtrain.islands.transfer import Crossing
+from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.watchdog.diagnosis import Watch
+from shardtrain.islands.watchdog.watchdog import Peer, Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -197,7 +197,7 @@ def make_watchdog(watch: Watch, marks: Marks, stacks: Path, islands: Islands | N
     if islands is None:
         host = socket.gethostname()
         return Watchdog(watch, marks, stacks, [Peer(f"the run on host {host}", host, os.getpid())])
-    from shardtrain.islands.beats import Beats
+    from shardtrain.islands.watchdog.heartbeat import Beats
 
     peers = [Peer(*each) for each in zip(islands.control.names, islands.hosts, islands.pids, strict=True)]
     return Watchdog(watch, marks, stacks, peers, Beats(islands.comm))

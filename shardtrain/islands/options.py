@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.messages import problems_error
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
-from shardtrain.kinds import wrong_kinds
-from shardtrain.layout import problems_error
 
 REDUCE = ("all_reduce", "root", "hierarchical")
 

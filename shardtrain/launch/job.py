@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardtrain.errors.messages import problems_error
 from shardtrain.islands.network import INTERFACE
-from shardtrain.islands.place import PROCESSES
-from shardtrain.layout import problems_error
+from shardtrain.islands.rank_environment import PROCESSES
 
 INTERFACES = (
     *("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE"),

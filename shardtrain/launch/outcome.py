@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain import terminal
-from shardtrain.exit_codes import COME_AGAIN
-from shardtrain.islands.step_file import NOTHING, LastStep, read_step_file
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.islands.watchdog.step_file import NOTHING, LastStep, read_step_file
 from shardtrain.launch.rank import LOST, island_name, step_file_path
+from shardtrain.system import terminal
 
 CONSEQUENCE = re.compile(
     r"MPI_ERR_|mpi4py\.MPI\.Exception|internal_\w+: |Communication error with rank|PMIX|"
@@ -35,7 +35,7 @@ MISTAKE_END = re.compile(r"\(the traceback: SHARDTRAIN_TRACEBACK=1\)$")
 """How `cli` begins and ends what it says of a user's mistake, see `cli.main`."""
 
 HANG, HANG_END = re.compile(r"shardtrain watchdog: "), re.compile(r"\(stacks of the ranks ")
-"""The same of what a rank's watchdog says, see `islands/watchdog.py`."""
+"""The same of what a rank's watchdog says, see `islands/watchdog/watchdog.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)

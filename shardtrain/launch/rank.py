@@ -19,12 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardtrain import terminal
-from shardtrain.exit_codes import COME_AGAIN
-from shardtrain.islands.place import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
-from shardtrain.islands.step_file import STEP_FILE, read_step_file
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.islands.rank_environment import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
+from shardtrain.islands.watchdog.step_file import STEP_FILE, read_step_file
 from shardtrain.launch.log_folder import ASKED
-from shardtrain.stop_signals import write_raw
+from shardtrain.system import terminal
+from shardtrain.system.stop_signals import write_raw
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_EVERY_SECONDS = 0.05

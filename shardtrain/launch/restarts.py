@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardtrain.exit_codes import DONE, MISTAKE
-from shardtrain.layout import problems_error
+from shardtrain.errors.exit_codes import DONE, MISTAKE
+from shardtrain.errors.messages import problems_error
 
 LONGEST_SECONDS = 60.0
 """The most that is waited between two starts."""

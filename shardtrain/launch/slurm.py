@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardtrain.exit_codes import REQUEUED
+from shardtrain.errors.exit_codes import REQUEUED
+from shardtrain.errors.messages import problems_error
 from shardtrain.launch.duration import clock
 from shardtrain.launch.job import Job, Launch
-from shardtrain.layout import problems_error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from shardtrain import terminal
-from shardtrain.islands.step_file import NOTHING
+from shardtrain.islands.watchdog.step_file import NOTHING
 from shardtrain.launch.job import Launch
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.launch.outcome import any_failed, judge, read_ranks
 from shardtrain.launch.rank import LOST, guard, step_file_path
 from shardtrain.launch.restarts import Ended
-from shardtrain.stop_signals import asking
+from shardtrain.system import terminal
+from shardtrain.system.stop_signals import asking
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY_SECONDS = 0.1

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from shardtrain.layout import near, problems_error
+from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.table import KINDS, Table, Task, needs
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.loss import Loss, model_inputs, once
-from shardtrain.model import BLOCKS, Chain, Model, path_text
+from shardtrain.functional.loss import Loss, model_inputs, once
+from shardtrain.functional.model import BLOCKS, Chain, Model, path_text
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.rows import Stages
-from shardtrain.pipeline.stages import Costs, counts, parse_stages
+from shardtrain.pipeline.partition import Costs, counts, parse_stages
+from shardtrain.pipeline.stacking import Stages
 
 STATE = "model_state/"
 """What stands before the path of a model state, among those of parameters."""

@@ -2,7 +2,7 @@
 
 A value that a part only hands through goes straight from the part that made it to those that read it,
 and errors come back the same way. So skip edges and several values at a boundary need no care of the
-model's. Next: `islands/stage_runner.py`.
+model's. Next: `train_step/stage_executor.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardtrain.kinds import wrong_kinds
-from shardtrain.layout import near, problems_error
+from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.pipeline.partition import parse_stages
 from shardtrain.pipeline.schedule import SCHEDULES
-from shardtrain.pipeline.stages import parse_stages
 
 
 @dataclass(frozen=True, kw_only=True)

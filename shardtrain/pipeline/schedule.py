@@ -1,15 +1,17 @@
 """The schedules we know, each a pure function from sizes to a table. No jax.
 
 S stages, M microbatches, V chunks a stage. Each has two forms: one task a tick, for stages that run on
-their own, and lock-step, for a mesh, where a tick waits for all. Next: `simulate.py`, `runner.py`.
+their own, and lock-step, for a mesh, where a tick waits for all. Next: `simulate.py`, `mesh_pipeline.py`.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
-from shardtrain.layout import near, problems_error
+from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.check import check
-from shardtrain.pipeline.order import (
+from shardtrain.pipeline.table import KINDS, Table, Task, needs
+from shardtrain.pipeline.table_file import read_table, write_table
+from shardtrain.pipeline.task_order import (
     alternating,
     backwards,
     earliest,
@@ -18,8 +20,6 @@ from shardtrain.pipeline.order import (
     units,
     zero_bubble_order,
 )
-from shardtrain.pipeline.table import KINDS, Table, Task, needs
-from shardtrain.pipeline.table_file import read_table, write_table
 
 __all__ = [
     "KINDS",

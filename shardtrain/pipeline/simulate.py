@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from shardtrain.layout import problems_error
+from shardtrain.errors.messages import problems_error
 from shardtrain.pipeline.table import Table, Task, needs
 
 Seconds = Mapping[tuple[int, int, str], float] | Mapping[str, float] | Callable[[int, int, str], float]

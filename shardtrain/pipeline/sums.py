@@ -1,4 +1,4 @@
-"""What a pipeline adds up, microbatch by microbatch. Next: `runner.py`."""
+"""What a pipeline adds up, microbatch by microbatch. Next: `mesh_pipeline.py`."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.model import BLOCKS
+from shardtrain.functional.model import BLOCKS
 
 
 class Sums(NamedTuple):

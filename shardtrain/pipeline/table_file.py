@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardtrain.layout import near, problems_error
+from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.check import check
 from shardtrain.pipeline.table import KINDS, Table, Task
-from shardtrain.untrusted import read_text, short
+from shardtrain.system.untrusted_files import read_text, short
 
 MOST_FILE_BYTES = 1 << 25
 MOST_PROBLEMS = 100

@@ -1,7 +1,7 @@
 """A training step compiled ahead of time, also for devices that are not here, and its figures.
 
 Only shapes go in: nothing is placed, nothing runs. GPUs that are not here need the extra `ahead-of-time`.
-What the program moves is read in `collectives.py`; what it should move is in `traffic.py`.
+What the program moves is read in `plan/hlo/collectives.py`; what it should move is in `traffic.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,15 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from shardtrain.data.placement import batch_problem
-from shardtrain.layout import Layout, near
-from shardtrain.loss import Loss
-from shardtrain.model import Model
-from shardtrain.pipeline.rows import Stages
-from shardtrain.plan.collectives import Collective, collectives
+from shardtrain.errors.messages import near
+from shardtrain.functional.loss import Loss
+from shardtrain.functional.model import Model
+from shardtrain.pipeline.stacking import Stages
 from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
-from shardtrain.state import Placement, make_placement, restorable_state
-from shardtrain.step import make_step
+from shardtrain.plan.hlo.collectives import Collective, collectives
+from shardtrain.sharding.layout import Layout
+from shardtrain.train_step.state import Placement, make_placement, restorable_state
+from shardtrain.train_step.step import make_step
 
 PLUGIN = "jax_cuda12_plugin"
 GPUS_PER_HOST = 8

@@ -1,7 +1,7 @@
 """What a step of a decoder-like model has to move: bytes by collective and axes, from sizes alone. No jax.
 
 The laws are those of data parallelism, ZeRO (Rajbhandari et al. 2020), Megatron's tensor split (Shoeybi et
-al. 2019) and its sharded sequence (Korthikanti et al. 2022). What a program really moves: `collectives.py`.
+al. 2019) and its sharded sequence (Korthikanti et al. 2022). What a program moves: `plan/hlo/collectives.py`.
 """
 
 import math
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardtrain import axes
-from shardtrain.layout import Layout, Rules
-from shardtrain.plan.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from shardtrain.resolve import Named
+from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from shardtrain.sharding.layout import Layout, Rules
+from shardtrain.sharding.resolve import Named
 
 GRADIENT_BYTES = 4
 """Gradients are summed over microbatches and replicas, and parameters updated, in float32."""

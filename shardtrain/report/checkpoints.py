@@ -1,6 +1,6 @@
 """Checkpoints as tables for people: what a folder has, what one holds, in what two differ.
 
-What lies in a checkpoint is told by `archive.py`; who asks is `cli/checkpoint.py`.
+What lies in a checkpoint is told by `checkpoints/reader.py`; who asks is `cli/checkpoint.py`.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.archive import Archive
-from shardtrain.manifest import Leaf, Manifest, read_manifest, size_of
+from shardtrain.checkpoints.manifest import Leaf, Manifest, read_manifest, size_of
+from shardtrain.checkpoints.reader import Archive
 from shardtrain.report.tables import table_text
-from shardtrain.sharding import bytes_text
-from shardtrain.untrusted import some
+from shardtrain.sharding.specs import bytes_text
+from shardtrain.system.untrusted_files import some
 
 MESH = "strategy.layout.mesh."
 CHUNK_ITEMS = 1 << 22

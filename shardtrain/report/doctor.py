@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from shardtrain.terminal import printable
+from shardtrain.system.terminal import printable
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold red"}
 """Verdict -> its colour."""

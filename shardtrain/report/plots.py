@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardtrain.metrics import read_jsonl
 from shardtrain.pipeline.simulate import Seconds, Simulated, Transfer, simulate
 from shardtrain.pipeline.table import Table
+from shardtrain.report.metrics import read_jsonl
 from shardtrain.report.progress import loss_text
 from shardtrain.report.timeline import figures, heading, task_text, unit_seconds, unit_times
 

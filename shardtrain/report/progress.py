@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from shardtrain.metrics import Progress, Rate
-from shardtrain.terminal import printable
+from shardtrain.report.metrics import Progress, Rate
+from shardtrain.system.terminal import printable
 
 
 def progress(

@@ -6,8 +6,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardtrain.report.tables import mesh_line, table_text
-from shardtrain.sharding import Row, bytes_text, sharding_rows, spec_axes, spec_text, totals
-from shardtrain.state import Specs
+from shardtrain.sharding.specs import Row, bytes_text, sharding_rows, spec_axes, spec_text, totals
+from shardtrain.train_step.state import Specs
 
 
 def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:

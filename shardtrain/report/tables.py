@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardtrain.terminal import printable
+from shardtrain.system.terminal import printable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:

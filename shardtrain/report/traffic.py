@@ -5,11 +5,11 @@ The bytes are those of `plan.traffic` (theory) or `plan.compile` (a compiled pro
 
 from collections import defaultdict
 
-from shardtrain.plan.collectives import Collective, table
 from shardtrain.plan.compile import Figures
+from shardtrain.plan.hlo.collectives import Collective, table
 from shardtrain.plan.traffic import Traffic
 from shardtrain.report.tables import table_text
-from shardtrain.sharding import bytes_text
+from shardtrain.sharding.specs import bytes_text
 
 
 def traffic_text(traffic: Traffic) -> str:

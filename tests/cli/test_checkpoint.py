@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from shardtrain import cli
-from shardtrain.archive import find_archives
-from shardtrain.checkpoint import Checkpoints
-from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.manifest import Lie, Part
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.reader import find_archives
 from shardtrain.cli.checkpoint import COMMANDS
 from shardtrain.cli.run_options import load_run, parse_run
-from shardtrain.manifest import Lie, Part
 from shardtrain.models.huggingface import from_huggingface
 
 GOLDEN = Path(__file__).parents[1] / "models" / "golden"

@@ -13,7 +13,7 @@ import pytest
 from shardtrain import cli
 from shardtrain.cli.run_options import load_run, parse_run
 from shardtrain.cli.train import TrainOptions, process_seconds
-from shardtrain.optimizer import Optimizer
+from shardtrain.optim.optimizer import Optimizer
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "examples/gpt_text.py")

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli
-from shardtrain.exit_codes import COME_AGAIN
-from shardtrain.metrics import read_jsonl
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.report.metrics import read_jsonl
 
 RUN = """
 import os
 from pathlib import Path
-from shardtrain.config import Run
+from shardtrain.trainer.config import Run
 from shardtrain.data import Text
-from shardtrain.islands.place import find_place
+from shardtrain.islands.rank_environment import find_place
 from shardtrain.models.decoder import DecoderConfig
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardtrain.data import Batches, Position
 from shardtrain.data.batches import epoch_order
-from shardtrain.user_code import UserCodeFailed
+from shardtrain.errors.user_code import UserCodeFailed
 
 
 class Numbers:

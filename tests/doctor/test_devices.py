@@ -3,7 +3,7 @@
 import pytest
 
 from shardtrain.doctor.devices import judge
-from shardtrain.doctor.granted import granted, uuids, visible
+from shardtrain.doctor.visible_gpus import granted, uuids, visible
 
 GPUS = [
     {"index": str(i), "uuid": f"GPU-{i}", "name": "H100", "memory_bytes": 80 * 2**30, "used_bytes": 0}

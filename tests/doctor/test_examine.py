@@ -11,7 +11,7 @@ from shardtrain.cli.doctor import NAMES, json_text
 from shardtrain.doctor.check import Check, Here, Row
 from shardtrain.doctor.examine import CHECKS, examine
 from shardtrain.doctor.start import Alone
-from shardtrain.islands.place import find_place
+from shardtrain.islands.rank_environment import find_place
 from shardtrain.report.doctor import doctor_text
 
 ALONE = Here(
@@ -93,7 +93,7 @@ from pathlib import Path
 from shardtrain.doctor.check import Check, Here
 from shardtrain.doctor.examine import examine
 from shardtrain.doctor.start import start
-from shardtrain.islands.place import find_place
+from shardtrain.islands.rank_environment import find_place
 place = find_place(os.environ)
 started = start(place, os.environ, 3, 30.0)
 

@@ -10,10 +10,10 @@ import pytest
 
 from shardtrain.doctor.check import Here
 from shardtrain.doctor.examine import attempt
+from shardtrain.doctor.file_system import is_locked, lock, mount_of, nearest, probe, rename
 from shardtrain.doctor.files import CHECK, judge
-from shardtrain.doctor.folder import is_locked, lock, mount_of, nearest, probe, rename
 from shardtrain.doctor.start import Alone
-from shardtrain.islands.place import find_place
+from shardtrain.islands.rank_environment import find_place
 
 GIB = 2**30
 PROBES = {

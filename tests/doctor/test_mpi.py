@@ -5,9 +5,9 @@ import os
 import pytest
 
 from shardtrain.doctor.child import tell
-from shardtrain.doctor.flavour import launch_problem
 from shardtrain.doctor.mpi import judge
-from shardtrain.islands.place import Place
+from shardtrain.doctor.mpi_vendor import launch_problem
+from shardtrain.islands.rank_environment import Place
 
 CHILD = {
     "library": "MPICH Version:      5.0.2\nMPICH ABI: 18:2:6",

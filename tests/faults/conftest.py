@@ -14,10 +14,10 @@ import pytest
 RUN = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from shardtrain.config import Run
-from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.trainer.config import Run
+from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text
-from shardtrain.islands.place import find_place
+from shardtrain.islands.rank_environment import find_place
 from shardtrain.models.decoder import DecoderConfig
 
 HERE = Path(__file__).parent
@@ -70,11 +70,11 @@ from pathlib import Path
 
 import optax
 from flax import nnx
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.config import Run, Strategy
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.trainer.config import Run, Strategy
 from shardtrain.data import Text
-from shardtrain.layout import Layout
-from shardtrain.recovery import Recovery
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.recovery import Recovery
 
 
 class Bigram(nnx.Module):

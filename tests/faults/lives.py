@@ -26,7 +26,7 @@ def main(pipe):
         os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
 
     # no more than imports: a backend of jax would not survive the fork
-    for name in ("shardtrain.trainer", "shardtrain.cli.train", "shardtrain.islands.membership"):
+    for name in ("shardtrain.trainer.train", "shardtrain.cli.train", "shardtrain.islands.membership"):
         importlib.import_module(name)
     importlib.import_module("tensorboardX")
     gc.collect()
@@ -44,9 +44,10 @@ def live(request, tell):
     import dataclasses
     import traceback
 
-    from shardtrain import cli, trainer
+    from shardtrain import cli
     from shardtrain.cli.run_options import load_run
-    from shardtrain.stop_signals import STOPPING
+    from shardtrain.system.stop_signals import STOPPING
+    from shardtrain.trainer.train import train as trainer
 
     if "words" in request:
         # signals wait until the command line listens for them, as it does from its first line on
@@ -77,11 +78,11 @@ def live(request, tell):
 
 def tells(tell):
     """Where a run begins, when it evaluates, and when a save begins and is finished."""
-    import shardtrain.checkpoint
-    import shardtrain.trainer
+    import shardtrain.checkpoints.checkpointer
+    import shardtrain.trainer.train
 
-    trainer: Any = shardtrain.trainer
-    checkpoints: Any = shardtrain.checkpoint.Checkpoints
+    trainer: Any = shardtrain.trainer.train
+    checkpoints: Any = shardtrain.checkpoints.checkpointer.Checkpoints
     begin, save, finish = trainer.begin, checkpoints.save, checkpoints._finish
     evaluation = trainer._evaluation
 

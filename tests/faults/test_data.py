@@ -102,7 +102,9 @@ def test_another_seed_loss_or_model_in_the_same_folder(lives, empty):
     assert "seed is 5, but the run in run began with seed 0" in said
     assert "Use --seed 0, or another --run-dir" in said
     source = (empty / "tiny.py").read_text().replace("(256, 256)", "(256, 300)")
-    source = source.replace("import Layout", "import Layout\nfrom shardtrain.loss import next_token_loss")
+    source = source.replace(
+        "import Layout", "import Layout\nfrom shardtrain.functional.loss import next_token_loss"
+    )
     source = source.replace(
         "def run(", "def loss(*arguments):\n    return next_token_loss(*arguments)\n\n\ndef run("
     )

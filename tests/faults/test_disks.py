@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.archive import find_archives
-from shardtrain.metrics import read_jsonl
+from shardtrain.checkpoints.reader import find_archives
+from shardtrain.report.metrics import read_jsonl
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 FULL = "No space left on device"

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from shardtrain.exit_codes import COME_AGAIN
-from shardtrain.metrics import read_jsonl
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.report.metrics import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
 GONE_SECONDS = 30

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.archive import find_archives
-from shardtrain.manifest import Leaf
-from shardtrain.metrics import read_jsonl
+from shardtrain.checkpoints.manifest import Leaf
+from shardtrain.checkpoints.reader import find_archives
+from shardtrain.report.metrics import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
 # each island has an optimizer of its own, and saves a part of each step

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.archive import find_archives
-from shardtrain.metrics import read_jsonl
-from shardtrain.run_lock import LOCK
+from shardtrain.checkpoints.reader import find_archives
+from shardtrain.report.metrics import read_jsonl
+from shardtrain.system.run_lock import LOCK
 
 KILLS = int(os.environ.get("KILLS", "100"))
 SIGNALS = int(os.environ.get("SIGNALS", "40"))  # of the 100 that docs/survival.md tells of: they are dearer

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.exit_codes import COME_AGAIN
-from shardtrain.metrics import read_jsonl
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.report.metrics import read_jsonl
 
 GONE_SECONDS = 30
 

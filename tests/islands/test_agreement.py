@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.config import Run, Strategy, describe
 from shardtrain.islands import agreement
 from shardtrain.islands.agreement import (
     FREE,
@@ -28,8 +27,9 @@ from shardtrain.islands.agreement import (
     tree_facts,
     versions,
 )
-from shardtrain.layout import Layout
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run, Strategy, describe
 
 THREE = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]
 

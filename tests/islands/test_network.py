@@ -8,7 +8,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from shardtrain.islands import membership
 from shardtrain.islands.network import address_of, listening_address
-from shardtrain.islands.place import Place, Seat, device_environment
+from shardtrain.islands.rank_environment import Place, Seat, device_environment
 
 
 def test_on_one_host_loopback_on_several_the_interface_of_the_job():

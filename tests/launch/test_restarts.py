@@ -83,8 +83,8 @@ sys.exit(run_again(lambda number: supervise_once(launch, job.logs, environ), res
 RANKS = """
 import os, signal, sys, time
 from pathlib import Path
-from shardtrain.islands.marks import marks_of
-from shardtrain.islands.place import find_place
+from shardtrain.islands.watchdog.activity import marks_of
+from shardtrain.islands.rank_environment import find_place
 rank, marks = find_place(os.environ).rank, marks_of()
 starts = Path(f"starts-{rank}")
 with starts.open("a") as file: file.write(".")

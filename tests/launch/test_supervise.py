@@ -26,7 +26,7 @@ sys.exit(supervise(launch, job.logs, environ, time_seconds=job.time_seconds, sto
 """
 RANK = (
     "import os, sys, time, signal\n"
-    "from shardtrain.islands.place import find_place\n"
+    "from shardtrain.islands.rank_environment import find_place\n"
     "r = find_place(os.environ).rank\n"
 )
 STOPS = (

@@ -12,12 +12,7 @@ import pytest
 from flax import nnx
 
 from shardtrain.models.decoder import Block
-from shardtrain.models.encoder_decoder import (
-    CrossAttention,
-    DecoderBlock,
-    EncoderBlock,
-    EncoderDecoderConfig,
-)
+from shardtrain.models.encoder_decoder import CrossAttention, DecoderBlock, EncoderBlock, EncoderDecoderConfig
 
 CONFIG = EncoderDecoderConfig(
     vocab=32, seq=8, embed=16, num_encoder_layers=2, num_decoder_layers=3, num_heads=4, remat="none"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardtrain.layout import PARAMETER_RULES
 from shardtrain.models.convolution import EPS
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.resolve import Named, resolve
+from shardtrain.sharding.layout import PARAMETER_RULES
+from shardtrain.sharding.resolve import Named, resolve
 
 CONFIG = ResNetConfig(depth=20, filters=4, num_groups=2, height=8, width=6, colours=1, classes=8)
 SHALLOW = replace(CONFIG, depth=11)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardtrain.layout import PARAMETER_RULES
 from shardtrain.models.vgg import VggConfig
-from shardtrain.resolve import Named, resolve
+from shardtrain.sharding.layout import PARAMETER_RULES
+from shardtrain.sharding.resolve import Named, resolve
 
 CONFIG = VggConfig(filters=4, num_groups=2, colours=1, hidden=16, classes=8)
 RNG = np.random.default_rng(0)

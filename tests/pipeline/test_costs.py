@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardtrain.linen_model import from_linen
-from shardtrain.loss import classification_loss, next_token_loss
-from shardtrain.model import from_nnx
+from shardtrain.functional.linen_model import from_linen
+from shardtrain.functional.loss import classification_loss, next_token_loss
+from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.resnet import ResNetConfig

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from shardtrain.layout import Layout
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.pipeline.rows import Stages
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.plan.collectives import ALL_REDUCE, PERMUTE, by_axis
+from shardtrain.pipeline.stacking import Stages
 from shardtrain.plan.compile import compile_step, described_devices, figures
+from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE, by_axis
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
 
 ROWS, SEQ, EMBED = 4, 16, 16
 MODEL = from_nnx(DecoderConfig(vocab=32, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=32))

@@ -11,17 +11,17 @@ import pytest
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.layout import Layout
-from shardtrain.linen_model import from_linen
-from shardtrain.loss import next_token_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx
+from shardtrain.functional.linen_model import from_linen
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.traffic import Key, Work, step_traffic, weights
-from shardtrain.sharding import sharding_rows
-from shardtrain.state import state_specs
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.sharding.specs import sharding_rows
+from shardtrain.train_step.state import state_specs
 
 ROWS, SEQ = 64, 32
 TIED = DecoderConfig(vocab=256, seq=SEQ, embed=64, num_layers=4, num_heads=8)

@@ -8,22 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardtrain.across import Combining, make_step_across
 from shardtrain.combine import mean
+from shardtrain.combine.replicas import Combine
 from shardtrain.data import place
-from shardtrain.gradients import make_gradients
+from shardtrain.functional.loss import classification_loss
+from shardtrain.functional.model import from_nnx, path_text
+from shardtrain.functional.rng import step_key
 from shardtrain.islands.bridge import Control, MpiGroup, world
-from shardtrain.islands.crossing import Crossing
 from shardtrain.islands.options import REDUCE
-from shardtrain.layout import Layout
-from shardtrain.loss import classification_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx, path_text
+from shardtrain.islands.transfer import Crossing
 from shardtrain.models.mlp import MlpConfig
-from shardtrain.replicas import Combine
-from shardtrain.rng import step_key
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_step
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.gradients import make_gradients
+from shardtrain.train_step.island_step import Combining, make_step_across
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_step
 
 ROWS = 12
 MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8, dropout=0.3))

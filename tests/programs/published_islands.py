@@ -11,7 +11,7 @@ from rich.console import Console
 from shardtrain.cli.run_options import load_run, parse_run
 from shardtrain.data import Batches
 from shardtrain.islands.membership import join
-from shardtrain.trainer import train
+from shardtrain.trainer.train import train
 
 FILE = Path(__file__).with_name("published_models.py")
 

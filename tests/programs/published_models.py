@@ -17,7 +17,7 @@ from flax import nnx, struct
 from jax.sharding import PartitionSpec as P
 
 from shardtrain import Layout, Run, Strategy, from_linen, from_nnx
-from shardtrain.checkpoint_policy import CheckpointPolicy
+from shardtrain.checkpoints.policy import CheckpointPolicy
 
 ROWS, SEQ, VOCAB, STEPS, SEED = 8, 8, 16, 2, 3
 RANDOM = np.random.default_rng(0)

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.config import Run, Strategy
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.combine.replicas import Combine
 from shardtrain.data.batches import epoch_order
+from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
-from shardtrain.layout import Layout
-from shardtrain.loss import next_token_loss
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optimizer import Optimizer, Schedule
-from shardtrain.recovery import Recovery
-from shardtrain.replicas import Combine
-from shardtrain.trainer import train
+from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.recovery import Recovery
+from shardtrain.trainer.train import train
 
 FOLDER = Path(sys.argv[1])
 ISLANDS = join()

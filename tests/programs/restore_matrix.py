@@ -20,21 +20,21 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from shardtrain import parts as parts_module
-from shardtrain import trainer
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.config import Run, Strategy, describe
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.functional.model import path_text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.layout import Layout
-from shardtrain.mesh import make_mesh
-from shardtrain.model import path_text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.resume import Saving, begin
-from shardtrain.state import init_state
-from shardtrain.step import make_step
-from shardtrain.together import Together
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state
+from shardtrain.train_step.step import make_step
+from shardtrain.trainer import setup as parts_module
+from shardtrain.trainer import train as trainer
+from shardtrain.trainer.config import Run, Strategy, describe
+from shardtrain.trainer.coordination import Together
+from shardtrain.trainer.resume import Saving, begin
 
 FOLDER, *SOURCES = map(Path, sys.argv[1:])
 ISLANDS = join()

@@ -12,24 +12,24 @@ import numpy as np
 import optax
 from flax import nnx
 
+from shardtrain.combine.replicas import Combine
 from shardtrain.data import place
+from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
+from shardtrain.functional.model import from_nnx, path_text
 from shardtrain.islands.bridge import Control, MpiGroup, world
-from shardtrain.islands.crossing import Crossing
 from shardtrain.islands.mailbox import Mailbox
-from shardtrain.layout import Layout
-from shardtrain.loss import classification_loss, next_token_loss, translation_loss
-from shardtrain.mesh import make_mesh
-from shardtrain.model import from_nnx, path_text
+from shardtrain.islands.transfer import Crossing
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.pipeline.costs import Traced, make_stages
-from shardtrain.pipeline.held import Held
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
-from shardtrain.replicas import Combine
-from shardtrain.stages_across import Seats, StageStep
-from shardtrain.state import init_state, make_placement
-from shardtrain.step import make_evaluate, make_step
+from shardtrain.pipeline.stage_model import Held
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.stage_step import Seats, StageStep
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_evaluate, make_step
 
 ROWS, SEQ, VOCAB = 40, 16, 32
 LAYOUTS = [({"data": 1}, 1), ({"data": 2}, 3), ({"tensor": 2}, 3)]

@@ -14,16 +14,16 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.config import Run, Strategy
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.combine.replicas import Combine
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.layout import Layout
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optimizer import Optimizer, Schedule
-from shardtrain.replicas import Combine
-from shardtrain.trainer import train
+from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.train import train
 
 TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()

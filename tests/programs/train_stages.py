@@ -10,16 +10,16 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from shardtrain.checkpoint_policy import CheckpointPolicy
-from shardtrain.config import Run, Strategy
+from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.layout import Layout
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer, Schedule
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.trainer import train
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.train import train
 
 TEXT, FOLDER, NUM_STAGES = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 ISLANDS = join()

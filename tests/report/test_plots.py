@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from shardtrain.metrics import JsonLines
+from shardtrain.report.metrics import JsonLines
 from shardtrain.report.plots import (
     HELDOUT_COLOUR,
     TRAIN_COLOUR,

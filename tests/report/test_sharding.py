@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import optax
 
-from shardtrain.layout import Layout, axis_sizes
-from shardtrain.model import Model
+from shardtrain.functional.model import Model
 from shardtrain.report.sharding import sharding_text
-from shardtrain.state import state_specs
+from shardtrain.sharding.layout import Layout, axis_sizes
+from shardtrain.train_step.state import state_specs
 
 MODEL = Model(
     init=lambda key: (

@@ -1,0 +1,1 @@
+"""Checkpoints: saved in the background, proven whole, restored onto any layout."""

@@ -1,0 +1,50 @@
+"""The parameters that a run evaluates, out of the arrays of its checkpoint. No jax.
+
+As `optimizer_state.evaluated_params` has them while it runs. Next: `trainer/trained_model.py`.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+
+def exported_params(
+    how: str | None, paths: Iterable[str], read: Callable[[str], np.ndarray]
+) -> Callable[[str], np.ndarray]:
+    """path of a parameter -> the array to export: what the run evaluates.
+
+    Args:
+      how: `Run.evaluate_with` as the checkpoint describes it.
+      paths: of all arrays of the checkpoint.
+      read: path -> array.
+
+    Raises:
+      ValueError: it is a function, which no checkpoint holds; or (when called) what it names is not there.
+    """
+    if how is None:
+        return lambda path: read(f"params/{path}")
+    if how not in ("ema", "schedule_free"):
+        raise ValueError(
+            f"the run evaluates with {how}, a function that a checkpoint does not hold; load what it trains"
+            " with shardtrain.load(run_dir, model, evaluated=False), or train a step with evaluate_with None,"
+            ' "ema" or "schedule_free"'
+        )
+    kept, listed = "ema" if how == "ema" else "z", tuple(paths)
+
+    def beside(path: str) -> str:
+        found = [p for p in listed if p.startswith("opt_state/") and p.endswith(f"/{kept}/{path}")]
+        if len(found) != 1:
+            raise ValueError(
+                f"the checkpoint has {len(found)} arrays {kept}/{path} in its optimizer; needed is 1"
+            )
+        return found[0]
+
+    def exported(path: str) -> np.ndarray:
+        own, other = read(f"params/{path}"), read(beside(path))
+        if how == "schedule_free":
+            # as optax.contrib.schedule_free_eval_params
+            b1 = read(beside(path).removesuffix(f"z/{path}") + "b1")
+            other = (own.astype(np.float32) - (1 - b1) * other) / b1
+        return other.astype(own.dtype)
+
+    return exported

@@ -1,0 +1,78 @@
+"""The folder of a run on a fast disk that many runs, and perhaps many people, share. No jax.
+
+Two runs never have one folder, and what somebody else prepared is not used. Next: `retention.py`.
+"""
+
+import hashlib
+import os
+import re
+import stat
+from pathlib import Path
+
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.untrusted_files import kind_text, read_bytes
+
+OWNER = "run.txt"
+"""In the folder: the run folder that it belongs to."""
+
+PRIVATE = 0o700
+MOST_PATH_BYTES = 1 << 16
+
+
+def fast_folder(disk: Path, folder: Path) -> Path:
+    """The folder on a fast disk that belongs to a run's checkpoints: readable, and of this run alone.
+
+    >>> fast_folder(Path("/fast"), Path("/r/a/b")).name, fast_folder(Path("/fast"), Path("/r/a-b")).name
+    ('r-a-b-59dc871f5ecc4d64', 'r-a-b-81caf8072b02ad4d')
+    """
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(folder.parts[-3:])).strip("-")[-60:]
+    return disk / f"{stem}-{digest}"
+
+
+def claim(fast: Path, folder: Path) -> None:
+    """Make the folder on the fast disk, or look at the one that is there.
+
+    Args:
+        fast: see `fast_folder`.
+        folder: the run's.
+
+    Raises:
+        ValueError: it is a link, somebody else's, open to others, or of another run.
+        OSError: it cannot be made.
+    """
+    fast.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fast.mkdir(PRIVATE)
+    except FileExistsError:
+        check(fast, folder)
+    if not (fast / OWNER).exists():
+        replace_file(fast / OWNER, os.fsencode(folder))
+
+
+def check(fast: Path, folder: Path) -> None:
+    """Refuse a folder on the fast disk that is not this run's own.
+
+    Raises:
+        ValueError: as `claim`.
+        OSError: it cannot be looked at.
+    """
+    if problem := _problem(fast, fast.lstat(), folder):
+        raise ValueError(
+            f"checkpoints would go to {fast} first, but {problem}. Remove it, or give another"
+            " --checkpoints.fast"
+        )
+
+
+def _problem(fast: Path, found: os.stat_result, folder: Path) -> str:
+    if not stat.S_ISDIR(found.st_mode):
+        return f"it is {kind_text(found.st_mode)}, not a folder"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+    if found.st_mode & ~PRIVATE & 0o777:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"others may use it: its mode is {mode:o}; chmod 700 it, if you trust what is in it"
+    if not (fast / OWNER).exists():
+        return "" if next(fast.iterdir(), None) is None else f"it has no {OWNER} that says whose it is"
+    owner = read_bytes(fast / OWNER, MOST_PATH_BYTES)
+    return "" if owner == os.fsencode(folder) else f"it belongs to the run of {os.fsdecode(owner)}"

@@ -1,0 +1,89 @@
+"""What of a state can be saved and restored: its arrays by path, and all that cannot, listed at once."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.checkpoints.manifest import COMMON, Leaf, Lie
+
+
+def saveable(state: Any) -> dict[str, jax.Array]:
+    """The arrays of a state by path; Orbax gets them flat, so that no two of its names can fall together.
+
+    Args:
+        state: pytree of jax arrays.
+
+    Raises:
+        ValueError: all leaves that cannot be saved, each with the reason.
+    """
+    by_path = _by_path(state)
+    wrong = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable(leaf))]
+    check(wrong, "these leaves of the state cannot be saved", "Change them where the state is made")
+    return by_path
+
+
+def _unsaveable(leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array):
+        return f"{type(leaf).__name__}; use jnp.asarray"
+    if kind := _unsaveable_kind(leaf):
+        return kind
+    # A weak type is lost on the way, and with it the dtype of results after resuming.
+    return f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
+
+
+def _unsaveable_kind(leaf: Any) -> str:
+    """What shape and dtype alone tell, so that a run hears of it before its first step."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "typed key; use jax.random.key_data"
+    return f"no elements, shape {leaf.shape}; leave it out" if leaf.size == 0 else ""
+
+
+def restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is to be restored, by path.
+
+    Args:
+        abstract_state: pytree of shapes, or of arrays, with shardings.
+
+    Raises:
+        ValueError: all leaves that could never have been saved, or do not say where to restore to.
+    """
+    by_path = _by_path(abstract_state)
+    never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable_kind(leaf))]
+    check(never, "these leaves of the state could never be saved", "Change them where the state is made")
+    wrong = [path for path, leaf in by_path.items() if getattr(leaf, "sharding", None) is None]
+    check(wrong, "these leaves say not where to restore to", "Use jax.ShapeDtypeStruct(..., sharding=...)")
+    return {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for path, leaf in by_path.items()
+    }
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(tree)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    check(twice, "these paths stand for several leaves", "Rename the keys of one")
+    if not paths:
+        raise ValueError("the state has no arrays: nothing can be saved or restored.")
+    return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
+
+
+def describe(arrays: Mapping[str, Any], lies: Mapping[str, Lie]) -> dict[str, Leaf]:
+    """Arrays as a manifest has them: path -> shape, dtype, and which piece of the whole it is."""
+    return {
+        path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, lie=lies.get(path, COMMON))
+        for path, leaf in arrays.items()
+    }
+
+
+def check(wrong: list[str], what: str, change: str) -> None:
+    """Refuse what is wrong, all of it in one error.
+
+    Raises:
+        ValueError: something is.
+    """
+    if wrong:
+        raise ValueError("\n  ".join([f"{what}:", *wrong]) + f"\n{change}.")

@@ -1,0 +1,249 @@
+"""What stands in a checkpoint's manifest, and whether a text that claims to be one can be trusted. No jax.
+
+A manifest may come from somebody else: names, sizes and counts are checked before anything is opened,
+counted or allocated by them. Who writes and reads the file is `manifest.py`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardtrain.system.untrusted_files import finite_number, name_problem, of_kind, short, whole_number
+
+MOST_STEP = 10**15
+MOST_PARTS = 1 << 14
+MOST_BLOCKS = 1 << 20
+MOST_DIMS = 32
+MOST_SIZE = 1 << 48
+MOST_SECONDS = 2.5e11  # in the year 9892; a date has no later years
+
+DTYPE_BYTES = {
+    **dict.fromkeys(("bool", "int2", "int4", "uint2", "uint4", "int8", "uint8", "float4_e2m1fn"), 1),
+    **{f"float8_{kind}": 1 for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2")},
+    **{f"float8_{kind}": 1 for kind in ("e5m2fnuz", "e8m0fnu")},
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Names of dtypes that an array of a state can have -> bytes of a number."""
+
+COMPRESSION = 1024
+"""Saved arrays are not compressed, but those of earlier versions were, by no more than this."""
+SMALL_BYTES = 1 << 20
+
+
+class Part(NamedTuple):
+    """Which part of a step a writer saves: islands of stages, or with states of their own, save one each."""
+
+    index: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f".part-{self.index}-of-{self.count}" if self.count > 1 else ""
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """One file as it was when the checkpoint was finished.
+
+    Args:
+        num_bytes: its size.
+        crc32: its checksum; it finds accidents (every single flipped bit), not forgery.
+    """
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lie:
+    """How an array lies in the state of the whole model, so that any other layout finds its pieces.
+
+    Args:
+        rows: the block of each row, where its blocks are stacked and not simply all of them in order; -1 is a
+            row of padding.
+        num_rows: blocks of the whole model, where there are rows.
+        replica: whose it is, where each replica has one of its own.
+        num_replicas: how many have; where `replica` is None, its first dim counts them. None: all have it in
+            common.
+
+    >>> Lie(rows=(4, 5), num_rows=6).whole((2, 8)), Lie(num_replicas=4).whole((4, 6, 8))
+    ((6, 8), (6, 8))
+    """
+
+    rows: tuple[int, ...] | None = None
+    num_rows: int | None = None
+    replica: int | None = None
+    num_replicas: int | None = None
+
+    @property
+    def counts_replicas(self) -> bool:
+        """Its first dim does."""
+        return self.num_replicas is not None and self.replica is None
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that it has in one replica of the whole model."""
+        shape = tuple(shape)[1:] if self.counts_replicas else tuple(shape)
+        return shape if self.num_rows is None else (self.num_rows, *shape[1:])
+
+
+COMMON = Lie()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of the state.
+
+    Args:
+        shape: its global shape, as it is stored.
+        dtype: the name of its dtype.
+        lie: of which blocks and which replica it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    lie: Lie = COMMON
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.lie.whole(self.shape)}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its numbers, as it is stored."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a finished checkpoint holds.
+
+    Args:
+        step: the training step it was saved after.
+        orbax_version: of the Orbax that wrote the arrays.
+        files: path below the step's folder -> size and checksum.
+        leaves: path in the state -> shape, dtype, and which piece of it this is.
+        extra: what the caller saved beside the arrays.
+        part: of the step; the others have manifests of their own.
+        saved_seconds: when, in seconds since 1970.
+        save_id: the same in all parts of one save, and of no other.
+    """
+
+    step: int
+    orbax_version: str
+    files: Mapping[str, File]
+    leaves: Mapping[str, Leaf]
+    extra: dict[str, Any]
+    part: Part = WHOLE
+    saved_seconds: float = 0.0
+    save_id: str = ""
+
+
+def manifest_of(body: Mapping[str, Any]) -> Manifest:
+    """Turn the JSON of a manifest into one.
+
+    Args:
+        body: as `untrusted.parse_json` reads it.
+
+    Raises:
+        ValueError: an entry is missing, of another kind, or out of its range.
+    """
+    if missing := [
+        name for name in ("step", "orbax_version", "files", "leaves", "extra") if name not in body
+    ]:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    files = of_kind(body["files"], dict, "files")
+    leaves = of_kind(body["leaves"], dict, "leaves")
+    manifest = Manifest(
+        step=whole_number(body["step"], "step", MOST_STEP),
+        orbax_version=of_kind(body["orbax_version"], str, "orbax_version"),
+        files={name: _file(name, file) for name, file in files.items()},
+        leaves={path: _leaf(path, leaf) for path, leaf in leaves.items()},
+        extra=_extra(body["extra"]),
+        part=_part(body.get("part", [0, 1])),
+        saved_seconds=finite_number(body.get("saved_seconds", 0.0), "saved_seconds", MOST_SECONDS),
+        save_id=of_kind(body.get("save_id", ""), str, "save_id"),
+    )
+    if problem := size_problem(manifest):
+        raise ValueError(problem)
+    return manifest
+
+
+def size_problem(manifest: Manifest) -> str:
+    """What is wrong where arrays declare more bytes than their files can hold; "" where nothing is."""
+    declared = sum(leaf.num_bytes for leaf in manifest.leaves.values())
+    there = sum(file.num_bytes for file in manifest.files.values())
+    if declared <= there * COMPRESSION + SMALL_BYTES:
+        return ""
+    return f"its arrays declare {declared:,} bytes, and its files have {there:,}"
+
+
+def _file(name: str, entry: Any) -> File:
+    if problem := name_problem(name):
+        raise ValueError(f"the name of the file {short(name)} {problem}")
+    entry = of_kind(entry, dict, name)
+    if set(entry) != {"num_bytes", "crc32"}:
+        raise ValueError(
+            f"{short(name)} has the entries {short(sorted(entry))}; they are num_bytes and crc32"
+        )
+    return File(
+        num_bytes=whole_number(entry["num_bytes"], f"num_bytes of {name}", MOST_SIZE),
+        crc32=whole_number(entry["crc32"], f"crc32 of {name}", (1 << 32) - 1),
+    )
+
+
+def _leaf(path: str, entry: Any) -> Leaf:
+    what = path[:200]
+    entry = of_kind(entry, dict, what)
+    shape = of_kind(entry.get("shape"), list, f"the shape of {what}")
+    if len(shape) > MOST_DIMS:
+        raise ValueError(f"{what} has {len(shape)} dims; at most {MOST_DIMS} are read")
+    if entry.get("dtype") not in tuple(DTYPE_BYTES):
+        raise ValueError(f"the dtype of {what} is {short(entry.get('dtype'))}, which no array of a state has")
+    shape = tuple(whole_number(size, f"a size of {what}", MOST_SIZE, 1) for size in shape)
+    return Leaf(shape=shape, dtype=entry["dtype"], lie=_lie(what, shape, entry.get("lie", {})))
+
+
+def _lie(what: str, shape: tuple[int, ...], entry: Any) -> Lie:
+    entry = of_kind(entry, dict, f"the lie of {what}")
+    if unknown := set(entry) - {"rows", "num_rows", "replica", "num_replicas"}:
+        raise ValueError(f"the lie of {what} has {short(sorted(unknown))}, which it has not")
+    ranges = {"num_rows": MOST_BLOCKS, "replica": MOST_PARTS, "num_replicas": MOST_PARTS}
+    numbers = {name: entry.get(name) for name in ranges}
+    for name, value in numbers.items():
+        if value is not None:
+            whole_number(value, f"{name} of {what}", ranges[name], 0 if name == "replica" else 1)
+    rows = entry.get("rows")
+    if rows is not None:
+        rows = tuple(
+            whole_number(row, f"a row of {what}", (numbers["num_rows"] or 0) - 1, -1)
+            for row in of_kind(rows, list, f"rows of {what}")
+        )
+    lie = Lie(rows=rows, **numbers)
+    if lie.replica is not None and lie.replica >= (lie.num_replicas or 0):
+        raise ValueError(f"{what} is of replica {lie.replica} of {lie.num_replicas}")
+    sizes = shape[1:] if lie.counts_replicas else shape
+    if lie.counts_replicas and shape[:1] != (lie.num_replicas,):
+        raise ValueError(f"{what} counts {lie.num_replicas} replicas and has shape {shape}")
+    if (rows is not None and sizes[:1] != (len(rows),)) or (lie.num_rows is not None and not sizes):
+        raise ValueError(f"{what} has rows that do not fit its shape {shape}")
+    return lie
+
+
+def _part(entry: Any) -> Part:
+    if type(entry) is not list or len(entry) != 2:
+        raise ValueError(f"part is {short(entry)}; it is an index and a count")
+    count = whole_number(entry[1], "the number of parts", MOST_PARTS, 1)
+    return Part(whole_number(entry[0], "the index of the part", count - 1), count)
+
+
+def _extra(entry: Any) -> dict[str, Any]:
+    extra = of_kind(entry, dict, "extra")
+    for name in ("run", "position", "imported"):
+        if extra.get(name) is not None:
+            of_kind(extra[name], dict, f"extra/{name}")
+    return extra

@@ -1,0 +1,124 @@
+"""How a run's state lies in its checkpoints: of which blocks, and of which replica, each array is.
+
+What a mesh or a stage stores is saved as it lies; these notes beside it let any other layout find its rows
+in it. Next: `trainer/resume.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from shardtrain import axes
+from shardtrain.checkpoints.manifest import COMMON, Lie
+from shardtrain.functional.model import BLOCKS, Tree, path_text
+from shardtrain.pipeline.stage_model import Held
+from shardtrain.sharding.specs import without_pipeline
+from shardtrain.train_step.state import Placement, State, restorable_state
+
+KEPT = "combine_state/"
+"""What a combiner keeps lies by buckets and devices: it comes back to the same layout alone."""
+
+
+def saved_part(state: State, own: bool = False) -> State:
+    """What of a state is saved; a replica's steps since it was last combined are none when that is done.
+
+    Args:
+      state: arrays or shapes.
+      own: only what this island has of its own, where another saves what they have in common.
+    """
+    if own:
+        return State((), (), (), (), state.opt_state, state.combine_state)
+    return state._replace(local=())
+
+
+def lies(
+    placement: Placement,
+    held: Held | None = None,
+    island: tuple[int, int] = (0, 1),
+    own_optimizers: bool = False,
+) -> Callable[[State], dict[str, Lie]]:
+    """state -> path -> which piece of the whole an array of it is; whole arrays are left out.
+
+    Args:
+      placement: of the state.
+      held: the stage that it is of, where islands hold stages.
+      island: which one this is, of how many.
+      own_optimizers: each island has an optimizer state of its own.
+    """
+    rows, num_rows = _rows(placement, held)
+    combine = placement.combine
+    in_mesh = placement.mesh.shape[axes.DATA] if combine.on_deltas else None
+
+    def lie(path: str, shape: tuple[int, ...]) -> Lie:
+        if path.startswith(KEPT):
+            return Lie(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
+        own = own_optimizers and path.startswith("opt_state/")
+        whose = Lie(replica=island[0], num_replicas=island[1]) if own else COMMON
+        if in_mesh is not None and path.startswith("opt_state/"):
+            return Lie(num_replicas=in_mesh)
+        # of a parameter, whatever its other dims: factored moments have fewer
+        keys = path.split("/")
+        is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))
+        if is_of_block and shape[:1] == (len(rows),):
+            return replace(whose, rows=rows, num_rows=num_rows)
+        return whose
+
+    whole = placement.specs.abstract
+    leaves = [leaf for tree in (whole.params, whole.model_state) for leaf in jax.tree.leaves_with_path(tree)]
+    paths = [path_text(path) for path, _ in leaves]
+    blocks = {path for path in paths if rows and path.startswith(f"{BLOCKS}/")}
+
+    def of(state: State) -> dict[str, Lie]:
+        shapes = {path_text(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(state)}
+        found = {path: lie(path, shape) for path, shape in shapes.items()}
+        return {path: each for path, each in found.items() if each != COMMON}
+
+    return of
+
+
+def _leaves(state: State) -> list[tuple[Any, Any]]:
+    return jax.tree.leaves_with_path(state)
+
+
+def _rows(placement: Placement, held: Held | None) -> tuple[tuple[int, ...], int]:
+    """The block of each row of a stacked array, and how many the model has; none where all are in order."""
+    if held is not None:
+        stacked = held.model.chain is not None and held.model.chain.stacked
+        return (tuple(held.block_numbers), held.stages.num_blocks) if stacked else ((), 0)
+    stages = placement.stages
+    return ((), 0) if stages is None or stages.is_plain else (stages.rows, stages.num_blocks)
+
+
+def wanted_state(placement: Placement, kept: Any = None) -> State:
+    """Shapes, dtypes and shardings of what is restored.
+
+    Args:
+      placement: of the state.
+      kept: what a combiner across islands keeps, as it begins.
+    """
+    state = restorable_state(placement)
+    if kept is not None:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), kept)
+        state = state._replace(combine_state=like)
+    return state
+
+
+def in_order(placement: Placement, params: Tree) -> Tree:
+    """Parameters with their blocks in the model's own order, whatever pipeline the mesh has cut them into."""
+    stages, mesh = placement.stages, placement.mesh
+    if stages is None or stages.is_plain:
+        return params
+
+    def moved(path: Any, x: jax.Array, spec: Any) -> jax.Array:
+        if not path_text(path).startswith(f"{BLOCKS}/"):
+            return x
+        # rows change their places where every device has all of them: else XLA gathers whole arrays
+        shape = (stages.num_blocks, *x.shape[1:])
+        elsewhere = NamedSharding(mesh, without_pipeline(spec, 0, shape, dict(mesh.shape)))
+        x = jax.lax.with_sharding_constraint(x, elsewhere)
+        return jax.lax.with_sharding_constraint(stages.in_order(x), elsewhere)
+
+    return jax.jit(lambda tree: jax.tree.map_with_path(moved, tree, placement.specs.params))(params)

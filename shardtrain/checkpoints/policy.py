@@ -1,0 +1,81 @@
+"""When to save and what to keep: plain numbers, no jax. What saves is in `checkpointer.py`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.messages import problems_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """When to save, and what to keep.
+
+    Args:
+        every_steps: save after each step that this divides; None: not by steps.
+        every_minutes: save when the last save is this long ago; None: not by time.
+        keep: how many of the newest checkpoints to keep.
+        keep_every: keep the checkpoints of steps that this divides for ever; None: keep no others.
+        fast: a folder on a disk of this host, such as a RAM disk: a save goes there first, and is copied
+            to the run folder in the background. None: straight to the run folder.
+
+    Raises:
+        ValueError: lists every value of a wrong kind or out of range.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    keep: int = 3
+    keep_every: int | None = None
+    fast: Path | None = None
+
+    def __post_init__(self) -> None:
+        problems = wrong_kinds(self)
+        allowed = {
+            "every_steps": (self.every_steps is None or self.every_steps >= 1, "None, 1 or more"),
+            "every_minutes": (self.every_minutes is None or self.every_minutes > 0, "None, or more than 0"),
+            "keep": (self.keep >= 1, "1 or more"),
+            "keep_every": (self.keep_every is None or self.keep_every >= 1, "None, 1 or more"),
+        }
+        problems += [
+            f"{name} is {getattr(self, name)}; use {use}" for name, (ok, use) in allowed.items() if not ok
+        ]
+        if problems:
+            raise problems_error("checkpoints cannot be saved like this", problems)
+
+
+def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
+    """Whether to save after this step.
+
+    Clocks differ: where several processes train together, one of them asks and tells the others.
+
+    Args:
+        policy: when to save.
+        step: steps done, from 1.
+        seconds_since_last: since the last save began, or since the run began.
+
+    Examples:
+        >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 20, 0.0)
+        True
+        >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 21, 299.0)
+        False
+    """
+    by_steps = policy.every_steps is not None and step % policy.every_steps == 0
+    by_time = policy.every_minutes is not None and seconds_since_last >= 60 * policy.every_minutes
+    return by_steps or by_time
+
+
+def steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]:
+    """Which of the whole checkpoints to delete, oldest first; never the newest.
+
+    Args:
+        policy: what to keep.
+        steps: the steps of all whole checkpoints.
+
+    Examples:
+        >>> steps_to_delete(CheckpointPolicy(keep=2, keep_every=100), [90, 100, 110, 120, 130])
+        [90, 110]
+    """
+    older = sorted(set(steps))[: -policy.keep]
+    return [step for step in older if policy.keep_every is None or step % policy.keep_every]

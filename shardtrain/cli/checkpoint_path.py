@@ -1,0 +1,86 @@
+"""Which checkpoint is meant: a run's folder, its folder of checkpoints, a step's folder, or PATH@STEP."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.checkpoints.manifest import finished, partial_folders, read_name
+from shardtrain.checkpoints.reader import Archive, archives
+from shardtrain.system.untrusted_files import some
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A folder of checkpoints, and the step that was asked for.
+
+    Args:
+      folder: of checkpoints.
+      step: None where none was named.
+    """
+
+    folder: Path
+    step: int | None
+
+    def all_archives(self) -> list[Archive]:
+        """The step that was asked for, or all.
+
+        Raises:
+          ValueError: there is none.
+        """
+        found = archives(self.folder)
+        chosen = [each for each in found if self.step in (None, each.step)]
+        if not chosen:
+            steps = ", ".join(str(each.step) for each in found)
+            have = f"there are {steps}" if found else "there is no finished one"
+            raise ValueError(f"{self.folder} has no step {'' if self.step is None else self.step}: {have}")
+        return chosen
+
+    def archive(self) -> Archive:
+        """The step that was asked for, or the newest that has all of its parts.
+
+        Raises:
+          ValueError: there is none, or parts of it are missing.
+        """
+        found = self.all_archives()
+        whole = [each for each in found if not each.missing]
+        if not whole:
+            lines = [
+                f"step {each.step} lacks parts [{some(each.missing)}] of {each.num_parts}" for each in found
+            ]
+            raise ValueError(f"{self.folder}: {'; '.join(lines)}; bring their folders here")
+        return whole[-1]
+
+
+def find_place(where: str, step: int | None = None) -> Place:
+    """Read what was asked for.
+
+    Args:
+      where: a path, or PATH@STEP.
+      step: another way to name the step.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      ValueError: no checkpoints lie there; or two steps are named.
+    """
+    path, named = _split(where)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}; give a run's folder, or that of its checkpoints")
+    own, _ = read_name(path.name)
+    if own >= 0 and not (path / CHECKPOINTS).is_dir():
+        folder, named = path.parent, [*named, own]
+    else:
+        folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = {*named, *([] if step is None else [step])}
+    if len(steps) > 1:
+        raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
+    if not finished(folder) and not partial_folders(folder):
+        raise ValueError(f"{path} holds no checkpoints; give a run's folder, or that of its checkpoints")
+    return Place(folder=folder, step=next(iter(steps), None))
+
+
+def _split(where: str) -> tuple[Path, list[int]]:
+    path, at, number = where.rpartition("@")
+    if at and number.isdecimal() and not Path(where).exists():
+        return Path(path), [int(number)]
+    return Path(where), []

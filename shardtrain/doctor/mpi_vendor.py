@@ -1,0 +1,57 @@
+"""Whose MPI a library is, and whether a launcher and a library are of one MPI. Texts only: no MPI, no jax."""
+
+import re
+from collections.abc import Mapping
+
+from shardtrain.doctor.child import tell
+from shardtrain.islands.mpi_library import library_environment
+from shardtrain.islands.rank_environment import Place
+
+LIBRARY_SECONDS = 60.0
+
+LAUNCHERS = {"openmpi": "openmpi", "hydra": "hydra", "pals": "hydra", "mvapich": "hydra", "pmi": "hydra"}
+"""Launcher -> the flavour of library that it starts; srun starts them all."""
+
+
+def flavour(library: str) -> str:
+    """Whose library it is, in the words of `launch.mpi.Mpiexec`.
+
+    >>> flavour("Open MPI v5.0.3, package: Open MPI"), flavour("MPICH Version: 5.0.2"), flavour("?")
+    ('openmpi', 'hydra', 'other')
+    """
+    if "Open MPI" in library:
+        return "openmpi"
+    if "Intel(R) MPI" in library:
+        return "intel"
+    return "hydra" if re.search(r"MPICH|MVAPICH", library) else "other"
+
+
+def fit(launcher: str, library: str) -> bool:
+    """Whether an mpiexec of one flavour starts ranks of another that find each other.
+
+    MPICH's and Intel's speak the same PMI; of a library that is not known nothing can be said.
+
+    >>> fit("hydra", "intel"), fit("openmpi", "hydra")
+    (True, False)
+    """
+    return library == "other" or (launcher == "openmpi") == (library == "openmpi")
+
+
+def launch_problem(place: Place, environ: Mapping[str, str]) -> str | None:
+    """Why MPI would not start in this rank, or leave it alone; None where nothing speaks against it.
+
+    The library is asked in a child that no launcher started: in a rank of another MPI it may end the process.
+    """
+    program = "import json; from mpi4py import MPI; print(json.dumps({'library': MPI.Get_library_version()}))"
+    told = tell(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
+    if "library" not in told:
+        return f"mpi4py does not start: {told['died']}"
+    launcher, library = LAUNCHERS.get(place.launcher), flavour(told["library"])
+    if launcher is None or fit(launcher, library):
+        return None
+    version = told["library"].splitlines()[0]
+    return (
+        f"the ranks were started by {place.launcher}, and mpi4py belongs to another MPI"
+        f" ({version.strip()}): it"
+        f" would not start, or each of {place.size} ranks would be alone"
+    )

@@ -1,0 +1,1 @@
+"""How mistakes are found and reported: messages, field types, exit codes. No jax."""

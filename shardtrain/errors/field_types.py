@@ -1,0 +1,216 @@
+"""What kind of value each field of a dataclass takes, checked against its type hints when it is made.
+
+A dataclass calls `wrong_kinds(self)` first in its `__post_init__`, and checks ranges itself.
+"""
+
+import math
+import reprlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+"""Type -> what an error asks for."""
+
+MOST_SHOWN, MOST_CURES = 80, 4
+"""Characters of a value that an error shows, and forms that it offers."""
+
+NEWLINE = "\n"
+
+
+class WrongKind(ValueError):
+    """A value is not of the kind that its field takes; the text says what to write instead."""
+
+
+def wrong_kinds(value: Any) -> list[str]:
+    """The fields of a dataclass whose values are of another kind than their type hints say.
+
+    Values that leave no doubt are converted in place: a numpy scalar, text for a path, a list for a tuple,
+    and what the dataclass of a field accepts as a short form (its static method `short`: value -> fields).
+    A field that is wrong gets its default, so that the caller can check the ranges of the others and raise.
+
+    Args:
+      value: the dataclass, in its `__post_init__`.
+
+    Returns:
+      One problem for each such field, in order.
+    """
+    problems = []
+    hints = _hints(type(value))
+    for field in fields(value):
+        given = getattr(value, field.name)
+        try:
+            object.__setattr__(value, field.name, as_kind(given, hints[field.name], field.name))
+        except WrongKind as error:
+            problems.append(str(error))
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            if default is not MISSING:
+                object.__setattr__(value, field.name, default)
+    return problems
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def as_kind(value: Any, hint: Any, name: str) -> Any:
+    """The value as its type hint has it.
+
+    Raises:
+      WrongKind: it is of another kind; the text names the field, the value and what to write.
+
+    >>> as_kind("runs/a", Path | None, "run_dir")
+    PosixPath('runs/a')
+    >>> as_kind("3e-4", float, "peak")
+    Traceback (most recent call last):
+    shardtrain.errors.field_types.WrongKind: peak is '3e-4'; give a number: peak=0.0003
+    """
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    # without numpy nobody has a value of its kinds, and what has options alone need not load it
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
+        value = value.item()
+    for option in options:
+        if _fits(value, option):
+            return _converted(value, option, name)
+    for option in options:
+        if is_dataclass(option) and hasattr(option, "short") and (made := _made(option, value, name)):
+            return made
+    raise WrongKind(_problem(value, options, name))
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value may stand for a hint that is no union; strict for numbers, for True is no 1."""
+    origin = typing.get_origin(hint) or hint
+    if origin is Any or isinstance(origin, typing.TypeVar):
+        return True
+    if origin is Literal:
+        return any(value == option and type(value) is type(option) for option in typing.get_args(hint))
+    if origin is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if origin is int:
+        return type(value) is int
+    if origin is Path:
+        return isinstance(value, str | Path) and bool(str(value))
+    if origin is tuple:
+        return isinstance(value, list | tuple) and not _wrong_items(value, hint)
+    if origin is Callable:
+        return callable(value)
+    return isinstance(value, origin)
+
+
+def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
+    """Which items of a `tuple[X, ...]` are no X."""
+    kind, *_ = typing.get_args(hint)
+    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    return [i for i, item in enumerate(value) if not any(_fits(item, option) for option in options)]
+
+
+def _converted(value: Any, hint: Any, name: str) -> Any:
+    if hint is Path:
+        return Path(value)
+    if typing.get_origin(hint) is tuple:
+        kind, *_ = typing.get_args(hint)
+        return tuple(as_kind(item, kind, name) for item in value)
+    return value
+
+
+def _made(kind: Any, value: Any, name: str) -> Any:
+    """The dataclass that a short form stands for; None where the value is none."""
+    try:
+        given = kind.short(value)
+        return None if given is None else kind(**given)
+    except ValueError as error:
+        raise WrongKind(f"{name}: {str(error).replace(NEWLINE, NEWLINE + '  ')}") from error
+
+
+def _problem(value: Any, options: Sequence[Any], name: str) -> str:
+    """The text of the error."""
+    shown = f"{name} is {_shown(value)}"
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            allowed = [repr(o) if not isinstance(o, str) else o for o in typing.get_args(option)]
+            return f"{shown}; allowed: {', '.join(allowed)}{' or None' if type(None) in options else ''}"
+    wanted = " or ".join(_wanted(option) for option in options)
+    return f"{shown}; give {wanted}{_cure(value, options, name)}"
+
+
+def _shown(value: Any) -> str:
+    brief = reprlib.Repr()
+    brief.maxother = brief.maxstring = MOST_SHOWN
+    return brief.repr(value)
+
+
+def _wanted(option: Any) -> str:
+    origin: Any = typing.get_origin(option) or option
+    if origin is type(None):
+        return "None"
+    if origin is Callable:
+        return "a function"
+    if origin is tuple:
+        return f"a list, each item {_wanted(typing.get_args(option)[0])}"
+    name: str = getattr(origin, "__name__", str(origin))
+    if is_dataclass(origin):
+        return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+    if origin is Mapping:
+        return "a dict"
+    return WORDS.get(origin, f"a {name}")
+
+
+def _cure(value: Any, options: Sequence[Any], name: str) -> str:
+    """What to write for this value, where that can be said."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ", finite"
+    for option in options:
+        if option in (int, float) and (number := _number(value, option)) is not None:
+            return f": {name}={number!r}"
+        if typing.get_origin(option) is tuple and _fits((value,), option):
+            return f": {name}=({_shown(value)},)"
+        short: Any = getattr(option, "short", None)
+        if short and isinstance(value, str) and (number := _number(value, float)) is not None:
+            return f": {name}={number!r}" if short(number) else ""
+        if is_dataclass(option):
+            fitting = _fitting(option, value)
+            return f": {' or '.join(f'{name}={text}' for text in fitting)}" if fitting else ""
+    return ""
+
+
+def _number(value: Any, kind: type) -> Any:
+    """What text or a whole float says as a number, None where it says none."""
+    if not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        return None
+    return kind(number)
+
+
+def _fitting(kind: Any, value: Any) -> list[str]:
+    """How this dataclass is written with this value: as the fields of a dict, or in a field that takes it."""
+    hints = _hints(kind)
+    names = [field.name for field in fields(kind)]
+    if isinstance(value, Mapping):
+        if not value or any(name not in names for name in value):
+            return []
+        return [f"{kind.__name__}({', '.join(f'{key}={_shown(item)}' for key, item in value.items())})"]
+    if value is None or isinstance(value, bool):
+        return []
+    found = [f"{kind.__name__}({name}={_shown(value)})" for name in names if _takes(hints[name], value)]
+    return found if len(found) <= MOST_CURES else []
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    return any(_fits(value, option) for option in options if option is not Any)

@@ -1,0 +1,26 @@
+"""The words that error messages share: near names, and all problems at once. No jax."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+MOST_NAME = 100
+"""Characters of a name that are quoted in a message."""
+
+
+def near(name: str, allowed: Iterable[str]) -> str:
+    """`name` quoted, with the nearest allowed names, or all of them where none is near.
+
+    >>> near("embd", ["embed", "mlp"])
+    "'embd' (did you mean 'embed'?)"
+    """
+    allowed = list(allowed)
+    name = name if len(name) <= MOST_NAME else name[:MOST_NAME] + "..."
+    close = difflib.get_close_matches(name, allowed, n=2)
+    if close:
+        return f"{name!r} (did you mean {' or '.join(map(repr, close))}?)"
+    return f"{name!r} (known: {', '.join(allowed) or 'none'})"
+
+
+def problems_error(asked: str, problems: Sequence[str]) -> ValueError:
+    """One error that lists every problem, one a line."""
+    return ValueError(asked + ":" + "".join(f"\n  - {problem}" for problem in problems))

@@ -1,0 +1,1 @@
+"""Models, losses and randomness as pure functions."""

@@ -1,0 +1,288 @@
+"""Losses as (sum, count): summed over their examples or tokens, never averaged.
+
+So the gradient of any split of a batch, uneven or with empty parts, adds up to that of the whole.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.errors.user_code import user_code
+
+Batch = Mapping[str, jax.Array]
+Apply = Callable[..., Any]
+Loss = Callable[[Apply, Batch], tuple[Any, ...]]
+"""(apply, batch) -> (sum, count), or (sum, count, metrics) with metrics: name -> (sum, count)."""
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax cross-entropy, summed.
+
+    Written with a comparison instead of a gather, so that logits sharded over the vocabulary stay so.
+
+    Args:
+      logits: float (..., V).
+      targets: integer (...), from 0 to V - 1; any other makes the sum NaN, unless its weight is 0.
+      weights: float (...); 0 leaves a target out. By default all are 1.
+
+    Returns:
+      (sum in nats, count), float32 scalars; count is the sum of the weights.
+
+    >>> total, count = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]))
+    >>> round(float(total / count), 4)  # log(4)
+    1.3863
+    """
+    logits = logits.astype(jnp.float32)
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    # not only in the loss: a padding row may hold anything, and 0 times infinity is no gradient
+    logits = jnp.where(weights[..., None] != 0, logits, 0)
+    targets = targets.astype(jnp.int32)  # their dtype may be too small to count all classes
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    target_logits = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
+    losses = jax.nn.logsumexp(logits, -1) - target_logits
+    # a target that is no class has no loss: NaN is noticed, a wrong number is not
+    no_class = ((targets < 0) | (targets >= logits.shape[-1])) & (weights != 0)
+    return jnp.where(no_class.any(), jnp.nan, (losses * weights).sum()), weights.sum()
+
+
+RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
+"""Names that the step's own metrics have."""
+
+
+def checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    """What a loss returned, as (sum, count, metrics).
+
+    Raises:
+      ValueError: it is not (sum, count) or (sum, count, metrics) of scalars; all problems at once.
+    """
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ValueError(
+            f"the loss returned {_kind(result)}; return (sum, count), or (sum, count, metrics):"
+            " the sum over examples or tokens, never the mean, and how many there are"
+        )
+    loss_sum, count = result[:2]
+    metrics = result[2] if len(result) == 3 else {}
+    problems = [
+        f"{name} is {_kind(value)}, not a scalar"
+        for name, value in (("sum", loss_sum), ("count", count))
+        if jnp.shape(value) != ()
+    ]
+    for name, pair in metrics.items():
+        if name in RESERVED:
+            problems.append(f"metric {name!r} is a name of the step's own; use another")
+        if not isinstance(pair, tuple) or len(pair) != 2 or any(jnp.shape(x) != () for x in pair):
+            problems.append(f"metric {name!r} is {_kind(pair)}; give (sum, count), two scalars")
+    if problems:
+        raise problems_error("the loss returned what cannot be added up", problems)
+    return loss_sum, count, metrics
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
+
+
+class _Asked(BaseException):
+    """Not an error: how a loss is stopped once it has said what it gives to the model."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def model_inputs(loss: Loss, batch: Batch) -> tuple[Any, ...]:
+    """What a loss gives to the model.
+
+    Raises:
+      ValueError: it does not call the model.
+    """
+
+    def asked(*inputs: Any) -> Any:
+        raise _Asked(inputs)
+
+    try:
+        loss(asked, batch)
+    except _Asked as found:
+        return found.inputs
+    raise ValueError("the loss returned without calling the model; a pipeline needs one call, apply(inputs)")
+
+
+def once(last: Callable[..., Any]) -> Callable[..., Any]:
+    """A model that a loss may call once.
+
+    Raises:
+      ValueError: (at the second call).
+    """
+    calls = []
+
+    def apply(*inputs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError(
+                "the loss calls the model more than once; a pipeline sends each microbatch through once:"
+                " join the inputs into one call along the batch"
+            )
+        return last(*inputs)
+
+    return apply
+
+
+def guarded(loss: Loss) -> Loss:
+    """The same loss; what it raises is told together with the batch that it was given.
+
+    Raises:
+      UserCodeFailed: (when called) the loss raised.
+    """
+
+    def where(error: Exception, batch: Batch) -> str:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return f"the loss {name}, given a batch of {batch_text(batch)},"
+
+    @wraps(loss)
+    def call(apply: Apply, batch: Batch) -> tuple[Any, ...]:
+        with user_code(lambda error: where(error, batch)):
+            return loss(apply, batch)
+
+    return call
+
+
+def batch_text(batch: Batch) -> str:
+    """The names of a batch, each with dtype and shape.
+
+    >>> batch_text({"tokens": jnp.zeros((2, 3), jnp.int32)})
+    "'tokens' int32 (2, 3)"
+    """
+    return ", ".join(f"{name!r} {x.dtype} {jnp.shape(x)}" for name, x in batch.items())
+
+
+def _ranked(batch: Batch, **ranks: int) -> None:
+    """Refuse arrays that have more or fewer dims than the rows of a batch should have.
+
+    Raises:
+      ValueError: lists every array of another rank.
+    """
+    problems = []
+    for name, rank in ranks.items():
+        shape = jnp.shape(batch[name])
+        if len(shape) > rank:
+            problems.append(
+                f"{name!r} has shape {shape} in a batch, so each sample has shape {shape[1:]}: it seems to be"
+                f" a batch already; give {shape[1]} samples of shape {shape[2:]} instead, batches are made of"
+                " them"
+            )
+        elif len(shape) < rank:
+            problems.append(f"{name!r} has shape {shape} in a batch; give samples with {rank - 1} dims")
+    if problems:
+        raise problems_error("the samples do not fit the loss", problems)
+
+
+def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
+    """The weight of each target, float32 (B, T), from those of the batch.
+
+    Args:
+      batch: its "weights" are of rows (B,), of targets (B, T), or of tokens (B, T + 1), the first unused.
+      targets: (B, T).
+
+    Raises:
+      ValueError: the weights have another shape.
+    """
+    weights = batch["weights"]
+    rows, num = targets.shape
+    if weights.shape == (rows, num + 1):
+        return weights[:, 1:]
+    if weights.shape not in ((rows,), (rows, 1), (rows, num)):
+        raise ValueError(
+            f"weights have shape {weights.shape}, and targets {targets.shape}; give one for each row"
+            f" ({rows},), each target ({rows}, {num}) or each token ({rows}, {num + 1})"
+        )
+    return jnp.broadcast_to(weights.reshape(rows, -1), targets.shape)
+
+
+def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of each next token.
+
+    Args:
+      apply: tokens int32 (B, T) -> logits (B, T, V).
+      batch: "tokens" int32 (B, T + 1); "weights" float32, of rows (B,), of targets (B, T) or of tokens
+        (B, T + 1). A token with weight 0 may be anything, such as -100.
+
+    Returns:
+      (sum in nats, number of tokens).
+    """
+    _ranked(batch, tokens=2)
+    logits = apply(batch["tokens"][:, :-1])
+    targets = batch["tokens"][:, 1:]
+    return cross_entropy(logits, targets, target_weights(batch, targets))
+
+
+def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of the tokens that were hidden from a model that reads from both sides.
+
+    Args:
+      apply: tokens int32 (B, T), and if the batch has one of them mask and segments -> logits (B, T, V).
+      batch: "tokens" int32 (B, T), as the model reads them; "targets" int32 (B, T), as they were; "chosen"
+        (B, T), 1 where the target counts; "weights" float32 (B,) or (B, T); and, where there are any,
+        "mask" (B, T), 0 for padding, and "segments" int32 (B, T). See `shardtrain.data.MaskedTokens`.
+
+    Returns:
+      (sum in nats, number of chosen tokens).
+    """
+    _ranked(batch, tokens=2, targets=2, chosen=2)
+    inputs = [batch["tokens"]]
+    if "mask" in batch or "segments" in batch:
+        ones, zeros = jnp.ones_like(batch["tokens"]), jnp.zeros_like(batch["tokens"])
+        inputs += [batch.get("mask", ones), batch.get("segments", zeros)]
+    logits = apply(*inputs)
+    weights = batch["chosen"].astype(jnp.float32) * target_weights(batch, batch["targets"])
+    return cross_entropy(logits, batch["targets"], weights)
+
+
+def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of each next token of a target sequence, given a source sequence.
+
+    Args:
+      apply: source int32 (B, S), target int32 (B, T) -> logits (B, T, V).
+      batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" as for `next_token_loss`.
+
+    Returns:
+      (sum in nats, number of tokens).
+    """
+    _ranked(batch, source=2, target=2)
+    logits = apply(batch["source"], batch["target"][:, :-1])
+    targets = batch["target"][:, 1:]
+    return cross_entropy(logits, targets, target_weights(batch, targets))
+
+
+def classification_loss(
+    apply: Apply, batch: Batch
+) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    """Cross-entropy of each example's class, with the accuracy as a metric.
+
+    Args:
+      apply: image (B, ...) -> logits (B, V).
+      batch: "image"; "label" int32 (B,); "weights" float32 (B,).
+
+    Returns:
+      (sum in nats, number of examples, {"accuracy": (right ones, number of examples)}).
+    """
+    _ranked(batch, label=1, weights=1)
+    logits = apply(batch["image"])
+    total, count = cross_entropy(logits, batch["label"], batch["weights"])
+    right = (jnp.argmax(logits, -1) == batch["label"]) * batch["weights"]
+    return total, count, {"accuracy": (right.sum(), count)}
+
+
+CLASSES: dict[Any, Mapping[str, tuple[str, ...]]] = {
+    next_token_loss: {"tokens": ("weights",)},
+    masked_token_loss: {"tokens": ("weights",), "targets": ("chosen", "weights")},
+    translation_loss: {"target": ("weights",)},
+    classification_loss: {"label": ("weights",)},
+}
+"""Loss -> the arrays of a batch that hold classes of the model's last dim, and what leaves an entry out."""

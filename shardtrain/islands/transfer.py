@@ -1,0 +1,210 @@
+"""Arrays from the mesh of an island to the other islands and back, bucket by bucket.
+
+A bucket's arrays cross whole, on one local device (its lane), in one compiled program: pack, MPI,
+unpack. One thread makes all MPI calls, so their order is the same on every rank.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buckets
+from shardtrain.islands.watchdog.activity import Marks
+
+if TYPE_CHECKING:
+    from shardtrain.islands.bridge import MpiGroup  # importing it starts MPI
+
+MOST_ELEMENTS = 2**31 - 1
+
+LaneProgram = Callable[[Any, Any], Any]
+"""(arrays, group) -> outputs: what happens to a bucket on its lane, in a jit over one device."""
+
+
+class _Lane(NamedTuple):
+    device: Any  # of the mesh
+    runs_on: Any  # where MPI is called: the same, or one of the host
+    group: "MpiGroup | None"  # None: the device is another process's
+
+
+class Crossing:
+    """The way from one island's mesh to the others.
+
+    All processes of all islands must make the same calls in the same order.
+
+    Args:
+      mesh: of this island.
+      groups: lane -> its group of islands; None where the lane's device is another process's. Lane l is
+        the l-th device of the mesh in the order of processes.
+      cap_bytes: a bucket is closed when it holds as much.
+      first_bytes: the same, of the first bucket, which should leave early.
+      on_device: MPI is given device memory; else arrays go through the host's.
+      marks: where this process is; every bucket is marked there.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        groups: "Sequence[MpiGroup | None]",
+        cap_bytes: int = CAP_BYTES,
+        first_bytes: int = FIRST_BYTES,
+        on_device: bool = False,
+        marks: Marks | None = None,
+    ) -> None:
+        self._marks = marks or Marks()
+        self.mesh = mesh
+        self._caps = (cap_bytes, first_bytes)
+        devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
+        through_host = not on_device and devices[0].platform != "cpu"
+        host = jax.local_devices(backend="cpu")[0] if through_host else None
+        lanes = zip(devices, groups, strict=False)
+        self._lanes = [_Lane(device, host or device, group) for device, group in lanes]
+        self._alone = len({d.process_index for d in devices}) == 1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bridge")
+        self._programs: dict[Any, Any] = {}
+
+    def buckets(self, leaves: Sequence[Any], units: Sequence[Hashable] | None = None) -> list[list[int]]:
+        """Which arrays cross together, in the order in which they go.
+
+        Args:
+          leaves: arrays or shapes.
+          units: a label per array; arrays of one label stay together. By default each is its own.
+        """
+        labels = range(len(leaves)) if units is None else units
+        if too_long := [str(leaf.shape) for leaf in leaves if leaf.size > MOST_ELEMENTS]:
+            raise problems_error(
+                f"arrays of more than {MOST_ELEMENTS} elements cannot cross: an MPI count is a C int; cut"
+                " them, by layers for example",
+                too_long,
+            )
+        described = [
+            Leaf(num_bytes=leaf.size * leaf.dtype.itemsize, dtype=str(leaf.dtype), unit=label)
+            for leaf, label in zip(leaves, labels, strict=True)
+        ]
+        return assign_buckets(described, *self._caps)
+
+    def start(self, number: int, program: LaneProgram, arrays: Any) -> Future[Any]:
+        """Send a bucket on its way; the caller goes on.
+
+        Args:
+          number: of the bucket; buckets take turns on the lanes.
+          program: one and the same function for all calls of a kind: it is compiled once a shape.
+          arrays: a tree of arrays on the mesh, sharded in any way.
+
+        Returns:
+          What the program returns, on the lane; None where that is another process's.
+        """
+        lane = self._lane(number)
+        # every process takes part in this: an array that is sharded is gathered by all
+        arrays = self._whole(arrays)
+        if lane.group is None:
+            other: Future[Any] = Future()
+            other.set_result(None)
+            return other
+        mine = jax.tree.map(lambda x: _on(x, lane.device), arrays)
+        if lane.runs_on is not lane.device:
+            mine = jax.device_put(mine, lane.runs_on)
+        compiled = self._compiled(program, lane.group)
+        what = f"bucket {number} ({getattr(program, '__name__', 'program').strip('_').replace('_', ' ')})"
+        return self._thread.submit(lambda: self._crossed(what, compiled, mine))
+
+    def _crossed(self, what: str, compiled: Any, arrays: Any) -> Any:
+        with self._marks.on_bridge(what):
+            return jax.block_until_ready(compiled(arrays))
+
+    def land(self, number: int, arrays: Any, like: Any) -> Any:
+        """What came out of a lane, on the mesh.
+
+        Args:
+          number: of the bucket.
+          arrays: a tree of arrays on the lane, or None where that is another process's.
+          like: the same tree of shapes, dtypes and shardings.
+        """
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        if self._alone:
+            return jax.device_put(arrays, shardings)
+        return self._spread(self._lane(number), arrays, like, shardings)
+
+    def map(self, program: LaneProgram, tree: Any) -> Any:
+        """A tree through a program and back, with the shapes and shardings that it had.
+
+        Args:
+          program: (list of arrays, group) -> list of arrays.
+          tree: arrays on the mesh.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        buckets = self.buckets(leaves)
+        under_way = [self.start(n, program, [leaves[i] for i in b]) for n, b in enumerate(buckets)]
+        for number, (bucket, future) in enumerate(zip(buckets, under_way, strict=True)):
+            landed = self.land(number, future.result(), [leaves[i] for i in bucket])
+            for i, leaf in zip(bucket, landed, strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(structure, leaves)
+
+    def close(self) -> None:
+        """End the thread, without waiting: after an error it may be in MPI, where nobody else comes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _lane(self, number: int) -> _Lane:
+        return self._lanes[number % len(self._lanes)]
+
+    def _compiled(self, program: LaneProgram, group: "MpiGroup") -> Any:
+        key = (program, id(group))
+        if key not in self._programs:
+            self._programs[key] = jax.jit(lambda arrays: program(arrays, group))
+        return self._programs[key]
+
+    def _whole(self, arrays: Any) -> Any:
+        """Each array on every device; there is nothing to do for those that are replicated."""
+        if all(x.is_fully_replicated for x in jax.tree.leaves(arrays)):
+            return arrays
+        if "whole" not in self._programs:
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            self._programs["whole"] = jax.jit(lambda tree: tree, out_shardings=whole)
+        return self._programs["whole"](arrays)
+
+    def _spread(self, lane: _Lane, arrays: Any, like: Any, shardings: Any) -> Any:
+        """From one device to those of other processes too: a sum in which all others hold zeros."""
+        mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
+        stacked = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+
+        def stack(like: Any, array: Any = None) -> jax.Array:
+            # as bits: the sum is exact, and -0.0 stays what it is
+            bits = np.dtype(f"uint{8 * like.dtype.itemsize}")
+            zeros = np.zeros((1, *like.shape), bits)
+            found = None if array is None else _bits(array, bits)[None]
+            parts = [
+                jax.device_put(found if d == lane.device and array is not None else zeros, d) for d in mine
+            ]
+            shape = (self.mesh.devices.size, *like.shape)
+            return jax.make_array_from_single_device_arrays(shape, stacked, parts)
+
+        stacks = jax.tree.map(stack, like) if arrays is None else jax.tree.map(stack, like, arrays)
+        dtypes = jax.tree.map(lambda x: x.dtype, like)
+        key = ("spread", *jax.tree.leaves(dtypes), jax.tree.structure(like), *jax.tree.leaves(shardings))
+        if key not in self._programs:
+
+            def add(stacks: Any) -> Any:
+                return jax.tree.map(
+                    lambda x, dtype: _from_bits(x.sum(0, dtype=x.dtype), dtype), stacks, dtypes
+                )
+
+            self._programs[key] = jax.jit(add, out_shardings=shardings)
+        return self._programs[key](stacks)
+
+
+def _bits(x: jax.Array, bits: Any) -> jax.Array:
+    return x.astype(bits) if x.dtype == bool else jax.lax.bitcast_convert_type(x, bits)
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _on(x: jax.Array, device: Any) -> jax.Array:
+    return next(shard.data for shard in x.addressable_shards if shard.device == device)

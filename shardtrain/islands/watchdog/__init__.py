@@ -1,0 +1,1 @@
+"""Find ranks that hang or are slow, and end the run with a diagnosis."""

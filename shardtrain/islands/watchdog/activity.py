@@ -1,0 +1,107 @@
+"""What this process is doing right now, by name: set where it may hang, read by the watchdog's thread.
+
+A mark is one assignment of a tuple, so that every wait of every step can have one. Next: `diagnosis.py`.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from shardtrain.islands.watchdog.step_file import STEP_FILE, StepFile
+
+
+class Mark(NamedTuple):
+    """An operation under way.
+
+    Args:
+      operation: as people call it.
+      since_seconds: when it began, by `time.monotonic`.
+      waits: for other ranks, or for what a device computes: somebody else may be why it takes long.
+      long: it may take hours: compiling, saving, evaluating.
+      waits_for: the ranks that are known to be missing.
+    """
+
+    operation: str
+    since_seconds: float
+    waits: bool = False
+    long: bool = False
+    waits_for: tuple[int, ...] = ()
+
+
+class Marks:
+    """The marks of a process; its main thread sets them, and the bridge's thread its own.
+
+    Args:
+      step_file: told of every step, if somebody wants to know it after this process is gone.
+
+    >>> marks = Marks()
+    >>> with marks.at("reading a batch"):
+    ...     marks.now().operation
+    'reading a batch'
+    >>> marks.now().operation
+    'setting up'
+    """
+
+    def __init__(self, step_file: StepFile | None = None) -> None:
+        self.step_file = step_file
+        self.step = 0
+        self.meetings = 0
+        self.last_met = "nothing yet"
+        self.failed_at: str | None = None
+        self.main = Mark("setting up", time.monotonic(), long=True)
+        self.bridge: Mark | None = None
+
+    def begin_step(self, step: int) -> None:
+        """From now on this step, counted from 1, is being done."""
+        self.step, self.failed_at = step, None
+        if self.step_file is not None:
+            self.step_file.write_step(step)
+
+    @contextmanager
+    def at(
+        self, operation: str, *, waits: bool = False, long: bool = False, waits_for: tuple[int, ...] = ()
+    ) -> Iterator[None]:
+        """While this is entered, the main thread is at an operation, see `Mark`."""
+        before = self.main
+        self.main = Mark(operation, time.monotonic(), waits, long, waits_for)
+        try:
+            yield
+        except BaseException:
+            # the innermost, for the message about it
+            self.failed_at = self.failed_at or operation
+            raise
+        finally:
+            # what goes on around it has come a step further
+            self.main = before._replace(since_seconds=time.monotonic())
+
+    @contextmanager
+    def on_bridge(self, operation: str) -> Iterator[None]:
+        """The same for the thread that makes the calls of MPI."""
+        self.bridge = Mark(operation, time.monotonic(), waits=True)
+        try:
+            yield
+        finally:
+            self.last_met = operation
+            self.bridge = None
+
+    def missing(self, ranks: tuple[int, ...]) -> None:
+        """The main thread knows by now for whom it waits."""
+        if ranks != self.main.waits_for:
+            self.main = self.main._replace(waits_for=ranks)
+
+    def now(self) -> Mark:
+        """What this process is at: the bridge's operation where the main thread waits for it."""
+        main, bridge = self.main, self.bridge
+        return bridge if bridge is not None and main.waits else main
+
+
+def marks_of(environ: Mapping[str, str] = os.environ) -> Marks:
+    """Marks whose steps can be read by the keeper of this rank, where it has one."""
+    path = environ.get(STEP_FILE)
+    try:
+        return Marks(StepFile(Path(path)) if path else None)
+    except OSError:
+        return Marks()

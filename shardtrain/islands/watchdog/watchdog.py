@@ -1,0 +1,328 @@
+"""One thread a rank: tells the others where it is, hears where they are, and ends a run that hangs.
+
+Who is to blame is judged in `diagnosis.py`. What ends is said in one message; the Python stacks of every
+rank that still can write go to one file; the exit code asks a scheduler to start the run again.
+"""
+
+import contextlib
+import faulthandler
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
+
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.watchdog.diagnosis import (
+    Beat,
+    Watch,
+    place_text,
+    silence_text,
+    stall_text,
+    stalled,
+    told,
+)
+from shardtrain.system.atomic_write import open_own
+
+if TYPE_CHECKING:
+    from shardtrain.islands.watchdog.heartbeat import Beats  # importing it starts MPI
+
+BEAT, LEAVE, VERDICT, WRITTEN = 1, 2, 3, 4
+"""Tags: where a rank is; that it leaves in order; that it found what is wrong, and all end; that the stacks
+of a rank that was told so are written."""
+
+BEAT_SECONDS = 1.0
+STACKS = "stacks.txt"
+"""In the run folder: what every rank was at when a run was ended."""
+
+WRITE_SECONDS = 3.0
+"""How long the stacks may take: the file system may be what hangs."""
+
+OTHERS_SECONDS = 4.0
+"""How long ranks that are told of the end have for their stacks, before MPI ends them."""
+
+LAST_SECONDS = 9.0
+"""So long after a verdict this process is gone, whatever MPI does."""
+
+
+class Peer(NamedTuple):
+    """A rank, as others know it.
+
+    Args:
+      name: as people call it.
+      host: where it runs.
+      pid: of its process there.
+    """
+
+    name: str
+    host: str
+    pid: int
+
+
+class Watchdog:
+    """Watches this rank, and with others the whole run, while it is entered.
+
+    It never only warns: what it finds ends all ranks with `exit_codes.COME_AGAIN`.
+
+    Args:
+      watch: the limits.
+      marks: where this process is.
+      stacks: the file for the stacks.
+      peers: by rank; one where this process is alone.
+      beats: to the others, None for one that is alone.
+      write: takes the message.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        marks: Marks,
+        stacks: Path,
+        peers: Sequence[Peer],
+        beats: "Beats | None" = None,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        self._watch, self._marks, self._stacks, self._peers, self._beats = watch, marks, stacks, peers, beats
+        self._write = write or _to_stderr
+        self._rank = 0 if beats is None else beats.rank
+        self._partners = [] if beats is None else beats.partners
+        self._every_seconds = min(BEAT_SECONDS, watch.silence_seconds / 5 or BEAT_SECONDS)
+        self._leave, self._ending = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        now = self._looked_seconds = self._awake_seconds = time.monotonic()
+        self._heard_seconds = dict.fromkeys(self._partners, now)
+        self._last: dict[int, tuple[Beat, float]] = {}
+        self._left: set[int] = set()
+        self._lost: set[int] = set()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """The others hear that this rank leaves in order, and no longer wait for its beats."""
+        self._leave.set()
+        self._thread.join(timeout=LAST_SECONDS)
+        faulthandler.cancel_dump_traceback_later()
+        if self._beats is None or self._thread.is_alive():
+            return
+        deadline = time.monotonic() + 1
+        for rank in self._partners:
+            self._beats.send(rank, LEAVE)
+        while not self._beats.all_sent() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _run(self) -> None:
+        while not self._leave.wait(self._every_seconds):
+            now = time.monotonic()
+            self._forgive(now)
+            # what MPI cannot do any more shows as silence
+            with contextlib.suppress(Exception):
+                self._tell_and_hear(now)
+            self._judge(now)
+
+    def _forgive(self, now: float) -> None:
+        """This process was away itself: suspended with its job, or in a library that kept Python's lock."""
+        away = now - self._looked_seconds - self._every_seconds
+        self._looked_seconds = now
+        if away > 2 + self._watch.silence_seconds / 4:
+            self._awake_seconds = now
+            self._heard_seconds = dict.fromkeys(self._heard_seconds, now)
+            self._last = {}
+        if self._beats is not None and self._watch.silence_seconds:
+            # a thread that needs no Python: where Python itself is stuck, the stack goes to the rank's log
+            faulthandler.dump_traceback_later(0.9 * self._watch.silence_seconds, file=2)
+
+    def _mine(self, now: float) -> Beat:
+        beat = Beat.of(self._marks, now)
+        return beat._replace(seconds=min(beat.seconds, now - self._awake_seconds))
+
+    def _tell_and_hear(self, now: float) -> None:
+        if self._beats is None:
+            return
+        for rank in self._partners:
+            if rank not in self._left:
+                self._beats.send(rank, BEAT, self._mine(now).encode())
+        for rank, tag, data in self._beats.received():
+            self._heard_seconds[rank] = now
+            if tag == BEAT:
+                self._last[rank] = Beat.decode(data), now
+            elif tag == LEAVE:
+                self._left.add(rank)
+            elif tag == VERDICT:
+                self._end(None, said_by=rank)
+
+    def _judge(self, now: float) -> None:
+        here = self._beats_now(now)
+        names = [peer.name for peer in self._peers]
+        if silent := self._silent(now):
+            self._lost = set(silent)
+            causes = {rank: cause_text(self._peers[rank], self._peers[self._rank].host) for rank in silent}
+            then = {**here, **{rank: self._last[rank][0] for rank in silent if rank in self._last}}
+            self._end(silence_text(silent, causes, then, names, self._watch))
+        elif (self._rank == 0 or 0 in self._left) and (culprits := stalled(here, self._watch)):
+            self._end(stall_text(culprits, here, names, self._watch))
+
+    def _beats_now(self, now: float) -> dict[int, Beat]:
+        """Rank -> where it is, of those that this one knows of and that have not left."""
+        found = {
+            rank: beat._replace(seconds=beat.seconds + now - came)
+            for rank, (beat, came) in self._last.items()
+            if rank not in self._left
+        }
+        return {self._rank: self._mine(now), **found} if self._rank == 0 else {self._rank: self._mine(now)}
+
+    def _silent(self, now: float) -> dict[int, float]:
+        if not self._watch.silence_seconds:
+            return {}
+        # of many that miss rank 0, one says so, and is heard before the next would
+        later = 0.5 * min(max(self._rank - 1, 0), 8)
+        return {
+            rank: now - heard
+            for rank, heard in self._heard_seconds.items()
+            if rank not in self._left
+            and now - heard > self._watch.silence_seconds + later
+            and not is_at_work(self._peers[rank], self._peers[self._rank].host, now - heard, self._watch)
+        }
+
+    def end(self, text: str) -> NoReturn:
+        """End all ranks: the main thread has found why by itself.
+
+        Args:
+          text: why.
+        """
+        self._end(told([text]))
+        # the other thread was first
+        time.sleep(LAST_SECONDS)
+        os._exit(COME_AGAIN)
+
+    def _end(self, text: str | None, said_by: int | None = None) -> None:
+        """End all ranks.
+
+        Args:
+          text: why; None where another rank has said it.
+          said_by: that rank.
+        """
+        if self._leave.is_set() or not self._ending.acquire(blocking=False):
+            return
+        threading.Thread(target=_exit_after, args=(LAST_SECONDS,), daemon=True).start()
+        # should Python itself be stuck
+        faulthandler.dump_traceback_later(2 * LAST_SECONDS, exit=True, file=2)
+        if self._marks.step_file is not None:
+            self._marks.step_file.write_hung()
+        if text is not None:
+            self._write(f"\n{text}(stacks of the ranks that could write them: {self._stacks})\n")
+        others = self._tell_verdict() if said_by is None else set()
+        writing = threading.Thread(target=self._write_stacks, daemon=True)
+        writing.start()
+        writing.join(timeout=WRITE_SECONDS)
+        if self._beats is not None:
+            with contextlib.suppress(Exception):
+                self._wait_for_stacks(self._beats, others, said_by)
+            self._beats.end_all(COME_AGAIN)
+        os._exit(COME_AGAIN)
+
+    def _tell_verdict(self) -> set[int]:
+        """The ranks that are told of the end."""
+        others = set(range(len(self._peers))) - {self._rank} - self._left - self._lost
+        if self._beats is not None:
+            with contextlib.suppress(Exception):
+                for rank in others:
+                    self._beats.send(rank, VERDICT)
+        return others
+
+    def _wait_for_stacks(self, beats: "Beats", others: set[int], said_by: int | None) -> None:
+        """Until those that were told have written theirs; such a one is ended by the rank that told it."""
+        if said_by is not None:
+            beats.send(said_by, WRITTEN)
+            time.sleep(LAST_SECONDS)
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while others and time.monotonic() < deadline:
+            others -= {rank for rank, tag, _ in beats.received() if tag == WRITTEN}
+            beats.all_sent()
+            time.sleep(0.02)
+
+    def _write_stacks(self) -> None:
+        peer, mark = self._peers[self._rank], self._mine(time.monotonic())
+        head = (
+            f"=== {peer.name}, rank {self._rank}, process {peer.pid}, {datetime.now():%Y-%m-%d %H:%M:%S}:"
+            f" {place_text(mark)}; last meeting of all: {self._marks.last_met!r} ===\n"
+        )
+        with contextlib.suppress(OSError):
+            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            # in one write: the ranks share the file
+            with open_own(self._stacks, append=True) as file:
+                file.write(head.encode() + stacks_text() + b"\n")
+
+
+def stacks_text() -> bytes:
+    """The Python stacks of all threads of this process."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def cause_text(peer: Peer, here: str) -> str:
+    """What can be known of a rank that is silent.
+
+    Args:
+      peer: the rank.
+      here: the host of this process.
+
+    >>> cause_text(Peer("island 1 (host b)", "b", 12), "a")
+    'it is stopped, host b is down, or the network between it and host a is cut'
+    """
+    if peer.host != here:
+        return f"it is stopped, host {peer.host} is down, or the network between it and host {here} is cut"
+    if (state := process_state(peer.pid)) is None:
+        return f"its process {peer.pid} is gone"
+    return f"its process {peer.pid} {STATES.get(state, 'is there, but its Python does not run')}"
+
+
+def is_at_work(peer: Peer, here: str, seconds: float, watch: Watch) -> bool:
+    """Whether a silent rank's process is well: a library may keep Python's lock there, and so its beats.
+
+    That is work, not silence, and has a limit of its own.
+
+    Args:
+      peer: the rank.
+      here: the host of this process.
+      seconds: since its last beat.
+      watch: the limits.
+    """
+    if peer.host != here or seconds > watch.silent_work_seconds:
+        return False
+    return process_state(peer.pid) not in (None, *STATES)
+
+
+def process_state(pid: int) -> str | None:
+    """The letter that Linux has for what a process does; None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+STATES: Mapping[str, str] = {
+    "T": "is stopped (by SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "Z": "is dead",
+    "X": "is dead",
+    "D": "waits in the kernel, for a disk or a file system",
+}
+
+
+def _exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(COME_AGAIN)
+
+
+def _to_stderr(text: str) -> None:
+    # raw: somebody else may hold the lock of sys.stderr, and hang
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

@@ -1,0 +1,1 @@
+"""Optimizers and schedules of optax, and a run scaled to more replicas."""

@@ -1,0 +1,191 @@
+"""Optimizers as a step uses them: state in float32 and fit for a checkpoint, updates that are told the loss.
+
+Also which parameters of a run are evaluated, where its optimizer keeps others beside those that it trains.
+Next: `train_step/state.py`, `train_step/step.py`.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import ScheduleFreeState, schedule_free_eval_params
+
+Choose = Callable[[Any, Any], Any]
+"""(optimizer state, parameters) -> the parameters to evaluate."""
+
+
+def float32(tree: Any) -> Any:
+    """Floats of fewer bits as float32; anything else as it is."""
+
+    def wide(x: Any) -> Any:
+        is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return x.astype(jnp.float32) if is_narrow else x
+
+    return jax.tree.map(wide, tree)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same optimizer, whose state can be saved and does not round with the parameters.
+
+    It sees parameters and gradients of fewer bits as float32, so that moments and averages are float32;
+    typed keys (of `optax.noisy_sgd`, `optax.add_noise`) stand in the state as their data.
+
+    Args:
+      optimizer: any. Its update may be given more than gradients: `value`, `grad` and so on.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Any:
+        state = inner.init(float32(params))
+        return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
+
+    def with_keys(state: Any, params: Any) -> Any:
+        kinds: list[Any] = []
+
+        def look(params: Any) -> None:
+            leaves = jax.tree.leaves(inner.init(params))
+            kinds.extend(jax.random.key_impl(x) if _is_key(x) else None for x in leaves)
+
+        jax.eval_shape(look, params)
+        leaves, structure = jax.tree.flatten(state)
+        found = [
+            x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+            for x, kind in zip(leaves, kinds, strict=True)
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        params = float32(params)
+        updates, state = inner.update(float32(updates), with_keys(state, params), params, **extra)
+        return updates, jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -> Callable[[Any], jax.Array]:
+    """parameters -> the mean loss of the batch, for line searches; its gradient is that of the step itself.
+
+    Args:
+      compute: parameters -> (mean loss, its gradient).
+      like: parameters, for their dtypes.
+    """
+
+    @jax.custom_vjp
+    def value(params: Any) -> jax.Array:
+        return forward(params)[0]
+
+    def forward(params: Any) -> tuple[jax.Array, Any]:
+        return compute(jax.tree.map(lambda x, p: x.astype(p.dtype), params, like))
+
+    def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
+        return (jax.tree.map(lambda g: cotangent * g, grads),)
+
+    value.defvjp(forward, backward)
+    return lambda params: value(params)
+
+
+def missing_arguments(
+    optimizer: optax.GradientTransformation, params: Any, *, line_search: bool
+) -> list[str]:
+    """What the optimizer wants to be given beside gradients, and no step gives it.
+
+    Args:
+      optimizer: any.
+      params: arrays or shapes.
+      line_search: the step can compute the loss at other parameters.
+    """
+    extra: dict[str, Any] = {"value_fn": lambda params: jnp.float32(0)} if line_search else {}
+    used = stored(optimizer)
+
+    def update(params: Any) -> Any:
+        return used.update(params, used.init(params), params, value=jnp.float32(0), grad=params, **extra)
+
+    try:
+        jax.eval_shape(update, params)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        return re.findall(r"'(\w+)'", str(error).partition("argument")[2])
+    return []
+
+
+class AverageState(NamedTuple):
+    """Of `parameter_average`.
+
+    Args:
+      count: int32 scalar, updates so far.
+      ema: like params, float32.
+    """
+
+    count: Any
+    ema: Any
+
+
+def parameter_average(decay: float) -> optax.GradientTransformation:
+    """Keep an exponential moving average of the parameters, for evaluation; the last of a chain.
+
+    Early averages forget faster, ema = d * ema + (1 - d) * params with d = min(decay, (1 + n) / (10 + n)) at
+    update n, so that where the parameters began is soon forgotten.
+
+    Args:
+      decay: from 0 to 1, such as 0.999.
+    """
+
+    def init(params: Any) -> AverageState:
+        return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
+        count = state.count + 1
+        kept = jnp.minimum(decay, (1 + count) / (10 + count))
+        ema = jax.tree.map(lambda e, p, u: kept * e + (1 - kept) * (p + u), state.ema, params, updates)
+        return updates, AverageState(count, ema)
+
+    return optax.GradientTransformation(init, update)
+
+
+KEEPERS: dict[str, tuple[type, Choose, str]] = {
+    "ema": (
+        AverageState,
+        lambda state, params: state.ema,
+        "Optimizer(ema=0.999), or shardtrain.optim.optimizer_state.parameter_average(0.999) as the last of an"
+        " optax.chain",
+    ),
+    "schedule_free": (ScheduleFreeState, schedule_free_eval_params, "optax.contrib.schedule_free(...)"),
+}
+"""What `Run.evaluate_with` names -> the state that keeps them, how they follow from it, and what makes it."""
+
+
+def evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> Any:
+    """The parameters that a run evaluates, samples and exports.
+
+    Args:
+      how: see `config.Run.evaluate_with`.
+      opt_state: of the optimizer.
+      params: those that it trains.
+
+    Raises:
+      ValueError: the optimizer does not keep them.
+    """
+    if how is None:
+        return params
+    choose = how
+    if isinstance(how, str):
+        kind, from_state, made_by = KEEPERS[how]
+        states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+        found = [x for x in states if isinstance(x, kind)]
+        if len(found) != 1:
+            raise ValueError(
+                f"evaluate_with is {how!r}, and the optimizer keeps {len(found) or 'no'} such parameters;"
+                f" make it {made_by}, once, or evaluate_with=None"
+            )
+        opt_state, choose = found[0], from_state
+    assert callable(choose)
+    chosen = choose(opt_state, float32(params))
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), chosen, params)

@@ -1,0 +1,86 @@
+"""Optimizers that treat each layer of stacked blocks as an array of its own.
+
+Trust ratios, root mean squares and factored moments are of layers, not of all layers that a scan has stacked.
+Next: `optimizer.py`.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from shardtrain import axes
+from shardtrain.functional.model import Tree, path_text
+
+
+def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.GradientTransformation:
+    """The same optimizer, for which a stacked array is as many arrays as it has layers.
+
+    It is mapped over the first dim of arrays whose dims begin with `layers`; other arrays are left whole. Its
+    state has the paths that it has without this.
+
+    Args:
+      optimizer: one that updates each array by itself, such as `optax.lars(0.1)`; one that mixes arrays, as
+        clipping by the global norm does, stands outside, before it in an `optax.chain`.
+      dims: of the model, `from_nnx(...).dims`.
+
+    >>> import numpy as np
+    >>> stack, dims = {"w": np.array([[1.0, 1.0], [2.0, 2.0]])}, {"w": ("layers", "embed")}
+    >>> lars = per_layer(optax.scale_by_trust_ratio(), dims)
+    >>> updates, _ = lars.update({"w": np.ones((2, 2))}, lars.init(stack), stack)
+    >>> updates["w"].tolist()
+    [[1.0, 1.0], [2.0, 2.0]]
+    """
+
+    def mapped(tree: Any, params: Any, size: int) -> Any:
+        """For `vmap`: 0 at each array of stacks of this size, None elsewhere."""
+        stacks = _stacks(params, dims)
+
+        def dim(path: Any, _: Any) -> int | None:
+            keys = path_text(path).split("/")
+            # the longest: `head/w` is not the stacked `w`
+            found = next((stacks[own] for i in range(len(keys)) if (own := "/".join(keys[i:])) in stacks), 0)
+            return 0 if found == size > 0 else None
+
+        return jax.tree.map_with_path(dim, tree)
+
+    def merged(results: list[tuple[Any, Any]]) -> Any:
+        """Of each array the result that was mapped over its own layers."""
+        first, _ = results[0]
+        for other, other_dims in results[1:]:
+            flat_dims = jax.tree.leaves(other_dims, is_leaf=lambda x: x is None)
+            pairs = zip(jax.tree.leaves(first), jax.tree.leaves(other), flat_dims, strict=True)
+            first = jax.tree.unflatten(
+                jax.tree.structure(first), [a if d is None else b for a, b, d in pairs]
+            )
+        return first
+
+    def init(params: Any) -> Any:
+        results = []
+        for size in sorted(set(_stacks(params, dims).values()) - {0}) or [0]:
+            in_dims = mapped(params, params, size)
+            alone = jax.tree.map(lambda x, d: x if d is None else x[0], params, in_dims)
+            out_dims = mapped(jax.eval_shape(optimizer.init, alone), params, size)
+            made = jax.vmap(optimizer.init, (in_dims,), out_dims)(params) if size else optimizer.init(params)
+            results.append((made, out_dims))
+        return merged(results)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        results = []
+        for size in sorted(set(_stacks(updates, dims).values()) - {0}):
+            of_params, of_state = mapped(updates, updates, size), mapped(state, updates, size)
+            run = jax.vmap(optimizer.update, (of_params, of_state, of_params), (of_params, of_state))
+            results.append((run(updates, state, params), (of_params, of_state)))
+        return merged(results) if results else optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _stacks(params: Any, dims: Tree) -> dict[str, int]:
+    """Path of each array -> its number of layers, 0 where it is not stacked."""
+    names = jax.tree.leaves(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
+    leaves = jax.tree.leaves_with_path(params)
+    return {
+        path_text(path): x.shape[0] if each and each[0] == axes.LAYERS else 0
+        for (path, x), each in zip(leaves, names, strict=True)
+    }

@@ -1,0 +1,218 @@
+"""Which blocks of a model each part has: as even as can be, by cost, or as the user says. No jax."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.sharding.shares import shares
+
+WAYS = ("equal", "params", "flops")
+"""Ways to cut; the other one is a list of numbers of blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the pieces of a model cost, in any unit.
+
+    Args:
+      blocks: of each block, in order.
+      first: of what comes before the blocks, such as an embedding.
+      last: of what comes after them, such as a head.
+    """
+
+    blocks: Sequence[float]
+    first: float = 0.0
+    last: float = 0.0
+
+
+def cut(
+    costs: Sequence[float], num_parts: int, *, first_cost: float = 0.0, last_cost: float = 0.0
+) -> list[int]:
+    """Cut blocks into parts so that the most expensive part is as cheap as can be.
+
+    Among those cuts, one with the least sum of squares, so that the other parts are even too; of equal ones
+    that whose early parts have more blocks. By dynamic programming.
+
+    Args:
+      costs: of each block in order, 0 or more, in any unit.
+      num_parts: how many parts, each with one block or more.
+      first_cost: added to the first part, such as an embedding's.
+      last_cost: added to the last part, such as a head's.
+
+    Returns:
+      The number of blocks of each part.
+
+    Raises:
+      ValueError: lists every cost that is no number from 0; or there are fewer blocks than parts.
+
+    >>> cut([1, 1, 1, 1, 1, 1, 1, 1], 3)
+    [3, 3, 2]
+    >>> cut([1, 1, 1, 1, 1, 1, 1, 1], 3, last_cost=2)
+    [4, 3, 1]
+    """
+    named = {**{f"block {i}": c for i, c in enumerate(costs)}, "first": first_cost, "last": last_cost}
+    problems = [
+        f"{what} costs {cost}; give a number from 0"
+        for what, cost in named.items()
+        if not (math.isfinite(cost) and cost >= 0)
+    ]
+    problems += _part_problems(len(costs), num_parts)
+    if problems:
+        raise problems_error(f"{len(costs)} blocks cannot be cut into {num_parts} parts", problems)
+    return _best_cut(list(accumulate(costs, initial=0)), num_parts, first_cost, last_cost)
+
+
+def parse_stages(text: str) -> str | tuple[int, ...]:
+    """Read how to cut a model: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
+
+    Raises:
+      ValueError: another word, or a part of the list that is no whole number from 1.
+
+    >>> parse_stages("params"), parse_stages("3,4,4,1")
+    ('params', (3, 4, 4, 1))
+    """
+    words = [word.strip() for word in text.split(",")]
+    if len(words) == 1 and words[0] in WAYS:
+        return words[0]
+    if not any(character.isdecimal() for character in text):
+        raise ValueError(f"stages {near(text, WAYS)}; or a list of numbers of blocks, such as 3,4,4,1")
+    wrong = [word for word in words if not re.fullmatch("0*[1-9][0-9]*", word)]
+    if wrong:
+        problems = [f"{word!r} is not a number of blocks; write a whole number from 1" for word in wrong]
+        raise problems_error(f"stages {text!r} cannot be read", problems)
+    return tuple(int(word) for word in words)
+
+
+def counts(
+    by: str | Sequence[int],
+    num_blocks: int,
+    num_parts: int,
+    *,
+    params: Costs | None = None,
+    flops: Costs | None = None,
+) -> list[int]:
+    """The number of blocks of each part.
+
+    Args:
+      by: "equal" (what is left over goes to the middle: the first part has the embedding, the last the head),
+        "params" or "flops" (see `cut`), or the numbers themselves; as `parse_stages` reads it.
+      num_blocks: of the model.
+      num_parts: stages times chunks, in the order in which a microbatch passes them.
+      params: numbers of parameters, where it is by them.
+      flops: floating-point operations, where it is by them.
+
+    Returns:
+      One number from 1 a part; they add up to `num_blocks`.
+
+    Raises:
+      ValueError: fewer blocks than parts, numbers that do not fit, or costs that are not there.
+
+    >>> counts("equal", 10, 4)
+    [2, 3, 3, 2]
+    >>> counts("params", 4, 2, params=Costs(blocks=[9, 3, 3, 3], last=3))
+    [2, 2]
+    """
+    asked = f"{num_blocks} blocks cannot be cut into {num_parts} parts"
+    if not isinstance(by, str):
+        problems = _list_problems(by, num_blocks, num_parts)
+    else:
+        costs = {"equal": Costs(blocks=[1.0] * num_blocks), "params": params, "flops": flops}
+        problems = _part_problems(num_blocks, num_parts) + _cost_problems(by, costs, num_blocks)
+    if problems:
+        raise problems_error(asked, problems)
+    if not isinstance(by, str):
+        return list(by)
+    if by == "equal":
+        return _equal(num_blocks, num_parts)
+    found = costs[by]
+    assert found is not None
+    return cut(found.blocks, num_parts, first_cost=found.first, last_cost=found.last)
+
+
+def _equal(num_blocks: int, num_parts: int) -> list[int]:
+    least, rest = divmod(num_blocks, num_parts)
+    middle = (num_parts - 1) / 2
+    wider = sorted(range(num_parts), key=lambda part: abs(part - middle))[:rest]
+    return [least + (part in wider) for part in range(num_parts)]
+
+
+def _best_cut(sums: Sequence[float], num_parts: int, first_cost: float, last_cost: float) -> list[int]:
+    """`sums`: of the costs of the first n blocks, for n from 0."""
+    num_blocks = len(sums) - 1
+
+    def cost(part: int, begin: int, end: int) -> float:
+        ends = (part == 0) * first_cost + (part == num_parts - 1) * last_cost
+        return sums[end] - sums[begin] + ends
+
+    def ends(part: int) -> range:
+        """Where a part can end: one block or more for it, for those before and for those after."""
+        after = num_parts - 1 - part
+        return range(part + 1, num_blocks - after + 1) if after else range(num_blocks, num_blocks + 1)
+
+    def begins(part: int, end: int) -> range:
+        return range(part, end) if part else range(1)
+
+    smallest = {end: cost(0, 0, end) for end in ends(0)}
+    for part in range(1, num_parts):
+        smallest = {
+            end: min(max(smallest[begin], cost(part, begin, end)) for begin in begins(part, end))
+            for end in ends(part)
+        }
+    limit = smallest[num_blocks]
+    # (sum of squares, where the parts end), of cuts whose parts all stay within the limit
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        end: (cost(0, 0, end) ** 2, (end,)) for end in ends(0) if cost(0, 0, end) <= limit
+    }
+    for part in range(1, num_parts):
+        found = {
+            end: [
+                (best[begin][0] + cost(part, begin, end) ** 2, (*best[begin][1], end))
+                for begin in begins(part, end)
+                if begin in best and cost(part, begin, end) <= limit
+            ]
+            for end in ends(part)
+        }
+        # of equal ones that whose early parts have more: a head is at the end
+        best = {end: max(cuts, key=lambda cut: (-cut[0], cut[1])) for end, cuts in found.items() if cuts}
+    bounds = (0, *best[num_blocks][1])
+    return [end - begin for begin, end in pairwise(bounds)]
+
+
+def _part_problems(num_blocks: int, num_parts: int) -> list[str]:
+    if num_parts < 1:
+        return [f"parts is {num_parts}; use 1 or more"]
+    if num_blocks < num_parts:
+        most = f"{num_blocks} part{'' if num_blocks == 1 else 's'}"
+        return [f"each part has one block or more; use at most {most}, or {num_parts} blocks"]
+    return []
+
+
+def _cost_problems(by: str, costs: Mapping[str, Costs | None], num_blocks: int) -> list[str]:
+    if by not in WAYS:
+        return [f"by {near(by, WAYS)}"]
+    found = costs[by]
+    if found is None:
+        return [f"by {by!r} needs the {by} of each block; give {by}, or cut by 'equal'"]
+    if len(found.blocks) != num_blocks:
+        return [f"{by} has the costs of {len(found.blocks)} blocks; give {num_blocks}"]
+    return []
+
+
+def _list_problems(numbers: Sequence[int], num_blocks: int, num_parts: int) -> list[str]:
+    """What is wrong with numbers of blocks, with the nearest that fit."""
+    too_few = _part_problems(num_blocks, num_parts)
+    if too_few:
+        return too_few
+    text = ",".join(map(str, numbers))
+    if len(numbers) != num_parts:
+        use = ",".join(map(str, _equal(num_blocks, num_parts)))
+        return [f"{text} is {len(numbers)} numbers; give {num_parts}, as {use}"]
+    if min(numbers) < 1 or sum(numbers) != num_blocks:
+        weights = [max(number, 1) for number in numbers]
+        use = ",".join(map(str, shares(num_blocks, weights, minimum=1, what="blocks")))
+        what = "has a part without blocks" if min(numbers) < 1 else f"adds up to {sum(numbers)}"
+        return [f"{text} {what}; each part has one or more and all have {num_blocks}, as {use}"]
+    return []

@@ -1,0 +1,251 @@
+"""What each stage holds of a model whose stages are programs of their own.
+
+Every parameter belongs to one stage, the first that uses it; a later one that uses it too (a head tied to
+the embedding) borrows it for the step. So stages share out a model, its optimizer state and its checkpoint.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.functional.loss import Batch, checked, once
+from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
+from shardtrain.pipeline.costs import STATE, Traced
+from shardtrain.pipeline.flow import Flow, find_flow
+from shardtrain.pipeline.stacking import Stages
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """A model shared out to stages.
+
+    Args:
+      model: the whole.
+      stages: how its blocks are cut.
+      traced: the model's pieces.
+      stage: which one this is.
+    """
+
+    model: Model
+    stages: Stages
+    traced: Traced
+    stage: int
+
+    @property
+    def parts(self) -> list[int]:
+        """The parts of this stage, in order."""
+        return [v * self.stages.num_stages + self.stage for v in range(self.stages.num_chunks)]
+
+    @property
+    def last_part(self) -> int:
+        """The number of the last part of all."""
+        return len(self.stages.counts) - 1
+
+    @cached_property
+    def users(self) -> dict[str, list[int]]:
+        """Path of a parameter outside the blocks, or of a model state (`model_state/...`) -> its stages."""
+        first, last = self.traced.first_paths, self.traced.last_paths
+        last_stage = self.stages.num_stages - 1
+        found = {}
+        for path in self._paths():
+            stages = {0} if path in first else set()
+            stages |= {last_stage} if path in last else set()
+            found[path] = sorted(stages or {0})
+            if path.startswith(STATE) and len(stages) > 1:
+                raise ValueError(
+                    f"{path} is used by the first piece of the model and by the last, which are on"
+                    " different stages; give each a state of its own"
+                )
+        return found
+
+    def _paths(self) -> list[str]:
+        params = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.params)]
+        state = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.model_state)]
+        found = [path for path in params if not path.startswith(f"{BLOCKS}/")]
+        return found + [f"{STATE}{path}" for path in state if not path.startswith(f"{BLOCKS}/")]
+
+    @property
+    def borrowed(self) -> dict[str, int]:
+        """Path -> the stage that it is borrowed from."""
+        return {
+            path: users[0]
+            for path, users in self.users.items()
+            if self.stage in users[1:] and not path.startswith(STATE)
+        }
+
+    @property
+    def lent(self) -> dict[str, list[int]]:
+        """Path of a parameter of this stage -> the stages that borrow it."""
+        return {
+            path: users[1:]
+            for path, users in self.users.items()
+            if users[0] == self.stage and users[1:] and not path.startswith(STATE)
+        }
+
+    @property
+    def block_numbers(self) -> list[int]:
+        """The blocks of this stage, part after part."""
+        starts, counts = self.stages.starts, self.stages.counts
+        return [i for part in self.parts for i in range(starts[part], starts[part] + counts[part])]
+
+    def own(self, tree: Tree, prefix: str = "") -> Tree:
+        """What this stage owns of a tree like params, or (with `STATE`) like the model state."""
+        found = {}
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            name = path_text(path)
+            if not name.startswith(f"{BLOCKS}/"):
+                if self.users[prefix + name][0] == self.stage:
+                    found[name] = leaf
+            elif self.model.chain is not None and self.model.chain.stacked:
+                found[name] = self._rows(leaf)
+            elif int(name.split("/")[1]) in self.block_numbers:
+                found[name] = leaf
+        return nested(found)
+
+    def _rows(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Names):
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((len(self.block_numbers), *leaf.shape[1:]), leaf.dtype)
+        return jnp.concatenate([leaf[number : number + 1] for number in self.block_numbers])
+
+    def as_model(self) -> Model:
+        """The parameters of this stage as a model of its own, which cannot be applied."""
+
+        def init(key: jax.Array) -> tuple[Tree, Tree]:
+            params, model_state = self.model.init(key)
+            return self.own(params), self.own(model_state, STATE)
+
+        def apply(*_: Any) -> Any:
+            raise AssertionError("a stage is no whole model")
+
+        named = jax.tree.map(lambda names: _Names(names), self.model.dims, is_leaf=_is_names)
+        dims = jax.tree.map(lambda leaf: leaf.names, self.own(named))
+        return Model(init=init, apply=apply, dims=dims)
+
+    def taken(self, params: Tree, part: int) -> Tree:
+        """The parameters that a part works with, of those of its stage (borrowed ones among them)."""
+        found: Tree = {BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
+        uses: frozenset[str] = frozenset()
+        if part == 0:
+            uses |= self.traced.first_paths
+        if part == self.last_part:
+            uses |= self.traced.last_paths
+        rest = {path_text(p): leaf for p, leaf in jax.tree.leaves_with_path(params)}
+        return {**nested({path: leaf for path, leaf in rest.items() if path in uses}), **found}
+
+    def _blocks(self, blocks: Tree, part: int) -> Tree:
+        start, count = self.stages.starts[part], self.stages.counts[part]
+        if not self.traced.chain.stacked:
+            numbers = [str(i) for i in range(start, start + count)]
+            return {number: blocks[number] for number in numbers if number in blocks}
+        offset = self.block_numbers.index(start)
+        return jax.tree.map(lambda x: x[offset : offset + count], blocks)
+
+    def added(self, grads: Tree, part: int, found: Tree) -> Tree:
+        """Gradients of a stage with those of a part's `taken` added, in float32."""
+        by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
+        stacked = self.traced.chain.stacked
+        offset = self.block_numbers.index(self.stages.starts[part])
+
+        def add(path: Any, total: jax.Array) -> jax.Array:
+            name = path_text(path)
+            if name not in by_path:
+                return total
+            more = by_path[name].astype(jnp.float32)
+            if stacked and name.startswith(f"{BLOCKS}/") and len(more) != len(total):
+                return total.at[offset : offset + len(more)].add(more)
+            return total + more
+
+        return jax.tree.map_with_path(add, grads)
+
+    def run(
+        self, part: int, taken: Tree, model_state: Tree, rng: Any, train: bool, batch: Batch, stream: Any
+    ) -> tuple[Any, Tree]:
+        """A part of the model: (stream, model state); the last one's stream is (sum, (count, metrics)).
+
+        Args:
+          part: its number.
+          taken: its parameters.
+          model_state: of its stage.
+          rng: the key of these rows.
+          train: whether dropout is on.
+          batch: these rows, for the first and the last part.
+          stream: what the part before returned.
+        """
+        chain, loss = self.traced.chain, self.traced.loss
+        start, count = self.stages.starts[part], self.stages.counts[part]
+        if part == 0:
+            stream, model_state = self.traced.entered(taken, model_state, rng, train, batch)
+        blocks = {BLOCKS: taken[BLOCKS]}
+        stream, model_state = chain.run(blocks, model_state, rng, train, start, count, stream)
+        if part < self.last_part:
+            return stream, model_state
+        left = []
+
+        def apply(*inputs: Any) -> Any:
+            outputs, changed = chain.last(taken, model_state, rng, train, stream)
+            left.append(changed)
+            return outputs
+
+        loss_sum, count, metrics = checked(loss(once(apply), batch))
+        return (loss_sum, (count, metrics)), left[0]
+
+    def flow(self, microbatch: Mapping[str, Any]) -> Flow:
+        """The values between parts.
+
+        Args:
+          microbatch: name -> array or shape (rows, ...).
+        """
+        batch = self.traced.zeros(microbatch)
+        state = self.traced.model_zeros()
+
+        def part(number: int) -> Callable[[Any, Any], Any]:
+            def run(params: Any, stream: Any) -> Any:
+                held = Held(
+                    model=self.model,
+                    stages=self.stages,
+                    traced=self.traced,
+                    stage=number % self.stages.num_stages,
+                )
+                taken = held.taken(
+                    {**params, BLOCKS: held.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})}, number
+                )
+                return held.run(number, taken, state, jax.random.key(0), True, batch, stream)[0]
+
+            return run
+
+        num_rows = next(iter(microbatch.values())).shape[0]
+        parts = [part(number) for number in range(self.last_part + 1)]
+        return find_flow(parts, self.traced.params, num_rows)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Dim names as one leaf."""
+
+    names: tuple[str | None, ...] | None
+
+
+def _is_names(x: Any) -> bool:
+    return x is None or isinstance(x, tuple)
+
+
+def nested(by_path: Mapping[str, Any]) -> Tree:
+    """A nested dict from paths.
+
+    >>> nested({"a/b": 1, "c": 2})
+    {'a': {'b': 1}, 'c': 2}
+    """
+    tree: Tree = {}
+    for path, leaf in by_path.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree

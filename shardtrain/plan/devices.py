@@ -1,0 +1,157 @@
+"""What hardware there is: for now the table of known devices, and MFU, which is measured against it.
+
+Plain numbers by the name that jax gives a device (`device_kind`); no jax. Next: `sharding/layout.py`.
+"""
+
+from dataclasses import dataclass
+
+GB, GIB, TERA = 10**9, 2**30, 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device, as its vendor states it; "GB" is taken as 10**9 bytes, so memory is a lower bound.
+
+    Args:
+      kind: what jax calls it, `device_kind`.
+      matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity.
+      memory_bytes: device memory.
+      memory_bytes_per_second: peak bandwidth of that memory.
+    """
+
+    kind: str
+    matrix_flops_per_second: float
+    memory_bytes: int
+    memory_bytes_per_second: float
+
+
+# Devices without bfloat16 matrix products (V100, T4) are left out: their peak is one of float16.
+DEVICES = (
+    # NVIDIA H100 Tensor Core GPU datasheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) bfloat16 teraflops
+    # with sparsity, half of that dense
+    Device(
+        kind="NVIDIA H100 80GB HBM3",
+        matrix_flops_per_second=989.5 * TERA,
+        memory_bytes=80 * GB,
+        memory_bytes_per_second=3350 * GB,
+    ),
+    Device(
+        kind="NVIDIA H100 PCIe",
+        matrix_flops_per_second=756.5 * TERA,
+        memory_bytes=80 * GB,
+        memory_bytes_per_second=2000 * GB,
+    ),
+    Device(
+        kind="NVIDIA H100 NVL",
+        matrix_flops_per_second=835.5 * TERA,
+        memory_bytes=94 * GB,
+        memory_bytes_per_second=3900 * GB,
+    ),
+    # NVIDIA H200 Tensor Core GPU datasheet (SXM): 1,979 bfloat16 teraflops with sparsity
+    Device(
+        kind="NVIDIA H200",
+        matrix_flops_per_second=989.5 * TERA,
+        memory_bytes=141 * GB,
+        memory_bytes_per_second=4800 * GB,
+    ),
+    # NVIDIA A100 Tensor Core GPU datasheet: 312 bfloat16 teraflops, dense, in all four
+    Device(
+        kind="NVIDIA A100-SXM4-40GB",
+        matrix_flops_per_second=312 * TERA,
+        memory_bytes=40 * GB,
+        memory_bytes_per_second=1555 * GB,
+    ),
+    Device(
+        kind="NVIDIA A100-PCIE-40GB",
+        matrix_flops_per_second=312 * TERA,
+        memory_bytes=40 * GB,
+        memory_bytes_per_second=1555 * GB,
+    ),
+    Device(
+        kind="NVIDIA A100-SXM4-80GB",
+        matrix_flops_per_second=312 * TERA,
+        memory_bytes=80 * GB,
+        memory_bytes_per_second=2039 * GB,
+    ),
+    Device(
+        kind="NVIDIA A100 80GB PCIe",
+        matrix_flops_per_second=312 * TERA,
+        memory_bytes=80 * GB,
+        memory_bytes_per_second=1935 * GB,
+    ),
+    # NVIDIA L4 Tensor Core GPU datasheet: 242 bfloat16 teraflops with sparsity
+    Device(
+        kind="NVIDIA L4",
+        matrix_flops_per_second=121 * TERA,
+        memory_bytes=24 * GB,
+        memory_bytes_per_second=300 * GB,
+    ),
+    # Google Cloud documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", by chip; jax shows one
+    # device for a chip in each of them
+    Device(
+        kind="TPU v4",
+        matrix_flops_per_second=275 * TERA,
+        memory_bytes=32 * GIB,
+        memory_bytes_per_second=1200 * GB,
+    ),
+    Device(
+        kind="TPU v5 lite",
+        matrix_flops_per_second=197 * TERA,
+        memory_bytes=16 * GB,
+        memory_bytes_per_second=819 * GB,
+    ),
+    Device(
+        kind="TPU v5",  # v5p
+        matrix_flops_per_second=459 * TERA,
+        memory_bytes=95 * GB,
+        memory_bytes_per_second=2765 * GB,
+    ),
+    Device(
+        kind="TPU v6 lite",
+        matrix_flops_per_second=918 * TERA,
+        memory_bytes=32 * GB,
+        memory_bytes_per_second=1638 * GB,
+    ),
+)
+
+OTHER_NAMES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
+"""A second name that jax has for the same device."""
+
+
+def known_device(device_kind: str) -> Device | None:
+    """The device of this name; None where the table has none, for a guess would make a wrong MFU.
+
+    >>> known_device("NVIDIA H200").memory_bytes
+    141000000000
+    >>> print(known_device("cpu"))
+    None
+    """
+    kind = OTHER_NAMES.get(device_kind, device_kind)
+    return next((device for device in DEVICES if device.kind == kind), None)
+
+
+def mfu(flops_per_second: float, device: Device, num_devices: int = 1) -> float:
+    """Model flops utilization: model flops per second over the peak of all devices.
+
+    Args:
+      flops_per_second: what the model needs for the examples of one second, forward and backward,
+        recomputation not counted; for a decoder tokens per second times
+        `models.decoder.flops_per_token`.
+      device: the device, all alike.
+      num_devices: how many; 1 or more.
+
+    Returns:
+      A share of 1.
+
+    Raises:
+      ValueError: there is no device.
+
+    References:
+      Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
+
+    >>> mfu(395.8e12, known_device("NVIDIA H100 80GB HBM3"))
+    0.4
+    """
+    if num_devices < 1:
+        raise ValueError(f"the MFU of {num_devices} devices was asked for. Use num_devices=1 or more.")
+    return flops_per_second / (num_devices * device.matrix_flops_per_second)

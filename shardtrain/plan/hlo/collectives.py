@@ -1,0 +1,278 @@
+"""What a compiled step moves between devices: each collective with its axes, count and bytes.
+
+Reads the text of the compiled program, so it tells what XLA made of a layout and not what was meant.
+The syntax is in `text.py`, loops and values in `dataflow.py`, groups of devices in `replica_groups.py`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardtrain.plan.hlo.dataflow import Frame
+from shardtrain.plan.hlo.reduce_scatter import is_scattered
+from shardtrain.plan.hlo.replica_groups import axes_of, device_groups, listed
+from shardtrain.plan.hlo.text import Array, Instruction, parse
+from shardtrain.plan.hlo.trip_count import trip_count
+
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
+PERMUTE = "collective-permute"
+BROADCAST = "collective-broadcast"
+RAGGED_ALL_TO_ALL = "ragged-all-to-all"
+
+KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, RAGGED_ALL_TO_ALL, PERMUTE, BROADCAST)
+"""Every kind of collective, by XLA's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A loop of the compiled program."""
+
+    name: str
+    trip_count: int
+    source: str
+    """The traced operation it came from, such as `jit(step)/while`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective operation of a compiled program."""
+
+    kind: str
+    """One of `KINDS`. An all-reduce of which each device keeps only its own slice is a reduce-scatter."""
+    axes: tuple[str, ...]
+    """Mesh axes along which data moves, in the mesh's order."""
+    group_size: int
+    """Devices that exchange data with each other; for a permutation, devices along `axes`."""
+    count: int
+    """How often it runs in one call of the program: once for each round of the `loops` around it."""
+    payload_bytes: int
+    """Bytes of the whole array in one run: what is reduced, what a gather makes, what a device exchanges."""
+    wire_bytes_per_device: float
+    """Bytes that a device sends over all runs, on average over all devices, with the best known (ring)
+    algorithm. In a permutation only the sources send."""
+    dtype: str
+    """Element type on the wire, in HLO's words: `f32`, `bf16`."""
+    loops: tuple[Loop, ...]
+    """The loops around it, the outermost first."""
+    source: str
+    """The traced operation it came from, as jax names it; empty where XLA kept none."""
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it runs inside a loop."""
+        return bool(self.loops)
+
+
+def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
+    """What a compiled program moves between devices.
+
+    Combined operations are split by kind and dtype. Of a conditional's branches the dearest counts, kind
+    by kind and axes by axes, so the result is an upper bound there. Axes of size 1 never appear.
+
+    Args:
+        hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
+        axis_sizes: size of each mesh axis, slowest first, as in `dict(mesh.shape)`.
+
+    Returns:
+        The collectives in the order of the program.
+
+    Raises:
+        ValueError: if the axis sizes do not make the devices of the program, or if the text does not
+            tell how often a loop that holds a collective runs.
+    """
+    module = parse(hlo_text)
+    num_devices = math.prod(axis_sizes.values())
+    if module.num_devices != num_devices:
+        raise ValueError(_wrong_devices(axis_sizes, module.num_devices))
+    frame = Frame(module=module, computation=module.entry)
+    return tuple(_Reader(axis_sizes=axis_sizes).read(frame))
+
+
+def by_axis(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+    """Sum collectives of one kind over the same axes.
+
+    Args:
+        found: what `collectives` returns, or a part of it.
+
+    Returns:
+        (kind, axes) -> (runs, bytes sent per device).
+    """
+    sums: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+    for collective in found:
+        key = (collective.kind, collective.axes)
+        count, wire_bytes = sums.get(key, (0, 0.0))
+        sums[key] = (count + collective.count, wire_bytes + collective.wire_bytes_per_device)
+    return sums
+
+
+def table(found: Iterable[Collective]) -> str:
+    """A text table of collectives for people, the dearest first, with what runs inside loops apart.
+
+    Args:
+        found: what `collectives` returns, or a part of it.
+
+    Returns:
+        Lines of text; bytes are per device, in MB of 10^6 bytes.
+    """
+    found = tuple(found)
+    rows = [
+        (kind, "+".join(axes), where, str(count), f"{wire_bytes / 1e6:.3f}")
+        for where, part in (
+            ("in a loop", [collective for collective in found if collective.in_loop]),
+            ("once", [collective for collective in found if not collective.in_loop]),
+        )
+        for (kind, axes), (count, wire_bytes) in by_axis(part).items()
+    ]
+    rows.sort(key=lambda row: float(row[-1]), reverse=True)
+    total = sum(collective.wire_bytes_per_device for collective in found)
+    lines = [
+        ("collective", "axes", "where", "runs", "MB sent per device"),
+        *rows,
+        ("total", "", "", str(sum(collective.count for collective in found)), f"{total / 1e6:.3f}"),
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 3 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reader:
+    axis_sizes: Mapping[str, int]
+    fused_channels: set[str] = field(default_factory=set)
+    """Channels read inside fusions: XLA for TPU repeats an asynchronous collective in each fusion that
+    carries it on, some of them in loops, under one channel; the first in the program starts it."""
+
+    def read(self, frame: Frame) -> Iterator[Collective]:
+        """The collectives of one run of a frame."""
+        is_fused = frame.caller is not None and frame.caller.opcode == "fusion"
+        for instruction in frame.computation.instructions.values():
+            inner = frame.callee(instruction)
+            if instruction.opcode.removesuffix("-start") in KINDS:
+                if not (is_fused and self._carries_on(instruction)):
+                    yield from self._moved(frame, instruction)
+            elif instruction.opcode == "while":
+                yield from self._repeated(frame, instruction)
+            elif instruction.opcode == "conditional":
+                yield from self._dearest(frame, instruction)
+            elif inner is not None:
+                yield from self.read(inner)
+            elif instruction.opcode == "send" and _leaves_the_host(instruction):
+                raise ValueError(_unreadable_send(instruction))
+
+    def _carries_on(self, instruction: Instruction) -> bool:
+        channel = instruction.attribute("channel_id")
+        if channel is None or channel in self.fused_channels:
+            return channel is not None
+        self.fused_channels.add(channel)
+        return False
+
+    def _repeated(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
+        body = tuple(self.read(frame.body(loop)))
+        condition = tuple(self.read(frame.condition(loop)))
+        if not body and not condition:
+            return
+        rounds = trip_count(frame, loop)
+        if rounds is None:
+            raise ValueError(_unknown_trip_count(loop, body + condition))
+        around = Loop(name=loop.name, trip_count=rounds, source=loop.source)
+        for times, part in ((rounds, body), (rounds + 1, condition)):
+            for collective in part:
+                yield replace(
+                    collective,
+                    count=collective.count * times,
+                    wire_bytes_per_device=collective.wire_bytes_per_device * times,
+                    loops=(around, *collective.loops),
+                )
+
+    def _dearest(self, frame: Frame, conditional: Instruction) -> Iterator[Collective]:
+        branches = [tuple(self.read(branch)) for branch in frame.branches(conditional)]
+        sums = [by_axis(branch) for branch in branches]
+        for key in dict.fromkeys(key for branch in sums for key in branch):
+            dearest = max(range(len(branches)), key=lambda branch: sums[branch].get(key, (0, 0.0))[1])
+            yield from (found for found in branches[dearest] if (found.kind, found.axes) == key)
+
+    def _moved(self, frame: Frame, instruction: Instruction) -> Iterator[Collective]:
+        """One collective instruction, split by what becomes of each part and by dtype."""
+        kind = instruction.opcode.removesuffix("-start")
+        groups = device_groups(instruction, frame.module.num_devices)
+        axes = axes_of(groups, self.axis_sizes)
+        if not axes:
+            return
+        group_size = max(len(group) for group in groups)
+        senders = sum(len(set(group)) > 1 for group in groups) / frame.module.num_devices
+        parts: dict[tuple[str, str], int] = {}
+        for part, array in enumerate(_operand_arrays(frame, instruction)):
+            scattered = kind == ALL_REDUCE and is_scattered(frame, instruction, part, array, groups)
+            key = (REDUCE_SCATTER if scattered else kind, array.dtype)
+            parts[key] = parts.get(key, 0) + array.num_bytes
+        for (kind, dtype), operand_bytes in parts.items():
+            payload_bytes = operand_bytes * group_size if kind == ALL_GATHER else operand_bytes
+            yield Collective(
+                kind=kind,
+                axes=axes,
+                group_size=math.prod(self.axis_sizes[a] for a in axes) if kind == PERMUTE else group_size,
+                count=1,
+                payload_bytes=payload_bytes,
+                wire_bytes_per_device=(
+                    senders * payload_bytes
+                    if kind == PERMUTE
+                    else _wire_bytes(kind, payload_bytes, group_size)
+                ),
+                dtype=dtype,
+                loops=(),
+                source=instruction.source,
+            )
+
+
+def _wire_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
+    """Bytes that a device of a group sends in one run; a broadcast is handed on from each to the next."""
+    passes = 2 if kind == ALL_REDUCE else 1
+    return passes * (group_size - 1) / group_size * payload_bytes
+
+
+def _operand_arrays(frame: Frame, instruction: Instruction) -> list[Array]:
+    """The arrays that a device puts in; buffers that are only written to are left out."""
+    instructions = frame.computation.instructions
+    first = instructions[instruction.operands[0]].arrays
+    slices = instruction.braced("slice_sizes")
+    if slices is not None:
+        return [Array(dtype=first[0].dtype, sizes=sizes) for sizes in listed(slices)]
+    if instruction.opcode.startswith(RAGGED_ALL_TO_ALL):
+        return list(first)
+    return [array for operand in instruction.operands for array in instructions[operand].arrays]
+
+
+def _leaves_the_host(instruction: Instruction) -> bool:
+    return "megascale" in instruction.attributes or "is_host_transfer=true" not in instruction.attributes
+
+
+def _wrong_devices(axis_sizes: Mapping[str, int], num_devices: int) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in axis_sizes.items() if size > 1) or "all 1"
+    return (
+        f"axis sizes {sizes} make {math.prod(axis_sizes.values())} devices, but the program was compiled "
+        f"for {num_devices}. Pass dict(mesh.shape) of the mesh that it was compiled for."
+    )
+
+
+def _unknown_trip_count(loop: Instruction, inside: tuple[Collective, ...]) -> str:
+    held = ", ".join(sorted({f"{found.kind} over {'+'.join(found.axes)}" for found in inside}))
+    return (
+        f"loop {loop.name} ({loop.source or 'no source noted'}) holds {held}, and the text does not tell "
+        "how often it runs. Counted are loops with a fixed number of rounds: use lax.scan, or "
+        "lax.fori_loop with Python integers as bounds, in place of lax.while_loop."
+    )
+
+
+def _unreadable_send(instruction: Instruction) -> str:
+    return (
+        f"instruction {instruction.name} sends data by a transfer of its own, whose receivers the text does "
+        "not name. Counted are collectives inside one slice: compile for a topology with num_slices=1."
+    )

@@ -1,0 +1,82 @@
+"""Which all-reduces are reduce-scatters in all but name.
+
+XLA for CPU has no reduce-scatter and XLA for TPU writes it so too: an all-reduce of which each device
+then keeps only its own slice.
+"""
+
+import numpy as np
+
+from shardtrain.plan.hlo.dataflow import COPIES, Frame, values
+from shardtrain.plan.hlo.replica_groups import Groups
+from shardtrain.plan.hlo.text import Array, Instruction
+
+_PASS_ON = COPIES | {"all-reduce-done", "convert", "transpose"}
+
+
+def is_scattered(frame: Frame, all_reduce: Instruction, part: int, array: Array, groups: Groups) -> bool:
+    """Whether each device keeps only its own 1/n of one part of an all-reduce, wherever that is used.
+
+    Args:
+        frame: where the all-reduce is.
+        all_reduce: the instruction, which may combine several arrays.
+        part: which of its operands is meant.
+        array: that operand's dtype and sizes.
+        groups: the devices that reduce together, n to a group.
+
+    Returns:
+        True if every use, through copies, fusions and calls, is a slice of 1/n that starts elsewhere on
+        each device of a group; False also where the text does not tell.
+    """
+    element = part if len(all_reduce.operands) > 1 else None
+    return _only_sliced(frame, all_reduce.name, element, array, groups)
+
+
+def _only_sliced(frame: Frame, name: str, element: int | None, array: Array, groups: Groups) -> bool:
+    """The same for any value; `element` is None where the value is no tuple."""
+    uses = [
+        _slices(frame, user, name, element, array, groups)
+        for user in frame.computation.users.get(name, ())
+        if element is None or user.opcode != "get-tuple-element" or user.index == element
+    ]
+    if frame.computation.root.name == name:
+        uses.append(_only_sliced_outside(frame, element, array, groups))
+    return bool(uses) and all(uses)
+
+
+def _only_sliced_outside(frame: Frame, element: int | None, array: Array, groups: Groups) -> bool:
+    """The same for the result of a fusion or a call; what a loop or a branch returns counts as whole."""
+    if frame.parent is None or frame.caller is None or frame.parent.callee(frame.caller) is None:
+        return False
+    return _only_sliced(frame.parent, frame.caller.name, element, array, groups)
+
+
+def _slices(
+    frame: Frame, user: Instruction, name: str, element: int | None, array: Array, groups: Groups
+) -> bool:
+    """Whether one use takes a slice of 1/n, itself or further on."""
+    if user.opcode == "get-tuple-element":
+        return _only_sliced(frame, user.name, None, array, groups)
+    if user.opcode in _PASS_ON:
+        return _only_sliced(frame, user.name, element, array, groups)
+    if user.opcode == "dynamic-slice":
+        return _slices_differ(frame, user, array, groups)
+    inner = frame.callee(user)
+    if inner is None:
+        return False
+    parameters = inner.computation.parameters
+    return all(
+        _only_sliced(inner, parameters[number].name, element, array, groups)
+        for number, operand in enumerate(user.operands)
+        if operand == name
+    )
+
+
+def _slices_differ(frame: Frame, user: Instruction, array: Array, groups: Groups) -> bool:
+    """Whether the devices of each group take n different slices of 1/n."""
+    if any(user.arrays[0].num_elements * len(group) != array.num_elements for group in groups):
+        return False
+    starts = values(frame, user.operands[1:])
+    if starts is None:
+        return False
+    start_of = np.stack(starts, axis=1)
+    return all(len(np.unique(start_of[list(group)], axis=0)) == len(group) for group in groups)

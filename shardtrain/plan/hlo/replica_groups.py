@@ -1,0 +1,144 @@
+"""Which devices a collective joins, and the mesh axes that they differ on.
+
+Reads XLA's three spellings of replica groups and the pairs of a permutation.
+Devices count in C order of the axis sizes: device = np.ravel_multi_index(position, sizes).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardtrain.plan.hlo.text import Instruction
+
+Groups = tuple[tuple[int, ...], ...]
+"""Device numbers that exchange data with each other, group by group."""
+
+_NUMBERS = r"\[([\d,]+)\]"
+_PERMUTATION = r"(?:T\(([\d,]+)\))?"
+_ARRANGED = re.compile(rf"{_NUMBERS}(?:<={_NUMBERS})?{_PERMUTATION}")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+
+
+def device_groups(instruction: Instruction, num_devices: int) -> Groups:
+    """The groups of devices among which a collective moves data.
+
+    Args:
+        instruction: a collective; a permutation's pairs count as groups of two.
+        num_devices: devices that the program runs on.
+
+    Returns:
+        Groups of device numbers.
+
+    Raises:
+        ValueError: if the groups are spelled in a way that this reader does not know.
+    """
+    pairs = instruction.braced("source_target_pairs")
+    if pairs is not None:
+        return listed(pairs)
+    groups = instruction.braced("replica_groups")
+    if groups is not None:
+        return listed(groups) or (tuple(range(num_devices)),)
+    start = instruction.attributes.find("replica_groups=")
+    if start < 0:
+        return (tuple(range(num_devices)),)
+    text = instruction.attributes[start + len("replica_groups=") :]
+    arranged, mesh = _ARRANGED.match(text), _MESH.match(text)
+    if arranged:
+        return _as_groups(_arrange(arranged))
+    if mesh:
+        return _as_groups(_over_mesh(mesh))
+    raise ValueError(_unknown_spelling(instruction.name, text))
+
+
+def axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes on which members of a group differ, in the mesh's order.
+
+    Args:
+        groups: device numbers, group by group.
+        axis_sizes: size of each mesh axis, slowest first.
+
+    Returns:
+        Names of axes; empty where no group has two devices.
+
+    Examples:
+        >>> axes_of(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
+        ('data',)
+    """
+    sizes = tuple(axis_sizes.values())
+    varies = np.zeros(len(sizes), dtype=bool)
+    for group in groups:
+        positions = np.stack(np.unravel_index(np.array(group), sizes))
+        varies |= (positions != positions[:, :1]).any(axis=1)
+    return tuple(name for name, differs in zip(axis_sizes, varies, strict=True) if differs)
+
+
+def listed(text: str) -> Groups:
+    """Read numbers in braces.
+
+    Args:
+        text: numbers in braces, as they stand between the braces of an attribute.
+
+    Returns:
+        The numbers, group by group; empty groups are left out.
+
+    Examples:
+        >>> listed("{0,1},{2,3}")
+        ((0, 1), (2, 3))
+    """
+    groups = (tuple(_integers(group)) for group in re.findall(r"\{([\d,\s]*)\}", text))
+    return tuple(group for group in groups if group)
+
+
+def _arrange(match: re.Match[str]) -> np.ndarray:
+    """The second spelling: `[4,2]<=[2,4]T(1,0)`, all numbers in the right sizes, transposed, reshaped."""
+    left, right, permutation = match.groups()
+    sizes = _integers(right or left)
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    if permutation:
+        devices = devices.transpose(_integers(permutation))
+    return devices.reshape(_integers(left)) if right else devices
+
+
+def _over_mesh(match: re.Match[str]) -> np.ndarray:
+    """The third spelling: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}`."""
+    axes_text, ids_text, joined = match.groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes_text)}
+    position = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
+    devices = _device_order(ids_text, math.prod(sizes.values()))
+    inside = np.zeros_like(devices)
+    for name, before, size in _SUB_AXIS.findall(joined):
+        size_before, size_joined = (int(before), int(size)) if size else (1, sizes[name])
+        stride = sizes[name] // (size_before * size_joined)
+        part = position[name] // stride % size_joined
+        position[name] = position[name] - part * stride
+        inside = inside * size_joined + part
+    outside = np.ravel_multi_index(tuple(position.values()), tuple(sizes.values()))
+    num_groups = len(np.unique(outside))
+    return devices[np.lexsort((inside, outside))].reshape(num_groups, -1)
+
+
+def _device_order(ids_text: str | None, num_devices: int) -> np.ndarray:
+    """Device numbers in C order of XLA's own mesh, which need not be the caller's."""
+    if not ids_text:
+        return np.arange(num_devices)
+    arranged = _ARRANGED.match(ids_text)
+    return _arrange(arranged).reshape(-1) if arranged else np.array(_integers(ids_text))
+
+
+def _as_groups(devices: np.ndarray) -> Groups:
+    return tuple(tuple(int(device) for device in group) for group in devices)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _unknown_spelling(name: str, text: str) -> str:
+    return (
+        f"collective {name} has replica groups that are spelled in an unknown way: {text[:60]!r}. "
+        "Known are {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] {'a'} and source_target_pairs; "
+        "add the new spelling to shardtrain/plan/replica_groups.py."
+    )

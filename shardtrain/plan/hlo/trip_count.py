@@ -1,0 +1,83 @@
+"""How many rounds a loop of a compiled program makes.
+
+XLA notes it for CPU and GPU; for TPU it follows from the loop's counter: start, step and limit.
+"""
+
+import re
+
+import numpy as np
+
+from shardtrain.plan.hlo.dataflow import Frame, origin, value
+from shardtrain.plan.hlo.text import Instruction
+
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
+
+
+def trip_count(frame: Frame, loop: Instruction) -> int | None:
+    """How many rounds a while loop makes.
+
+    Args:
+        frame: where the loop is.
+        loop: the `while` instruction.
+
+    Returns:
+        What XLA noted, else what follows from the loop's counter (start, step, limit); None where
+        neither tells.
+    """
+    noted = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
+    if noted:
+        return int(noted.group(1))
+    condition, body = frame.condition(loop), frame.body(loop)
+    test = origin(condition, condition.computation.root.name)
+    direction = test.instruction.attribute("direction")
+    if test.instruction.opcode != "compare" or direction not in _MIRRORED:
+        return None
+    left, right = test.instruction.operands
+    counter = _counter(test.frame, left, condition)
+    if counter is None:
+        left, right, direction = right, left, _MIRRORED[direction]
+        counter = _counter(test.frame, left, condition)
+    if counter is None:
+        return None
+    start, limit = _same(value(frame, loop.operands[0], (counter,))), _same(value(test.frame, right))
+    step = _step(body, counter)
+    if start is None or limit is None or not step:
+        return None
+    return _rounds(start, limit, step, direction)
+
+
+def _counter(frame: Frame, name: str, condition: Frame) -> int | None:
+    """Which element of what the loop carries `name` is, if it is one."""
+    made = origin(frame, name)
+    is_carried = made.instruction.opcode == "parameter" and made.frame.computation is condition.computation
+    return made.elements[0] if is_carried and len(made.elements) == 1 else None
+
+
+def _step(body: Frame, counter: int) -> int | None:
+    """What a round adds to the counter."""
+    update = origin(body, body.computation.root.name, (counter,))
+    if update.instruction.opcode != "add":
+        return None
+    left, right = update.instruction.operands
+    if _counter(update.frame, left, body) != counter:
+        left, right = right, left
+    if _counter(update.frame, left, body) != counter:
+        return None
+    return _same(value(update.frame, right))
+
+
+def _same(per_device: np.ndarray | None) -> int | None:
+    """The one number that all devices hold, if they do."""
+    if per_device is None or (per_device != per_device[0]).any():
+        return None
+    return int(per_device[0])
+
+
+def _rounds(start: int, limit: int, step: int, direction: str) -> int | None:
+    if direction in ("LT", "LE") and step > 0:
+        return len(range(start, limit + (direction == "LE"), step))
+    if direction in ("GT", "GE") and step < 0:
+        return len(range(start, limit - (direction == "GE"), step))
+    if direction == "NE" and (limit - start) % step == 0 and (limit - start) // step >= 0:
+        return (limit - start) // step
+    return None

@@ -1,0 +1,30 @@
+"""From a layout to a jax Mesh over the devices of this island. Next: `specs.py`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from shardtrain import axes
+from shardtrain.sharding.layout import Layout, axis_sizes
+
+
+def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a layout: all six axes, slowest first, placed by the topology jax knows.
+
+    Args:
+      layout: its `mesh` gives the sizes; -1 is what the devices leave.
+      devices: the devices to use, all of them; by default every device of this jax runtime.
+
+    Returns:
+      A Mesh whose axes are all of type Auto: Flax modules work on it unchanged.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = axis_sizes(layout, len(devices))
+    return jax.make_mesh(
+        tuple(sizes.values()), axes.AXES, axis_types=(AxisType.Auto,) * len(axes.AXES), devices=devices
+    )

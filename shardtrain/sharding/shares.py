@@ -1,0 +1,216 @@
+"""Who gets how much: whole numbers in proportion to weights, that add up exactly. No jax.
+
+Rows of a batch among islands (in multiples of what each can divide), layers among stages (each at
+least one). The same input gives the same shares on every host: the arithmetic is exact.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+from shardtrain.errors.messages import problems_error
+
+
+def shares(
+    total: int,
+    weights: Sequence[float],
+    *,
+    minimum: int = 0,
+    multiples: int | Sequence[int] = 1,
+    what: str = "rows",
+) -> list[int]:
+    """Split a whole number in proportion to weights.
+
+    By largest remainder (Hamilton's method): each share is its proportional part rounded down, and
+    what is left goes one by one to the largest remainders, at equal remainders to the lower index.
+    This has the least squared distance from proportion, which is also what decides where the parts
+    have unequal multiples.
+
+    Args:
+      total: what to split, 0 or more.
+      weights: one a part, 0 or more; a part of weight 0 gets 0.
+      minimum: the least share of a part whose weight is not 0; the rest stays in proportion.
+      multiples: each share is a multiple of this; one number for all parts, or one each.
+      what: the name of what is split, for errors.
+
+    Returns:
+      One whole number a part; they add up to `total`.
+
+    Raises:
+      ValueError: lists all that is out of range; or there is no such split, with the totals that have one.
+
+    >>> shares(32, [3, 1])
+    [24, 8]
+    >>> shares(7, [1, 1, 1], minimum=1, what="layers")
+    [3, 2, 2]
+    >>> shares(30, [1, 1], multiples=[4, 2])
+    [16, 14]
+    """
+    multiples = [multiples] * len(weights) if isinstance(multiples, int) else list(multiples)
+    problems = weight_problems(weights)
+    if total < 0 or minimum < 0:
+        problems.append(f"{total} {what} with a minimum of {minimum}; use 0 or more for both")
+    if len(multiples) != len(weights) or any(multiple < 1 for multiple in multiples):
+        problems.append(f"multiples is {multiples}; give {len(weights)} numbers from 1")
+    if problems:
+        raise problems_error(f"{total} {what} cannot be split", problems)
+    found = _split(total, weights, minimum, multiples)
+    if found is None:
+        raise ValueError(_no_split_text(total, weights, minimum, multiples, what))
+    return found
+
+
+def starts(shares: Sequence[int]) -> list[int]:
+    """Where each part begins, the parts lying one after the other.
+
+    >>> starts([24, 0, 8])
+    [0, 24, 24]
+    """
+    return [end - share for end, share in zip(accumulate(shares), shares, strict=True)]
+
+
+def parse_weights(text: str, num_parts: int | None = None, what: str = "islands") -> tuple[float, ...]:
+    """Read weights such as `3,1`.
+
+    Args:
+      text: numbers from 0, with commas.
+      num_parts: how many there must be; None takes any number.
+      what: the name of the parts, for errors.
+
+    Raises:
+      ValueError: lists every part that is no number, and a wrong count with a text that fits.
+
+    >>> parse_weights("3, 1.5", num_parts=2)
+    (3.0, 1.5)
+    """
+    words = [word.strip() for word in text.split(",")]
+    wrong = [
+        word for word in words if not re.fullmatch(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", word)
+    ]
+    problems = [f"{word!r} is not a number from 0, as in 3,1" for word in wrong]
+    if not wrong:
+        problems += weight_problems([float(word) for word in words])
+    if num_parts is not None and len(words) != num_parts:
+        filled = [*(word for word in words if word not in wrong), *["1"] * num_parts][:num_parts]
+        problems.append(
+            f"{_counted(len(words), 'weight')} for {num_parts} {what};"
+            f" give {num_parts}, as {','.join(filled)}"
+        )
+    if problems:
+        raise problems_error(f"weights {text!r} cannot be used", problems)
+    return tuple(float(word) for word in words)
+
+
+def weight_problems(weights: Sequence[float]) -> list[str]:
+    """What is wrong with these weights, one sentence each.
+
+    >>> weight_problems([1, -2.5, 0])
+    ['weight 1 is -2.5; use a number from 0']
+    """
+    problems = [
+        f"weight {index} is {weight}; use a number from 0"
+        for index, weight in enumerate(weights)
+        if not (math.isfinite(weight) and weight >= 0)
+    ]
+    if not problems and not any(weights):
+        problems.append(f"weights is {list(weights)}; at least one must be above 0")
+    return problems
+
+
+def _split(total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int]) -> list[int] | None:
+    """The nearest split, or None where there is none."""
+    least = [-(-minimum // m) * m if w else 0 for w, m in zip(weights, multiples, strict=True)]
+    if sum(least) > total:
+        return None
+    wanted = _proportional(total, weights, least)
+    used = [m for w, m in zip(weights, multiples, strict=True) if w]
+    if len(set(used)) > 1:
+        return _nearest(total, wanted, least, multiples)
+    if total % used[0]:
+        return None
+    units = _largest_remainder(total // used[0], [want / used[0] for want in wanted])
+    return [unit * used[0] for unit in units]
+
+
+def _proportional(total: int, weights: Sequence[float], least: Sequence[int]) -> list[Fraction]:
+    """Exact proportional parts; those that would be too small get their least, the others share the rest."""
+    exact = [Fraction(weight) for weight in weights]
+    fixed = {index for index, weight in enumerate(exact) if not weight}
+    while True:
+        rest = total - sum(least[index] for index in fixed)
+        weight = sum(w for index, w in enumerate(exact) if index not in fixed)
+        parts = [
+            Fraction(least[index]) if index in fixed else rest * w / weight for index, w in enumerate(exact)
+        ]
+        small = {index for index, part in enumerate(parts) if part < least[index]}
+        if not small:
+            return parts
+        fixed |= small
+
+
+def _largest_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
+    found = [math.floor(want) for want in wanted]
+    by_remainder = sorted(range(len(wanted)), key=lambda index: found[index] - wanted[index])
+    for index in by_remainder[: total - sum(found)]:
+        found[index] += 1
+    return found
+
+
+def _nearest(
+    total: int, wanted: Sequence[Fraction], least: Sequence[int], multiples: Sequence[int]
+) -> list[int] | None:
+    """The split of least squared distance whose shares are multiples, by dynamic programming.
+
+    No share of it can be further from proportion than the least common multiple: two such could
+    exchange one.
+    """
+    window = math.lcm(*multiples)
+    # what the parts from one on can add up to -> (distance, share of the first of them)
+    tables: list[dict[int, tuple[Fraction, int]]] = [{0: (Fraction(0), 0)}]
+    for want, low, multiple in zip(*(reversed(x) for x in (wanted, least, multiples)), strict=True):
+        first = max(low, math.ceil((want - window) / multiple) * multiple)
+        last = min(total, math.floor(want + window)) if want else 0
+        table: dict[int, tuple[Fraction, int]] = {}
+        for share in range(first, last + 1, multiple):
+            for after, (distance, _) in tables[-1].items():
+                candidate = (distance + (share - want) ** 2, share)
+                known = table.get(after + share)
+                # at equal distances the lower index gets more
+                if known is None or (candidate[0], -share) < (known[0], -known[1]):
+                    table[after + share] = candidate
+        tables.append(table)
+    found = []
+    for table in reversed(tables[1:]):
+        if total not in table:
+            return None
+        found.append(table[total][1])
+        total -= found[-1]
+    return found
+
+
+def _no_split_text(
+    total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int], what: str
+) -> str:
+    """The error where no split fits, with the nearest totals that have one."""
+    used = [multiple for weight, multiple in zip(weights, multiples, strict=True) if weight]
+    same = len(set(used)) == 1
+    least = sum(-(-minimum // multiple) * multiple for multiple in used)
+    asked = [f"at least {minimum} each"] if minimum else []
+    if set(used) != {1}:
+        asked.append(f"multiples of {used[0] if same else ', '.join(map(str, used))}")
+    reach = math.lcm(*used)
+    lower = range(total - 1, max(least, 1, total - reach) - 1, -1)
+    upper = range(total + 1, max(total, least) + reach + 1)
+    fits = [
+        next((n for n in around if _split(n, weights, minimum, multiples)), None) for around in (lower, upper)
+    ]
+    use = f"use {' or '.join(str(n) for n in fits if n is not None)} {what}"
+    if minimum and total < least and set(used) == {1}:
+        use += f", or a minimum of {total // len(used)}"
+    return f"{total} {what} cannot be split into {_counted(len(used), 'part')}, {' and '.join(asked)}; {use}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

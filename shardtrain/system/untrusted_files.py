@@ -1,0 +1,297 @@
+"""Read files that somebody else wrote: regular files of a bounded size, JSON without surprises. No jax.
+
+Nothing is executed, followed out of its folder, or allocated because a file declares it. Which formats come
+through here is in SECURITY.md. Next: `checkpoints/manifest_entries.py`, `imported.py`.
+"""
+
+import json
+import math
+import os
+import reprlib
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_BYTES = 1 << 27
+"""The largest file that is read into memory as a whole."""
+
+MOST_DEPTH = 64
+"""How deep JSON may be nested; deeper would overflow the stack of whoever walks over it."""
+
+MOST_DIGITS = 20
+MOST_NAME = 4096
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a FIFO would block, and a device never ends.
+
+    Raises:
+      OSError: it is something else, or cannot be opened.
+    """
+    _check_regular(path, os.stat(path).st_mode)
+    # it may have been exchanged since: nothing blocks, and what was opened is looked at again
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _check_regular(path, os.fstat(file.fileno()).st_mode)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+      OSError: see `open_regular`.
+      ValueError: it is larger than `most_bytes`.
+    """
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > most_bytes:
+            raise ValueError(f"{path} has {num_bytes:,} bytes; at most {most_bytes:,} are read")
+        return file.read(num_bytes)
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The content of a regular file as UTF-8.
+
+    Raises:
+      OSError: see `open_regular`.
+      ValueError: it is larger than `most_bytes`, or not UTF-8.
+    """
+    return read_bytes(path, most_bytes).decode()
+
+
+def parse_json(text: str, *, ours: bool = False) -> Any:
+    """Read JSON as strictly as its standard says, within bounds.
+
+    Args:
+      text: the JSON.
+      ours: whether NaN, Infinity and halves of surrogate pairs, which Python's own writer writes (of a path
+        that is not UTF-8, for one), are let through.
+
+    Raises:
+      ValueError: no JSON, nested deeper than `MOST_DEPTH`, a key twice in one object, a number that is not
+        finite or has more digits than any that we write, half of a surrogate pair.
+
+    >>> parse_json('{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    """
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=float if ours else _refuse_constant,
+        )
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels") from None
+    _check_values(value, ours)
+    return value
+
+
+def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
+    """Read a JSON file.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is no regular file, too large, or not what `parse_json` reads.
+    """
+    try:
+        return parse_json(read_text(path, most_bytes))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no JSON that can be read: {error}") from None
+
+
+def name_problem(name: object) -> str:
+    """Why a name that stands in a file may not be used as a path below the file's folder; "" where it may.
+
+    >>> name_problem("arrays/d/0"), name_problem("../a"), name_problem("/dev/zero")
+    ('', 'leads out of its folder', 'leads out of its folder')
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+        return f"is no text of 1 to {MOST_NAME:,} characters"
+    if not name.isprintable():
+        return "has control characters"
+    if name.startswith("/") or ".." in name.split("/"):
+        return "leads out of its folder"
+    return "" if all(part not in ("", ".") for part in name.split("/")) else "is no plain path"
+
+
+def stat_inside(folder: Path, name: str) -> os.stat_result:
+    """Look at a regular file below a folder by a name that stands in a file; no link is followed.
+
+    Raises:
+      FileNotFoundError: there is none.
+      OSError: the name, or something on the way, leads elsewhere; or it is no regular file.
+    """
+    if problem := name_problem(name):
+        raise OSError(f"the name {name!r} {problem}")
+    path = folder
+    *parents, _ = parts = name.split("/")
+    for i, part in enumerate(parts):
+        path = path / part
+        found = path.lstat()
+        if i < len(parents) and not stat.S_ISDIR(found.st_mode):
+            raise OSError(f"{path} is {kind_text(found.st_mode)}, not a folder")
+    _check_regular(path, found.st_mode)
+    return found
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO:
+    """Open what `stat_inside` looks at.
+
+    Raises:
+      OSError: as there.
+    """
+    stat_inside(folder, name)
+    return open_regular(folder / name)
+
+
+def special_files(folder: Path) -> list[str]:
+    """Links, FIFOs, devices and sockets below a folder, each as `path is a link`; links are not followed."""
+    special = (entry for entry in _files(folder) if not entry.is_file(follow_symlinks=False))
+    return sorted(
+        f"{Path(entry.path).relative_to(folder)} is {kind_text(entry.stat(follow_symlinks=False).st_mode)}"
+        for entry in special
+    )
+
+
+def num_bytes_in(folder: Path) -> int:
+    """The size of all files below a folder; links are not followed."""
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in _files(folder))
+
+
+def _files(folder: Path) -> Iterator[os.DirEntry]:
+    """Everything below a folder but folders."""
+    waiting = [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+                else:
+                    yield entry
+
+
+def whole_number(value: object, what: str, most: int, least: int = 0) -> int:
+    """A whole number in its range; a bool is none.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{what} is {short(value)}; it is a whole number from {least} to {most}")
+    return value
+
+
+def finite_number(value: object, what: str, most: float, least: float = 0.0) -> float:
+    """A number in its range, and no NaN.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{what} is {short(value)}; it is a number from {least:g} to {most:g}")
+    return value  # type: ignore[return-value]
+
+
+def of_kind(value: object, kind: type, what: str) -> Any:
+    """A value of exactly this type.
+
+    Raises:
+      ValueError: it is of another.
+    """
+    if type(value) is not kind:
+        raise ValueError(f"{what} is {short(value)}; it is {kind.__name__}")
+    return value
+
+
+def short(value: object, most: int = 60) -> str:
+    """A value in a message, of a bounded length however large it is.
+
+    >>> short("a" * 100, 10), short({"b": [[0] * 99]}, 40)
+    ("'aaaaaa...", "{'b': [[0, 0, 0, 0, 0, 0, ...]]}")
+    """
+    writer = reprlib.Repr()
+    writer.maxlevel, writer.maxstring, writer.maxother = 4, 2 * most, 2 * most
+    text = writer.repr(value[:most] if isinstance(value, str) else value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def some(values: Sequence[object], most: int = 8) -> str:
+    """The first few of many values, and how many there are.
+
+    >>> some(range(5), 3)
+    '0, 1, 2 and 2 more'
+    """
+    text = ", ".join(map(str, values[:most]))
+    return text if len(values) <= most else f"{text} and {len(values) - most} more"
+
+
+def kind_text(mode: int) -> str:
+    """What a path is, by its mode."""
+    return KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(f"{path} is {kind_text(mode)}, not a regular file")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"the key {short(twice)} stands twice in one object")
+    return found
+
+
+def _int(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"the number {text[:MOST_DIGITS]}... has {len(text):,} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:MOST_DIGITS]} is too large")
+    return value
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number in JSON")
+
+
+def _check_values(value: Any, ours: bool) -> None:
+    """Depth, and texts that could not be written again; level by level, so that no stack overflows."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, str) and not (ours or each.isascii()):
+                each.encode()  # half of a surrogate pair is refused here
+            elif isinstance(each, dict):
+                below += [*each, *each.values()]
+            elif isinstance(each, list):
+                below += each
+        level = below

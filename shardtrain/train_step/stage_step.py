@@ -1,0 +1,343 @@
+"""The step of islands that hold the stages of a pipeline, with replicas of the whole pipeline beside it.
+
+Each stage walks over the same table, replicas combine gradients stage by stage, and every stage updates
+the parameters that it owns. What all must know, losses and the gradient's norm, they tell each other by
+name. Next: `trainer/train.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.combine.replicas import Combine
+from shardtrain.functional.loss import Batch
+from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.rng import step_key
+from shardtrain.islands.transfer import Crossing
+from shardtrain.pipeline.flow import Flow
+from shardtrain.pipeline.stage_model import Held, nested
+from shardtrain.pipeline.table import Table
+from shardtrain.sharding.resolve import Named, completed
+from shardtrain.sharding.specs import partition_specs
+from shardtrain.train_step.gradients import Gradients, merge_replicas, sum_replicas
+from shardtrain.train_step.island_step import (
+    AcrossStep,
+    by_path,
+    joined_metrics,
+    like_paths,
+    total_model_state,
+)
+from shardtrain.train_step.stage_executor import Observe, StageRunner
+from shardtrain.train_step.stage_programs import StagePrograms, Sums
+from shardtrain.train_step.state import Placement, State
+from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
+
+if TYPE_CHECKING:
+    from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
+
+Share = Callable[[str, Any], list[Any]]
+"""(name, value of this rank) -> every rank's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seats:
+    """Who holds what: island i has stage i % stages of replica i // stages (as HyPar-Flow numbers them).
+
+    Args:
+      num_islands: of the run.
+      num_stages: islands that hold one pipeline.
+      island: this one.
+
+    Raises:
+      ValueError: islands do not make up whole pipelines.
+    """
+
+    num_islands: int
+    num_stages: int
+    island: int
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1 or self.num_islands % self.num_stages:
+            divisors = [n for n in range(1, self.num_islands + 1) if self.num_islands % n == 0]
+            raise ValueError(
+                f"partitions is {self.num_stages}, and there are {self.num_islands} islands, which do not"
+                f" make whole pipelines of it; use --partitions {', '.join(map(str, divisors))}, or"
+                f" {-(-self.num_islands // max(self.num_stages, 1)) * max(self.num_stages, 1)} islands"
+            )
+
+    @property
+    def stage(self) -> int:
+        """Of this island."""
+        return self.island % self.num_stages
+
+    @property
+    def replica(self) -> int:
+        """The number of the pipeline that this island is a part of."""
+        return self.island // self.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """How many pipelines there are."""
+        return self.num_islands // self.num_stages
+
+    def of_replica(self, values: list[Any], replica: int | None = None) -> list[Any]:
+        """What the stages of a pipeline (by default this one's) have, of a list by island."""
+        first = (self.replica if replica is None else replica) * self.num_stages
+        return values[first : first + self.num_stages]
+
+
+class StageStep(AcrossStep):
+    """A step of one stage; see `across.make_step_across` for what a step across islands is.
+
+    Args:
+      held: what this stage has of the model.
+      flow: the values between the parts, for the rows of this pipeline's microbatches.
+      table: what all stages do in a step; not of the lock-step form.
+      losses: likewise of an evaluation: forward tasks alone.
+      optimizer: of the stage's parameters; without clipping by the norm of all, which only `clip` can.
+      clip: the greatest norm of the whole gradient; None does not clip.
+      placement: of the stage's own parameters on this island.
+      crossing: to the same stage of the other pipelines.
+      seats: who is who.
+      mailbox: to the other stages of this pipeline.
+      share: tells every rank's value to every rank, by name.
+      combine: how pipelines become one.
+      learning_rate: the optimizer's schedule, if it shall stand among the metrics.
+      start_row: where the rows of this pipeline begin in the whole batch.
+      observe: told of each task, see `stage_runner.StageRunner`.
+    """
+
+    def __init__(
+        self,
+        *,
+        held: Held,
+        flow: Flow,
+        table: Table,
+        losses: Table,
+        optimizer: optax.GradientTransformation,
+        clip: float | None,
+        placement: Placement,
+        crossing: Crossing,
+        seats: Seats,
+        mailbox: "Mailbox",
+        share: Share,
+        combine: Combine = Combine(),
+        learning_rate: optax.Schedule | None = None,
+        start_row: int = 0,
+        observe: Observe | None = None,
+    ) -> None:
+        self.held, self.seats, self.mailbox = held, seats, mailbox
+        self._clip, self._share = clip, share
+        self._borrowed_specs = _borrowed_specs(held, placement)
+        self._training = StagePrograms(held, flow, placement, self._borrowed_specs, start_row)
+        self._losing = StagePrograms(held, flow, placement, self._borrowed_specs, start_row, train=False)
+        self._flow, self._observe = flow, observe
+        self.follow(table)
+        self._losses = StageRunner(losses, flow, mailbox)
+        # behind the tags of all values
+        self._first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
+        super().__init__(
+            held.model,
+            held.traced.loss,
+            optimizer,
+            placement,
+            crossing,
+            combine,
+            learning_rate,
+            start_row,
+            lambda name: None,
+        )
+
+    def _make(self, model: Any, loss: Any, optimizer: Any, learning_rate: Any, start_row: int) -> None:
+        placement, mesh = self._placement, self._placement.mesh
+        specs, replica_axes = placement.specs, placement.layout.replica_axes
+        owned = {path_text(path) for path, _ in jax.tree.leaves_with_path(specs.abstract.params)}
+
+        def reduced(sums: Sums) -> tuple[Tree, dict[str, jax.Array], dict[str, Any]]:
+            """(gradients of what the stage owns, of what it borrowed, the sums of the loss)."""
+            found = by_path(sums.grads)
+            mine = nested({path: g for path, g in found.items() if path in owned})
+            mine = jax.tree.map(
+                lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), mine, specs.sharded
+            )
+            borrowed = {path: g.sum(0) for path, g in found.items() if path not in owned}
+            return mine, borrowed, _counted(sums)
+
+        def scaled(grads: Tree, returned: list[dict[str, jax.Array]], count: jax.Array) -> Tree:
+            """Gradients of the mean loss, with what came back from stages that borrowed."""
+
+            def scale(path: Any, g: jax.Array) -> jax.Array:
+                more = [found[path_text(path)] for found in returned if path_text(path) in found]
+                return sum(more, g) / jnp.where(count > 0, count, 1)
+
+            return jax.tree.map_with_path(scale, grads)
+
+        def update(
+            state: State,
+            grads: Tree,
+            model_state: Tree,
+            totals: Any,
+            squares: jax.Array,
+            kept: Any,
+            extra: Any,
+        ) -> tuple[State, Metrics]:
+            norm = jnp.sqrt(squares)
+            if (clip := self._clip) is not None:
+                # as optax.clip_by_global_norm, with the norm of all stages
+                grads = jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), grads)
+            found = Gradients(grads=grads, model_state=model_state, **totals)
+            new, metrics = apply_gradients(optimizer, placement, state, found)
+            new = new._replace(combine_state=kept)
+            metrics = {**metrics, "grad_norm": norm, **joined_metrics(extra)}
+            return unless_skipped(state, new, metrics, learning_rate)
+
+        whole = NamedSharding(mesh, PartitionSpec())
+        sharded = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            specs.sharded,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        state = placement.state._replace(combine_state=whole)
+        self._reduced = jax.jit(reduced, out_shardings=(sharded, whole, whole))
+        self._scaled = jax.jit(scaled, out_shardings=sharded, donate_argnums=0)
+        self._squares = jax.jit(lambda grads: optax.tree.norm(grads, squared=True))
+        self._counts = jax.jit(_counted)
+        self._merge = jax.jit(
+            lambda state, shares: jax.tree.map(lambda x: merge_replicas(x, shares), state),
+            out_shardings=whole,
+        )
+        self._update = jax.jit(
+            update,
+            in_shardings=(state, sharded, whole, whole, whole, whole, whole),
+            out_shardings=(state, whole),
+            donate_argnums=0,
+        )
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """One step."""
+        programs, seats = self._training, self.seats
+        params = self._with_borrowed(state.params)
+        key = step_key(state.seed, state.step)
+        programs.begin(params, state.model_state, key, batch, self._table.has_weight)
+        self._runner.run(programs)
+        grads, borrowed, counted = self._reduced(programs.taken())
+        self._give_back(borrowed)
+        by_replica = self._told("losses", counted)
+        count = np.float32(by_replica[seats.replica]["count"])
+        grads = self._scaled(grads, self._returned(), count)
+        model_state = self._merged_state(programs.model_state, batch)
+        kept, extra = state.combine_state, []
+        if seats.num_replicas > 1:
+            grads, kept, extra, model_state = self._combined(grads, kept, count, model_state)
+        squares = self._share("gradient norms", float(self._squares(grads)))
+        squares = np.float32(np.sum(seats.of_replica(squares)))
+        return self._update(state, grads, model_state, _totals(by_replica), squares, kept, extra)
+
+    def follow(self, table: Table) -> None:
+        """Walk over another table from now on; of the same stages, microbatches and chunks."""
+        self._table = table
+        self._runner = StageRunner(table, self._flow, self.mailbox, self._observe)
+
+    def evaluate(self, state: State, batch: Batch) -> Metrics:
+        """The losses of a batch, of all pipelines: loss_sum, count and those of the loss as (sum, count)."""
+        programs = self._losing
+        params = self._with_borrowed(state.params)
+        programs.begin(params, state.model_state, jax.random.key(0), batch)
+        self._losses.run(programs)
+        totals = _totals(self._told("held-out losses", self._counts(programs.taken())))
+        return {**totals.pop("metrics"), **totals}
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self.mailbox.close()
+
+    def _told(self, name: str, counted: dict[str, Any]) -> list[dict[str, Any]]:
+        """Pipeline -> the sums of its loss, which its last stage knows."""
+        seats = self.seats
+        is_last = seats.stage == seats.num_stages - 1
+        mine = jax.tree.map(float, jax.device_get(counted)) if is_last else None
+        found = self._share(name, mine)
+        return [seats.of_replica(found, replica)[-1] for replica in range(seats.num_replicas)]
+
+    def _combined(self, grads: Tree, kept: Any, count: np.float32, model_state: Tree) -> tuple[Any, ...]:
+        """What the same stage of all pipelines has made."""
+        mesh = self._placement.mesh
+        on_mesh = jax.device_put(count, NamedSharding(mesh, PartitionSpec()))
+        sent = by_path(grads)
+        under_way = self._combining.start(sent, on_mesh, kept)
+        model_state = total_model_state(self._crossing, model_state, on_mesh)
+        crossed = self._combining.finish(sent, under_way)
+        return like_paths(grads, crossed.value), crossed.state, crossed.metrics, model_state
+
+    def _merged_state(self, model_state: Tree, batch: Batch) -> Tree:
+        """What this island's own replicas have made of the model state, by their numbers of real rows."""
+        if not jax.tree.leaves(model_state):
+            return model_state
+        weights = batch["weights"]
+        real = weights.reshape(len(weights), self._training.num_replicas, -1).sum((0, 2))
+        shares = jnp.where(real.sum() > 0, real / real.sum(), 1 / len(real))
+        return self._merge(model_state, shares)
+
+    def _with_borrowed(self, params: Tree) -> Tree:
+        """The parameters that the stage works with; what others own travels anew in every step."""
+        here = by_path(params)
+        for path, stages in self.held.lent.items():
+            for stage in stages:
+                self.mailbox.send(here[path], stage, self._tag(path))
+        mesh, whole = self._placement.mesh, by_path(self.held.traced.params)
+        for path, owner in self.held.borrowed.items():
+            shape = whole[path]
+            what = f"parameter {path} from stage {owner}"
+            array = self.mailbox.receive(shape.shape, shape.dtype, owner, self._tag(path), what)
+            here[path] = jax.device_put(array, NamedSharding(mesh, self._borrowed_specs[path]))
+        return nested(here)
+
+    def _give_back(self, borrowed: Mapping[str, jax.Array]) -> None:
+        for path, owner in self.held.borrowed.items():
+            self.mailbox.send(borrowed[path], owner, self._tag(path))
+
+    def _returned(self) -> list[dict[str, np.ndarray]]:
+        """The gradients of those that borrowed."""
+        found = []
+        whole = by_path(self.held.traced.params)
+        for path, stages in self.held.lent.items():
+            for stage in stages:
+                what = f"gradient of {path} from stage {stage}"
+                arguments = (whole[path].shape, np.float32, stage, self._tag(path), what)
+                found.append({path: self.mailbox.receive(*arguments)})
+        return found
+
+    def _tag(self, path: str) -> int:
+        return self._first_tag + sorted(self.held.users).index(path)
+
+
+def _counted(sums: Sums) -> dict[str, Any]:
+    """The sums of the loss, over this island's replicas."""
+    found = {"loss_sum": sums.loss_sum, "count": sums.count, "metrics": sums.metrics}
+    return jax.tree.map(lambda x: x.sum(0), found)
+
+
+def _totals(by_replica: list[dict[str, Any]]) -> dict[str, Any]:
+    """Added up over pipelines, in their order: the same on every rank."""
+    found = [{**x, "metrics": {name: tuple(pair) for name, pair in x["metrics"].items()}} for x in by_replica]
+    return jax.tree.map(lambda *x: np.float32(sum(x)), *found)
+
+
+def _borrowed_specs(held: Held, placement: Placement) -> dict[str, PartitionSpec]:
+    """How what a stage borrows lies on its mesh: as its owner would place it there."""
+    whole, dims = by_path(held.traced.params), held.model.dims
+    names = {
+        path_text(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
+    }
+    arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in held.borrowed}
+    sizes = dict(placement.mesh.shape)
+    layout = completed(placement.layout, arrays, sizes)
+    like = {path: whole[path] for path in arrays}
+    return partition_specs(dict(sorted(arrays.items())), like, layout.parameter_rules, sizes, layout.unnamed)

@@ -1,0 +1,268 @@
+"""One compiled step: gradients, what joins the replicas, one update.
+
+Replicas become one by a sum, the ordinary case, or by a combiner: on their gradients, or on what the
+optimizer of each made of its own gradient. Next: `island_step.py`, the step of several islands.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain import axes
+from shardtrain.combine.replicas import combine_replicas, cut, stacked_paths
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.model import Model
+from shardtrain.functional.rng import step_key
+from shardtrain.optim.optimizer_state import stored, value_function
+from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.train_step.gradients import (
+    Bound,
+    Gradients,
+    beside,
+    constrained,
+    make_gradients,
+    make_pipeline_losses,
+    make_replica_means,
+)
+from shardtrain.train_step.state import Local, Placement, State
+
+Metrics = dict[str, Any]
+Step = Callable[[State, Batch], tuple[State, Metrics]]
+
+
+def make_step(
+    model: Model,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    learning_rate: optax.Schedule | None = None,
+    start_row: int = 0,
+) -> Step:
+    """The training step, one compiled program.
+
+    Args:
+      model: the model.
+      loss: returns (sum, count), see `loss.Loss`.
+      optimizer: any optax transformation.
+      placement: of this model and optimizer; it also says how replicas are combined.
+      learning_rate: the optimizer's schedule, if it shall stand among the metrics.
+      start_row: the number of the batch's first row, where it is a part of a larger batch.
+
+    Returns:
+      (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every array of
+      the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32 scalars on the
+      device: loss_sum, count, grad_norm (before clipping; with deltas the root of the mean square of the
+      replicas'), skipped (1 where loss or gradient is not finite: then nothing but the step counter
+      changes), those of the loss as (sum, count), and the combiner's, (L,) by `combined_labels`.
+    """
+    make = _make_delta_update if placement.combine.on_deltas else _make_gradient_update
+    compute = make(model, loss, optimizer, placement, start_row)
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        new, metrics = compute(state, batch)
+        return unless_skipped(state, new, metrics, learning_rate)
+
+    return compiled(step, placement)
+
+
+def compiled(step: Step, placement: Placement) -> Step:
+    """A step as one program: state and batch lie where the placement says, and the state is donated."""
+    whole = NamedSharding(placement.mesh, PartitionSpec())
+    return jax.jit(
+        step,
+        in_shardings=(placement.state, placement.batch),
+        out_shardings=(placement.state, whole),
+        donate_argnums=0,
+    )
+
+
+def unless_skipped(
+    state: State, new: State, metrics: Metrics, learning_rate: optax.Schedule | None
+) -> tuple[State, Metrics]:
+    """The new state where loss and gradient are finite, else the old one, a step later."""
+    # not the update: all of it would have to be kept until its norm is known
+    finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
+    # the dtype that it was made with: optax computes moments of bfloat16 parameters in float32
+    kept = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, state)
+    metrics = {**metrics, "skipped": 1.0 - finite}
+    if learning_rate is not None:
+        metrics["learning_rate"] = learning_rate(state.step)
+    return kept._replace(step=state.step + 1), metrics
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    state: State,
+    found: Gradients,
+    compute: Callable[[Any], Gradients] | None = None,
+) -> tuple[State, Metrics]:
+    """The state after an update, for use inside jit, and the step's metrics.
+
+    Args:
+      optimizer: the optimizer.
+      placement: where the state lies.
+      state: before the step.
+      found: one gradient, whoever combined it.
+      compute: parameters -> the same at other parameters, for line searches; None: they cannot be had.
+    """
+    mesh, specs = placement.mesh, placement.specs
+    # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
+    grads = constrained(found.grads, specs.sharded, mesh)
+    params = constrained(state.params, specs.sharded, mesh)
+    extra: dict[str, Any] = {"value": mean_loss(found), "grad": grads}
+    if compute is not None:
+
+        def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
+            other = compute(params)
+            return mean_loss(other), constrained(other.grads, specs.sharded, mesh)
+
+        extra["value_fn"] = value_function(value_and_grad, state.params)
+    updates, opt_state = stored(optimizer).update(grads, state.opt_state, params, **extra)
+    params = optax.apply_updates(params, updates)
+    new = state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
+    norm = optax.tree.norm(found.grads)
+    return new, {**found.metrics, "loss_sum": found.loss_sum, "count": found.count, "grad_norm": norm}
+
+
+def mean_loss(found: Gradients) -> jax.Array:
+    """The mean loss of a batch; 0 where nothing counts."""
+    return found.loss_sum / jnp.where(found.count > 0, found.count, 1)
+
+
+def _make_gradient_update(
+    model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
+) -> Step:
+    """One gradient of all replicas, one update."""
+    if placement.combine.is_mean:
+        gradients = make_gradients(model, loss, placement, start_row)
+
+        def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+            key = step_key(state.seed, state.step)
+
+            def compute(params: Any) -> Gradients:
+                return gradients(params, state.model_state, key, batch)
+
+            return apply_gradients(optimizer, placement, state, compute(state.params), compute)
+
+        return update
+
+    replica_means = make_replica_means(model, loss, placement, start_row)
+    specs, mesh, combiner = placement.specs, placement.mesh, placement.combine.combiner
+    stacked = stacked_paths(specs.arrays, specs.sharded)
+
+    def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
+        found, means, counts, _ = replica_means(state, batch)
+        grads, combine_state, extra = combine_replicas(
+            combiner, means, counts, state.combine_state, specs.sharded, stacked, mesh
+        )
+        new, metrics = apply_gradients(optimizer, placement, state, found._replace(grads=grads))
+        return new._replace(combine_state=combine_state), {**metrics, **extra}
+
+    return update_combined
+
+
+def _make_delta_update(
+    model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
+) -> Step:
+    """Each replica steps with an optimizer of its own; every `local_steps` steps its change is combined.
+
+    As Horovod's Adasum on deltas (`_DistributedAdasumOptimizer`).
+    """
+    replica_means = make_replica_means(model, loss, placement, start_row)
+    specs, mesh, combine = placement.specs, placement.mesh, placement.combine
+    stacked = stacked_paths(specs.arrays, specs.sharded)
+    own_specs = with_leading_dim(specs.sharded, axes.DATA)
+    used = stored(optimizer)
+    own_update = jax.vmap(
+        lambda grads, state, params, value: used.update(grads, state, params, value=value, grad=grads),
+        spmd_axis_name=axes.DATA,
+    )
+    num_replicas = mesh.shape[axes.DATA]
+
+    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+        found, means, counts, values = replica_means(state, batch)
+        params = constrained(state.params, specs.sharded, mesh)
+        own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), params)
+        local = state.local if combine.local_steps > 1 else Local(_zeros(own), jnp.zeros(num_replicas))
+        own = constrained(jax.tree.map(jnp.add, own, local.drift), own_specs, mesh)
+        updates, opt_state = own_update(means, state.opt_state, own, values)
+
+        # a replica without examples takes no step
+        def stepped(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(beside(counts > 0, new), new.astype(old.dtype), old)
+
+        opt_state = jax.tree.map(stepped, opt_state, state.opt_state)
+        drift = jax.tree.map(lambda d, u: stepped(d + u, d), local.drift, updates)
+        local = Local(constrained(drift, own_specs, mesh), local.count + counts)
+
+        def merge(inputs: Any) -> Any:
+            params, local, combine_state = inputs
+            combined, combine_state, extra = combine_replicas(
+                combine.combiner, local.drift, local.count, combine_state, specs.sharded, stacked, mesh
+            )
+            params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
+            return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
+
+        inputs = (params, local, state.combine_state)
+        if combine.local_steps == 1:
+            params, _, combine_state, extra = merge(inputs)
+            local = ()
+        else:
+            nothing = jax.eval_shape(merge, inputs)[3]
+
+            def wait(inputs: Any) -> Any:
+                return *inputs, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), nothing)
+
+            merging = (state.step + 1) % combine.local_steps == 0
+            params, local, combine_state, extra = jax.lax.cond(merging, merge, wait, inputs)
+        new = State(state.step, state.seed, params, found.model_state, opt_state, combine_state, local)
+        squares = sum((m.astype(jnp.float32) ** 2).sum() for m in jax.tree.leaves(means)) / num_replicas
+        metrics = {"loss_sum": found.loss_sum, "count": found.count, "grad_norm": jnp.sqrt(squares)}
+        return new, {**found.metrics, **metrics, **extra}
+
+    return update
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def combined_labels(placement: Placement) -> list[str]:
+    """What the entries of a combiner's metric (L,) are of: a parameter, or a layer of a stacked one."""
+    specs = placement.specs
+    return sorted(cut(specs.abstract.params, stacked_paths(specs.arrays, specs.sharded)))
+
+
+def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[State, Batch], Metrics]:
+    """The loss of a batch without training: no dropout, running statistics, nothing changes.
+
+    Returns:
+      (state, batch) -> metrics: loss_sum, count and those of the loss as (sum, count).
+    """
+    mesh, layout = placement.mesh, placement.layout
+
+    def evaluate_stages(state: State, batch: Batch) -> Metrics:
+        found = make_pipeline_losses(model, loss, placement)(state.params, batch)
+        return {**found.metrics, "loss_sum": found.loss_sum, "count": found.count}
+
+    def evaluate(state: State, batch: Batch) -> Metrics:
+        def microbatch(batch: Batch) -> Any:
+            bound = Bound(model, state.params, state.model_state, jax.random.key(0), train=False)
+            loss_sum, count, metrics = checked(loss(bound, batch))
+            return {**metrics, "loss_sum": loss_sum, "count": count}
+
+        with activation_rules(layout.activation_rules, mesh, layout.unnamed):
+            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, batch))
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(
+        evaluate if placement.stages is None else evaluate_stages,
+        in_shardings=(placement.state, placement.batch),
+        out_shardings=whole,
+    )

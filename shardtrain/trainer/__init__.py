@@ -1,0 +1,1 @@
+"""From a `Run` to its parts and through the loop."""

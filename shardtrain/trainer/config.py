@@ -1,0 +1,263 @@
+"""A run: what to train, on what, how; composed of its owners' dataclasses, and as text.
+
+A run file is Python with `def run() -> Run`. The same fields stand on the command line (`cli/`).
+Next: `loop.py`, which carries a run out.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Literal
+
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.restore import Allow
+from shardtrain.combine.replicas import Combine
+from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.loss import Loss, next_token_loss
+from shardtrain.islands.options import Across
+from shardtrain.islands.watchdog.diagnosis import Watch
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.scaling import Scaling
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.recovery import Recovery
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How a run is spread out: data only, so that it can be printed, compared and saved.
+
+    Args:
+      layout: axis sizes and rules.
+      accumulate: microbatches whose gradients add up to one step.
+      combine: how replicas become one.
+      across: what crosses between islands, where several were launched.
+      pipeline: how a pipeline is cut and scheduled; its microbatches are those of `accumulate`.
+
+    Raises:
+      ValueError: lists every value of a wrong kind or out of range.
+    """
+
+    layout: Layout = Layout()
+    accumulate: int = 1
+    combine: Combine = Combine()
+    across: Across = Across()
+    pipeline: Pipeline = Pipeline()
+
+    def __post_init__(self) -> None:
+        problems = wrong_kinds(self)
+        if self.accumulate < 1:
+            problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
+        if problems:
+            raise problems_error("this strategy cannot be used", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFrom:
+    """Where a run's parameters begin, if it has no checkpoint of its own.
+
+    Args:
+      checkpoint: a run's folder, its folder of checkpoints, or the folder of a step; its parameters and model
+        state are taken, and nothing else. None: as the seed draws them.
+      step: which step; None takes the newest.
+
+    Short form: the folder.
+
+    Raises:
+      ValueError: lists every value of a wrong kind.
+    """
+
+    checkpoint: Path | None = None
+    step: int | None = None
+
+    @staticmethod
+    def short(value: Any) -> dict[str, Any] | None:
+        """The fields that a bare value stands for; None: it is no short form."""
+        return {"checkpoint": value} if isinstance(value, str | Path) else None
+
+    def __post_init__(self) -> None:
+        problems = wrong_kinds(self)
+        if self.step is not None and self.checkpoint is None:
+            problems.append(f"step is {self.step} of no checkpoint; give the checkpoint too, a run's folder")
+        if self.step is not None and self.step < 0:
+            problems.append(f"step is {self.step}; use 0 or more, or None for the newest")
+        if problems:
+            raise problems_error("a run cannot begin with this", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run.
+
+    Args:
+      model: a function rngs -> nnx.Module (a config of `shardtrain.models` is one), or a
+        `shardtrain.Model`. Fields of a dataclass stand on the command line as --model.NAME.
+      names: names for dims of parameters from outside, for a model that gives them none: a pattern of
+        paths (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
+        They come before the model's own; of several patterns that match, the first does.
+      data: has `train(folder)` and `heldout(folder)`, each giving a random-access source (heldout
+        may give None); see `shardtrain.data.Text`.
+      loss: (apply, batch) -> (sum, count).
+      optimizer: by name, or any optax transformation, which is given the loss as `value` in every update.
+        `strategy.accumulate` does what optax.MultiSteps does, with one reduction.
+      strategy: layout and accumulation.
+      batch: examples in a step, over all devices and microbatches.
+      steps: the last step.
+      seed: of parameters, dropout and data order.
+      nonfinite: what to do when loss or gradient is not finite. The step never changes anything
+        then; "skip" goes on and reports it, "stop" ends the run, "roll_back" goes back to the newest
+        checkpoint and on with later data.
+      log_every: steps between lines of metrics.
+      evaluate_every: steps between held-out losses; None only at the end.
+      evaluate_batches: batches of a held-out loss, from the first; None takes all.
+      checkpoints: when to save and what to keep.
+      run_dir: the run's folder; None is runs/ and the name of the run file.
+      evaluate_with: parameters that are evaluated, sampled and exported, where they are not those that are
+        trained: "ema", the average of `Optimizer(ema=...)`; "schedule_free", of optax.contrib.schedule_free;
+        or a function (optimizer state, parameters) -> parameters.
+      sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
+      unit: what the loss counts, for rates: tokens, examples.
+      scaling: what to change where several replicas carry the run out.
+      start_from: whose parameters it begins with.
+      allow: in what a checkpoint that it reads may differ.
+      recovery: what is done about loss spikes, faulty devices and slow hosts.
+      watch: when a run that hangs is ended.
+
+    Raises:
+      ValueError: lists every value of a wrong kind or out of range.
+    """
+
+    model: Any
+    data: Any
+    loss: Loss = next_token_loss
+    optimizer: Optimizer | optax.GradientTransformation = Optimizer()
+    strategy: Strategy = Strategy()
+    batch: int = 32
+    steps: int = 1000
+    seed: int = 0
+    nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
+    log_every: int = 10
+    evaluate_every: int | None = 100
+    evaluate_batches: int | None = 8
+    evaluate_with: Literal["ema", "schedule_free"] | Callable[[Any, Any], Any] | None = None
+    checkpoints: CheckpointPolicy = CheckpointPolicy(every_steps=None, every_minutes=10.0)
+    run_dir: Path | None = None
+    names: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    sample: Callable[[Any], str] | None = None
+    unit: str = "tokens"
+    scaling: Scaling = Scaling()
+    start_from: StartFrom = StartFrom()
+    allow: Allow = Allow()
+    recovery: Recovery = Recovery()
+    watch: Watch = Watch()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, optax.MultiSteps):
+            object.__setattr__(self, "optimizer", self.optimizer.gradient_transformation())
+        if problems := [*wrong_kinds(self), *_wrong_values(self)]:
+            raise problems_error("this run cannot be started", problems)
+
+
+COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
+
+
+def _wrong_values(run: Run) -> list[str]:
+    """Values of the right kind that a run cannot have."""
+    problems = []
+    if missing := [name for name in ("train", "heldout") if not callable(getattr(run.data, name, None))]:
+        problems.append(
+            f"data is {type(run.data).__name__}, without {' and '.join(missing)}; give an object with"
+            " train(folder) and heldout(folder), each returning samples by number (heldout may return None)"
+        )
+    problems += [
+        f"{name} is {value}; use 1 or more"
+        for name in COUNTS
+        if (value := getattr(run, name)) is not None and value < 1
+    ]
+    if not 0 <= run.seed < 2**32:
+        problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
+    for pattern, dims in run.names.items():
+        if not isinstance(pattern, str):
+            problems.append(f"names has the pattern {pattern!r}; give text, such as '*/kernel'")
+        if not isinstance(dims, tuple | list | PartitionSpec):
+            problems.append(
+                f"names[{pattern!r}] is {dims!r}; give a name or None for each dim,"
+                " as ('embed', 'mlp') or (None,)"
+            )
+    return problems
+
+
+def describe(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A run, or any part of it, as flat data: dotted name -> number, text, list or None.
+
+    Functions stand there by their import names: enough to compare and to read, not to rebuild.
+
+    >>> describe(Strategy(accumulate=4))["accumulate"]
+    4
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {f.name: getattr(value, f.name) for f in fields(value)}
+    elif isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
+        items = dict(value)
+    elif isinstance(value, Mapping):
+        return {prefix: f"{len(value)} items, {_digest(repr({k: _scalar(v) for k, v in value.items()}))}"}
+    else:
+        return {prefix: _scalar(value)}
+    flat: dict[str, Any] = {}
+    for name, item in items.items():
+        flat |= describe(item, f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
+MOST_ITEMS, MOST_CHARACTERS = 64, 2000
+"""Of a list or a text that a description holds; a longer one is told by its length and a digest."""
+
+
+def _digest(text: str) -> str:
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        return f"{len(value)} characters, {_digest(value)}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, FunctionType | type):
+        return f"{value.__module__}:{value.__qualname__}"
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        # what a list of samples says is not read by anybody, and may be longer than memory is worth
+        items = [_scalar(item) for item in value[:MOST_ITEMS]]
+        if len(value) > MOST_ITEMS or len(repr(items)) > MOST_CHARACTERS:
+            return f"{len(value)} items, {_digest(repr([_scalar(item) for item in value]))}"
+        return items
+    if (dtype := getattr(value, "dtype", None)) is not None and hasattr(value, "shape"):
+        return f"given in Python ({dtype} {np.shape(value)})"
+    return f"given in Python ({type(value).__module__}:{type(value).__qualname__})"
+
+
+def run_text(description: Mapping[str, Any]) -> str:
+    """A description as text, a line each: `batch = 32`."""
+    return "".join(f"{name} = {value!r}\n" for name, value in description.items())
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two descriptions, a line each.
+
+    >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
+    ['batch: 32 -> 64']
+    """
+    missing = "(not there)"
+    return [
+        f"{name}: {old.get(name, missing)!r} -> {new.get(name, missing)!r}"
+        for name in [*old, *(n for n in new if n not in old)]
+        if old.get(name, missing) != new.get(name, missing)
+    ]

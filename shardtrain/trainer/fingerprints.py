@@ -1,0 +1,129 @@
+"""Fingerprints of arrays on the devices: copies that should be the same bits, and which are not.
+
+Each device adds up the bits of what it holds itself, so that one that computes or keeps numbers wrongly is
+found and named. Next: `coordination.py`, which compares islands.
+"""
+
+import platform
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardtrain.functional.model import path_text
+
+
+class Divergence(NamedTuple):
+    """Copies of an array that are not those that most devices have.
+
+    Args:
+      path: of the array.
+      devices: that have them.
+    """
+
+    path: str
+    devices: tuple[Any, ...]
+
+
+def fingerprint(x: jax.Array) -> jax.Array:
+    """A sum of the bits of an array, weighed by their places: any change of one number changes it."""
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+    # of 64 bits two numbers are made
+    bits = jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}").astype(jnp.uint32)
+    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
+    return (bits * (2 * place + 1)).sum(dtype=jnp.uint32)
+
+
+@jax.jit
+def fingerprints(tree: Any) -> jax.Array:
+    """uint32 (arrays,): of whole arrays, however they are sharded."""
+    return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Divergence]]:
+    """tree -> what in it is not the same bits on devices that hold copies of the same.
+
+    Args:
+      mesh: all its devices.
+      shardings: the NamedSharding of each array of the tree.
+
+    Returns:
+      A function that all processes of the mesh call together; it waits for the tree. Of two copies none is
+      in the majority: both are named.
+    """
+    leaves = jax.tree.leaves_with_path(shardings)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    by_device = PartitionSpec(mesh.axis_names)
+    devices = list(mesh.devices.flat)
+
+    def of_device(tree: Any) -> jax.Array:
+        return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])[None]
+
+    compiled = jax.jit(
+        jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+
+    def find(tree: Any) -> list[Divergence]:
+        prints = np.asarray(compiled(tree))
+        found = []
+        for column, ((path, sharding), x) in enumerate(zip(leaves, jax.tree.leaves(tree), strict=True)):
+            holders: dict[str, list[int]] = {}
+            indices = sharding.devices_indices_map(x.shape)
+            for row, device in enumerate(devices):
+                holders.setdefault(str(indices[device]), []).append(row)
+            wrong = [row for rows in holders.values() for row in odd(prints[rows, column], rows)]
+            if wrong:
+                found.append(Divergence(path_text(path), tuple(devices[row] for row in wrong)))
+        return found
+
+    return find
+
+
+def hardware() -> str:
+    """What rounds as this does: the kind of device; of processors, whose code differs, model and features."""
+    kind = jax.devices()[0].device_kind
+    if jax.devices()[0].platform != "cpu":
+        return kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{kind} of {platform.node()}"
+    told = sorted(
+        {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    )
+    return f"{kind} {zlib.crc32(repr(told).encode()):08x}"
+
+
+def divergence_text(step: int, found: Sequence[Divergence]) -> str:
+    """Who has other bits than the others, in a sentence."""
+    devices = Counter(device for each in found for device in each.devices)
+    names = [f"{device} of process {device.process_index}" for device, _ in devices.most_common()]
+    paths = [each.path for each in found]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    which = "copies on" if len(names) == 1 else "one of the copies on"
+    return (
+        f"after step {step} {which} {', '.join(names[:8])} of {', '.join(paths[:3])}{more} are not the bits"
+        " that the others have: a device, or its memory, is faulty"
+    )
+
+
+def odd(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
+    """Those whose print is not that of the majority; all, where there is none.
+
+    >>> odd([7, 7, 5], ["a", "b", "c"]), odd([7, 5], ["a", "b"]), odd([7, 7], ["a", "b"])
+    (['c'], ['a', 'b'], [])
+    """
+    (most, number), *others = Counter(list(prints)).most_common()
+    if not others:
+        return []
+    if number == others[0][1]:
+        return list(holders)
+    return [holder for print_, holder in zip(prints, holders, strict=True) if print_ != most]

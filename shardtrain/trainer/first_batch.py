@@ -1,0 +1,235 @@
+"""What is wrong with a loss and with the samples that it gets, found before the first step.
+
+The loss is computed of two rows and made-up outputs of the model; classes are compared with how many the
+model knows. Next: `train.py`, which asks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from shardtrain.axes import AXES
+from shardtrain.errors.user_code import UserCodeFailed
+from shardtrain.functional.loss import CLASSES, Loss, checked
+from shardtrain.functional.model import Model
+
+MOST_ELEMENTS = 1 << 24
+"""Of the model's outputs for one row; above it only counts are computed, which need no outputs."""
+
+ONE = AbstractMesh((1,) * len(AXES), AXES)
+"""Models may constrain over the axes of the run's mesh, and one or two rows do not divide by their sizes."""
+
+SHOWN = 3
+"""So many wrong values are shown of each array."""
+
+
+class Expected(NamedTuple):
+    """What a run expects of its batches.
+
+    Args:
+      loss: of the run.
+      model: the whole model.
+      abstract: the shapes of its (params, model_state).
+      outputs: the shapes of what it makes of two rows.
+      rows: two rows of a batch, on the host.
+      vocab: tokens that the model can read; None where it does not say.
+    """
+
+    loss: Loss
+    model: Model
+    abstract: Any
+    outputs: Any
+    rows: Mapping[str, np.ndarray]
+    vocab: int | None
+
+    @property
+    def num_classes(self) -> int | None:
+        """The last dim of the model's outputs; None where they are not one array of numbers."""
+        found = [x for x in jax.tree.leaves(self.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return found[0].shape[-1] if len(found) == 1 and found[0].ndim > 1 else None
+
+    def outputs_of(self, inputs: Any) -> Any:
+        """The shapes of what the model makes of some inputs, without training."""
+
+        def apply(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
+            return self.model.apply(params, model_state, key, False, *inputs)[0]
+
+        return jax.eval_shape(apply, *self.abstract, jax.eval_shape(lambda: jax.random.key(0)), *inputs)
+
+
+def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None) -> Expected:
+    """What a run expects of its batches; the model is traced, and nothing is computed.
+
+    Args:
+      model: the whole model.
+      loss: of the run.
+      batch: any, on the host.
+      vocab: of the model, where its configuration has one.
+
+    Raises:
+      ValueError: the loss does not return (sum, count), or the model cannot read the samples.
+      UserCodeFailed: the model or the loss raised.
+    """
+    last = len(next(iter(batch.values()))) - 1
+    rows = {name: np.asarray(x)[[0, min(1, last)]] for name, x in batch.items()}
+    abstract = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    found = Expected(loss, model, abstract, None, rows, vocab if type(vocab) is int else None)
+    outputs: list[Any] = []
+
+    def apply(*inputs: Any) -> Any:
+        outputs.append(found.outputs_of(inputs))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs[-1])
+
+    with jax.sharding.use_abstract_mesh(ONE):
+        jax.eval_shape(lambda batch: checked(loss(apply, batch)), rows)
+    return found._replace(outputs=outputs)
+
+
+def loss_problems(expected: Expected) -> list[str]:
+    """Whether a loss returns a mean instead of a sum, or a count that does not depend on the rows.
+
+    Only what is certain is refused: sums and counts may depend on several rows at once (contrastive losses,
+    losses over pairs), and a model without outputs of rows computes its loss itself.
+
+    Args:
+      expected: of the run.
+
+    Returns:
+      What is wrong, and what to return instead; nothing where all is well.
+    """
+    outputs = [x for x in jax.tree.leaves(expected.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if any(x.ndim == 0 or x.shape[0] != 2 for x in outputs):
+        return []
+    totals = _totals(expected, with_sums=sum(x.size for x in outputs) // 2 <= MOST_ELEMENTS)
+    if totals is None:
+        return []
+    whole, alone = totals
+    if whole["count"] != 0 and np.allclose(alone["count"], whole["count"], rtol=1e-4):
+        one, two = alone["count"]
+        return [
+            f"the count of the loss is {whole['count']:g} for two rows together, and {one:g} and {two:g} for"
+            " each alone: return the sum of the losses, never their mean, and the number of examples or"
+            " tokens it is of, such as `(losses * batch['weights']).sum(), batch['weights'].sum()`"
+        ]
+    if "sum" in whole and _is_mean(whole["sum"], alone["sum"], alone["count"]):
+        return [
+            f"the loss of two rows together, {whole['sum']:.6g}, is the mean of what it is of each alone,"
+            f" {alone['sum'][0]:.6g} and {alone['sum'][1]:.6g}: return their sum, `losses.sum()` in the place"
+            " of `losses.mean()`, beside the count"
+        ]
+    return []
+
+
+def _is_mean(whole: float, alone: np.ndarray, counts: np.ndarray) -> bool:
+    """Whether a loss of two rows is the mean of theirs: by rows, or by what each counts."""
+    if (
+        not np.isfinite([whole, *alone]).all()
+        or not counts.all()
+        or np.isclose(whole, alone.sum(), rtol=1e-3)
+    ):
+        return False
+    means = (alone.mean(), np.average(alone, weights=counts))
+    return any(np.isclose(whole, mean, rtol=1e-4) for mean in means)
+
+
+def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
+    """The count and the sum that the loss returns of two rows together, and of each alone.
+
+    None for a loss that needs more than one row.
+    """
+
+    def totals(batch: Any, numbers: jax.Array) -> dict[str, Any]:
+        def apply(*inputs: Any) -> Any:
+            return jax.tree.map(lambda x: _made_up(x, numbers), expected.outputs_of(inputs))
+
+        loss_sum, count, _ = checked(expected.loss(apply, batch))
+        return {"count": count, "sum": loss_sum} if with_sums else {"count": count}
+
+    together = dict(expected.rows), jnp.arange(2)
+    one_by_one = jax.tree.map(lambda x: x[:, None], together)
+    of_each = jax.vmap(totals)
+    with jax.sharding.use_abstract_mesh(ONE):
+        try:
+            jax.eval_shape(of_each, *one_by_one)
+        except (UserCodeFailed, ValueError):
+            return None
+        return jax.device_get(
+            jax.jit(lambda whole, each: (totals(*whole), of_each(*each)))(together, one_by_one)
+        )
+
+
+def _made_up(like: Any, numbers: jax.Array) -> jax.Array:
+    """Outputs from 0 to 1 that depend on the row alone; they may be logits or probabilities."""
+    if not jnp.issubdtype(like.dtype, jnp.floating):
+        return jnp.zeros(like.shape, like.dtype)
+    place = jax.lax.iota(jnp.float32, max(like.size // max(len(numbers), 1), 1))
+    if like.ndim == 0 or like.shape[0] != len(numbers):
+        return jnp.full(like.shape, 0.5, like.dtype)
+    values = 0.5 + 0.4 * jnp.sin(1.37 * place + 2.1 * numbers[:, None] + 0.3)
+    return values.reshape(like.shape).astype(like.dtype)
+
+
+def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[str]:
+    """Tokens and labels of a batch that are none of the model's classes.
+
+    Args:
+      expected: of the run.
+      batch: rows on the host.
+
+    Returns:
+      For each array the first wrong values, with their rows and what is allowed.
+    """
+    limit = expected.num_classes
+    loss: Any = getattr(expected.loss, "__wrapped__", expected.loss)
+    # a loss need not be hashable
+    known: Mapping[str, Sequence[str]] = next((arrays for own, arrays in CLASSES.items() if own is loss), {})
+    problems = []
+    for name, excuses in known.items():
+        if limit is not None and name in batch:
+            counts = _counts(batch, name, excuses)
+            problems += _outside(name, np.asarray(batch[name]), counts, limit)
+    if not known and expected.vocab is not None and "tokens" in batch:
+        # a loss of the user's may leave out negative ones itself
+        counts = _counts(batch, "tokens", ("weights",)) & (np.asarray(batch["tokens"]) >= 0)
+        problems += _outside("tokens", np.asarray(batch["tokens"]), counts, expected.vocab)
+    return problems
+
+
+def _counts(batch: Mapping[str, np.ndarray], name: str, excuses: Sequence[str]) -> np.ndarray:
+    """Which entries of an array count: those that no weight of 0 leaves out."""
+    values = np.asarray(batch[name])
+    counts = np.ones(values.shape, bool)
+    for excuse in excuses:
+        weights = np.asarray(batch.get(excuse, 1))
+        if weights.ndim == 1 and values.ndim > 1:
+            counts &= (weights != 0).reshape(-1, *[1] * (values.ndim - 1))
+        elif weights.shape == values.shape:
+            counts &= weights != 0
+        elif weights.ndim == 2 and values.ndim == 2 and weights.shape[1] == values.shape[1] - 1:
+            # a weight of each target: the first token is none
+            counts[:, 1:] &= weights != 0
+    return counts
+
+
+def _outside(name: str, values: np.ndarray, counts: np.ndarray, limit: int) -> list[str]:
+    """What to say of values that count and are not from 0 to `limit` - 1."""
+    if values.dtype.kind not in "iu":
+        return [f"{name!r} is {values.dtype}, and classes are whole numbers; use .astype('int32')"]
+    wrong = np.argwhere(counts & ((values < 0) | (values >= limit)))
+    if not len(wrong):
+        return []
+    shown = ", ".join(
+        f"{values[tuple(where)]} in row {where[0]}"
+        + (f" at {', '.join(map(str, where[1:]))}" if len(where) > 1 else "")
+        for where in wrong[:SHOWN]
+    )
+    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    largest = int(values[tuple(wrong.T)].max())
+    cures = [f"give the model {largest + 1} classes or more"] if largest >= limit else []
+    if values[tuple(wrong.T)].min() < 0:
+        cures.append("what is to be left out needs a weight of 0: a negative number is no mark for that")
+    return [f"{name!r} has {shown}{more}; the model has classes 0 to {limit - 1}: {'; '.join(cures)}"]

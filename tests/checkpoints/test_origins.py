@@ -1,0 +1,193 @@
+"""What a pipeline stores is saved as it lies, and read back by any other; and what becomes of the rest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.manifest import COMMON, Lie, Part
+from shardtrain.checkpoints.origins import in_order, lies, saved_part, wanted_state
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.restore import Allow, restore_arrays
+from shardtrain.combine.replicas import Combine
+from shardtrain.functional.model import from_nnx, path_text
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.stacking import Stages
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state, make_placement
+
+MODEL = from_nnx(DecoderConfig(vocab=32, seq=8, embed=16, num_layers=5, num_heads=2, mlp=32))
+OPTIMIZER = optax.adam(1e-3)
+
+
+def placed(sizes, stages=None, optimizer=OPTIMIZER, combine=Combine()):
+    layout = Layout(mesh=sizes)
+    mesh = make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))])
+    placement = make_placement(MODEL, optimizer, layout, mesh, combine, stages=stages)
+    return placement, init_state(MODEL, optimizer, placement, seed=3)
+
+
+def with_moments(placement, state):
+    """Moments that differ from zero, and from each other."""
+    adam, *rest = state.opt_state
+    opt_state = (adam._replace(mu=jax.tree.map(lambda x: x * 2, state.params)), *rest)
+    return jax.device_put(state._replace(opt_state=opt_state), placement.state)
+
+
+def moved(folder, source, state, target):
+    """A state through a checkpoint, from one placement onto another."""
+    saved = saved_part(state)
+    with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
+        checkpoints.save(1, saved, {}, lies(source)(saved))
+    wanted = saved_part(wanted_state(target))
+    with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
+        restored = checkpoints.restore(wanted, lies=lies(target)(wanted))
+    assert restored is not None
+    for got, want in zip(jax.tree.leaves(restored.state), jax.tree.leaves(wanted), strict=True):
+        assert got.sharding == want.sharding
+    return restored.state
+
+
+PIPELINES = {
+    "one device": ({"data": 1}, None),
+    "filled up": ({"pipeline": 4}, Stages(num_stages=4, counts=(1, 2, 1, 1))),
+    "interleaved": ({"pipeline": 2, "fsdp": 2}, Stages(num_stages=2, num_chunks=2, counts=(1, 2, 1, 1))),
+}
+
+
+@pytest.mark.parametrize("target", PIPELINES)
+@pytest.mark.parametrize("source", PIPELINES)
+def test_any_pipeline_reads_what_any_other_saved(source, target, tmp_path):
+    before, after = placed(*PIPELINES[source]), placed(*PIPELINES[target])
+    found = moved(tmp_path, before[0], with_moments(*before), after[0])
+    expected = saved_part(with_moments(*after))
+    # rows of padding are no blocks; they are zeros
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_factored_moments_are_moved_by_blocks_too(tmp_path):
+    factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    uneven, even = Stages(num_stages=2, counts=(3, 2)), Stages(num_stages=1, counts=(5,))
+    placement, state = placed({"pipeline": 2}, uneven, factored)
+    # rows that are told apart, as the mesh has them
+    number = jnp.asarray(uneven.rows, jnp.float32)
+    opt_state = jax.tree.map(
+        lambda x: x + number.reshape(-1, *[1] * (x.ndim - 1)) if x.shape[:1] == (6,) else x, state.opt_state
+    )
+    one, begun = placed({"data": 1}, None, factored)
+    found = moved(tmp_path, placement, state._replace(opt_state=opt_state), one)
+    assert even.is_plain
+    changed = 0
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(found.opt_state), jax.tree.leaves(begun.opt_state), strict=True
+    ):
+        if x.shape[:1] == (5,):
+            changed += 1
+            difference = np.asarray(x - y).reshape(5, -1)
+            np.testing.assert_allclose(difference, np.broadcast_to(np.arange(5.0)[:, None], difference.shape))
+        else:
+            np.testing.assert_array_equal(x, y, err_msg=path_text(path))
+    assert changed > 6
+
+
+def test_the_sample_sees_blocks_in_the_models_order():
+    placement, state = placed(*PIPELINES["filled up"])
+    _, one = placed({"data": 1})
+    jax.tree.map(np.testing.assert_array_equal, in_order(placement, state.params), one.params)
+
+
+def own_moments(num_replicas):
+    """An optimizer state for each replica: that of replica r is r everywhere."""
+    combine = Combine(by="adasum", on="deltas")
+    placement, state = placed({"data": num_replicas}, None, OPTIMIZER, combine)
+
+    def numbered(x):
+        number = jnp.arange(num_replicas, dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.zeros_like(x) + number
+
+    opt_state = jax.tree.map(numbered, state.opt_state)
+    return placement, jax.device_put(state._replace(opt_state=opt_state), placement.state)
+
+
+@pytest.mark.parametrize("num_after", [1, 2, 3, 4, 8])
+def test_replicas_take_over_optimizers_by_their_number_modulo(num_after, tmp_path):
+    before, state = own_moments(3)
+    after, _ = own_moments(num_after)
+    found = moved(tmp_path, before, state, after)
+    for x in jax.tree.leaves(found.opt_state):
+        for replica in range(num_after):
+            assert (np.asarray(x[replica]) == replica % 3).all()
+
+
+def test_one_optimizer_of_all_becomes_that_of_each_and_back(tmp_path):
+    common, state = placed({"data": 2})
+    state = with_moments(common, state)
+    own, _ = own_moments(4)
+    found = moved(tmp_path / "out", common, state, own)
+    for x, y in zip(jax.tree.leaves(found.opt_state), jax.tree.leaves(state.opt_state), strict=True):
+        np.testing.assert_array_equal(x, np.broadcast_to(y, (4, *y.shape)))
+    own, state = own_moments(3)
+    found = moved(tmp_path / "back", own, state, common)
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(found.opt_state))
+
+
+def test_islands_save_what_each_has_and_any_number_of_them_reads_it(tmp_path):
+    """Three islands with an optimizer each: the first saves what all have in common."""
+    placement, state = placed({"data": 2})
+    for island in (2, 1, 0):
+        opt_state = jax.tree.map(lambda x: jnp.full_like(x, island), state.opt_state)  # noqa: B023
+        own = saved_part(state._replace(opt_state=opt_state), own=island > 0)
+        of = lies(placement, None, (island, 3), own_optimizers=True)
+        with Checkpoints(tmp_path, CheckpointPolicy(), Part(island, 3)) as checkpoints:
+            checkpoints.save(4, own, {"island": island}, of(own))
+            assert checkpoints.choose().step is None or island == 0
+    with Checkpoints(tmp_path, CheckpointPolicy(), Part(0, 3)) as checkpoints:
+        chosen = checkpoints.choose()
+        assert (chosen.step, chosen.num_parts, chosen.extra) == (4, 3, {"island": 0})
+        archive = chosen.archive(checkpoints.folders)
+    for replica in range(5):
+        wanted = wanted_state(placement)
+        where = lies(placement, None, (replica, 5), own_optimizers=True)(wanted)
+        leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
+        found = restore_arrays(archive, leaves, where)
+        assert (np.asarray(found["opt_state/0/count"]) == replica % 3).all()
+        table = next(path for path in found if path.startswith("params/embed"))
+        assert (np.asarray(found[table]) == np.asarray(leaves_of(state)[table])).all()
+        moments = [path for path in found if path.startswith("opt_state/0/mu/")]
+        assert moments
+        assert all((np.asarray(found[path]) == replica % 3).all() for path in moments)
+
+
+def test_islands_with_pipelines_and_optimizers_of_their_own_find_both(tmp_path):
+    """Stored order and whose it is: moments of island 1, in a pipeline that stores blocks otherwise."""
+    stored, state = placed(*PIPELINES["interleaved"])
+    state = with_moments(stored, state)
+    for island in (1, 0):
+        opt_state = jax.tree.map(lambda x: x * (island + 1), state.opt_state)  # noqa: B023
+        own = saved_part(state._replace(opt_state=opt_state), own=island > 0)
+        with Checkpoints(tmp_path, CheckpointPolicy(), Part(island, 2)) as checkpoints:
+            checkpoints.save(4, own, {}, lies(stored, None, (island, 2), own_optimizers=True)(own))
+    one, expected = placed({"data": 1})
+    expected = leaves_of(with_moments(one, expected).opt_state[0].mu)
+    with Checkpoints(tmp_path, CheckpointPolicy(), Part(0, 2)) as checkpoints:
+        archive = checkpoints.choose().archive(checkpoints.folders)
+    for island in (0, 1):
+        wanted = saved_part(wanted_state(one), own=True)
+        where = lies(one, None, (island, 2), own_optimizers=True)(wanted)
+        found = restore_arrays(archive, leaves_of(wanted), where, Allow(unused=("*",)))
+        for path, x in expected.items():
+            np.testing.assert_array_equal(found[f"opt_state/0/mu/{path}"], x * (island + 1), err_msg=path)
+
+
+def leaves_of(state):
+    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def test_what_is_whole_is_not_noted():
+    placement, state = placed({"data": 2})
+    assert lies(placement)(state) == {}
+    assert Lie() == COMMON

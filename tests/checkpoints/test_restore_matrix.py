@@ -1,0 +1,30 @@
+"""What any layout saved, any other restores: the same bits, the same samples ahead, the same losses next."""
+
+import json
+from pathlib import Path
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "restore_matrix.py"
+
+
+def test_every_layout_restores_what_every_other_saved(mpiexec, tmp_path):
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    for folder in (one, two, three):
+        folder.mkdir()
+    pairs: dict[str, list[str]] = {}
+    for num_ranks, devices, folder, sources in (
+        (1, 8, one, [one]),
+        (2, 2, two, [one, two]),
+        (3, 1, three, [one, two, three]),
+        # and back: meshes restore what islands and stages saved
+        (1, 8, one, [two, three]),
+    ):
+        told = [
+            json.loads(text)
+            for text in mpiexec(num_ranks, PROGRAM, folder, *sources, devices=devices, timeout=500)
+        ]
+        for found in told:
+            assert found.keys() == told[0].keys()
+            assert not any(found.values()), {pair: problems for pair, problems in found.items() if problems}
+        assert not pairs.keys() & told[0].keys()
+        pairs |= told[0]
+    assert len(pairs) == 6 * 6 + 2 * (6 + 2) + 2 * (6 + 2 + 2) + 6 * 4

@@ -1,0 +1,214 @@
+"""Combiners on a mesh: the step with Adasum, compression, deltas and local steps against plain arithmetic."""
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardtrain.cli.run_options import StrategyOptions
+from shardtrain.combine.replicas import Combine, cut, joined, stacked_paths
+from shardtrain.data import place
+from shardtrain.functional.loss import classification_loss
+from shardtrain.functional.model import from_nnx
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.mlp import MlpConfig
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state, make_placement, state_specs
+from shardtrain.train_step.step import combined_labels, make_step
+from shardtrain.trainer.config import Strategy
+
+ROWS, SGD_RATE = 16, 0.5
+MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8))
+RANDOM = np.random.default_rng(0)
+BATCH = {
+    "image": RANDOM.normal(size=(ROWS, 4, 4)).astype(np.float32),
+    "label": RANDOM.integers(0, 8, ROWS, np.int32),
+    "weights": np.where(np.arange(ROWS) < 13, 1, 0).astype(np.float32),
+}
+"""On four replicas the last one has a single example."""
+
+MESHES = [{"data": 4, "fsdp": 2}, {"data": 4, "tensor": 2}]
+
+
+def steps(combine, optimizer, mesh, num_steps=1, zero=3, microbatches=1, batch=BATCH):
+    """The states after each step, and the last metrics."""
+    layout = Layout(mesh=mesh, zero=zero)
+    num_devices = int(np.prod(list(mesh.values())))
+    made = make_mesh(layout, jax.devices()[:num_devices])
+    placement = make_placement(MODEL, optimizer, layout, made, combine)
+    state = init_state(MODEL, optimizer, placement, 7)
+    step = make_step(MODEL, classification_loss, optimizer, placement)
+    states = [jax.device_get(state)]
+    for _ in range(num_steps):
+        state, metrics = step(state, place(batch, made, layout.batch_axes, microbatches))
+        states.append(jax.device_get(state))
+    return states, jax.device_get(metrics), placement
+
+
+@cache
+def replica_gradients():
+    """The mean gradient of each quarter of the batch, by plain steps of one device."""
+    found = []
+    for quarter in range(4):
+        part = {name: value[4 * quarter : 4 * quarter + 4] for name, value in BATCH.items()}
+        (before, after), _, _ = steps(Combine(), optax.sgd(1.0), {"data": 1}, batch=part)
+        found.append(jax.tree.map(lambda b, a: np.float64(b) - a, before.params, after.params))
+    return found
+
+
+def pair(a, b):
+    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    return (1 - dot / (2 * aa) if aa else 1) * a + (1 - dot / (2 * bb) if bb else 1) * b
+
+
+def adasum_of_replicas():
+    return jax.tree.map(lambda a, b, c, d: pair(pair(a, b), pair(c, d)), *replica_gradients())
+
+
+def assert_changed_by(states, expected, rtol=1e-4):
+    for (path, before), after, change in zip(
+        jax.tree.leaves_with_path(states[0].params),
+        jax.tree.leaves(states[-1].params),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(after - np.float64(before), change, rtol, 2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("zero", [3, 1])
+@pytest.mark.parametrize("mesh", MESHES, ids=["fsdp", "tensor"])
+def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
+    states, metrics, placement = steps(Combine(by="adasum"), optax.sgd(SGD_RATE), mesh, zero=zero)
+    expected = adasum_of_replicas()
+    assert_changed_by(states, jax.tree.map(lambda g: -SGD_RATE * g, expected))
+    # the metric: what is left of the squares of all replicas
+    squares = jax.tree.map(lambda *g: sum((x**2).sum() for x in g), *replica_gradients())
+    ratios = jax.tree.map(lambda e, s: (e**2).sum() / s, expected, squares)
+    by_label = dict(zip(combined_labels(placement), metrics["orthogonality"], strict=True))
+    for path, ratio in cut(ratios, frozenset()).items():
+        np.testing.assert_allclose(by_label[path], ratio, 1e-4, err_msg=path)
+
+
+def test_adasum_sums_microbatches_first():
+    one, _, _ = steps(Combine(by="adasum"), optax.sgd(SGD_RATE), {"data": 2})
+    two, _, _ = steps(Combine(by="adasum"), optax.sgd(SGD_RATE), {"data": 1}, microbatches=2)
+    mean, _, _ = steps(Combine(), optax.sgd(SGD_RATE), {"data": 1})
+    assert_changed_by(two, jax.tree.map(lambda b, a: a - b, mean[0].params, mean[1].params))
+    differ = [
+        np.abs(a - b).max()
+        for a, b in zip(*map(jax.tree.leaves, (one[1].params, two[1].params)), strict=True)
+    ]
+    assert max(differ) > 1e-3
+
+
+def test_deltas_by_sgd_are_the_gradients_and_by_adam_are_not():
+    rate = -SGD_RATE
+    states, _, _ = steps(Combine(by="adasum", on="deltas"), optax.sgd(SGD_RATE), MESHES[0])
+    assert_changed_by(states, jax.tree.map(lambda g: rate * g, adasum_of_replicas()))
+    gradients, _, _ = steps(Combine(by="adasum"), optax.adam(1e-2), MESHES[0])
+    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), optax.adam(1e-2), MESHES[0])
+    pairs = zip(*map(jax.tree.leaves, (gradients[-1].params, deltas[-1].params)), strict=True)
+    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3
+    # the optimizer's state belongs to the replica
+    assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(deltas[-1].opt_state))
+    moments = jax.tree.leaves(deltas[-1].opt_state[0].mu)
+    assert all((moment[0] != moment[1]).any() for moment in moments)
+
+
+def test_local_steps_are_those_of_each_replica_alone():
+    combine = Combine(by="mean", on="deltas", local_steps=3)
+    states, _, _ = steps(combine, optax.adam(1e-2), {"data": 4}, num_steps=3)
+    for i in (1, 2):  # nothing is common before the third step
+        jax.tree.map(np.testing.assert_array_equal, states[i].params, states[0].params)
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(states[i].local.drift))
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), states[3].local)
+
+    def change(quarter):
+        part = {name: value[4 * quarter : 4 * quarter + 4] for name, value in BATCH.items()}
+        alone, _, _ = steps(Combine(), optax.adam(1e-2), {"data": 1}, num_steps=3, batch=part)
+        share = part["weights"].sum() / BATCH["weights"].sum()
+        return jax.tree.map(lambda b, a: share * (np.float64(a) - b), alone[0].params, alone[3].params)
+
+    expected = jax.tree.map(lambda *changes: sum(changes), *map(change, range(4)))
+    assert_changed_by(states, expected)
+
+
+def test_a_replica_without_examples_changes_nothing():
+    weights = np.where(np.arange(ROWS) < 12, 1, 0).astype(np.float32)
+    batch = {**BATCH, "weights": weights}
+    for combine in (Combine(by="adasum"), Combine(by="adasum", on="deltas")):
+        with_it, _, _ = steps(combine, optax.sgd(SGD_RATE), {"data": 4}, batch=batch)
+        three = {name: value[:12] for name, value in batch.items()}
+        without, _, _ = steps(combine, optax.sgd(SGD_RATE), {"data": 3}, batch=three)
+        assert_changed_by(with_it, jax.tree.map(lambda b, a: a - b, without[0].params, without[1].params))
+    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), optax.adam(1e-2), {"data": 4}, batch=batch)
+    count = deltas[-1].opt_state[0].count
+    assert count.tolist() == [1, 1, 1, 0]
+
+
+def test_what_a_codec_leaves_out_is_kept_and_added_later():
+    states, _, _ = steps(Combine(by="top_k:0.1+mean"), optax.sgd(SGD_RATE), MESHES[0], num_steps=2)
+    assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(states[-1].combine_state))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(states[-1].combine_state))
+    exact, _, _ = steps(Combine(), optax.sgd(SGD_RATE), MESHES[0])
+    moved = [
+        np.count_nonzero(a - b)
+        for a, b in zip(*map(jax.tree.leaves, (states[1].params, states[0].params)), strict=True)
+    ]
+    everything = [
+        np.count_nonzero(a - b)
+        for a, b in zip(*map(jax.tree.leaves, (exact[1].params, exact[0].params)), strict=True)
+    ]
+    assert sum(moved) < 0.5 * sum(everything)
+
+
+def test_a_users_own_combiner_runs_on_the_mesh():
+    text = f"{Path(__file__).parents[2] / 'examples' / 'own_combiner.py'}:median"
+    combine = StrategyOptions(combine=text).applied_to(Strategy()).combine
+    states, _, _ = steps(combine, optax.sgd(1.0), {"data": 4})
+    assert_changed_by(states, jax.tree.map(lambda *g: -np.median(g, 0), *replica_gradients()))
+
+
+def test_a_gradient_that_is_not_finite_on_one_replica_is_skipped_by_all():
+    image = BATCH["image"].copy()
+    image[5] = np.nan
+    for combine in (Combine(by="adasum"), Combine(by="adasum", on="deltas"), Combine(by="int8+mean")):
+        states, metrics, _ = steps(combine, optax.adam(1e-2), {"data": 4}, batch={**BATCH, "image": image})
+        assert metrics["skipped"] == 1
+        assert states[1].step == 1
+        jax.tree.map(np.testing.assert_array_equal, states[0]._replace(step=0), states[1]._replace(step=0))
+
+
+def test_layers_are_combined_one_by_one():
+    config = DecoderConfig(vocab=8, seq=4, embed=8, num_layers=11, num_heads=2, mlp=8)
+    specs = state_specs(
+        from_nnx(config), optax.sgd(1.0), Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1}
+    )
+    tree = jax.tree.map(
+        lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), specs.abstract.params
+    )
+    stacked = stacked_paths(specs.arrays, specs.params)
+    pieces = cut(tree, stacked)
+    labels = [label for label in sorted(pieces) if label.startswith("blocks/mlp/up/kernel")]
+    assert labels == [f"blocks/mlp/up/kernel/{i:02d}" for i in range(11)]
+    jax.tree.map(np.testing.assert_array_equal, joined(pieces, tree, stacked), tree)
+
+
+def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(ValueError) as error:
+        Combine(by="mean", on="weights", local_steps=0, inside="max")  # type: ignore[arg-type]
+    assert str(error.value).count("\n  ") == 3
+    with pytest.raises(ValueError, match="adasum"):
+        Combine(by="adasun")
+    with pytest.raises(ValueError, match="local_steps is 2, but gradients are combined in every step"):
+        Combine(by="adasum", local_steps=2)
+    layout = Layout(mesh={"data": 2}, parameters={"embed": ("data",)})
+    with pytest.raises(ValueError, match="use fsdp for that") as error:
+        state_specs(MODEL, optax.sgd(1.0), layout, {"data": 2, "fsdp": 1, "tensor": 1}, Combine(by="adasum"))
+    assert "\n  - blocks/0/up/kernel" in str(error.value)

@@ -1,0 +1,200 @@
+"""Losses: against optax, over splits, and with padding rows that hold anything."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.functional.loss import (
+    classification_loss,
+    cross_entropy,
+    masked_token_loss,
+    next_token_loss,
+)
+
+RANDOM = np.random.default_rng(0)
+LOGITS: Any = (3 * RANDOM.normal(size=(6, 5, 11))).astype(np.float32)
+TARGETS: Any = RANDOM.integers(0, 11, (6, 5)).astype(np.int32)
+WEIGHTS: Any = np.array([1, 1, 0.25, 1, 0, 0], np.float32)[:, None] * np.ones((6, 5), np.float32)
+
+compiled = jax.jit(cross_entropy)
+
+
+def test_cross_entropy_is_that_of_optax():
+    expected = optax.softmax_cross_entropy_with_integer_labels(LOGITS, TARGETS)
+    total, count = compiled(LOGITS, TARGETS)
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
+    assert (total.dtype, total.shape, count.dtype, float(count)) == (jnp.float32, (), jnp.float32, 30)
+
+
+def test_weights():
+    expected = optax.softmax_cross_entropy_with_integer_labels(LOGITS, TARGETS) * WEIGHTS
+    total, count = compiled(LOGITS, TARGETS, WEIGHTS)
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
+    assert float(count) == WEIGHTS.sum()
+    negative, count = compiled(LOGITS, TARGETS, -WEIGHTS)
+    np.testing.assert_allclose(negative, -expected.sum(), rtol=1e-6)
+    assert float(count) == -WEIGHTS.sum()
+
+
+def test_the_gradient_is_that_of_optax():
+    def reference(logits):
+        return (optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS) * WEIGHTS).sum()
+
+    got = jax.grad(lambda logits: cross_entropy(logits, TARGETS, WEIGHTS)[0])(LOGITS)
+    np.testing.assert_allclose(got, jax.grad(reference)(LOGITS), rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    logits = LOGITS.astype(jnp.bfloat16)
+    total, _ = compiled(logits, TARGETS)
+    np.testing.assert_allclose(total, compiled(logits.astype(np.float32), TARGETS)[0], rtol=1e-6)
+    grad = jax.grad(lambda logits: cross_entropy(logits, TARGETS)[0])(jnp.asarray(logits))
+    assert grad.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint32])
+def test_targets_of_any_integer_dtype(dtype):
+    """More classes than the dtype counts: class 256 must not be taken for class 0."""
+    logits = RANDOM.normal(size=(4, 600)).astype(np.float32)
+    targets = np.array([0, 1, 44, 127])
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, targets).sum()
+    np.testing.assert_allclose(compiled(logits, targets.astype(dtype))[0], expected, rtol=1e-6)
+
+
+def test_a_class_that_is_masked_out():
+    logits = LOGITS.copy()
+    logits[..., 3] = -np.inf
+    targets = np.where(TARGETS == 3, 4, TARGETS)
+    (total, _), grad = jax.value_and_grad(cross_entropy, has_aux=True)(logits, targets)
+    expected = optax.softmax_cross_entropy_with_integer_labels(
+        np.delete(logits, 3, -1), targets - (targets > 3)
+    )
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_padding_rows_may_hold_anything(bad):
+    weights = np.where(np.arange(6) < 3, WEIGHTS[:, 0], 0).astype(np.float32)[:, None].repeat(5, 1)
+    logits = np.where(weights[..., None] > 0, LOGITS, bad)
+    logits[4, 2] = LOGITS[4, 2]
+    logits[4, 2, 5] = bad
+
+    def loss(logits, targets, weights):
+        return cross_entropy(logits, targets, weights)[0]
+
+    value, grad = jax.value_and_grad(loss)(logits, TARGETS, weights)
+    expected, expected_grad = jax.value_and_grad(loss)(LOGITS[:3], TARGETS[:3], weights[:3])
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_array_equal(grad[3:], 0)
+    np.testing.assert_allclose(grad[:3], expected_grad, rtol=1e-6)
+
+
+def test_a_real_row_that_is_not_finite_shows():
+    logits = LOGITS.copy()
+    logits[0, 0, 0] = np.nan
+    assert np.isnan(compiled(logits, TARGETS, WEIGHTS)[0])
+
+
+LOSSES = {
+    "tokens": (
+        jax.jit(lambda batch: next_token_loss(lambda tokens: 0.1 * LOGITS[0, 0] * tokens[..., None], batch)),
+        {"tokens": RANDOM.integers(0, 11, (6, 5)).astype(np.int32), "weights": WEIGHTS[:, 0]},
+    ),
+    "masked": (
+        jax.jit(
+            lambda batch: masked_token_loss(
+                lambda tokens, mask, segments: (
+                    LOGITS[0, 0] * tokens[..., None] + 0.1 * mask[..., None] + segments[..., None]
+                ),
+                batch,
+            )
+        ),
+        {
+            "tokens": RANDOM.integers(0, 11, (6, 5)).astype(np.int32),
+            "targets": RANDOM.integers(0, 11, (6, 5)).astype(np.int32),
+            "segments": RANDOM.integers(0, 2, (6, 5)).astype(np.int32),
+            "chosen": np.ones((6, 5), np.int8),
+            "weights": WEIGHTS[:, 0],
+        },
+    ),
+    "images": (
+        jax.jit(lambda batch: classification_loss(lambda image: image, batch)),
+        {"image": LOGITS[:, 0], "label": TARGETS[:, 0], "weights": WEIGHTS[:, 0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.sets(st.integers(0, 6), max_size=3))
+def test_sums_and_counts_add_up_over_any_split(name, cuts):
+    loss, batch = LOSSES[name]
+    edges = [0, *sorted(cuts), 6]
+    parts = [
+        jax.tree.leaves(loss({key: value[first:last] for key, value in batch.items()}))
+        for first, last in itertools.pairwise(edges)
+        if last > first
+    ]
+    whole = jax.tree.leaves(loss(batch))
+    np.testing.assert_allclose(np.sum(parts, 0), whole, rtol=1e-5)
+    assert whole[1] == WEIGHTS[:, 0].sum() * {"tokens": 4, "masked": 5, "images": 1}[name]
+
+
+def test_next_tokens_are_predicted_from_those_before():
+    tokens = np.array([[3, 1, 4, 1], [5, 9, 2, 6]], np.int32)
+
+    def apply(inputs):
+        np.testing.assert_array_equal(inputs, tokens[:, :-1])
+        return 50 * jax.nn.one_hot(tokens[:, 1:], 11)
+
+    total, count = next_token_loss(apply, {"tokens": jnp.asarray(tokens), "weights": jnp.ones(2)})
+    assert total < 1e-3
+    assert count == 6
+
+
+def test_only_chosen_tokens_count_and_the_model_gets_what_the_batch_has():
+    tokens, chosen = np.array([[1, 2, 0]], np.int32), np.array([[0, 1, 0]], np.int8)
+    batch: Any = {"tokens": tokens, "targets": tokens[:, ::-1] + 1, "chosen": chosen, "weights": np.ones(1)}
+    seen: list[Any] = []
+
+    def apply(*inputs):
+        seen.append(inputs)
+        return jnp.where(np.arange(4) == 3, 2.0, 0) * jnp.ones((1, 3, 1))
+
+    total, count = masked_token_loss(apply, batch)
+    np.testing.assert_allclose((total, count), (np.log(3 + np.exp(2)) - 2, 1), rtol=1e-6)
+    assert len(seen[0]) == 1
+    batch["segments"] = tokens
+    masked_token_loss(apply, batch)
+    np.testing.assert_array_equal(np.concatenate(seen[1]), [*tokens, [1, 1, 1], *tokens])
+
+
+def test_accuracy_counts_only_real_rows():
+    logits = np.eye(4, dtype=np.float32)
+    batch: Any = {
+        "image": logits,
+        "label": np.array([0, 1, 0, 3]),
+        "weights": np.array([1, 1, 1, 0], np.float32),
+    }
+    total, count, metrics = classification_loss(lambda image: image, batch)
+    right, out_of = metrics["accuracy"]
+    assert (list(metrics), float(right), float(out_of), float(count)) == (["accuracy"], 2, 3, 3)
+    np.testing.assert_allclose(total, cross_entropy(batch["image"][:3], batch["label"][:3])[0], rtol=1e-6)
+    batch["image"] = logits * np.array([1, 1, 1, np.nan], np.float32)[:, None]
+    assert jax.tree.all(jax.tree.map(jnp.isfinite, classification_loss(lambda image: image, batch)))
+
+
+def test_a_target_that_is_no_class_is_noticed():
+    for target in (4, -1):
+        total, _ = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, target]))
+        assert jnp.isnan(total)
+    total, count = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 4]), jnp.array([1.0, 0.0]))
+    assert (round(float(total), 4), float(count)) == (1.3863, 1.0)

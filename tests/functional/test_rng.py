@@ -1,0 +1,144 @@
+"""The law of row keys: a draw depends on the global row, not on how the rows are shared out."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.functional.rng import row_key, step_key
+
+ROWS, WIDTH = 12, 3
+
+DRAWS = {
+    "bernoulli": lambda key, rows: jax.random.bernoulli(key, 0.3, (rows, WIDTH)),
+    "normal": lambda key, rows: jax.random.normal(key, (rows, 2, WIDTH)),
+    "uniform": lambda key, rows: jax.random.uniform(key, (rows,)),
+    "bfloat16": lambda key, rows: jax.random.normal(key, (rows, WIDTH), jnp.bfloat16),
+    "float16": lambda key, rows: jax.random.uniform(key, (rows, WIDTH), jnp.float16),
+    "randint": lambda key, rows: jax.random.randint(key, (rows, WIDTH), 0, 1000),
+    "uint8": lambda key, rows: jax.random.bits(key, (rows, WIDTH), jnp.uint8),
+    "categorical": lambda key, rows: jax.random.categorical(key, jnp.zeros((rows, 50))),
+    "after split": lambda key, rows: jax.random.uniform(jax.random.split(key, 3)[1], (rows, WIDTH)),
+    "after fold_in": lambda key, rows: jax.random.uniform(jax.random.fold_in(key, 7), (rows, WIDTH)),
+    "after both": lambda key, rows: jax.random.uniform(
+        jax.random.fold_in(jax.random.split(jax.random.fold_in(key, 1))[1], 2), (rows, WIDTH)
+    ),
+}
+
+
+@functools.cache
+def drawn(name, num_rows):
+    """(seed, first row) -> the numbers of so many rows; compiled once for each count."""
+    draw = DRAWS[name]
+    return jax.jit(lambda seed, first: draw(row_key(step_key(seed, jnp.int32(5)), first, num_rows), num_rows))
+
+
+def whole(name, seed=0):
+    return np.asarray(drawn(name, ROWS)(seed, 0))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_blocks_of_rows_give_the_numbers_of_the_whole(name):
+    blocks = [drawn(name, 4)(0, first) for first in (0, 4, 8)]
+    np.testing.assert_array_equal(np.concatenate(blocks), whole(name))
+    assert len(np.unique(whole(name).astype(np.float32), axis=0)) > 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    cuts=st.sets(st.integers(1, ROWS - 1)),
+    offset=st.sampled_from([0, 1, 2**32 - ROWS]),
+)
+def test_any_split_of_the_rows(seed, cuts, offset):
+    seed = np.uint32(seed)
+    edges = [0, *sorted(cuts), ROWS]
+    blocks = [
+        drawn("uniform", last - first)(seed, np.uint32(first + offset))
+        for first, last in itertools.pairwise(edges)
+    ]
+    expected = drawn("uniform", ROWS)(seed, np.uint32(offset))
+    np.testing.assert_array_equal(np.concatenate(blocks), expected)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "normal", "randint", "after both"])
+@pytest.mark.parametrize(("microbatches", "replicas"), [(1, 4), (3, 2), (2, 6)])
+def test_microbatches_and_vmap(name, microbatches, replicas):
+    rows = ROWS // microbatches // replicas
+    first_rows = jnp.arange(microbatches * replicas, dtype=jnp.uint32).reshape(microbatches, replicas) * rows
+
+    def replica(first):
+        return DRAWS[name](row_key(step_key(jnp.uint32(0), jnp.int32(5)), first, rows), rows)
+
+    numbers = jax.jit(lambda first_rows: jax.lax.map(jax.vmap(replica), first_rows))(first_rows)
+    np.testing.assert_array_equal(numbers.reshape(whole(name).shape), whole(name))
+
+
+def test_a_mesh_gives_the_numbers_of_the_whole():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
+
+    def draw(key):
+        return jax.random.normal(row_key(key, 0, ROWS), (ROWS, 2, 4))
+
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(jax.jit(draw, out_shardings=sharding)(key), jax.jit(draw)(key))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (WIDTH, ROWS)])
+def test_other_leading_sizes_are_shared_by_all_rows(shape):
+    key = jax.random.key(0)
+    draws = [jax.random.uniform(row_key(key, first, 4), shape) for first in (0, 4, 8)]
+    plain = jax.random.uniform(key, shape)
+    for draw in draws:
+        np.testing.assert_array_equal(draw, plain)
+
+
+def test_split_and_fold_in_of_many():
+    """Stacked keys, as those of scanned layers, keep their row too, and differ among themselves."""
+    key = row_key(jax.random.key(0), 4, 4)
+    assert jax.random.split(key, (2, 3)).shape == (2, 3)
+    draws = jax.vmap(lambda key: jax.random.uniform(key, (4,)))(jax.random.split(key, 5))
+    rows = jax.vmap(lambda key: jax.random.uniform(key, (12,)))(
+        jax.random.split(row_key(jax.random.key(0), 0, 12), 5)
+    )
+    np.testing.assert_array_equal(draws, rows[:, 4:8])
+    assert len(np.unique(draws)) == 20
+
+
+def test_seeds_steps_rows_and_folds_differ():
+    def row(seed, step, first, fold):
+        key = row_key(step_key(jnp.uint32(seed), jnp.int32(step)), first, 1)
+        return jax.random.uniform(jax.random.fold_in(key, fold), (1,))
+
+    cases = [(s, t, r, f) for s in (0, 1, 2**32 - 1) for t in (0, 1, 2) for r in (0, 1) for f in (0, 1)]
+    draws = jax.jit(jax.vmap(row))(*map(jnp.uint32, zip(*cases, strict=True)))
+    assert len(np.unique(draws)) == len(cases)
+    again = jax.jit(jax.vmap(row))(*map(jnp.uint32, zip(*cases, strict=True)))
+    np.testing.assert_array_equal(draws, again)
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
+def test_bits_of_each_width(dtype):
+    bits = np.asarray(jax.random.bits(row_key(jax.random.key(0), 0, 64), (64, 64), dtype))
+    assert bits.dtype == dtype
+    ones = np.unpackbits(bits.view(np.uint8)).reshape(-1, 8 * bits.itemsize).mean(0)
+    assert abs(ones - 0.5).max() < 0.05  # 4096 draws of each bit: more than 6 standard deviations
+
+
+def test_rows_are_uniform_and_independent():
+    rows, width = 64, 1024
+    numbers = np.asarray(jax.random.uniform(row_key(jax.random.key(1), 0, rows), (rows, width)))
+    assert abs(numbers.mean(1) - 0.5).max() < 6 * np.sqrt(1 / 12 / width)
+    counts, _ = np.histogram(numbers, 16, (0, 1))
+    assert abs(counts - numbers.size / 16).max() < 6 * np.sqrt(numbers.size / 16)
+    between_rows = np.corrcoef(numbers) - np.eye(rows)
+    between_places = np.corrcoef(numbers.T[:rows]) - np.eye(rows)
+    assert abs(between_rows).max() < 6 / np.sqrt(width)
+    assert abs(between_places).max() < 6 / np.sqrt(rows)
+    assert len(np.unique(numbers.round(6))) > 0.9 * numbers.size

@@ -1,0 +1,217 @@
+"""Places by the variables that launchers set (from real starts), seats, shares of devices and cores."""
+
+import os
+import socket
+
+import pytest
+
+from shardtrain.islands import rank_environment as place_module
+from shardtrain.islands.rank_environment import (
+    Place,
+    Seat,
+    bind_cpus,
+    device_environment,
+    find_place,
+    find_seat,
+    parse_processes,
+)
+
+HERE = socket.gethostname()
+HYDRA = {
+    "GFORTRAN_UNBUFFERED_PRECONNECTED": "y", "HYDI_CONTROL_FD": "7", "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1", "PMI_FD": "11", "PMI_HOSTNAME": "n2", "PMI_RANK": "3", "PMI_SIZE": "4",
+}  # fmt: skip
+SLURM_STEP = {
+    "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "64", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "3", "SLURM_PROCID": "1", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND_LIST": "0x1,0x2",
+}  # fmt: skip
+SLURM_BATCH = {
+    "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "67", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+PROXY_STEP = {
+    "SLURMD_NODENAME": "n2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_PROCID": "1",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_UNIVERSE_SIZE": "2",
+    "OMPI_VERSION": "5.0.11", "PMIX_NAMESPACE": "prterun-vm-4751@1", "PMIX_RANK": "1",
+}  # fmt: skip
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_ess_base_vpid": "1",
+    "OMPI_MCA_orte_ess_num_procs": "2", "PMIX_NAMESPACE": "3160997889", "PMIX_RANK": "1",
+}  # fmt: skip
+INTEL = {"I_MPI_ROOT": "/opt/intel/oneapi/mpi/latest", "I_MPI_HYDRA_UUID": "1", **HYDRA}
+PALS = {
+    "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "1", "PMI_RANK": "5", "PMI_SIZE": "8",
+    "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4",
+}  # fmt: skip
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "3", "MV2_COMM_WORLD_LOCAL_RANK": "0",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (HYDRA, ("hydra", 3, 4, 1, 2, HERE)),
+        (INTEL, ("hydra", 3, 4, 1, 2, HERE)),
+        (HYDRA | PROXY_STEP, ("hydra", 3, 4, 1, 2, "n2")),
+        (OPEN_MPI_5, ("openmpi", 1, 2, 1, 2, HERE)),
+        (OPEN_MPI_5 | PROXY_STEP, ("openmpi", 1, 2, 1, 2, "n2")),
+        (OPEN_MPI_4, ("openmpi", 1, 2, 0, 1, HERE)),
+        (SLURM_STEP, ("srun", 1, 3, 1, 2, "n1")),
+        (SLURM_STEP | {"PMI_RANK": "1", "PMI_SIZE": "3", "PMI_FD": "11"}, ("srun", 1, 3, 1, 2, "n1")),
+        (SLURM_STEP | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.66.0"}, ("srun", 1, 3, 1, 2, "n1")),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": ""}, ("srun", 1, 3, None, None, "n1")),
+        (SLURM_BATCH, ("none", 0, 1, 0, 1, "n1")),
+        (PALS, ("pals", 5, 8, 1, 4, HERE)),
+        (MVAPICH, ("mvapich", 2, 3, 0, 1, HERE)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, ("pmi", 2, 4, None, None, HERE)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"} | PROXY_STEP, ("pmi", 2, 4, None, None, "n2")),
+        ({}, ("none", 0, 1, 0, 1, HERE)),
+    ],
+)
+def test_every_launcher_gives_a_place(environ, expected):
+    names = ("launcher", "rank", "size", "local_rank", "local_size", "host")
+    assert find_place(environ) == Place(**dict(zip(names, expected, strict=True)))
+
+
+def test_the_launcher_of_this_environment_gives_places(mpiexec):
+    program = (
+        "import os\n"
+        "from shardtrain.islands.rank_environment import find_place\n"
+        "place = find_place(os.environ)\n"
+        "print(place.launcher, place.rank, place.size, place.local_rank, place.local_size)\n"
+    )
+    printed = mpiexec(2, program)
+    assert [text.split()[1:] for text in printed] == [["0", "2", "0", "2"], ["1", "2", "1", "2"]]
+    assert {text.split()[0] for text in printed} <= {"hydra", "openmpi"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (HYDRA | {"PMI_RANK": "x"}, "the variable PMI_RANK is 'x'; a launcher sets a number there"),
+        (HYDRA | {"PMI_RANK": "4"}, "launcher hydra gave rank 4 of 4; a rank is 0 to 3"),
+        ({"PMIX_RANK": "1"}, "says that this is rank 1 (PMIX_RANK), and not of how many; start with"),
+    ],
+)
+def test_a_place_that_makes_no_sense_is_refused(environ, text):
+    with pytest.raises(ValueError) as error:
+        find_place(environ)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "expected"),
+    [
+        (3, 1, [(0, 3, 0, 1), (1, 3, 0, 1), (2, 3, 0, 1)]),
+        (4, 2, [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]),
+        (4, (1, 3), [(0, 2, 0, 1), (1, 2, 0, 3), (1, 2, 1, 3), (1, 2, 2, 3)]),
+    ],
+)
+def test_ranks_fill_the_islands_in_order(size, processes, expected):
+    names = ("island", "num_islands", "process", "num_processes")
+    seats = [Seat(**dict(zip(names, values, strict=True))) for values in expected]
+    assert [find_seat(rank, size, processes) for rank in range(size)] == seats
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "text"),
+    [
+        (1, 2, "1 ranks cannot fill islands of 2 processes: 1 % 2 = 1. Start 2 ranks, or give islands 1"),
+        (5, 2, "5 % 2 = 1. Start 4 or 6 ranks, or give islands 5 or 1"),
+        (2, (1, 3), "need 4 ranks, and there are 2. Start 4 ranks, or give the last 1: 1,1"),
+        (1, (1, 3), "islands of 1,3 processes need 4 ranks, and there are 1. Start 4 ranks"),
+        (2, 0, "islands of 0 processes: each needs 1 or more"),
+        (2, (), "each needs 1 or more"),
+    ],
+)
+def test_ranks_that_do_not_fill_the_islands_are_refused_with_the_fix(size, processes, text):
+    with pytest.raises(ValueError) as error:
+        find_seat(0, size, processes)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "wrong"), [("1,x", "'x'"), ("", "''"), ("2,0", "'0'"), ("1.5", "'1.5'")])
+def test_processes_that_are_no_numbers_are_refused(text, wrong):
+    with pytest.raises(ValueError, match=f"{wrong} is no number from 1; write one for all islands"):
+        parse_processes(text)
+
+
+def at(local_rank, local_size, launcher="hydra"):
+    rank, size = local_rank or 0, 8
+    return Place(
+        launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size, host="a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "environ", "num_gpus", "expected"),
+    [
+        (at(1, 2), {}, 8, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}),
+        (at(0, 4), {}, 6, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        (at(3, 4), {}, 6, {"CUDA_VISIBLE_DEVICES": "5"}),
+        (at(1, 2), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, None, {"CUDA_VISIBLE_DEVICES": "GPU-b"}),
+        (at(1, 2), {}, 1, {"CUDA_VISIBLE_DEVICES": "0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.375"}),
+        (at(1, 2), {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".2"}, 1, {"CUDA_VISIBLE_DEVICES": "0"}),
+        (at(1, 2), {}, 0, {}),
+        (at(0, 1), {}, 8, {}),
+        (at(None, None), {}, 8, {}),
+        (at(1, 4), {"CUDA_VISIBLE_DEVICES": "3"}, 8, {}),
+        (at(1, 2), {"CUDA_VISIBLE_DEVICES": ""}, 8, {}),
+        (at(1, 2), {"JAX_PLATFORMS": "cpu"}, 8, {}),
+        (at(1, 2), {"SHARDTRAIN_BIND": "no"}, 8, {}),
+        (at(1, 2, "srun"), {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"}, 8, {}),
+        (at(1, 2, "srun"), {"CUDA_VISIBLE_DEVICES": "0,1"}, 8, {"CUDA_VISIBLE_DEVICES": "1"}),
+    ],
+)
+def test_ranks_on_a_host_share_its_gpus(place, environ, num_gpus, expected):
+    assert device_environment(place, environ, num_gpus) == expected
+
+
+def test_every_gpu_has_one_rank():
+    shares = [device_environment(at(i, 3), {}, 7)["CUDA_VISIBLE_DEVICES"] for i in range(3)]
+    assert ",".join(shares) == "0,1,2,3,4,5,6"
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Eight cores, of which the process may use six; two hardware threads a core: i and i + 4."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6})
+    monkeypatch.setattr(place_module, "_core", lambda cpu: (0, cpu % 4, cpu))
+
+
+@pytest.mark.parametrize(
+    ("place", "environ", "usable", "expected"),
+    [
+        (at(0, 3), {}, {0, 1, 2, 4, 5, 6}, {0, 4}),
+        (at(2, 3), {}, {0, 1, 2, 4, 5, 6}, {2, 6}),
+        (at(1, 2), {}, {0, 1, 2, 4, 5, 6}, {5, 2, 6}),
+        (at(0, 3), {}, set(range(8)), None),
+        (at(0, 3, "srun"), {"SLURM_CPU_BIND_TYPE": "none"}, set(range(8)), {0, 4}),
+        (at(0, 3, "srun"), {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, {0, 1, 2, 4, 5, 6}, None),
+        (at(0, 3), {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, {0, 1, 2, 4, 5, 6}, {0, 4}),
+        (at(0, 7), {}, {0, 1, 2, 4, 5, 6}, None),
+        (at(0, 1), {}, {0, 1, 2, 4, 5, 6}, None),
+        (at(None, None), {}, {0, 1, 2, 4, 5, 6}, None),
+        (at(0, 3), {"SHARDTRAIN_BIND": "no"}, {0, 1, 2, 4, 5, 6}, None),
+    ],
+)
+@pytest.mark.usefixtures("cores")
+def test_ranks_that_are_not_bound_share_the_cores(place, environ, usable, expected):
+    assert bind_cpus(place, environ, usable) == expected
+
+
+def test_the_cores_of_this_machine_are_shared_without_rest():
+    """Through the system's own files; the tests are bound by nobody, or then nothing is shared."""
+    mine = os.sched_getaffinity(0)
+    shares = [bind_cpus(at(i, len(mine)), {}, mine) for i in range(len(mine))]
+    assert len(mine) == 1 or set.union(*(s for s in shares if s)) == mine
+    assert place_module._usable() >= mine

@@ -1,0 +1,295 @@
+"""Optimizers of optax that need more than gradients, on a mesh as in a plain loop; moments and averages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.evaluated_params import exported_params
+from shardtrain.checkpoints.flatten import restorable, saveable
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.data import Text, place
+from shardtrain.functional.model import Model
+from shardtrain.optim.optimizer import Optimizer, Schedule, make_optimizer
+from shardtrain.optim.optimizer_state import (
+    AverageState,
+    evaluated_params,
+    missing_arguments,
+    parameter_average,
+    stored,
+)
+from shardtrain.optim.per_layer import per_layer
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_step
+from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.setup import make_parts, missing_text
+
+EMBED, MLP, ROWS = 8, 4, 16
+DIMS = {"bias": ("mlp",), "w": ("embed", "mlp")}
+random = np.random.default_rng(0)
+BATCH = {"x": random.normal(size=(ROWS, EMBED)).astype(np.float32), "weights": np.ones(ROWS, np.float32)}
+LAYOUT = Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})
+
+
+def make_model(dtype: Any = jnp.float32) -> Model:
+    def init(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+        w = jax.random.normal(key, (EMBED, MLP))
+        return {"bias": jnp.zeros(MLP, dtype), "w": w.astype(dtype)}, {}
+
+    return Model(
+        init=init,
+        apply=lambda params, state, rng, train, x: (jnp.tanh(x @ params["w"] + params["bias"]), state),
+        dims=DIMS,
+    )
+
+
+def loss(apply, batch):
+    losses = ((apply(batch["x"]) - 0.3) ** 2).sum(-1)
+    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+
+def on_mesh(optimizer: Any, steps: int, model: Model | None = None) -> tuple[Any, list[float]]:
+    model = model or make_model()
+    mesh = make_mesh(LAYOUT)
+    placement = make_placement(model, optimizer, LAYOUT, mesh)
+    state = init_state(model, optimizer, placement, seed=0)
+    step, losses = make_step(model, loss, optimizer, placement), []
+    for _ in range(steps):
+        state, metrics = step(state, place(BATCH, mesh, LAYOUT.batch_axes, 2))
+        losses.append(float(metrics["loss_sum"] / metrics["count"]))
+    return state, losses
+
+
+def in_a_plain_loop(optimizer: Any, steps: int) -> Any:
+    model = make_model()
+    params: Any = model.init(jax.random.key(jnp.uint32(0)))[0]
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def value(params: Any) -> jax.Array:
+        total, count = loss(lambda x: model.apply(params, {}, None, True, x)[0], BATCH)
+        return total / count
+
+    @jax.jit
+    def update(params: Any, state: Any) -> tuple[Any, Any]:
+        found, grads = jax.value_and_grad(value)(params)
+        updates, state = optimizer.update(grads, state, params, value=found, grad=grads, value_fn=value)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for _ in range(steps):
+        params, state = update(params, state)
+    return params
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(
+            optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9, accumulation_size=1)
+        ),
+        optax.noisy_sgd(0.1, key=3),
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+        optax.contrib.schedule_free_sgd(0.1),
+    ],
+    ids=["reduce_on_plateau", "noisy_sgd", "backtracking", "MultiSteps", "schedule_free"],
+)
+def test_the_update_on_a_mesh_is_that_of_a_plain_loop(optimizer, assert_same):
+    """4 steps: a plateau is reached, accumulated gradients are applied twice."""
+    state, _ = on_mesh(optimizer, 4)
+    assert_same(jax.device_get(state.params), jax.device_get(in_a_plain_loop(optimizer, 4)))
+    saved = saveable(state)
+    assert restorable(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    )
+    assert not any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in saved.values())
+
+
+def test_moments_of_bfloat16_parameters_are_float32():
+    """Against AdamW by hand in float64; bfloat16 moments would be off by 1e-3."""
+    optimizer, _ = make_optimizer(
+        Optimizer(learning_rate=Schedule(name="constant", peak=1e-2), clip=None, weight_decay=0.0), 10, DIMS
+    )
+    used, params = (
+        stored(optimizer),
+        {"bias": jnp.ones(MLP, jnp.bfloat16), "w": jnp.ones((2, MLP), jnp.bfloat16)},
+    )
+    state, gradients = used.init(params), random.normal(size=(20, MLP))
+    mean = square = np.zeros(MLP)
+    for count, g in enumerate(gradients, start=1):
+        grads = {"bias": jnp.asarray(g, jnp.float32), "w": jnp.zeros((2, MLP), jnp.float32)}
+        found: Any = used.update(grads, state, params)
+        updates, state = found
+        mean, square = 0.9 * mean + 0.1 * g, 0.95 * square + 0.05 * g * g
+        expected = -1e-2 * (mean / (1 - 0.9**count)) / (np.sqrt(square / (1 - 0.95**count)) + 1e-8)
+        np.testing.assert_allclose(updates["bias"], expected, rtol=1e-5)
+    assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype("float32")}
+
+
+def test_a_step_of_bfloat16_parameters_keeps_float32_moments():
+    state, losses = on_mesh(optax.adam(0.1), 2, make_model(jnp.bfloat16))
+    assert state.params["w"].dtype == jnp.bfloat16
+    assert state.opt_state[0].mu["w"].dtype == jnp.float32
+    assert losses[1] < losses[0]
+
+
+LAYERED = {
+    "blocks": {"w": ("layers", "embed", "mlp")},
+    "others": {"w": ("layers", "mlp")},
+    "head": ("embed", "mlp"),
+}
+
+
+@pytest.mark.parametrize("name", ["lamb", "adafactor"])
+def test_each_layer_of_a_stack_is_updated_as_if_alone(name):
+    """Also where stacks have different numbers of layers: 3 and 2."""
+    params = {
+        "blocks": {
+            "w": jnp.asarray(random.normal(size=(3, 4, 5)) * np.array([1, 10, 100]).reshape(-1, 1, 1))
+        },
+        "others": {"w": jnp.asarray(random.normal(size=(2, 6)))},
+        "head": jnp.asarray(random.normal(size=(4, 5))),
+    }
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    grads = jax.tree.map(jnp.cos, params)
+    asked = Optimizer(name=name, learning_rate=Schedule(name="constant", peak=0.1), clip=None)
+
+    def update(params: Any, grads: Any, dims: Any) -> Any:
+        optimizer, _ = make_optimizer(asked, 10, dims)
+
+        @jax.jit
+        def two(params: Any, grads: Any) -> Any:
+            _, state = optimizer.update(grads, optimizer.init(params), params)
+            return optimizer.update(jax.tree.map(lambda g: 0.5 * g, grads), state, params)[0]
+
+        return two(params, grads)
+
+    stacked = update(params, grads, LAYERED)
+    cut = {"blocks": 3, "others": 2}
+
+    def apart(tree: Any) -> Any:
+        return {f"{k}{i}": tree[k]["w"][i] for k, n in cut.items() for i in range(n)} | {"head": tree["head"]}
+
+    dims: dict[str, Any] = {f"{k}{i}": LAYERED[k]["w"][1:] for k, n in cut.items() for i in range(n)}  # type: ignore[call-overload]
+    alone = update(apart(params), apart(grads), dims | {"head": LAYERED["head"]})
+    for path, found in apart(stacked).items():
+        np.testing.assert_allclose(found, alone[path], rtol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_an_array_whose_name_ends_as_that_of_a_stack_is_left_whole(rows):
+    """Also one whose first dim is as long as the stack has layers."""
+    dims = {"head": {"w": ("embed", "mlp")}, "w": ("layers", "embed")}
+    stack = jnp.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    params = {"head": {"w": jnp.arange(2.0 * rows).reshape(rows, 2)}, "w": stack}
+    grads, optimizer = jax.tree.map(jnp.ones_like, params), optax.scale_by_trust_ratio()
+    layered: Any = per_layer(optimizer, dims)
+    found, _ = layered.update(grads, layered.init(params), params)
+    expected: Any = optimizer.update(grads["head"], optimizer.init(params["head"]), params["head"])
+    np.testing.assert_allclose(found["head"]["w"], expected[0]["w"], rtol=1e-6)
+    np.testing.assert_allclose(found["w"], stack, rtol=1e-6)
+
+
+def test_what_mixes_arrays_cannot_be_mapped_over_layers():
+    mixing = per_layer(optax.clip_by_global_norm(1.0), LAYERED)
+    params = {
+        "blocks": {"w": jnp.ones((3, 4, 5))},
+        "others": {"w": jnp.ones((2, 6))},
+        "head": jnp.ones((4, 5)),
+    }
+    with pytest.raises(ValueError, match="vmap"):
+        mixing.update(params, mixing.init(params), params)
+
+
+def test_an_average_of_the_parameters():
+    chained = optax.chain(optax.sgd(1.0), parameter_average(0.5))
+    params: Any = {"w": jnp.array([8.0])}
+    state, expected = chained.init(params), 8.0
+    for count, grad in enumerate((1.0, 2.0, 4.0), start=1):
+        found: Any = chained.update({"w": jnp.array([grad])}, state, params)
+        updates, state = found
+        params = optax.apply_updates(params, updates)
+        kept = min(0.5, (1 + count) / (10 + count))
+        expected = kept * expected + (1 - kept) * float(params["w"][0])
+    np.testing.assert_allclose(evaluated_params("ema", state, params)["w"], expected, rtol=1e-6)
+    assert evaluated_params(None, state, params) is params
+    assert evaluated_params(lambda state, params: {"w": params["w"] * 2}, state, params)["w"][0] == 2.0
+    free = optax.contrib.schedule_free_sgd(0.1)
+    begun = free.init(params)
+    np.testing.assert_allclose(evaluated_params("schedule_free", begun, params)["w"], params["w"])
+    with pytest.raises(
+        ValueError,
+        match=r"evaluate_with is 'ema', and the optimizer keeps no such parameters;.* or"
+        r" shardtrain\.optimizer_state\.parameter_average\(0\.999\) as the last",
+    ):
+        evaluated_params("ema", begun, params)
+    asked, _ = make_optimizer(Optimizer(ema=0.9), 10, DIMS)
+    kept = asked.init(make_model().init(jax.random.key(0))[0])[-1]  # type: ignore[index]
+    assert isinstance(kept, AverageState)
+
+
+@pytest.mark.parametrize(
+    ("how", "optimizer"),
+    [
+        ("ema", optax.chain(optax.sgd(0.1), parameter_average(0.5))),
+        ("schedule_free", optax.contrib.schedule_free_sgd(0.1)),
+    ],
+)
+def test_what_is_exported_is_what_is_evaluated(how, optimizer):
+    """From the arrays of a checkpoint by their paths, as export reads them."""
+    state, _ = on_mesh(optimizer, 2)
+    arrays = jax.device_get(saveable(state))
+    expected = evaluated_params(how, state.opt_state, state.params)
+    exported = exported_params(how, arrays, arrays.__getitem__)
+    for name, value in expected.items():
+        np.testing.assert_allclose(exported(name), value, rtol=1e-6)
+        assert abs(value - state.params[name]).max() > 1e-3
+    assert exported_params(None, arrays, arrays.__getitem__)("w") is arrays["params/w"]
+    with pytest.raises(ValueError, match="evaluates with runs:mine, a function that"):
+        exported_params("runs:mine", arrays, arrays.__getitem__)
+
+
+def test_plateau_and_average_come_back_from_a_checkpoint(tmp_path):
+    plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)
+    state, _ = on_mesh(optax.chain(optax.sgd(0.1), plateau, parameter_average(0.5)), 4)
+    _, kept, average = state.opt_state
+    assert float(kept.scale) < 1
+    assert int(average.count) == 4
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
+        checkpoints.save(4, state, {})
+        restored = checkpoints.restore(abstract)
+    assert restored is not None
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+    for path, x in saveable(state).items():
+        found = saveable(restored.state)[path]
+        assert (found.dtype, found.sharding) == (x.dtype, x.sharding), path
+        np.testing.assert_array_equal(found, x, err_msg=path)
+
+
+def test_what_an_optimizer_wants_and_cannot_have_is_refused():
+    params = {"w": jnp.ones(2)}
+    assert missing_arguments(optax.lbfgs(), params, line_search=True) == []
+    assert missing_arguments(optax.lbfgs(), params, line_search=False) == ["value_fn"]
+    assert missing_arguments(optax.contrib.reduce_on_plateau(), params, line_search=False) == []
+    assert "one island can with --combine mean" in missing_text(["value_fn"])
+
+
+def test_a_run_that_cannot_search_or_evaluate_is_refused():
+    def make_run(**changes: Any) -> Run:
+        run = {"model": make_model(), "data": Text(), "loss": loss, "strategy": Strategy(layout=LAYOUT)}
+        return Run(**{**run, **changes})
+
+    adasum = Strategy(layout=LAYOUT, combine="adasum")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"wants to be given value_fn in every update"):
+        make_parts(make_run(optimizer=optax.lbfgs(), strategy=adasum))
+    with pytest.raises(ValueError, match=r"evaluate_with is 'ema', and the optimizer keeps no such"):
+        make_parts(make_run(evaluate_with="ema"))
+    accumulating = make_run(optimizer=optax.MultiSteps(optax.sgd(0.1), 2)).optimizer
+    assert isinstance(accumulating, optax.GradientTransformation)

@@ -1,0 +1,52 @@
+"""Blocks in the order of stages: every block once, filled up with zeros, and back."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardtrain.pipeline.stacking import Stages
+
+CUTS = st.integers(1, 4).flatmap(
+    lambda stages: st.integers(1, 3).flatmap(
+        lambda chunks: st.lists(st.integers(1, 4), min_size=stages * chunks, max_size=stages * chunks).map(
+            lambda counts: Stages(num_stages=stages, num_chunks=chunks, counts=tuple(counts))
+        )
+    )
+)
+
+
+@given(CUTS)
+def test_every_stage_holds_the_blocks_of_its_parts_and_zeros(stages):
+    rows = np.asarray(stages.rows).reshape(stages.num_stages, stages.num_chunks, stages.depth)
+    for part, (start, count) in enumerate(zip(stages.starts, stages.counts, strict=True)):
+        held = rows[part % stages.num_stages, part // stages.num_stages]
+        assert held.tolist() == [*range(start, start + count), *[-1] * (stages.depth - count)]
+    assert sorted(row for row in stages.rows if row >= 0) == list(range(stages.num_blocks))
+
+
+@settings(deadline=None)
+@given(CUTS, st.integers(0, 1))
+def test_what_is_stored_comes_back_in_order(stages, dim):
+    x = jnp.moveaxis(jnp.arange(1, 1 + 2 * stages.num_blocks).reshape(stages.num_blocks, 2), 0, dim)
+    stored = stages.stored(x, dim)
+    assert stored.shape[dim] == len(stages.rows)
+    np.testing.assert_array_equal(stages.in_order(stored, dim), x)
+    fillings = np.moveaxis(np.asarray(stored), dim, 0)[np.asarray(stages.rows) < 0]
+    assert not fillings.any()
+
+
+@pytest.mark.parametrize(
+    ("stages", "is_plain"),
+    [
+        (Stages(num_stages=2, counts=(2, 2)), True),
+        (Stages(num_stages=2, counts=(2, 1)), False),
+        (Stages(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1)), False),
+        (Stages(num_stages=1, num_chunks=2, counts=(2, 2)), True),
+    ],
+)
+def test_equal_stages_of_one_chunk_are_stored_as_they_are(stages, is_plain):
+    assert stages.is_plain == is_plain
+    x = jnp.arange(stages.num_blocks)
+    assert (stages.stored(x) is x) == is_plain

@@ -1,0 +1,72 @@
+"""Known devices and MFU: the table is sane, and an unknown device has no peak."""
+
+import doctest
+import subprocess
+import sys
+
+import pytest
+
+from shardtrain.plan import devices as topology
+from shardtrain.plan.devices import DEVICES, OTHER_NAMES, Device, known_device, mfu
+
+
+def known(kind: str) -> Device:
+    device = known_device(kind)
+    assert device is not None
+    return device
+
+
+def test_a_device_is_known_by_the_name_that_jax_gives_it():
+    h100 = known_device("NVIDIA H100 80GB HBM3")
+    assert h100 == Device(
+        kind="NVIDIA H100 80GB HBM3",
+        matrix_flops_per_second=989.5e12,
+        memory_bytes=80_000_000_000,
+        memory_bytes_per_second=3.35e12,
+    )
+    assert known_device("NVIDIA H100 PCIe") != h100
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100", "nvidia h200", "Tesla V100-SXM2-16GB", ""])
+def test_no_guess_for_an_unknown_device(kind):
+    assert known_device(kind) is None
+
+
+def test_each_name_stands_for_one_device():
+    kinds = [device.kind for device in DEVICES]
+    assert len(set(kinds)) == len(kinds)
+    assert all(known(kind).kind == kind for kind in kinds)
+    assert not set(OTHER_NAMES) & set(kinds)
+    assert {known(other).kind for other in OTHER_NAMES} == set(OTHER_NAMES.values())
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)
+def test_the_units_are_single_ones(device):
+    """A figure entered in tera, with sparsity doubled twice, or in bits would leave these ranges."""
+    assert 1e14 <= device.matrix_flops_per_second <= 1e15
+    assert 16e9 <= device.memory_bytes <= 200e9
+    assert 3e11 <= device.memory_bytes_per_second <= 5e12
+    # flops that one byte from memory must feed, on every accelerator of these years
+    assert 100 <= device.matrix_flops_per_second / device.memory_bytes_per_second <= 600
+
+
+def test_mfu_is_a_share_of_the_peak_of_all_devices():
+    device = known("TPU v5e")
+    assert mfu(197e12, device) == 1
+    assert mfu(197e12, device, num_devices=4) == 0.25
+
+
+def test_mfu_of_no_device():
+    with pytest.raises(ValueError) as error:
+        mfu(1e12, DEVICES[0], num_devices=0)
+    assert str(error.value) == "the MFU of 0 devices was asked for. Use num_devices=1 or more."
+
+
+def test_values_need_no_jax():
+    code = "import sys, shardtrain.plan.devices; print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_examples():
+    assert doctest.testmod(topology).failed == 0

@@ -1,0 +1,335 @@
+"""Values that merge, rates by a fake clock, and sinks read back from the disk."""
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import masked_crc32c
+
+from shardtrain.report.metrics import JsonLines, Mean, Rate, Sinks, TensorBoard, read_jsonl
+
+# Whole numbers are added without rounding, so that the laws hold to the last bit.
+MEANS = st.builds(
+    lambda total, count: Mean(sum=float(total), count=float(count)),
+    st.integers(-(2**40), 2**40),
+    st.integers(0, 2**20),
+)
+
+
+@given(MEANS, MEANS, MEANS)
+def test_means_merge_in_any_grouping(a, b, c):
+    assert (a + b) + c == a + (b + c)
+
+
+@given(st.lists(MEANS, max_size=6), st.randoms(use_true_random=False))
+def test_means_merge_in_any_order(means, random):
+    shuffled = random.sample(means, len(means))
+    assert sum(means, Mean()) == sum(shuffled, Mean())
+
+
+@given(MEANS)
+def test_the_empty_mean_is_neutral(mean):
+    assert mean + Mean() == Mean() + mean == mean
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=20), st.data())
+def test_uneven_parts_give_the_mean_of_all(values, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4)))
+    parts = [values[low:high] for low, high in zip([0, *cuts], [*cuts, len(values)], strict=True)]
+    merged = sum((Mean(sum=sum(part), count=len(part)) for part in parts), Mean())
+    assert merged.value == sum(values) / len(values)
+
+
+def test_the_empty_mean_has_no_value():
+    assert Mean().value is None
+    assert Mean(sum=3.0, count=1.5).value == 2.0
+
+
+def test_a_negative_count_is_refused():
+    with pytest.raises(ValueError) as error:
+        Mean(sum=1.0, count=-2)
+    assert str(error.value) == (
+        "a mean over count -2 was asked for. A count is 0 or more: pass how many values the sum is over."
+    )
+
+
+def test_the_rate_leaves_out_the_step_that_compiles():
+    rate = Rate()
+    assert rate.per_second is None
+    rate = rate.after(now_seconds=100.0, units=64)
+    assert rate.per_second is None
+    rate = rate.after(now_seconds=102.0, units=64)
+    assert rate.per_second == 32.0
+    assert rate.after(now_seconds=103.0, units=256).per_second == (64 + 256) / 3
+
+
+def test_the_rate_slides_over_its_window():
+    rate = Rate(window_steps=2)
+    for now_seconds, units in ((0.0, 9.0), (1.0, 1000.0), (2.0, 10.0), (4.0, 20.0)):
+        rate = rate.after(now_seconds=now_seconds, units=units)
+    assert rate.per_second == (10 + 20) / (4 - 1)
+    assert len(rate.marks) == 3
+
+
+def test_a_pause_is_not_counted():
+    rate = Rate().after(now_seconds=0.0, units=1).after(now_seconds=1.0, units=10)
+    assert rate.paused(5.0).after(now_seconds=7.0, units=10).per_second == 10.0
+
+
+def test_no_rate_without_time():
+    assert Rate().after(now_seconds=1.0, units=1).after(now_seconds=1.0, units=1).per_second is None
+
+
+def test_a_clock_that_runs_backwards_is_refused():
+    with pytest.raises(ValueError) as error:
+        Rate().after(now_seconds=5.0, units=1).after(now_seconds=4.0, units=1)
+    assert str(error.value) == (
+        "a rate was asked for at 4 s, before its last step at 5 s. "
+        "Pass times of one clock that does not run backwards, such as time.monotonic()."
+    )
+
+
+def test_an_empty_window_is_refused():
+    with pytest.raises(ValueError, match=r"^a rate over 0 steps was asked for. Use window_steps=1 or more.$"):
+        Rate(window_steps=0)
+
+
+def write_steps(sink, steps, **values):
+    for step in steps:
+        sink.write(step, {"train/loss": 10.0 / step, **values})
+    sink.close()
+
+
+def test_lines_are_on_the_disk_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonLines(path, resume_after=None)
+    sink.write(3, {"train/loss": 2.5, "tokens_per_second": 1200})
+    assert path.read_text() == '{"step": 3, "train/loss": 2.5, "tokens_per_second": 1200.0}\n'
+    sink.close()
+    assert read_jsonl(path) == [{"step": 3, "train/loss": 2.5, "tokens_per_second": 1200.0}]
+
+
+def test_what_is_not_finite_is_strict_json(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, resume_after=None)
+    sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    sink.close()
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert record == {"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    (back,) = read_jsonl(path)
+    assert math.isnan(back["a"])
+    assert (back["b"], back["c"]) == (math.inf, -math.inf)
+
+
+def test_null_reads_as_nan(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": null}\n')
+    assert math.isnan(read_jsonl(path)[0]["train/loss"])
+
+
+def test_a_resume_keeps_each_step_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(JsonLines(path, resume_after=None), range(1, 8))
+    write_steps(JsonLines(path, resume_after=4), range(5, 10))
+    assert [record["step"] for record in read_jsonl(path)] == list(range(1, 10))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_start_from_nothing_starts_an_empty_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(JsonLines(path, resume_after=None), range(1, 4))
+    write_steps(JsonLines(path, resume_after=None), range(1, 3))
+    assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+
+
+def test_a_resume_without_earlier_metrics_begins_a_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(JsonLines(path, resume_after=4), [5])
+    assert [record["step"] for record in read_jsonl(path)] == [5]
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "train/l', '{"step": 3, "train/loss": 2.5', '{"st\n', "\0\0\0\0"]
+)
+def test_a_torn_last_line_is_dropped(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(JsonLines(path, resume_after=None), [1, 2])
+    with path.open("a") as file:
+        file.write(torn)
+    assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+    write_steps(JsonLines(path, resume_after=5), [6])
+    assert [record["step"] for record in read_jsonl(path)] == [1, 2, 6]
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 2.5}')
+    write_steps(JsonLines(path, resume_after=1), [2])
+    assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"train/loss": 1.0}', '{"step": 2, "train/loss": "x"}'])
+def test_a_broken_line_in_the_middle_is_named_and_the_file_left(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        JsonLines(path, resume_after=3)
+    assert str(error.value) == (
+        f"metrics were read from {path}, but line 2 is no record. Each line is one JSON object with "
+        "an integer 'step' and numbers; only the last may be torn. Delete line 2, or move the file away."
+    )
+    assert path.read_text() == text
+
+
+def test_a_crash_while_cutting_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(JsonLines(path, resume_after=None), range(1, 8))
+    before = path.read_text()
+
+    def crash(file):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", crash)
+    with pytest.raises(KeyboardInterrupt):
+        JsonLines(path, resume_after=4)
+    assert path.read_text() == before
+
+
+def test_a_metric_named_step_is_refused(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl", resume_after=None)
+    with pytest.raises(ValueError) as error:
+        sink.write(1, {"step": 2.0})
+    sink.close()
+    assert str(error.value) == (
+        "a metric named 'step' was written, but each line has that key. Give it another name."
+    )
+
+
+def read_events(path):
+    """Read a record file: length, its checksum, the bytes, their checksum."""
+    data, events = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        body = data[12 : 12 + length]
+        assert struct.unpack("<I", data[8:12]) == (masked_crc32c(data[:8]),)
+        assert struct.unpack("<I", data[12 + length : 16 + length]) == (masked_crc32c(body),)
+        events.append(Event.FromString(body))
+        data = data[16 + length :]
+    return events
+
+
+def scalars(events):
+    return [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path):
+    sink = TensorBoard(tmp_path / "tensorboard", resume_after=None)
+    sink.write(1, {"train/loss": 2.5, "heldout/loss": 2.75})
+    sink.write(2, {"train/loss": 2.0})
+    sink.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert scalars(read_events(path)) == [
+        (1, "train/loss", 2.5),
+        (1, "heldout/loss", 2.75),
+        (2, "train/loss", 2.0),
+    ]
+
+
+def test_a_resumed_tensorboard_hides_what_came_after_in_a_file_of_its_own(tmp_path):
+    write_steps(TensorBoard(tmp_path, resume_after=None), [1, 2, 4])
+    write_steps(TensorBoard(tmp_path, resume_after=2), [5])
+    first, second = sorted(tmp_path.iterdir())
+    assert [step for step, _, _ in scalars(read_events(first))] == [1, 2, 4]
+    events = read_events(second)
+    starts = [event.step for event in events if event.HasField("session_log")]
+    assert starts == [3]
+    assert [step for step, _, _ in scalars(events)] == [5]
+
+
+def test_a_closed_tensorboard_refuses_to_write(tmp_path):
+    sink = TensorBoard(tmp_path, resume_after=None)
+    sink.close()
+    with pytest.raises(ValueError, match=r"^step 7 was written to a TensorBoard sink after close\(\)\."):
+        sink.write(7, {"train/loss": 1.0})
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_missing_tensorboard_names_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError) as error:
+        TensorBoard(tmp_path, resume_after=None)
+    assert str(error.value) == (
+        "a TensorBoard sink was asked for, but tensorboardX is not installed. It comes with the extra "
+        "'tensorboard': install shardtrain[tensorboard], or leave the TensorBoard sink out."
+    )
+
+
+class Recorder:
+    def __init__(self, *, fails=False):
+        self.written, self.closed, self.fails = [], False, fails
+
+    def write(self, step, values):
+        self.written.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_sinks_write_to_all():
+    first, second = Recorder(), Recorder()
+    Sinks(first, second).write(1, {"train/loss": 2.0})
+    assert first.written == second.written == [(1, {"train/loss": 2.0})]
+
+
+def test_sinks_close_all_even_if_one_fails():
+    recorders = [Recorder(), Recorder(fails=True), Recorder()]
+    with pytest.raises(OSError, match="disk full"):
+        Sinks(*recorders).close()
+    assert [recorder.closed for recorder in recorders] == [True, True, True]
+
+
+def test_metrics_and_reports_import_neither_jax_nor_an_extra():
+    code = """
+import sys
+import shardtrain.report.metrics, shardtrain.report.progress
+import shardtrain.report.tables, shardtrain.report.plots
+loaded = {name.partition(".")[0] for name in sys.modules}
+sys.exit(", ".join(sorted(loaded & {"jax", "jaxlib", "flax", "matplotlib", "tensorboardX"})) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_is_written_through_a_link_or_a_second_name(tmp_path):
+    """A run folder may come from somebody else."""
+    theirs = tmp_path / "theirs"
+    line = '{"step": 1, "loss": 2.0}\n'
+    theirs.write_text(line)
+    for make in (os.link, os.symlink):
+        path = tmp_path / "metrics.jsonl"
+        path.unlink(missing_ok=True)
+        make(theirs, path)
+        sink = JsonLines(path, resume_after=1)
+        sink.write(2, {"loss": 1.0})
+        sink.close()
+        assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+        assert theirs.read_text() == line
+    path.unlink()
+    path.symlink_to(theirs)
+    with pytest.raises(OSError, match="is a link, and is not written through; remove it"):
+        JsonLines(path, resume_after=None)
+    assert theirs.read_text() == line

@@ -1,0 +1,416 @@
+"""The central law in a pipeline inside a mesh: any schedule, cut and mix of axes gives the plain step."""
+
+import itertools
+import math
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain.functional.loss import cross_entropy, masked_token_loss, next_token_loss
+from shardtrain.functional.model import BLOCKS, from_nnx
+from shardtrain.functional.rng import step_key
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder import EncoderConfig
+from shardtrain.pipeline.partition import counts
+from shardtrain.pipeline.schedule import SCHEDULES, make_table, write_table
+from shardtrain.pipeline.stacking import Stages
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches, unordered
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
+
+ROWS, SEQ, VOCAB, EMBED, MLP = 160, 4, 16, 8, 16
+SIZES = {"vocab": VOCAB, "embed": EMBED, "mlp": MLP}
+
+
+class Block(nnx.Module):
+    """Stacked blocks, which a scan walks over."""
+
+    def __init__(self, num_layers: int, rngs: nnx.Rngs):
+        def drawn(*dims: str) -> nnx.Param:
+            shape = (num_layers, *(SIZES[dim] for dim in dims))
+            values = 0.3 * jax.random.normal(rngs.params(), shape)
+            return nnx.Param(values, out_sharding=("layers", *dims), eager_sharding=False)
+
+        self.up, self.down, self.gain = drawn("embed", "mlp"), drawn("mlp", "embed"), drawn("embed")
+
+    def __call__(self, stream):
+        h = jnp.tanh(jnp.tensordot(stream["x"], self.up[...], 1))
+        h = with_logical_constraint(h, ("batch", "seq", "mlp"))
+        more = jnp.tensordot(h, self.down[...], 1) + self.gain[...] * stream["start"]
+        more = with_logical_constraint(more, ("batch", "seq", "embed"))
+        return {**stream, "x": stream["x"] + jnp.where(stream["mask"][..., None] > 0, more, 0)}
+
+
+class Words(nnx.Module):
+    """Word scores. The stream is a dict: what changes, what all blocks see again, a mask of integers."""
+
+    def __init__(self, num_layers: int, rngs: nnx.Rngs):
+        table = 0.5 * jax.random.normal(rngs.params(), (VOCAB, EMBED))
+        self.table = nnx.Param(table, out_sharding=("vocab", "embed"), eager_sharding=False)
+        self.blocks = Block(num_layers, rngs)
+
+    def first(self, tokens, mask):
+        x = with_logical_constraint(self.table[...][tokens], ("batch", "seq", "embed"))
+        return {"x": x, "mask": mask, "start": jnp.tanh(x)}
+
+    def run(self, blocks, stream, keys):
+        return jax.lax.scan(lambda stream, block: (block(stream), None), stream, blocks)[0]
+
+    def last(self, stream):
+        logits = jnp.tensordot(stream["x"], self.table[...].T, 1)
+        return with_logical_constraint(logits, ("batch", "seq", "vocab"))
+
+    def __call__(self, *inputs):
+        return self.last(self.run(self.blocks, self.first(*inputs), None))
+
+
+def words_loss(apply, batch):
+    targets = batch["tokens"][:, 1:]
+    logits = apply(batch["tokens"][:, :-1], batch["mask"])
+    weights = batch["weights"][:, None] * (batch["mask"] > 0)
+    total, count = cross_entropy(logits, targets, weights)
+    right = ((logits.argmax(-1) == targets) * weights).sum()
+    return total, count, {"accuracy": (right, count)}
+
+
+@cache
+def words(num_layers=8):
+    return from_nnx(partial(Words, num_layers))
+
+
+@cache
+def decoder(config):
+    return from_nnx(config)
+
+
+@cache
+def rows():
+    random = np.random.default_rng(0)
+    weights = np.ones(ROWS, np.float32)
+    weights[-45:] = 0  # the last of 5 microbatches, and of 8 the last two, are all padding
+    return {
+        "tokens": random.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32),
+        "mask": random.integers(0, 3, (ROWS, SEQ), np.int32),
+        "weights": weights,
+    }
+
+
+@cache
+def initial(model):
+    """The state before the first step, in the model's own order."""
+    placement = placed(model, {"data": 1})
+    return jax.tree.map(np.asarray, init_state(model, optax.identity(), placement, seed=7))
+
+
+def cut_in(model, num_stages, num_chunks=1, by="equal") -> Stages | None:
+    if num_stages == 1:
+        return None
+    found = counts(by, model.chain.num_blocks, num_stages * num_chunks)
+    return Stages(num_stages=num_stages, num_chunks=num_chunks, counts=tuple(found))
+
+
+def placed(model, mesh, *, schedule="1f1b", by="equal", optimizer=None, **layout):
+    stages = cut_in(model, mesh.get("pipeline", 1), 2 if schedule == "interleaved" else 1, by)
+    of = Layout(mesh=mesh, **layout)
+    jax_mesh = make_mesh(of, jax.devices()[: math.prod(mesh.values())])
+    optimizer = optimizer or optax.identity()
+    return make_placement(model, optimizer, of, jax_mesh, stages=stages, schedule=schedule)
+
+
+def on_mesh(batch, placement, microbatches):
+    return {
+        name: jax.device_put(x.reshape(microbatches, -1, *x.shape[1:]), placement.batch)
+        for name, x in batch.items()
+    }
+
+
+def stored(placement, params):
+    if placement.stages is not None:
+        blocks = jax.tree.map(lambda x: np.asarray(placement.stages.stored(x)), params[BLOCKS])
+        params = {**params, BLOCKS: blocks}
+    return jax.device_put(params, placement.state.params)
+
+
+def gradients(model, mesh, microbatches=1, loss=words_loss, batch=None, **options) -> dict[str, Any]:
+    """Loss, metrics and gradients through the toolkit, blocks in the model's own order."""
+    placement = placed(model, mesh, **options)
+    arguments = (
+        stored(placement, initial(model).params),
+        {},
+        step_key(jnp.uint32(7), jnp.int32(0)),
+        on_mesh(batch or rows(), placement, microbatches),
+    )
+    compiled = jax.jit(make_gradients(model, loss, placement)).lower(*arguments).compile()
+    text = compiled.as_text() or ""
+    assert (permutes_in_branches(text), unordered(text)) == ([], [])  # or it could wait for ever
+    found = compiled(*arguments)
+    grads = dict(found.grads)
+    if placement.stages is not None:
+        grads[BLOCKS] = jax.tree.map(placement.stages.in_order, grads[BLOCKS])
+    metrics = {name: total / count for name, (total, count) in found.metrics.items()}
+    return jax.tree.map(
+        np.asarray, {"loss": found.loss_sum / found.count, "count": found.count, **metrics, **grads}
+    )
+
+
+@cache
+def plain(num_layers=8):
+    """The same by plain jax and Flax, nothing of the toolkit but its initial parameters and the loss."""
+
+    def loss(params):
+        graph, state = nnx.split(Words(num_layers, nnx.Rngs(0)))
+        nnx.replace_by_pure_dict(state, params)
+        total, count, metrics = words_loss(nnx.merge(graph, state), jax.tree.map(jnp.asarray, rows()))
+        return total / count, (count, metrics["accuracy"][0] / count)
+
+    params = jax.tree.map(jnp.asarray, initial(words(num_layers)).params)
+    (value, (count, accuracy)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return jax.tree.map(np.asarray, {"loss": value, "count": count, "accuracy": accuracy, **grads})
+
+
+MIXES = {
+    "data": {"data": 2},
+    "tensor": {"tensor": 2},
+    "fsdp": {"fsdp": 2},
+    "data+tensor": {"data": 2, "tensor": 2},
+    "data+fsdp": {"data": 2, "fsdp": 2},
+}
+MICROBATCHES = (1, 2, 5, 8)
+CASES = [
+    (schedule, 2 if "+" in mix else (4, 2)[(i + j // 2) % 2], microbatches, mix)
+    for (i, mix), (j, microbatches) in itertools.product(enumerate(MIXES), enumerate(MICROBATCHES))
+    for schedule in [list(SCHEDULES)[(i + j) % 4]]
+]
+
+
+def test_the_cases_cover_every_pair():
+    choices = (SCHEDULES, (2, 4), MICROBATCHES, MIXES)
+    for a, b in itertools.combinations(range(4), 2):
+        found = {(case[a], case[b]) for case in CASES}
+        pairs = set(itertools.product(choices[a], choices[b]))
+        # 4 stages and two more axes of 2 are 16 devices
+        assert pairs - found == ({(4, mix) for mix in MIXES if "+" in mix} if (a, b) == (1, 3) else set())
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "mix"), CASES)
+def test_every_pipeline_gives_the_plain_step(schedule, stages, microbatches, mix, assert_same):
+    mesh = {"pipeline": stages, **MIXES[mix]}
+    assert_same(gradients(words(), mesh, microbatches, schedule=schedule), plain())
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "schedule", "by"),
+    [
+        (7, 4, "1f1b", "equal"),
+        (7, 4, "zero_bubble", (1, 3, 1, 2)),
+        (4, 2, "gpipe", (3, 1)),
+        (9, 2, "interleaved", "equal"),
+    ],
+    ids=str,
+)
+def test_layers_that_do_not_divide_give_the_plain_step(num_layers, stages, schedule, by, assert_same):
+    mesh = {"pipeline": stages, "tensor": 2}
+    assert_same(gradients(words(num_layers), mesh, 4, schedule=schedule, by=by), plain(num_layers))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_every_zero_stage_gives_the_plain_step(zero, assert_same):
+    mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
+    assert_same(gradients(words(), mesh, 4, zero=zero), plain())
+
+
+def test_a_table_of_ones_own_runs_in_a_mesh(tmp_path, assert_same):
+    path = tmp_path / "mine.csv"
+    write_table(make_table("1f1b", 2, 4), path)  # one task a tick, as islands have it
+    assert_same(gradients(words(), {"pipeline": 2}, 4, schedule=str(path)), plain())
+
+
+SMALL = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=16, num_layers=4, num_heads=4, mlp=32, dropout=0.3)
+DECODERS = {
+    "tied, unequal": (
+        replace(SMALL, remat="full"),
+        {"pipeline": 2, "data": 2, "tensor": 2},
+        {"by": (3, 1)},
+    ),
+    "untied, unrolled": (
+        replace(SMALL, dropout=0.0, tied=False, remat="none", scan=False),
+        {"pipeline": 4, "fsdp": 2},
+        {"schedule": "gpipe"},
+    ),
+    "rotary, sequence": (
+        replace(SMALL, dropout=0.0, positions="rotary", activation="swiglu", norm="rmsnorm", remat="dots"),
+        {"pipeline": 2, "tensor": 2},
+        {"schedule": "interleaved", "sequence_sharded": True},
+    ),
+    "untied, zero bubble": (
+        replace(SMALL, tied=False, remat="outputs"),
+        {"pipeline": 2, "data": 2, "fsdp": 2},
+        {"schedule": "zero_bubble"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "mesh", "options"), DECODERS.values(), ids=DECODERS)
+def test_a_decoder_is_that_of_one_device_dropout_too(config, mesh, options, assert_same):
+    model = decoder(config)
+    expected = gradients(model, {"data": 1}, loss=next_token_loss)
+    assert_same(gradients(model, mesh, 4, loss=next_token_loss, **options), expected)
+
+
+def test_it_computes_in_bfloat16():
+    model = decoder(replace(SMALL, num_layers=2, dropout=0.0, dtype="bfloat16"))
+    expected = gradients(model, {"data": 1}, loss=next_token_loss)
+    mesh = {"pipeline": 2, "data": 2, "tensor": 2}
+    got = gradients(model, mesh, 4, loss=next_token_loss)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.1, atol=2e-3), got, expected)
+    exact = gradients(decoder(replace(SMALL, num_layers=2, dropout=0.0)), {"data": 1}, loss=next_token_loss)
+    assert abs(expected["embedding"] - exact["embedding"]).max() > 1e-5  # it did round
+
+
+def test_dropout_drops():
+    dropped, still = (
+        gradients(decoder(replace(SMALL, num_layers=2, dropout=rate)), {"data": 1}, loss=next_token_loss)
+        for rate in (0.3, 0.0)
+    )
+    assert abs(dropped["embedding"] - still["embedding"]).max() > 1e-4
+
+
+def in_order(placement, tree):
+    """Parameters on the host, blocks in the model's own order."""
+    if placement.stages is not None:
+        tree = {**tree, BLOCKS: jax.tree.map(placement.stages.in_order, tree[BLOCKS])}
+    return jax.tree.map(np.asarray, tree)
+
+
+class TestStep:
+    """A whole step and an evaluation, of blocks that do not divide."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def both(cls):
+        """(on one device, in a pipeline): each a placement, a step, an evaluation and a state."""
+
+        def made(mesh, **options):
+            model, optimizer = words(7), optax.adamw(1e-2)
+            placement = placed(model, mesh, optimizer=optimizer, **options)
+            step = make_step(model, words_loss, optimizer, placement)
+            state = init_state(model, optimizer, placement, seed=7)
+            return placement, step, make_evaluate(model, words_loss, placement), state
+
+        return made({"data": 1}), made({"pipeline": 2, "data": 2, "fsdp": 2}, schedule="interleaved")
+
+    def test_it_begins_evaluates_and_steps_alike(self, both, assert_same):
+        found = []
+        for placement, step, evaluate, state in both:
+            batch = on_mesh(rows(), placement, 4)
+            before = in_order(placement, state.params)
+            values = [evaluate(state, batch)]
+            copy = jax.tree.map(jnp.copy, state)
+            for _ in range(2):
+                copy, metrics = step(copy, batch)
+            values += [metrics, evaluate(copy, batch)]
+            found.append((before, in_order(placement, copy.params), values))
+        one_device, pipeline = found
+        jax.tree.map(np.testing.assert_array_equal, pipeline[0], one_device[0])
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), pipeline[2], one_device[2])
+        # Adam divides by gradients: what rounds differently near 0 moves a weight by a part of the rate
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), pipeline[1], one_device[1])
+
+    def test_nothing_can_wait_for_ever(self, both):
+        _, (placement, step, evaluate, state) = both
+        batch = on_mesh(rows(), placement, 4)
+        for program in (step, evaluate):
+            text = program.lower(state, batch).compile().as_text()
+            assert (permutes_in_branches(text), unordered(text)) == ([], [])
+
+    def test_a_gradient_that_is_not_finite_changes_nothing(self, both):
+        _, (placement, step, _, state) = both
+        batch = rows()
+        old = jax.tree.map(np.asarray, state)
+        wrong = {**batch, "weights": np.where(np.arange(ROWS) == 3, np.inf, batch["weights"])}
+        new, metrics = step(jax.tree.map(jnp.copy, state), on_mesh(wrong, placement, 4))
+        assert float(metrics["skipped"]) == 1
+        assert int(new.step) == 1
+        jax.tree.map(np.testing.assert_array_equal, new._replace(step=old.step), old)
+
+
+def refused(model, loss=words_loss, mesh=None, **options):
+    with pytest.raises(ValueError) as error:
+        gradients(model, mesh or {"pipeline": 2}, 2, loss=loss, **options)
+    return str(error.value)
+
+
+class TestRefusals:
+    def test_blocks_that_change_the_stream(self):
+        class Growing(Words):
+            def run(self, blocks, stream, keys):
+                stream = super().run(blocks, stream, keys)
+                return {**stream, "x": stream["x"].astype(jnp.bfloat16), "more": stream["mask"]}
+
+        text = refused(from_nnx(partial(Growing, 2)))
+        assert "['x']: float32[80, 4, 8] becomes bfloat16[80, 4, 8]" in text
+        assert "['more']: nothing becomes int32[80, 4]" in text
+        assert "use --across pipeline" in text
+
+    def test_a_loss_that_calls_the_model_twice_or_never(self):
+        def twice(apply, batch):
+            words_loss(apply, batch)
+            return words_loss(apply, batch)
+
+        def never(apply, batch):
+            return batch["weights"].sum(), batch["weights"].sum()
+
+        assert "more than once" in refused(words(), twice)
+        assert "without calling the model" in refused(words(), never)
+
+    def test_blocks_that_are_not_stacked_and_statistics(self):
+        class Counting(nnx.Module):
+            def __init__(self, rngs):
+                self.blocks = nnx.List([nnx.BatchNorm(2, rngs=rngs) for _ in range(2)])
+
+            def first(self, x):
+                return x
+
+            def run(self, blocks, stream, keys):
+                for block in blocks:
+                    stream = block(stream)
+                return stream
+
+            def last(self, stream):
+                return stream
+
+        with pytest.raises(ValueError) as error:
+            placed(from_nnx(lambda rngs: Counting(rngs)), {"pipeline": 2}, unnamed="replicate")
+        text = str(error.value)
+        assert "stack them, or use --across pipeline" in text
+        assert "blocks/0/mean" in text
+
+
+ENCODER = EncoderConfig(vocab=VOCAB, seq=SEQ, embed=8, num_layers=2, num_heads=2, mlp=16, remat="none")
+
+
+def test_an_encoder_with_padding_is_that_of_one_device(assert_same):
+    """The mask goes from stage to stage beside the stream."""
+    tokens, mask = rows()["tokens"], np.array(rows()["mask"] > 0, np.int32)
+    mask[:, 0] = 1  # a text has one token or more
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "chosen": np.array(mask * (tokens[:, 1:] % 3 == 0), np.int8),
+        "mask": mask,
+        "segments": tokens[:, :-1] % 2,
+        "weights": rows()["weights"],
+    }
+    model, mesh = decoder(ENCODER), {"pipeline": 2, "tensor": 2}
+    expected = gradients(model, {"data": 1}, loss=masked_token_loss, batch=batch)
+    assert_same(gradients(model, mesh, 2, loss=masked_token_loss, batch=batch), expected)

@@ -1,0 +1,14 @@
+"""Real pipelines under mpiexec: the law of the central test, stage by stage."""
+
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_stages_give_the_plain_step(num_stages, num_replicas, mpiexec):
+    num_islands = num_stages * num_replicas
+    texts = mpiexec(num_islands, PROGRAMS / "stages_step.py", num_stages, devices=2, timeout=400)
+    assert texts == ["done\n"] * num_islands

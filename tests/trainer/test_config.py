@@ -1,0 +1,48 @@
+"""A run as flat data: short, whatever its fields hold, and different where they differ."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardtrain.trainer.config import MOST_CHARACTERS, describe, differences, run_text
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples as the field of a run's data."""
+
+    samples: Any
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [{"x": i} for i in range(5000)],
+        {f"story {i}": i for i in range(5000)},
+        "a long story " * 5000,
+        [f"story {i} " * 20 for i in range(50)],
+        [np.arange(i) for i in range(5000)],
+        np.zeros((5000, 3), np.float32),
+    ],
+    ids=["dicts", "mapping", "text", "texts", "arrays", "array"],
+)
+def test_a_description_is_short_whatever_the_samples_are(samples):
+    text = run_text(describe(Data(samples)))
+    assert text.count("\n") == 1
+    assert len(text) < MOST_CHARACTERS
+    assert "0x" not in text
+
+
+def test_long_lists_that_differ_have_different_descriptions():
+    ones, others = (describe(Data([*range(100), last])) for last in (1, 2))
+    assert ones["samples"].startswith("101 items, sha256 ")
+    assert len(differences(ones, others)) == 1
+    assert describe(Data([*range(100), 1])) == ones
+
+
+def test_short_ones_stand_as_they_are():
+    assert describe(Data([1, "a", None]))["samples"] == [1, "a", None]
+    assert describe(Data({"a": {"b": 1}})) == {"samples.a.b": 1}
+    assert describe(Data(np.zeros((2, 3), np.float32)))["samples"] == "given in Python (float32 (2, 3))"

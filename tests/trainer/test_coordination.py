@@ -1,0 +1,95 @@
+"""What islands do together, without MPI: rows, common steps, fingerprints, and device memory."""
+
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.islands.bridge import Control
+from shardtrain.islands.membership import START_SECONDS, cuda_aware, decide_device_memory
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.trainer.coordination import AGREEMENT_SECONDS, LONG_SECONDS, Together, island_rows, row_share
+
+
+def mesh(num_devices: int):
+    return make_mesh(Layout(mesh={"data": num_devices}), jax.devices()[:num_devices])
+
+
+def test_rows_of_islands_are_every_row_once():
+    for shares in ([12], [7, 5], [12, 0], [1, 0, 11]):
+        rows = [row_share(12, shares, i, mesh(2), ("data", "fsdp"), 1) for i in range(len(shares))]
+        real = [r.rows[r.real].tolist() for r in rows]
+        assert [row for share in real for row in share] == list(range(12))
+        assert all(r.num_rows % 2 == 0 and len(r.rows) == r.num_rows > 0 for r in rows)
+        assert [r.start for r in rows] == np.cumsum([0, *shares[:-1]]).tolist()
+
+
+def test_rows_are_given_in_multiples_where_that_adds_up():
+    assert island_rows(24, [2, 1], [4, 2]) == [16, 8]
+    assert island_rows(9, [1, 1], [4, 4]) == [5, 4]
+
+
+def test_alone_nothing_is_shared():
+    together = Together()
+    assert together.anywhere("a bad step", True)
+    assert not together.anywhere("a bad step", False)
+    assert together.in_turn("data", lambda: 7) == 7
+    assert together.totals("evaluation", {"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0)}
+    state: Any = object()
+    assert together.same_state(state, own_optimizers=False) is state
+    assert together.differing(state, own_optimizers=False) == []
+
+
+def test_a_folder_that_is_ahead_is_taken_back(tmp_path):
+    with Checkpoints(tmp_path, CheckpointPolicy(keep=9)) as checkpoints:
+        for step in (2, 4, 6):
+            checkpoints.save(step, {"x": jnp.full(3, step, jnp.float32)}, {})
+        checkpoints.wait()
+        checkpoints.forget_after(4)
+        assert checkpoints.latest() == 4
+        restored = checkpoints.restore({"x": jnp.zeros(3)}, newest=4)
+        assert restored is not None
+        assert restored.step == 4
+        checkpoints.save(6, {"x": jnp.full(3, 60, jnp.float32)}, {})
+        checkpoints.wait()
+        assert checkpoints.restore({"x": jnp.zeros(3)}).state["x"][0] == 60.0  # type: ignore[union-attr]
+        checkpoints.forget_after(-1)
+        assert checkpoints.latest() is None
+        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+
+
+def test_the_probe_of_device_memory_survives_a_crash_and_a_hang():
+    assert cuda_aware((sys.executable, "-c", "pass"))
+    assert not cuda_aware((sys.executable, "-c", "import os; os.abort()"))
+    assert not cuda_aware((sys.executable, "-c", "import time; time.sleep(60)"), timeout_seconds=0.5)
+
+
+def test_device_memory_is_used_where_every_rank_can():
+    def islands(others: list[bool], num_processes: int = 1) -> Any:
+        control = SimpleNamespace(share=lambda name, able: [able, *others], names=["island 0", "island 1"])
+        return SimpleNamespace(control=control, seat=SimpleNamespace(num_processes=num_processes))
+
+    assert decide_device_memory("auto", islands([True]), "gpu", lambda: True)
+    assert not decide_device_memory("auto", islands([False]), "gpu", lambda: True)
+    assert not decide_device_memory("auto", islands([True]), "cpu", lambda: True)
+    assert not decide_device_memory("host", islands([True]), "gpu", lambda: True)
+    assert not decide_device_memory("auto", islands([True], num_processes=2), "gpu", lambda: True)
+    with pytest.raises(ValueError, match="does not take device memory on island 1; use 'host'"):
+        decide_device_memory("device", islands([False]), "gpu", lambda: True)
+
+
+def test_the_page_of_islands_has_the_limits_of_the_code():
+    page = (Path(__file__).parents[2] / "docs/islands.md").read_text().replace("\n", " ")
+    assert f"{START_SECONDS:.0f} s at the start, {AGREEMENT_SECONDS:.0f} s at the comparison" in page
+    assert f"{LONG_SECONDS:.0f} s where" in page
+    assert f"{inspect.signature(Control).parameters['patience_seconds'].default:.0f} s elsewhere" in page
+    assert f"named after {Control.REPORT_SECONDS:.0f} s" in page

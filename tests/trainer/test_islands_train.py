@@ -1,0 +1,49 @@
+"""Runs on real islands: the same losses as alone, and resumed they are as if never interrupted."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardtrain.report.metrics import read_jsonl
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "train_islands.py"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """37 windows of training text: an epoch of 5 batches of 8, the last one short."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(np.random.default_rng(0).integers(97, 123, 37 * 8 + 20, np.uint8).tobytes())
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory, mpiexec):
+    """The metrics of the run on one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    mpiexec(1, PROGRAM, text, folder, "1")
+    return read_jsonl(folder / "mean" / "metrics.jsonl")
+
+
+def same_losses(got, expected):
+    assert [line["step"] for line in got] == [line["step"] for line in expected]
+    for a, b in zip(got, expected, strict=True):
+        names = {name for name in b if "loss" in name or name == "grad_norm"}
+        assert names <= a.keys()
+        for name in names:
+            np.testing.assert_allclose(a[name], b[name], rtol=2e-5, err_msg=f"step {b['step']} {name}")
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices"), [("1", 2), ("1,2", 1)], ids=["2 islands of 2 devices", "1 and 2 processes"]
+)
+def test_islands_train_as_one_device_does_and_resume(processes, devices, text, alone, mpiexec, tmp_path):
+    num_ranks = 2 if processes == "1" else 3
+    found = mpiexec(num_ranks, PROGRAM, text, tmp_path, processes, devices=devices, timeout=400)
+    same_losses(read_jsonl(tmp_path / "mean" / "metrics.jsonl"), alone)
+    assert json.loads(found[0]) == ["part-0-of-2", "part-1-of-2"]
+    metrics = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")[-1]
+    assert 0 < metrics["orthogonality"] < 1.5
+    assert "orthogonality/blocks/mlp/up/kernel/1" in metrics
