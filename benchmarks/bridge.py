@@ -28,12 +28,12 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.model import from_nnx
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
-from shardtrain.islands.rank_environment import bind_cpus, find_place
-from shardtrain.islands.transfer import Crossing
+from shardtrain.islands.rank_environment import bind_cpus, find_rank_environment
+from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.island_step import make_step_across
+from shardtrain.train_step.island_step import make_island_step
 from shardtrain.train_step.state import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
@@ -168,7 +168,7 @@ def _busy_seconds() -> float:
 
 def bind() -> None:
     """Keep to this rank's cores, as `shardtrain train` does; before jax starts its threads."""
-    if cores := bind_cpus(find_place(os.environ)):
+    if cores := bind_cpus(find_rank_environment(os.environ)):
         os.sched_setaffinity(0, cores)
 
 
@@ -182,7 +182,7 @@ def averaged(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
     return make_combiner("mean").combine(arrays, jnp.float32(1), (), group).value
 
 
-def all_reduce_sides(comm: MPI.Comm, crossing: Crossing, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
+def all_reduce_sides(comm: MPI.Comm, crossing: Transfer, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
     """The same sum, from MPI's own to that of the step: what lies between them tells where time goes."""
     # made as a gradient is, by a compiled program, not on memory of NumPy's
     array = jax.jit(lambda: jnp.full(num_bytes // 4, comm.rank + 1, jnp.float32))()
@@ -205,7 +205,7 @@ def all_reduce_sides(comm: MPI.Comm, crossing: Crossing, group: MpiGroup, num_by
     }
 
 
-class OneByOne(Crossing):
+class OneByOne(Transfer):
     """A crossing that waits for each bucket before it starts the next."""
 
     def start(self, number: int, program: Any, arrays: Any) -> Any:
@@ -217,7 +217,7 @@ class OneByOne(Crossing):
 class Stepper:
     """Steps of one island on its own rows, each with a state of its own: alone, or with a crossing."""
 
-    def __init__(self, options: Options, rank: int, crossing: Crossing | None) -> None:
+    def __init__(self, options: Options, rank: int, crossing: Transfer | None) -> None:
         config = DecoderConfig(
             vocab=256,
             seq=options.seq,
@@ -232,7 +232,7 @@ class Stepper:
         if crossing is None:
             self._step = make_step(model, next_token_loss, optimizer, placement)
         else:
-            self._step = make_step_across(model, next_token_loss, optimizer, placement, crossing)
+            self._step = make_island_step(model, next_token_loss, optimizer, placement, crossing)
             self._state = self._state._replace(combine_state=self._step.init_combine_state())
         tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
         batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
@@ -253,9 +253,9 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
     caps = (options.bucket_bytes, min(options.bucket_bytes, FIRST_BYTES))
     crossings = {
         ALONE: None,
-        TOGETHER: Crossing(mesh, [MpiGroup(comm)], *caps),
+        TOGETHER: Transfer(mesh, [MpiGroup(comm)], *caps),
         ONE_BY_ONE: OneByOne(mesh, [MpiGroup(comm)], *caps),
-        ONE_BUCKET: Crossing(mesh, [MpiGroup(comm)], 1 << 40, 1 << 40),
+        ONE_BUCKET: Transfer(mesh, [MpiGroup(comm)], 1 << 40, 1 << 40),
     }
     return {name: Stepper(options, comm.rank, crossing) for name, crossing in crossings.items()}
 
@@ -284,7 +284,7 @@ def measure(options: Options) -> list[Row]:
         what = f"{sides[ALONE].num_parameters:,} parameters, {options.rows} x {options.seq} tokens"
         return summed_up(turns(sides, options.rounds, quiet=options.quiet), ALONE, what, options.steps)
     group = MpiGroup(comm)
-    crossing = Crossing(make_mesh(Layout(), jax.local_devices()[:1]), [group])
+    crossing = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
     rows = []
     for num_bytes in options.num_bytes:
         sides = all_reduce_sides(comm, crossing, group, num_bytes)

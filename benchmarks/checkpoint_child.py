@@ -16,9 +16,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest import Lie
+from shardtrain.checkpoints.manifest import ArrayOrigin
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.reader import archives
+from shardtrain.checkpoints.reader import readers
 from shardtrain.checkpoints.restore import Allow, restore_arrays
 
 BY_HAND = "by_hand"
@@ -43,10 +43,10 @@ def sharding(num_devices: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, "fsdp"))
 
 
-def cut_otherwise(path: str, num_layers: int) -> Lie | None:
+def cut_otherwise(path: str, num_layers: int) -> ArrayOrigin | None:
     """Two stages of a pipeline with two blocks in turn: their rows, stage by stage."""
     rows = tuple(row for stage in (0, 1) for row in range(num_layers) if row // 2 % 2 == stage)
-    return Lie(rows=rows, num_rows=num_layers) if "/blocks/" in path else None
+    return ArrayOrigin(rows=rows, num_rows=num_layers) if "/blocks/" in path else None
 
 
 def save(options: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def restore(options: dict[str, Any]) -> dict[str, float]:
             continue
         if options["third"]:
             rows = tuple(range(layers // 3))
-            shape, lies[path] = (len(rows), *shape[1:]), Lie(rows=rows, num_rows=layers)
+            shape, lies[path] = (len(rows), *shape[1:]), ArrayOrigin(rows=rows, num_rows=layers)
         wanted[path] = jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
     num_bytes = sum(4 * int(np.prod(like.shape)) for like in wanted.values())
     jax.block_until_ready(jax.device_put(np.zeros((8, 8)), where))
@@ -84,7 +84,7 @@ def restore(options: dict[str, Any]) -> dict[str, float]:
         with ocp.StandardCheckpointer() as checkpointer:
             arrays = checkpointer.restore(folder / BY_HAND, wanted)
     else:
-        archive = archives(folder)[-1]
+        archive = readers(folder)[-1]
         if options["how"] == "verified":
             assert not archive.problems()
         arrays = restore_arrays(archive, wanted, lies, Allow(unused=("*",)) if options["third"] else Allow())

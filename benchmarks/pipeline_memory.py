@@ -17,7 +17,7 @@ from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.tick_arrays import make_ticks
 from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import PERMUTE
@@ -127,14 +127,14 @@ def measured(options: Options, schedule: str, microbatches: int) -> Row:
     )
 
 
-def cut(options: Options, num_chunks: int) -> Stages:
+def cut(options: Options, num_chunks: int) -> Partition:
     """The stages of the model; a list is of as many parts as there are stages."""
     by = "equal" if options.cut == "equal" or num_chunks > 1 else tuple(map(int, options.cut.split(",")))
     found = counts(by, options.num_layers, options.stages * num_chunks)
-    return Stages(num_stages=options.stages, num_chunks=num_chunks, counts=tuple(found))
+    return Partition(num_stages=options.stages, num_chunks=num_chunks, counts=tuple(found))
 
 
-def num_slots(stages: Stages, schedule: str, microbatches: int) -> int:
+def num_slots(stages: Partition, schedule: str, microbatches: int) -> int:
     """Streams and errors that a device keeps, with one of each that takes what nobody needs."""
     table = make_table(schedule, stages.num_stages, microbatches, stages.num_chunks, lockstep=True)
     ticks = make_ticks(table)

@@ -29,15 +29,15 @@ from shardtrain.functional.model import from_nnx
 from shardtrain.islands.bridge import MPI, world
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.pipeline.costs import Traced, make_stages
+from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import SCHEDULES, make_table
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.pipeline.stage_model import Held
+from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table, Task
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.stage_executor import Observe, StageRunner
+from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms
 from shardtrain.train_step.state import init_state, make_placement
 
@@ -169,9 +169,9 @@ class Stage:
         batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(num_rows, np.float32)}
         microbatch = {name: x[: options.rows] for name, x in batch.items()}
         pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks)
-        stages = make_stages(model, pipeline, comm.size, next_token_loss, microbatch)
+        stages = make_partition(model, pipeline, comm.size, next_token_loss, microbatch)
         traced = Traced(model, next_token_loss, microbatch)
-        self.held = Held(model=model, stages=stages, traced=traced, stage=comm.rank)
+        self.held = StageModel(model=model, stages=stages, traced=traced, stage=comm.rank)
         placement = make_placement(self.held.as_model(), optax.sgd(0.0), layout, mesh)
         self.flow = self.held.flow(microbatch)
         self.programs = Watched(self.held, self.flow, placement, {})
@@ -233,7 +233,7 @@ def in_turn(comm: MPI.Comm, work: Callable[[], dict[Key, float]]) -> dict[Key, f
 def step_seconds(comm: MPI.Comm, side: Side, mailbox: Mailbox, observe: Observe | None = None) -> float:
     """From the start of the first stage's first task to the end of the last task of all."""
     side.stage.begin(side.table.has_weight)
-    runner = StageRunner(side.table, side.stage.flow, mailbox, observe)
+    runner = StageExecutor(side.table, side.stage.flow, mailbox, observe)
     meet(comm)
     start = time.perf_counter()
     runner.run(side.stage.programs)

@@ -17,7 +17,7 @@ from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig, Dtypes
 from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import by_axis
-from shardtrain.plan.traffic import Work, step_traffic, weights
+from shardtrain.plan.traffic import StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import state_specs
@@ -78,7 +78,7 @@ def rows(config: DecoderConfig, layout: Layout, microbatches: int, options: Opti
     }
     compiled = compile_step(model, next_token_loss, optimizer, layout, mesh, batch, microbatches)
     arrays = state_specs(model, optimizer, layout, sizes).arrays
-    work = Work(
+    work = StepSizes(
         weights=weights(arrays, layout.sharded_rules),
         num_tokens=options.rows * config.seq,
         embed=config.embed,
@@ -89,7 +89,7 @@ def rows(config: DecoderConfig, layout: Layout, microbatches: int, options: Opti
     return compared(figures(compiled, sizes), work, layout, sizes)
 
 
-def compared(found: Figures, work: Work, layout: Layout, sizes: dict[str, int]) -> list[str]:
+def compared(found: Figures, work: StepSizes, layout: Layout, sizes: dict[str, int]) -> list[str]:
     """Measured beside theory, the dearest first; what is below 0.1 % of the step is put together."""
     theory: dict[tuple[str, tuple[str, ...]], float] = {}
     for key, num_bytes in step_traffic(work, layout, sizes).items():

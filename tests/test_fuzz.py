@@ -27,7 +27,7 @@ from shardtrain.checkpoints.checkpointer import Checkpoints, alone
 from shardtrain.checkpoints.discover import choose
 from shardtrain.checkpoints.manifest import _text
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.reader import archives
+from shardtrain.checkpoints.reader import readers
 from shardtrain.cli.checkpoint_files import mask_token, run_file_text
 from shardtrain.cli.run_options import load_run
 from shardtrain.imported import option_problems, read_mask_token, read_model, write_about
@@ -241,7 +241,7 @@ def test_manifests(guarded, tmp_path):
             path.write_bytes(garbled(text.encode(), rng))
 
         def read(show: bool = i % 10 == 0) -> None:
-            found = archives(folder)
+            found = readers(folder)
             for archive in found:
                 for name in archive.leaves:
                     archive.read(name)

@@ -24,11 +24,11 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from shardtrain.checkpoints import manifest as manifests
-from shardtrain.checkpoints.discover import Choice, Share, choose
+from shardtrain.checkpoints.discover import Discovered, Share, choose
 from shardtrain.checkpoints.fast_disk import check as check_fast
 from shardtrain.checkpoints.fast_disk import claim, fast_folder
-from shardtrain.checkpoints.flatten import check, describe, restorable, saveable
-from shardtrain.checkpoints.manifest import WHOLE, Leaf, Lie, Manifest, Part
+from shardtrain.checkpoints.flatten import check, describe, flatten, restorable
+from shardtrain.checkpoints.manifest import WHOLE, ArrayOrigin, Leaf, Manifest, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow, restore_arrays
 from shardtrain.checkpoints.retention import FAST_KEPT, Mirror, delete_old
@@ -108,7 +108,7 @@ class Checkpoints:
         self,
         folder: Path,
         policy: CheckpointPolicy,
-        part: Part = WHOLE,
+        part: WriterPart = WHOLE,
         *,
         report: Callable[[str], None] = _LOG.warning,
     ) -> None:
@@ -156,7 +156,7 @@ class Checkpoints:
         return sorted({step for folder in self.folders for step in self._with_manifest(folder)})
 
     def save(
-        self, step: int, state: Any, extra: dict[str, Any], lies: Mapping[str, Lie] | None = None
+        self, step: int, state: Any, extra: dict[str, Any], lies: Mapping[str, ArrayOrigin] | None = None
     ) -> None:
         """Begin to save; the arrays may be donated or deleted as soon as this returns.
 
@@ -174,7 +174,7 @@ class Checkpoints:
             ValueError: all that cannot be saved, or a step that is not new.
         """
         self.wait()
-        arrays = saveable(state)
+        arrays = flatten(state)
         check(manifests.extra_problems(extra), "these values cannot be saved", "Use JSON's types")
         self._check_new(step)
         leaves = describe(arrays, lies or {})
@@ -272,7 +272,7 @@ class Checkpoints:
         self._broken.update(later for later in steps if later > step)
         self._latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
-    def choose(self, newest: int | None = None, share: Share | None = None) -> Choice:
+    def choose(self, newest: int | None = None, share: Share | None = None) -> Discovered:
         """Find the newest whole checkpoint, whoever can see its parts.
 
         Before anything is loaded, every file's size and checksum are compared with the manifest (for the
@@ -302,7 +302,7 @@ class Checkpoints:
         self,
         abstract_state: Any,
         newest: int | None = None,
-        lies: Mapping[str, Lie] | None = None,
+        lies: Mapping[str, ArrayOrigin] | None = None,
         allow: Allow = Allow(),
     ) -> Restored | None:
         """Read the newest whole checkpoint, each array straight into the sharding asked for.

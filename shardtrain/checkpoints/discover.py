@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoints.manifest import partial_folders
-from shardtrain.checkpoints.reader import Archive, archives
+from shardtrain.checkpoints.reader import CheckpointReader, readers
 from shardtrain.system.untrusted_files import some
 
 Share = Callable[[str, Callable[[int], Any]], list[Any]]
@@ -17,7 +17,7 @@ Share = Callable[[str, Callable[[int], Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Discovered:
     """What was found.
 
     Args:
@@ -36,14 +36,18 @@ class Choice:
     passed_over: Sequence[str] = ()
     broken: frozenset[int] = frozenset()
 
-    def archive(self, folders: Sequence[Path]) -> Archive:
+    def archive(self, folders: Sequence[Path]) -> CheckpointReader:
         """What of it can be seen in these folders; a later save of the same step goes before an earlier."""
         mine = (self.step, self.num_parts, self.save_id)
-        found = [each for each in archives(*folders) if (each.step, each.num_parts, each.save_id) == mine]
-        return found[-1] if found else Archive(step=self.step or 0, folders={}, num_parts=self.num_parts)
+        found = [each for each in readers(*folders) if (each.step, each.num_parts, each.save_id) == mine]
+        return (
+            found[-1]
+            if found
+            else CheckpointReader(step=self.step or 0, folders={}, num_parts=self.num_parts)
+        )
 
 
-def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Choice:
+def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Discovered:
     """Find the newest step of which all parts are whole.
 
     Args:
@@ -74,7 +78,7 @@ def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Choice:
             broken.add(step)
             incomplete.add(step)
         else:
-            complete.append((Choice(step=step, num_parts=num_parts, save_id=save_id), seers))
+            complete.append((Discovered(step=step, num_parts=num_parts, save_id=save_id), seers))
     _check_any(folders[-1], [choice for choice, _ in complete], incomplete)
     for choice, seers in reversed(complete):
         step = choice.step
@@ -90,16 +94,16 @@ def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Choice:
         passed_over += [f"{name}: broken: {'; '.join(problems)}" for name, problems in sorted(wrong.items())]
     if complete:
         raise ValueError(all_broken_text(folders[-1], passed_over))
-    return Choice(passed_over=passed_over, broken=frozenset(broken))
+    return Discovered(passed_over=passed_over, broken=frozenset(broken))
 
 
 def _look(folders: Sequence[Path]) -> dict[str, Any]:
     partial = [path.name for folder in folders for path in partial_folders(folder)]
-    found = [[each.step, each.num_parts, each.save_id, sorted(each.folders)] for each in archives(*folders)]
+    found = [[each.step, each.num_parts, each.save_id, sorted(each.folders)] for each in readers(*folders)]
     return {"partial": partial, "found": found}
 
 
-def _check_any(folder: Path, complete: Sequence[Choice], incomplete: set[int]) -> None:
+def _check_any(folder: Path, complete: Sequence[Discovered], incomplete: set[int]) -> None:
     """One unfinished step may be the first save, which was interrupted; several are checkpoints out of sight.
 
     Raises:
@@ -124,7 +128,7 @@ def _seers(looked: Sequence[dict[str, Any]]) -> list[tuple[tuple[int, int, str],
 
 
 def _verifying(
-    folders: Sequence[Path], choice: Choice, seers: dict[int, list[int]]
+    folders: Sequence[Path], choice: Discovered, seers: dict[int, list[int]]
 ) -> Callable[[int], dict[str, Any]]:
     """Each part is read by one island that sees it."""
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.checkpoints.manifest import COMMON, Leaf, Lie
+from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, Leaf
 
 
-def saveable(state: Any) -> dict[str, jax.Array]:
+def flatten(state: Any) -> dict[str, jax.Array]:
     """The arrays of a state by path; Orbax gets them flat, so that no two of its names can fall together.
 
     Args:
@@ -71,7 +71,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
 
 
-def describe(arrays: Mapping[str, Any], lies: Mapping[str, Lie]) -> dict[str, Leaf]:
+def describe(arrays: Mapping[str, Any], lies: Mapping[str, ArrayOrigin]) -> dict[str, Leaf]:
     """Arrays as a manifest has them: path -> shape, dtype, and which piece of the whole it is."""
     return {
         path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, lie=lies.get(path, COMMON))

@@ -21,11 +21,11 @@ from shardtrain.checkpoints.manifest_entries import (
     COMMON,
     MOST_PARTS,
     WHOLE,
+    ArrayOrigin,
     File,
     Leaf,
-    Lie,
     Manifest,
-    Part,
+    WriterPart,
     manifest_of,
 )
 from shardtrain.system.untrusted_files import open_inside, parse_json, short, special_files, stat_inside
@@ -35,11 +35,11 @@ __all__ = [
     "COMMON",
     "PARTIAL",
     "WHOLE",
+    "ArrayOrigin",
     "File",
     "Leaf",
-    "Lie",
     "Manifest",
-    "Part",
+    "WriterPart",
     "delete",
     "extra_problems",
     "finished",
@@ -74,24 +74,24 @@ _MOST_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 22
 
 
-def step_folder(folder: Path, step: int, part: Part = WHOLE) -> Path:
+def step_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
     """Where the finished checkpoint of a step lies, or a part of it.
 
     Examples:
-        >>> step_folder(Path("runs"), 20).name, step_folder(Path("runs"), 20, Part(1, 3)).name
+        >>> step_folder(Path("runs"), 20).name, step_folder(Path("runs"), 20, WriterPart(1, 3)).name
         ('step_00000020', 'step_00000020.part-1-of-3')
     """
     return folder / f"{_STEP}{step:08d}{part}"
 
 
-def partial_folder(folder: Path, step: int, part: Part = WHOLE) -> Path:
+def partial_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
     """Where a step is written before it is finished, and where it goes to be deleted."""
     return folder / (step_folder(folder, step, part).name + PARTIAL)
 
 
-def finished(folder: Path) -> dict[int, dict[Part, Path]]:
+def finished(folder: Path) -> dict[int, dict[WriterPart, Path]]:
     """Folders of finished parts by step, ascending; whether each is whole, `problems` says."""
-    found: dict[int, dict[Part, Path]] = {}
+    found: dict[int, dict[WriterPart, Path]] = {}
     for path in sorted(folder.glob(f"{_STEP}*")):
         step, part = read_name(path.name)
         if step >= 0 and path == step_folder(folder, step, part):
@@ -99,14 +99,14 @@ def finished(folder: Path) -> dict[int, dict[Part, Path]]:
     return dict(sorted(found.items()))
 
 
-def read_name(name: str) -> tuple[int, Part]:
+def read_name(name: str) -> tuple[int, WriterPart]:
     """The step and part of a folder; (-1, WHOLE) where it has none.
 
     >>> read_name("step_00000020.part-1-of-3"), read_name("step_new")
-    ((20, Part(index=1, count=3)), (-1, Part(index=0, count=1)))
+    ((20, WriterPart(index=1, count=3)), (-1, WriterPart(index=0, count=1)))
     """
     match = _NAME.fullmatch(name)
-    part = Part(int(match[2]), int(match[3])) if match and match[2] else WHOLE
+    part = WriterPart(int(match[2]), int(match[3])) if match and match[2] else WHOLE
     # a count that no run has would be counted up to
     if match is None or not part.index < part.count <= MOST_PARTS:
         return -1, WHOLE

@@ -34,7 +34,7 @@ COMPRESSION = 1024
 SMALL_BYTES = 1 << 20
 
 
-class Part(NamedTuple):
+class WriterPart(NamedTuple):
     """Which part of a step a writer saves: islands of stages, or with states of their own, save one each."""
 
     index: int = 0
@@ -44,7 +44,7 @@ class Part(NamedTuple):
         return f".part-{self.index}-of-{self.count}" if self.count > 1 else ""
 
 
-WHOLE = Part()
+WHOLE = WriterPart()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lie:
+class ArrayOrigin:
     """How an array lies in the state of the whole model, so that any other layout finds its pieces.
 
     Args:
@@ -72,7 +72,7 @@ class Lie:
         num_replicas: how many have; where `replica` is None, its first dim counts them. None: all have it in
             common.
 
-    >>> Lie(rows=(4, 5), num_rows=6).whole((2, 8)), Lie(num_replicas=4).whole((4, 6, 8))
+    >>> ArrayOrigin(rows=(4, 5), num_rows=6).whole((2, 8)), ArrayOrigin(num_replicas=4).whole((4, 6, 8))
     ((6, 8), (6, 8))
     """
 
@@ -92,7 +92,7 @@ class Lie:
         return shape if self.num_rows is None else (self.num_rows, *shape[1:])
 
 
-COMMON = Lie()
+COMMON = ArrayOrigin()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Leaf:
 
     shape: tuple[int, ...]
     dtype: str
-    lie: Lie = COMMON
+    lie: ArrayOrigin = COMMON
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.lie.whole(self.shape)}"
@@ -138,7 +138,7 @@ class Manifest:
     files: Mapping[str, File]
     leaves: Mapping[str, Leaf]
     extra: dict[str, Any]
-    part: Part = WHOLE
+    part: WriterPart = WHOLE
     saved_seconds: float = 0.0
     save_id: str = ""
 
@@ -208,7 +208,7 @@ def _leaf(path: str, entry: Any) -> Leaf:
     return Leaf(shape=shape, dtype=entry["dtype"], lie=_lie(what, shape, entry.get("lie", {})))
 
 
-def _lie(what: str, shape: tuple[int, ...], entry: Any) -> Lie:
+def _lie(what: str, shape: tuple[int, ...], entry: Any) -> ArrayOrigin:
     entry = of_kind(entry, dict, f"the lie of {what}")
     if unknown := set(entry) - {"rows", "num_rows", "replica", "num_replicas"}:
         raise ValueError(f"the lie of {what} has {short(sorted(unknown))}, which it has not")
@@ -223,7 +223,7 @@ def _lie(what: str, shape: tuple[int, ...], entry: Any) -> Lie:
             whole_number(row, f"a row of {what}", (numbers["num_rows"] or 0) - 1, -1)
             for row in of_kind(rows, list, f"rows of {what}")
         )
-    lie = Lie(rows=rows, **numbers)
+    lie = ArrayOrigin(rows=rows, **numbers)
     if lie.replica is not None and lie.replica >= (lie.num_replicas or 0):
         raise ValueError(f"{what} is of replica {lie.replica} of {lie.num_replicas}")
     sizes = shape[1:] if lie.counts_replicas else shape
@@ -234,11 +234,11 @@ def _lie(what: str, shape: tuple[int, ...], entry: Any) -> Lie:
     return lie
 
 
-def _part(entry: Any) -> Part:
+def _part(entry: Any) -> WriterPart:
     if type(entry) is not list or len(entry) != 2:
         raise ValueError(f"part is {short(entry)}; it is an index and a count")
     count = whole_number(entry[1], "the number of parts", MOST_PARTS, 1)
-    return Part(whole_number(entry[0], "the index of the part", count - 1), count)
+    return WriterPart(whole_number(entry[0], "the index of the part", count - 1), count)
 
 
 def _extra(entry: Any) -> dict[str, Any]:

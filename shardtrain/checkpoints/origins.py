@@ -12,9 +12,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardtrain import axes
-from shardtrain.checkpoints.manifest import COMMON, Lie
+from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin
 from shardtrain.functional.model import BLOCKS, Tree, path_text
-from shardtrain.pipeline.stage_model import Held
+from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import without_pipeline
 from shardtrain.train_step.state import Placement, State, restorable_state
 
@@ -36,10 +36,10 @@ def saved_part(state: State, own: bool = False) -> State:
 
 def lies(
     placement: Placement,
-    held: Held | None = None,
+    held: StageModel | None = None,
     island: tuple[int, int] = (0, 1),
     own_optimizers: bool = False,
-) -> Callable[[State], dict[str, Lie]]:
+) -> Callable[[State], dict[str, ArrayOrigin]]:
     """state -> path -> which piece of the whole an array of it is; whole arrays are left out.
 
     Args:
@@ -52,13 +52,13 @@ def lies(
     combine = placement.combine
     in_mesh = placement.mesh.shape[axes.DATA] if combine.on_deltas else None
 
-    def lie(path: str, shape: tuple[int, ...]) -> Lie:
+    def lie(path: str, shape: tuple[int, ...]) -> ArrayOrigin:
         if path.startswith(KEPT):
-            return Lie(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
+            return ArrayOrigin(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
         own = own_optimizers and path.startswith("opt_state/")
-        whose = Lie(replica=island[0], num_replicas=island[1]) if own else COMMON
+        whose = ArrayOrigin(replica=island[0], num_replicas=island[1]) if own else COMMON
         if in_mesh is not None and path.startswith("opt_state/"):
-            return Lie(num_replicas=in_mesh)
+            return ArrayOrigin(num_replicas=in_mesh)
         # of a parameter, whatever its other dims: factored moments have fewer
         keys = path.split("/")
         is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))
@@ -71,7 +71,7 @@ def lies(
     paths = [path_text(path) for path, _ in leaves]
     blocks = {path for path in paths if rows and path.startswith(f"{BLOCKS}/")}
 
-    def of(state: State) -> dict[str, Lie]:
+    def of(state: State) -> dict[str, ArrayOrigin]:
         shapes = {path_text(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(state)}
         found = {path: lie(path, shape) for path, shape in shapes.items()}
         return {path: each for path, each in found.items() if each != COMMON}
@@ -83,7 +83,7 @@ def _leaves(state: State) -> list[tuple[Any, Any]]:
     return jax.tree.leaves_with_path(state)
 
 
-def _rows(placement: Placement, held: Held | None) -> tuple[tuple[int, ...], int]:
+def _rows(placement: Placement, held: StageModel | None) -> tuple[tuple[int, ...], int]:
     """The block of each row of a stacked array, and how many the model has; none where all are in order."""
     if held is not None:
         stacked = held.model.chain is not None and held.model.chain.stacked

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 
 
@@ -31,7 +31,7 @@ class CheckpointPolicy:
     fast: Path | None = None
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         allowed = {
             "every_steps": (self.every_steps is None or self.every_steps >= 1, "None, 1 or more"),
             "every_minutes": (self.every_minutes is None or self.every_minutes > 0, "None, or more than 0"),

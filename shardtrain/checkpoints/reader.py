@@ -17,8 +17,8 @@ import tensorstore
 from shardtrain.checkpoints.manifest import (
     ARRAYS,
     COMMON,
+    ArrayOrigin,
     Leaf,
-    Lie,
     Manifest,
     finished,
     problems,
@@ -34,7 +34,7 @@ _CACHE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredArray:
     """An array in one part of a step."""
 
     folder: Path
@@ -61,7 +61,7 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Archive:
+class CheckpointReader:
     """A finished step.
 
     Args:
@@ -126,15 +126,15 @@ class Archive:
         return sum(file.num_bytes for each in self.manifests.values() for file in each.files.values())
 
     @cached_property
-    def pieces(self) -> dict[str, list[Piece]]:
+    def pieces(self) -> dict[str, list[StoredArray]]:
         """Path -> the pieces of that array."""
-        found: dict[str, list[Piece]] = {}
+        found: dict[str, list[StoredArray]] = {}
         for part, manifest in self.manifests.items():
             for path, leaf in manifest.leaves.items():
-                found.setdefault(path, []).append(Piece(self.folders[part], leaf))
+                found.setdefault(path, []).append(StoredArray(self.folders[part], leaf))
         return found
 
-    def leaf(self, path: str, lie: Lie = COMMON) -> Leaf:
+    def leaf(self, path: str, lie: ArrayOrigin = COMMON) -> Leaf:
         """An array as one replica of the whole model has it: that replica whose piece `lie` asks for."""
         pieces = self.pieces[path]
         replica = (lie.replica or 0) % (pieces[0].leaf.lie.num_replicas or 1)
@@ -195,8 +195,8 @@ class Archive:
         return Reading(array, under_way)
 
     def _rows(
-        self, path: str, lie: Lie, index: Index, replica: int, array: np.ndarray
-    ) -> Iterator[tuple[Index, Piece, Any]]:
+        self, path: str, lie: ArrayOrigin, index: Index, replica: int, array: np.ndarray
+    ) -> Iterator[tuple[Index, StoredArray, Any]]:
         """(where in the array, from which piece, what of it), in as few slices as there can be."""
         mine = [p for p in self.pieces[path] if p.leaf.lie.replica in (None, replica)]
         if not mine:
@@ -234,7 +234,7 @@ class Archive:
         """Of all arrays: what lies where in the files, and a chunk of several slices, are read once."""
         return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
-    def _open(self, piece: Piece, path: str) -> Any:
+    def _open(self, piece: StoredArray, path: str) -> Any:
         key = (piece.folder, path)
         if key not in self._stores:
             there_bytes = self._there_bytes(piece.folder)
@@ -300,16 +300,16 @@ def _runs(places: Sequence[tuple[Any, int] | None]) -> Iterator[tuple[int, int]]
         yield numbers[0], numbers[-1] + 1
 
 
-def find_archives(*folders: Path) -> list[Archive]:
+def find_readers(*folders: Path) -> list[CheckpointReader]:
     """All finished steps of a run whose parts are all there, ascending.
 
     Args:
         folders: of checkpoints: a fast one and the shared one; what is in the first is taken from there.
     """
-    return [archive for archive in archives(*folders) if not archive.missing]
+    return [archive for archive in readers(*folders) if not archive.missing]
 
 
-def archives(*folders: Path) -> list[Archive]:
+def readers(*folders: Path) -> list[CheckpointReader]:
     """All finished steps that can be seen, those with missing parts too; where a step was saved in several
     ways, the newer last.
     """
@@ -321,12 +321,12 @@ def archives(*folders: Path) -> list[Archive]:
                 save_id = "" if manifest is None else manifest.save_id
                 seen.setdefault((step, part.count, save_id), {}).setdefault(part.index, path)
     found = [
-        Archive(step=step, folders=paths, num_parts=count, save_id=save_id)
+        CheckpointReader(step=step, folders=paths, num_parts=count, save_id=save_id)
         for (step, count, save_id), paths in seen.items()
     ]
     return sorted(found, key=lambda each: (each.step, _saved_seconds(each)))
 
 
-def _saved_seconds(archive: Archive) -> float:
+def _saved_seconds(archive: CheckpointReader) -> float:
     manifest, _ = read_manifest(next(iter(archive.folders.values())))
     return 0.0 if manifest is None else manifest.saved_seconds

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from shardtrain.checkpoints.manifest import COMMON, Leaf, Lie, matches, mismatches
-from shardtrain.checkpoints.reader import Archive, Index, Reading
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, Leaf, matches, mismatches
+from shardtrain.checkpoints.reader import CheckpointReader, Index, Reading
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 
 OPTIMIZER = "opt_state/"
@@ -44,14 +44,14 @@ class Allow:
     changed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if problems := wrong_kinds(self):
+        if problems := wrong_types(self):
             raise problems_error("this cannot be allowed", problems)
 
 
 def restore_arrays(
-    archive: Archive,
+    archive: CheckpointReader,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    lies: Mapping[str, Lie],
+    lies: Mapping[str, ArrayOrigin],
     allow: Allow = Allow(),
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, jax.Array]:
@@ -146,7 +146,7 @@ def begun_anew(differing: Sequence[str], wanted: Iterable[str], missing: Sequenc
 
 
 def check_state(
-    archive: Archive, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
+    archive: CheckpointReader, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
 ) -> None:
     """Compare what was saved with what is wanted.
 
@@ -203,7 +203,7 @@ def _land(under_way: deque[_Coming], arrays: dict[str, jax.Array]) -> None:
     arrays[oldest.path] = oldest.land()
 
 
-def _start(archive: Archive, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:
+def _start(archive: CheckpointReader, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:
     assert like.sharding is not None
     devices: dict[Any, list[Any]] = {}
     for device, index in like.sharding.addressable_devices_indices_map(tuple(like.shape)).items():

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from shardtrain.checkpoints import manifest as manifests
-from shardtrain.checkpoints.manifest import Part
+from shardtrain.checkpoints.manifest import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 
 FAST_KEPT = 2
@@ -19,7 +19,7 @@ FAST_KEPT = 2
 def delete_old(
     folder: Path,
     policy: CheckpointPolicy,
-    part: Part,
+    part: WriterPart,
     newest: int,
     broken: Collection[int] = (),
     in_use: Collection[int] = (),
@@ -59,14 +59,14 @@ def delete_old(
     return notes
 
 
-def _is_whole(parts: dict[Part, Path], mine: Part) -> bool:
+def _is_whole(parts: dict[WriterPart, Path], mine: WriterPart) -> bool:
     """My own part is there; or all parts of another number of writers are."""
     finished = {part for part, path in parts.items() if manifests.has_manifest(path)}
     others = {part.count for part in finished} - {mine.count}
-    return mine in finished or any({Part(i, n) for i in range(n)} <= finished for n in others)
+    return mine in finished or any({WriterPart(i, n) for i in range(n)} <= finished for n in others)
 
 
-def _is_left_behind(path: Path, mine: Part, newest: int) -> bool:
+def _is_left_behind(path: Path, mine: WriterPart, newest: int) -> bool:
     """A save or deletion was interrupted here; no writer is at it now."""
     step, part = manifests.read_name(path.name.removesuffix(manifests.PARTIAL))
     if part.count == mine.count > 1:
@@ -84,7 +84,7 @@ class Mirror:
         part: of the writer.
     """
 
-    def __init__(self, fast: Path, shared: Path, policy: CheckpointPolicy, part: Part) -> None:
+    def __init__(self, fast: Path, shared: Path, policy: CheckpointPolicy, part: WriterPart) -> None:
         self._fast, self._shared, self._policy, self._part = fast, shared, policy, part
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copy checkpoint")
         self._wanted: int | None = None

@@ -182,9 +182,14 @@ def set_cpu_devices(arguments: list[str]) -> None:
 
 
 def _of_this_island(word: str, numbers: Sequence[str]) -> str:
-    from shardtrain.islands.rank_environment import PROCESSES, find_place, find_seat, parse_processes
+    from shardtrain.islands.rank_environment import (
+        PROCESSES,
+        find_rank_environment,
+        find_seat,
+        parse_processes,
+    )
 
-    place = find_place(os.environ)
+    place = find_rank_environment(os.environ)
     seat = find_seat(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))
     if len(numbers) != seat.num_islands:
         raise ValueError(

@@ -13,9 +13,9 @@ import tyro
 
 from shardtrain.checkpoints.manifest import delete, partial_folders
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
-from shardtrain.checkpoints.reader import Archive, archives
+from shardtrain.checkpoints.reader import CheckpointReader, readers
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
-from shardtrain.cli.checkpoint_path import Place, find_place
+from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
 from shardtrain.errors.messages import near
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
 from shardtrain.sharding.specs import bytes_text
@@ -123,26 +123,29 @@ def usage() -> str:
 
 
 def _ls(options: Ls) -> int:
-    place = find_place(options.run)
-    found = [each for each in archives(place.folder) if place.step in (None, each.step)]
+    place = find_checkpoint_path(options.run)
+    found = [each for each in readers(place.folder) if place.step in (None, each.step)]
     terminal.out(list_text(found, partial_folders(place.folder)))
     return 0
 
 
 def _show(options: Show) -> int:
-    terminal.out(show_text(find_place(options.run, options.step).archive()))
+    terminal.out(show_text(find_checkpoint_path(options.run, options.step).archive()))
     return 0
 
 
 def _diff(options: Diff) -> int:
-    first, second = find_place(options.first).archive(), find_place(options.second).archive()
+    first, second = (
+        find_checkpoint_path(options.first).archive(),
+        find_checkpoint_path(options.second).archive(),
+    )
     terminal.out(diff_text(first, second))
     return 0
 
 
 def _verify(options: Verify) -> int:
     num_broken = 0
-    for archive in find_place(options.run, options.step).all_archives():
+    for archive in find_checkpoint_path(options.run, options.step).all_archives():
         problems = archive.problems()
         num_broken += bool(problems)
         if problems:
@@ -156,7 +159,7 @@ def _verify(options: Verify) -> int:
 
 def _prune(options: Prune) -> int:
     policy = CheckpointPolicy(keep=options.keep, keep_every=options.keep_every)
-    place = find_place(options.run)
+    place = find_checkpoint_path(options.run)
     if place.step is not None:
         raise ValueError(f"{options.run} is one step; give the run's folder to prune it")
     if options.dry_run:
@@ -165,7 +168,7 @@ def _prune(options: Prune) -> int:
         return _pruned(place, policy, delete)
 
 
-def _pruned(place: Place, policy: CheckpointPolicy, remove: Callable[[Path], None]) -> int:
+def _pruned(place: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[Path], None]) -> int:
     found = place.all_archives()
     whole = _newest_whole(found, policy.keep)
     if not whole:
@@ -192,9 +195,9 @@ def _pruned(place: Place, policy: CheckpointPolicy, remove: Callable[[Path], Non
     return 0
 
 
-def _newest_whole(found: Sequence[Archive], number: int) -> list[Archive]:
+def _newest_whole(found: Sequence[CheckpointReader], number: int) -> list[CheckpointReader]:
     """As many of the newest whole steps as there shall be, the newest first; older ones are not read."""
-    whole: list[Archive] = []
+    whole: list[CheckpointReader] = []
     for archive in reversed(found):
         if len(whole) < number and not archive.problems():
             whole.append(archive)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardtrain.checkpoints.evaluated_params import exported_params
-from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_place
+from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_checkpoint_path
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import MODEL_FILE, write_about
 from shardtrain.sharding.specs import bytes_text
@@ -74,7 +74,7 @@ def export_checkpoint(options: Export) -> int:
     Raises:
       ValueError: the step is broken, or of a model that the converter does not know.
     """
-    place = find_place(options.run, options.step)
+    place = find_checkpoint_path(options.run, options.step)
     archive = place.archive()
     if problems := archive.problems():
         raise problems_error(f"step {archive.step} is broken and is not exported", problems)

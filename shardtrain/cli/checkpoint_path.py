@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.checkpoints.manifest import finished, partial_folders, read_name
-from shardtrain.checkpoints.reader import Archive, archives
+from shardtrain.checkpoints.reader import CheckpointReader, readers
 from shardtrain.system.untrusted_files import some
 
 CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CheckpointPath:
     """A folder of checkpoints, and the step that was asked for.
 
     Args:
@@ -22,13 +22,13 @@ class Place:
     folder: Path
     step: int | None
 
-    def all_archives(self) -> list[Archive]:
+    def all_archives(self) -> list[CheckpointReader]:
         """The step that was asked for, or all.
 
         Raises:
           ValueError: there is none.
         """
-        found = archives(self.folder)
+        found = readers(self.folder)
         chosen = [each for each in found if self.step in (None, each.step)]
         if not chosen:
             steps = ", ".join(str(each.step) for each in found)
@@ -36,7 +36,7 @@ class Place:
             raise ValueError(f"{self.folder} has no step {'' if self.step is None else self.step}: {have}")
         return chosen
 
-    def archive(self) -> Archive:
+    def archive(self) -> CheckpointReader:
         """The step that was asked for, or the newest that has all of its parts.
 
         Raises:
@@ -52,7 +52,7 @@ class Place:
         return whole[-1]
 
 
-def find_place(where: str, step: int | None = None) -> Place:
+def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     """Read what was asked for.
 
     Args:
@@ -76,7 +76,7 @@ def find_place(where: str, step: int | None = None) -> Place:
         raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
     if not finished(folder) and not partial_folders(folder):
         raise ValueError(f"{path} holds no checkpoints; give a run's folder, or that of its checkpoints")
-    return Place(folder=folder, step=next(iter(steps), None))
+    return CheckpointPath(folder=folder, step=next(iter(steps), None))
 
 
 def _split(where: str) -> tuple[Path, list[int]]:

@@ -14,7 +14,7 @@ import tyro
 
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import near
-from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_place
+from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_rank_environment
 
 if TYPE_CHECKING:
     from shardtrain.doctor.examine import Examined
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         " was asked.",
     )
     # as `train` does it: the doctor sees what a run would see
-    place = find_place(os.environ)
+    place = find_rank_environment(os.environ)
     os.environ.update(device_environment(place, os.environ))
     given = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     if cores := bind_cpus(place):
@@ -86,14 +86,14 @@ def main(arguments: Sequence[str]) -> int:
     if started.problem is not None and place.rank > 0:
         # each rank would be alone and print a table of its own; an error here would end the first one
         return 0
-    from shardtrain.doctor.check import Here
+    from shardtrain.doctor.check import RankContext
     from shardtrain.doctor.examine import CHECKS, examine
 
     assert tuple(CHECKS) == NAMES, "the help names all checks"
     chosen = {n: check for n, check in CHECKS.items() if n in options.names}
     chosen = {n: check for n, check in chosen.items() if not (options.quick and check.measures)}
     heres = [
-        Here(
+        RankContext(
             place=place,
             hosts=started.hosts,
             meeting=meeting,

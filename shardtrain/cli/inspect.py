@@ -17,7 +17,7 @@ from shardtrain.functional.model import Model, as_model
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.partition import counts, parse_stages
 from shardtrain.pipeline.schedule import make_table, read_table
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.compile import compile_placed, described_devices, figures
 from shardtrain.plan.traffic import parameter_traffic, weights
@@ -115,7 +115,7 @@ def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
     return figures_text(figures(compiled, sizes), kind)
 
 
-def _stages(run: Run, model: Model, num_stages: int) -> Stages | None:
+def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
     """How such a mesh cuts the blocks; what needs the shapes of the data is shown cut evenly."""
     if num_stages == 1 or model.chain is None or not model.chain.stacked:
         return None
@@ -125,7 +125,7 @@ def _stages(run: Run, model: Model, num_stages: int) -> Stages | None:
         terminal.err(f"blocks are shown cut evenly: to cut them by {by} needs the data\n")
         by = "equal"
     found = counts(by, model.chain.num_blocks, num_stages * pipeline.virtual_stages)
-    return Stages(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(found))
+    return Partition(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(found))
 
 
 def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED
-from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_place
-from shardtrain.islands.watchdog.activity import Marks, marks_of
+from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_rank_environment
+from shardtrain.islands.watchdog.activity import ActivityRecord, activity_record
 from shardtrain.launch.duration import parse_time
 from shardtrain.system import terminal
 from shardtrain.system.standard_streams import steady_output
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
       75.
     """
     # before jax starts: the ranks of a host share its devices and cores
-    place = find_place(os.environ)
+    place = find_rank_environment(os.environ)
     os.environ.update(device_environment(place, os.environ))
     if cores := bind_cpus(place):
         os.sched_setaffinity(0, cores)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     stop.until_seconds = options.until_seconds()
     from shardtrain.checkpoints.checkpointer import SaveFailed  # jax starts here, after the options were read
     from shardtrain.islands.membership import join, make_watchdog
-    from shardtrain.islands.rank_timeout import Missing
+    from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS
     from shardtrain.trainer.train import train
 
@@ -88,10 +88,10 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    marks = marks_of()
+    marks = activity_record()
     try:
         islands = join(report=_to_stderr, marks=marks)
-    except Missing as missing:
+    except RankTimeout as missing:
         _end_missing(missing)
     stacks = (run.run_dir or Path("runs/run")) / STACKS
     try:
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
                 if islands is not None:
                     # a launcher that sees one rank end may end the others: none may still be saving
                     islands.control.share("the end", timeout_seconds=run.watch.limit(long=True))
-            except Missing as missing:
+            except RankTimeout as missing:
                 watchdog.end(str(missing))
     except (FloatingPointError, SaveFailed) as failure:
         terminal.err(f"shardtrain train: {failure}\n")
@@ -117,10 +117,10 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
 
 
-def failed_text(marks: Marks, error: OSError) -> str:
+def failed_text(marks: ActivityRecord, error: OSError) -> str:
     """What was being done when the machine failed.
 
-    >>> marks = Marks()
+    >>> marks = ActivityRecord()
     >>> marks.begin_step(7)
     >>> try:
     ...     with marks.at("the training loop"), marks.at("reading a batch"):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.combine import Combiner, MeshGroup, make_combiner
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import path_text
 from shardtrain.sharding.resolve import Named
@@ -55,7 +55,7 @@ class Combine:
         return {"by": value} if isinstance(value, str | Combiner) else None
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         if self.local_steps < 1:
             problems.append(f"local_steps is {self.local_steps}; use 1 or more")
         if self.local_steps > 1 and self.on == "gradients":

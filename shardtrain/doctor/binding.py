@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtrain.doctor.cgroup import limits
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, count_text, each, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each, some
 from shardtrain.sharding.specs import bytes_text
 
 SHM_BYTES_PER_RANK = 64 * 2**20
@@ -17,7 +17,7 @@ FEW_FILES = 1024
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """Where this rank may run, and what it may take."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     names = {
@@ -87,14 +87,14 @@ def ranges_text(numbers: Sequence[int]) -> str:
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of cores, of NUMA nodes, of limits on cores and memory, of /dev/shm and ulimits."""
     hosts = by_host(told)
     rows = [_cores(told, hosts), _numa(told), *_threads(told), _quota(told), _memory_limit(hosts)]
     return [*rows, _shm(hosts), *_ulimits(told)]
 
 
-def _cores(told: Sequence[Told], hosts: Mapping[str, Sequence[Told]]) -> Row:
+def _cores(told: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     found = each((one.name, _cores_text(one.facts)) for one in told)
     for overlapping in (_overlap(ranks) for ranks in hosts.values()):
         if overlapping:
@@ -109,7 +109,7 @@ def _cores_text(facts: Mapping) -> str:
     return own if given == cores else f"{own}, shared out of {ranges_text(given)}"
 
 
-def _overlap(ranks: Sequence[Told]):
+def _overlap(ranks: Sequence[RankFacts]):
     """(verdict, what is found, what to do) where ranks of a host may run on the same cores."""
     users: dict[int, list[str]] = {}
     for one in ranks:
@@ -139,7 +139,7 @@ def _overlap(ranks: Sequence[Told]):
     return "wrong", text, do
 
 
-def _numa(told: Sequence[Told]) -> Row:
+def _numa(told: Sequence[RankFacts]) -> Row:
     several = [one for one in told if len(one.facts["nodes"]) > 1]
     if not several:
         return Row(check="binding", what="NUMA", found="one node on every host")
@@ -160,7 +160,7 @@ def _numa(told: Sequence[Told]) -> Row:
     return Row(check="binding", what="NUMA", found=f"{found}: spread over nodes", verdict="note", do=do)
 
 
-def _threads(told: Sequence[Told]) -> list[Row]:
+def _threads(told: Sequence[RankFacts]) -> list[Row]:
     many = [
         (one.name, f"{name}={value} on {len(one.facts['cores'])} cores")
         for one in told
@@ -173,7 +173,7 @@ def _threads(told: Sequence[Told]) -> list[Row]:
     return [Row(check="binding", what="threads", found=each(many), verdict="warning", do=do)]
 
 
-def _quota(told: Sequence[Told]) -> Row:
+def _quota(told: Sequence[RankFacts]) -> Row:
     tight = [one for one in told if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
     if not tight:
         return Row(check="binding", what="CPU quota", found="none below the cores that are seen")
@@ -190,7 +190,7 @@ def _quota(told: Sequence[Told]) -> Row:
     return Row(check="binding", what="CPU quota", found=found, verdict="warning", do=do)
 
 
-def _memory_limit(hosts: Mapping[str, Sequence[Told]]) -> Row:
+def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     texts, tight = [], []
     for host, ranks in hosts.items():
         facts = ranks[0].facts
@@ -207,7 +207,7 @@ def _memory_limit(hosts: Mapping[str, Sequence[Told]]) -> Row:
     return Row(check="binding", what="memory", found=each(texts))
 
 
-def _shm(hosts: Mapping[str, Sequence[Told]]) -> Row:
+def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     texts, small = [], []
     for host, ranks in hosts.items():
         size, free = (ranks[0].facts[name] for name in ("shm_bytes", "shm_free_bytes"))
@@ -224,7 +224,7 @@ def _shm(hosts: Mapping[str, Sequence[Told]]) -> Row:
     return Row(check="binding", what="/dev/shm", found=each(texts), verdict="warning", do=do)
 
 
-def _ulimits(told: Sequence[Told]) -> list[Row]:
+def _ulimits(told: Sequence[RankFacts]) -> list[Row]:
     found = each((one.name, ulimits_text(one.facts["ulimits"])) for one in told)
     pinned = [
         o for o in told if o.facts["infiniband"] and (o.facts["ulimits"]["memlock"] or 2**60) < MEMLOCK_BYTES

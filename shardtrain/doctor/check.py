@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from shardtrain.islands.rank_environment import Place
+from shardtrain.islands.rank_environment import RankEnvironment
 
 Verdict = Literal["ok", "note", "warning", "wrong"]
 
@@ -51,7 +51,7 @@ class Meeting(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
+class RankContext:
     """What a check knows of the rank that it looks from.
 
     Args:
@@ -67,7 +67,7 @@ class Here:
       seats_problem: why they do not make up islands; None where they do.
     """
 
-    place: Place
+    place: RankEnvironment
     hosts: tuple[str, ...]
     meeting: Meeting
     comm: Any
@@ -95,7 +95,7 @@ class Here:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class RankFacts:
     """What a rank found.
 
     Args:
@@ -125,8 +125,8 @@ class Check:
     """
 
     about: str
-    look: Callable[[Here], Facts]
-    judge: Callable[[Sequence[Told]], list[Row]]
+    look: Callable[[RankContext], Facts]
+    judge: Callable[[Sequence[RankFacts]], list[Row]]
     limit_seconds: float
     if_it_hangs: str
     measures: bool = False
@@ -160,9 +160,9 @@ def some(names: Sequence[str], most: int = 4) -> str:
     return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
 
 
-def by_host(told: Sequence[Told]) -> dict[str, list[Told]]:
+def by_host(told: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
     """Host -> its ranks."""
-    hosts: dict[str, list[Told]] = {}
+    hosts: dict[str, list[RankFacts]] = {}
     for one in told:
         hosts.setdefault(one.host, []).append(one)
     return hosts

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, each, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, some
 from shardtrain.doctor.child import tell
 from shardtrain.doctor.visible_gpus import granted, uuids
 from shardtrain.sharding.specs import bytes_text
@@ -22,7 +22,7 @@ print(json.dumps({"devices": seen}))
 """
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """The devices of this rank, and the GPUs that it was given."""
     facts = granted(here.environ)
     facts["uuids"] = uuids(facts, facts["visible"])
@@ -31,7 +31,7 @@ def look(here: Here) -> Facts:
     return facts | {"seen": tell(PROGRAM, environ, CHILD_SECONDS)}
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of what jax sees, what it should see, and who shares a GPU."""
     rows = [_seen(told)]
     if idle := [one for one in told if _is_idle(one.facts)]:
@@ -62,7 +62,7 @@ def text(devices: Sequence[Facts]) -> str:
     return ", ".join(f"{number} x {kind}" for kind, number in groups.items())
 
 
-def _seen(told: Sequence[Told]) -> Row:
+def _seen(told: Sequence[RankFacts]) -> Row:
     broken = [(one.name, one.facts["seen"]["died"]) for one in told if "devices" not in one.facts["seen"]]
     if broken:
         do = (
@@ -89,7 +89,7 @@ def _is_idle(facts: Facts) -> bool:
     return may and "devices" in facts["seen"] and _gpus_seen(facts) == 0
 
 
-def _not_used(idle: Sequence[Told]) -> Row:
+def _not_used(idle: Sequence[RankFacts]) -> Row:
     facts = idle[0].facts
     where = some([one.name for one in idle])
     found = f"{where}: {facts['nodes']} GPUs are there (driver {facts['driver']}), and jax runs on the CPU"
@@ -119,7 +119,7 @@ def _problem(facts: Facts) -> str | None:
     return f"{by} names {given} GPUs, jax sees {seen}" if given is not None and given != seen else None
 
 
-def _shared(ranks: Sequence[Told]) -> list[Row]:
+def _shared(ranks: Sequence[RankFacts]) -> list[Row]:
     """Ranks of a host that use the same GPU."""
     users: dict[str, list[str]] = {}
     for one in ranks:
@@ -142,7 +142,7 @@ def _shared(ranks: Sequence[Told]) -> list[Row]:
     return [Row(check="devices", what="shared GPUs", found=found, verdict="warning", do=do)]
 
 
-def _busy(told: Sequence[Told]) -> list[Row]:
+def _busy(told: Sequence[RankFacts]) -> list[Row]:
     busy = {
         f"{one.host} GPU {gpu['index']}": f"{bytes_text(gpu['used_bytes'])} of"
         f" {bytes_text(gpu['memory_bytes'])}"
@@ -156,7 +156,7 @@ def _busy(told: Sequence[Told]) -> list[Row]:
     return [Row(check="devices", what="memory taken", found=each(busy.items()), verdict="warning", do=do)]
 
 
-def _rights(told: Sequence[Told]) -> list[Row]:
+def _rights(told: Sequence[RankFacts]) -> list[Row]:
     closed = [
         (one.name, f"{one.facts['closed']} GPUs cannot be opened") for one in told if one.facts["closed"]
     ]

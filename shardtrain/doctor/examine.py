@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, Verdict, each, some, worst
-from shardtrain.islands.rank_timeout import Missing
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Verdict, each, some, worst
+from shardtrain.islands.rank_timeout import RankTimeout
 
 CHECKS: Mapping[str, Check] = {
     "names": names.CHECK,
@@ -56,7 +56,7 @@ class Examined:
 
 
 def examine(
-    checks: Mapping[str, Check], heres: Sequence[Here], slack_seconds: float = SLACK_SECONDS
+    checks: Mapping[str, Check], heres: Sequence[RankContext], slack_seconds: float = SLACK_SECONDS
 ) -> Examined:
     """Make checks; all ranks make the same ones.
 
@@ -88,7 +88,7 @@ def examine(
     return Examined(rows=tuple(rows), seconds=seconds, answers=kept, present=tuple(present), hung=hung)
 
 
-def attempt(check: Check, here: Here) -> Facts:
+def attempt(check: Check, here: RankContext) -> Facts:
     """Look, in a thread that may be left behind.
 
     Returns:
@@ -113,21 +113,23 @@ def attempt(check: Check, here: Here) -> Facts:
     return {"facts": facts, "failed": failed, "hung": hung, "seconds": time.monotonic() - began}
 
 
-def _gather(here: Here, name: str, mine: Facts, patience_seconds: float) -> tuple[dict[int, Facts], Any]:
+def _gather(
+    here: RankContext, name: str, mine: Facts, patience_seconds: float
+) -> tuple[dict[int, Facts], Any]:
     """Rank -> answer, and the error that names who did not come."""
     if here.meeting.size == 1:
         return {0: mine}, None
     try:
         return dict(enumerate(here.meeting.share(name, mine, patience_seconds))), None
-    except Missing as missing:
+    except RankTimeout as missing:
         return missing.found, missing
 
 
-def judged(name: str, check: Check, here: Here, answers: Mapping[int, Facts]) -> list[Row]:
+def judged(name: str, check: Check, here: RankContext, answers: Mapping[int, Facts]) -> list[Row]:
     """The rows of a check: of its judge, and of the ranks where it failed."""
     called = here.meeting.names
     told = [
-        Told(rank=rank, name=called[rank], host=here.hosts[rank], facts=answer["facts"])
+        RankFacts(rank=rank, name=called[rank], host=here.hosts[rank], facts=answer["facts"])
         for rank, answer in sorted(answers.items())
         if answer["facts"] is not None
     ]

@@ -12,9 +12,9 @@ from pathlib import Path
 from shardtrain.doctor.check import (
     Check,
     Facts,
-    Here,
+    RankContext,
+    RankFacts,
     Row,
-    Told,
     by_host,
     each,
     rate_text,
@@ -52,7 +52,7 @@ CURES = {
 """Name of an error -> what to do."""
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """Try the folder on the first rank of each host, and whether all see rank 0's files and lock."""
     facts, mine = _open(here)
     try:
@@ -64,7 +64,7 @@ def look(here: Here) -> Facts:
             shutil.rmtree(mine, ignore_errors=True)
 
 
-def _open(here: Here) -> tuple[Facts, Path | None]:
+def _open(here: RankContext) -> tuple[Facts, Path | None]:
     """What is known of the run folder, and a folder of our own in it, or in the nearest one above it."""
     facts: Facts = {"path": str(here.run_dir), "error": None}
     if here.run_dir.exists() and not here.run_dir.is_dir():
@@ -82,7 +82,7 @@ def _open(here: Here) -> tuple[Facts, Path | None]:
     return facts | {"error": attempt(make, base).get("error")}, made[0] if made else None
 
 
-def _together(here: Here, mine: Path | None) -> Facts:
+def _together(here: RankContext, mine: Path | None) -> Facts:
     """Rank 0 holds a lock in its folder; the others look for it and leave a file, which rank 0 looks for."""
     if here.meeting.size == 1:
         return {}
@@ -142,7 +142,7 @@ def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
         time.sleep(0.05)
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of the folder, of who sees it, of its space, and of each probe."""
     hosts = {host: ranks[0] for host, ranks in by_host(told).items()}
     refused = [(one.name, one.facts["error"]) for one in told if one.facts["error"]]
@@ -165,13 +165,13 @@ def cure(errors: Sequence[str]) -> str:
     return CURES.get(name, "give --run-dir a folder on another file system, or mend this one")
 
 
-def _refused(first: Told, refused: Sequence[tuple[str, str]]) -> Row:
+def _refused(first: RankFacts, refused: Sequence[tuple[str, str]]) -> Row:
     found = f"{first.facts['base']} cannot be written: {each(refused)}"
     do = cure([error for _, error in refused])
     return Row(check="files", what="run folder", found=found, verdict="wrong", do=do)
 
 
-def _folder(hosts: Mapping[str, Told]) -> Row:
+def _folder(hosts: Mapping[str, RankFacts]) -> Row:
     found = each((host, _folder_text(one.facts)) for host, one in hosts.items())
     if lost := [one.facts["mount"]["type"] for one in hosts.values() if one.facts["mount"]["type"] in LOST]:
         do = f"copy from it what shall stay, or give another --run-dir: {LOST[lost[0]]}"
@@ -185,7 +185,7 @@ def _folder_text(facts: Mapping) -> str:
     return f"{facts['base']}{there} on {mount['type']} of {mount['source']}"
 
 
-def _same(told: Sequence[Told]) -> Row:
+def _same(told: Sequence[RankFacts]) -> Row:
     """Whether all ranks have the same folder."""
     others = told[1:]
     blind = {one.rank: one for one in others if one.facts.get("sees_seconds") is None}
@@ -212,7 +212,7 @@ def _same(told: Sequence[Told]) -> Row:
     return Row(check="files", what="shared", found=f"{found}, and its lock")
 
 
-def _space(hosts: Mapping[str, Told]) -> Row:
+def _space(hosts: Mapping[str, RankFacts]) -> Row:
     texts, small = [], []
     for host, one in hosts.items():
         room = one.facts["space"]

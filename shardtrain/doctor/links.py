@@ -9,7 +9,17 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, count_text, rate_text, some, time_text
+from shardtrain.doctor.check import (
+    Check,
+    Facts,
+    RankContext,
+    RankFacts,
+    Row,
+    count_text,
+    rate_text,
+    some,
+    time_text,
+)
 from shardtrain.doctor.rates import best, outliers, spread_text
 
 MESSAGE_BYTES = {"cpu": 4 * 2**20}
@@ -22,7 +32,7 @@ SLOW_BYTES_PER_SECOND = 0.3e9
 EXAMPLE_PARAMETERS = 100_000_000
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """Pairs of this rank's devices, then pairs of ranks, then a sum over all ranks by mpi4jax."""
     import jax
 
@@ -105,7 +115,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _ranks(here: Here) -> dict[str, list[float]]:
+def _ranks(here: RankContext) -> dict[str, list[float]]:
     """Partner of a higher rank -> seconds of a small message one way, bytes per second of a large one."""
     # of its own: nothing else may be on the way
     comm = here.comm.Dup()
@@ -133,7 +143,7 @@ def _exchange(comm: Any, other: int) -> list[float]:
     return [figures[0], BRIDGE_BYTES / figures[1]]
 
 
-def _bridge(here: Here) -> float:
+def _bridge(here: RankContext) -> float:
     """Bytes per second of a sum over all ranks through mpi4jax, by the size of one rank's array."""
     import jax
     import numpy as np
@@ -153,7 +163,7 @@ def _bridge(here: Here) -> float:
     return BRIDGE_BYTES / min(seconds[1:])
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of devices inside ranks, of pairs of ranks, and of the sum over all ranks."""
     rows = _devices(told)
     names = {one.rank: one for one in told}
@@ -178,7 +188,7 @@ def judge(told: Sequence[Told]) -> list[Row]:
     return rows
 
 
-def _devices(told: Sequence[Told]) -> list[Row]:
+def _devices(told: Sequence[RankFacts]) -> list[Row]:
     rates = {f"{one.name} {pair}": rate for one in told for pair, rate in one.facts["pairs"].items()}
     if not rates:
         return []
@@ -195,7 +205,7 @@ def _devices(told: Sequence[Told]) -> list[Row]:
     return [Row(check="links", what="devices", found=text)]
 
 
-def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, Told], where: str) -> Row:
+def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts], where: str) -> Row:
     rates = {pair: figures[1] for pair, figures in pairs.items()}
     pings = [figures[0] for figures in pairs.values()]
     what = f"ranks on {where}"
@@ -237,7 +247,9 @@ def outliers_of(rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
     return [pair for pair, rate in rates.items() if rate < limit]
 
 
-def _common(every: Sequence[tuple[int, int]], slow: Sequence[tuple[int, int]], names: dict[int, Told]) -> str:
+def _common(
+    every: Sequence[tuple[int, int]], slow: Sequence[tuple[int, int]], names: dict[int, RankFacts]
+) -> str:
     """The rank or host that all slow pairs have in common, where there are several."""
     shared = set.intersection(*(set(pair) for pair in slow))
     if len(slow) > 1 and shared:

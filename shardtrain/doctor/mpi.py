@@ -6,7 +6,7 @@ MPI and mpi4jax are tried in a child process: where libraries do not fit togethe
 import re
 from collections.abc import Mapping, Sequence
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, count_text, each
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each
 from shardtrain.doctor.child import tell
 from shardtrain.doctor.mpi_vendor import fit, flavour
 from shardtrain.doctor.visible_gpus import gpus_wanted
@@ -57,7 +57,7 @@ OTHER_LAUNCHERS = (
 """Variables of launchers, also of those that `islands.place` does not know."""
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """What started this rank; on the first of each host also which MPIs there are, and whether they work."""
     facts: Facts = {
         "launcher": here.place.launcher,
@@ -106,7 +106,7 @@ def _mpiexec() -> Facts:
     return {"path": found.path, "flavour": found.flavour, "version": found.version}
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of the launcher, the libraries, the mpiexec, and the messages that were tried."""
     firsts = [one for one in (ranks[0] for ranks in by_host(told).values()) if "child" in one.facts]
     rows = [_launcher(told)]
@@ -121,7 +121,7 @@ def judge(told: Sequence[Told]) -> list[Row]:
     return rows + ([_device_memory(probed)] if probed else [])
 
 
-def _launcher(told: Sequence[Told]) -> Row:
+def _launcher(told: Sequence[RankFacts]) -> Row:
     facts = told[0].facts
     started = {"none": "started by nobody: alone"}.get(facts["launcher"], f"started by {facts['launcher']}")
     found = started
@@ -167,7 +167,7 @@ def _first_line(library: str) -> str:
     return re.sub(r"\s+", " ", lines[0].split(", package")[0]) if lines else "?"
 
 
-def _library(firsts: Sequence[Told]) -> Row:
+def _library(firsts: Sequence[RankFacts]) -> Row:
     """The MPI of mpi4py."""
     children = [(one.host, one.facts["child"]) for one in firsts]
     broken = [(host, child["died"]) for host, child in children if "library" not in child]
@@ -192,7 +192,7 @@ def _library(firsts: Sequence[Told]) -> Row:
     return Row(check="mpi", what="library", found=each(texts))
 
 
-def _threads(firsts: Sequence[Told]) -> list[Row]:
+def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
     levels = [(one.host, one.facts["child"]["threads"]) for one in firsts if "threads" in one.facts["child"]]
     low = [(host, THREAD_LEVELS[level]) for host, level in levels if level < 3]
     if not low:
@@ -204,7 +204,7 @@ def _threads(firsts: Sequence[Told]) -> list[Row]:
     return [Row(check="mpi", what="threads", found=each(low), verdict="wrong", do=do)]
 
 
-def _mpi4jax(firsts: Sequence[Told]) -> Row:
+def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
     """Whether it is of the same MPI, and an array passed through it."""
     children = [(one.host, one.facts["child"]) for one in firsts if "library" in one.facts["child"]]
     again = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
@@ -235,7 +235,7 @@ def _mpi4jax(firsts: Sequence[Told]) -> Row:
     )
 
 
-def _launches(firsts: Sequence[Told]) -> Row:
+def _launches(firsts: Sequence[RankFacts]) -> Row:
     """The mpiexec that `shardtrain launch` takes."""
     found = each(
         (one.host, m.get("error") or f"{m['path']} ({m['flavour']} {m['version']})")

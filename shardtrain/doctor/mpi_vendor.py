@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from shardtrain.doctor.child import tell
 from shardtrain.islands.mpi_library import library_environment
-from shardtrain.islands.rank_environment import Place
+from shardtrain.islands.rank_environment import RankEnvironment
 
 LIBRARY_SECONDS = 60.0
 
@@ -37,7 +37,7 @@ def fit(launcher: str, library: str) -> bool:
     return library == "other" or (launcher == "openmpi") == (library == "openmpi")
 
 
-def launch_problem(place: Place, environ: Mapping[str, str]) -> str | None:
+def launch_problem(place: RankEnvironment, environ: Mapping[str, str]) -> str | None:
     """Why MPI would not start in this rank, or leave it alone; None where nothing speaks against it.
 
     The library is asked in a child that no launcher started: in a rank of another MPI it may end the process.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, each, time_text
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, time_text
 
 SLOW_SECONDS = 1.0
 """Looking up a name should take milliseconds; one server that does not answer costs seconds each time."""
@@ -18,7 +18,7 @@ MOST_HOSTS = 64
 """Every host looks up at most so many others."""
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """This host's name, what it and the others' names lead to, and its clock at a common moment."""
     name = socket.gethostname()
     machine = Path("/proc/sys/kernel/random/boot_id")
@@ -59,7 +59,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of own names, of other hosts' names, and of clocks."""
     firsts = [ranks[0] for ranks in by_host(told).values()]
     rows = [_own(firsts), *_doubles(firsts), *_slow(firsts)]
@@ -68,7 +68,7 @@ def judge(told: Sequence[Told]) -> list[Row]:
     return rows
 
 
-def _own(firsts: Sequence[Told]) -> Row:
+def _own(firsts: Sequence[RankFacts]) -> Row:
     found = each((one.host, f"{one.facts['name']} is {addresses_text(one.facts['own'])}") for one in firsts)
     lost = [one for one in firsts if not one.facts["own"]["addresses"]]
     looped = [one for one in firsts if _loops(one.facts["own"]) and one not in lost]
@@ -101,7 +101,7 @@ def addresses_text(answer: Mapping) -> str:
     return ", ".join(answer["addresses"]) or f"unknown ({answer['error']})"
 
 
-def _doubles(firsts: Sequence[Told]) -> list[Row]:
+def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
     """Machines that share a name, and hosts that the launcher calls otherwise."""
     machines: dict[str, set[str]] = {}
     for one in firsts:
@@ -123,7 +123,7 @@ def _doubles(firsts: Sequence[Told]) -> list[Row]:
     return rows
 
 
-def _slow(firsts: Sequence[Told]) -> list[Row]:
+def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
     slow = [
         (one.host, name, answer["seconds"])
         for one in firsts
@@ -138,7 +138,7 @@ def _slow(firsts: Sequence[Told]) -> list[Row]:
     return [Row(check="names", what="speed", found=found, verdict="warning", do=do)]
 
 
-def _others(firsts: Sequence[Told]) -> Row:
+def _others(firsts: Sequence[RankFacts]) -> Row:
     """By the ranks of the others."""
     wrong = [
         f"{one.host} finds {name} at {addresses_text(answer)}"
@@ -154,7 +154,7 @@ def _others(firsts: Sequence[Told]) -> Row:
     )
 
 
-def _clocks(told: Sequence[Told]) -> Row:
+def _clocks(told: Sequence[RankFacts]) -> Row:
     # of the ranks of a host the one that woke up first
     clocks = {host: min(one.facts["clock"] for one in ranks) for host, ranks in by_host(told).items()}
     early, late = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)

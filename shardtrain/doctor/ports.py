@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, by_host, some, time_text
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, some, time_text
 
 CONNECT_SECONDS = 3.0
 MOST_PARTNERS = 16
@@ -20,7 +20,7 @@ WHY = {
 """How a connection fails -> what that usually means."""
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """Listen on a port that the system chooses, and connect to those of the other hosts."""
     facts: Facts = {"listens": None, "connects": {}}
     if not here.is_first_on_host:
@@ -78,7 +78,7 @@ def connect(address: str, port: int) -> Facts:
     return {"seconds": time.monotonic() - began, "failed": failed}
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of listening and of connecting."""
     firsts = [ranks[0] for ranks in by_host(told).values()]
     if deaf := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, rate_text, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text, some
 from shardtrain.plan.devices import known_device
 
 SIZES = {"cpu": (1024, 2**24)}
@@ -28,7 +28,7 @@ WHAT = {
 """Measurement -> its name in the table, and its unit."""
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """Measure every device of this rank, one after the other, all ranks at the same time."""
     import jax
 
@@ -105,7 +105,7 @@ def best(run: Callable[[], None]) -> float:
     return min(seconds)
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """A row for each kind of device and measurement, with the devices that stand out."""
     kinds = dict.fromkeys(device["kind"] for one in told for device in one.facts["devices"])
     rows = [_wrong_products(told)]
@@ -113,7 +113,7 @@ def judge(told: Sequence[Told]) -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-def _wrong_products(told: Sequence[Told]) -> Row | None:
+def _wrong_products(told: Sequence[RankFacts]) -> Row | None:
     wrong = [
         f"{one.name} device {i}"
         for one in told
@@ -127,7 +127,7 @@ def _wrong_products(told: Sequence[Told]) -> Row | None:
     return Row(check="rates", what="exact products", found=found, verdict="wrong", do=do)
 
 
-def _rate(told: Sequence[Told], kind: str, name: str) -> Row:
+def _rate(told: Sequence[RankFacts], kind: str, name: str) -> Row:
     what, unit = WHAT[name]
     found = [
         (f"{one.name} device {i}", device)

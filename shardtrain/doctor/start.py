@@ -13,7 +13,13 @@ from typing import Any
 
 from shardtrain.doctor.check import Meeting
 from shardtrain.doctor.mpi_vendor import launch_problem
-from shardtrain.islands.rank_environment import PROCESSES, Place, find_seat, parse_processes, seat_problem
+from shardtrain.islands.rank_environment import (
+    PROCESSES,
+    RankEnvironment,
+    find_seat,
+    parse_processes,
+    seat_problem,
+)
 
 
 class Alone:
@@ -47,7 +53,9 @@ class Started:
     seats_problem: str | None = None
 
 
-def start(place: Place, environ: Mapping[str, str], num_meetings: int, patience_seconds: float) -> Started:
+def start(
+    place: RankEnvironment, environ: Mapping[str, str], num_meetings: int, patience_seconds: float
+) -> Started:
     """Bring the ranks together.
 
     Args:
@@ -57,7 +65,7 @@ def start(place: Place, environ: Mapping[str, str], num_meetings: int, patience_
       patience_seconds: how long the others may take to come, and MPI to start.
 
     Raises:
-      bridge.Missing: a rank did not come, although MPI started on it.
+      bridge.RankTimeout: a rank did not come, although MPI started on it.
     """
     name = f"rank {place.rank} (host {place.host})" if place.size > 1 else place.host
     alone = Started(meetings=(Alone(name),) * num_meetings, hosts=(place.host,), comm=None)

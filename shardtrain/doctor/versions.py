@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, Here, Row, Told, each, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, each, some
 from shardtrain.doctor.visible_gpus import driver
 from shardtrain.islands.agreement import disagreement, flags, versions
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
@@ -13,7 +13,7 @@ from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
 
 
-def look(here: Here) -> Facts:
+def look(here: RankContext) -> Facts:
     """What computes here."""
     return {
         **versions(),
@@ -34,12 +34,12 @@ def system_name() -> str:
         return os.uname().sysname
 
 
-def judge(told: Sequence[Told]) -> list[Row]:
+def judge(told: Sequence[RankFacts]) -> list[Row]:
     """Rows of packages and flags, which must agree, and of systems, which may differ."""
     return [_packages(told), _flags(told), _python(told), _system(told)]
 
 
-def _packages(told: Sequence[Told]) -> Row:
+def _packages(told: Sequence[RankFacts]) -> Row:
     if differences := _differences(told, "versions/"):
         return Row(
             check="versions", what="packages", found=differences[0], verdict="wrong", do=differences[1]
@@ -55,7 +55,7 @@ def _packages(told: Sequence[Told]) -> Row:
     return Row(check="versions", what="packages", found=found)
 
 
-def _flags(told: Sequence[Told]) -> Row:
+def _flags(told: Sequence[RankFacts]) -> Row:
     if differences := _differences(told, "flags/"):
         return Row(check="versions", what="flags", found=differences[0], verdict="wrong", do=differences[1])
     facts = told[0].facts
@@ -64,7 +64,7 @@ def _flags(told: Sequence[Told]) -> Row:
     return Row(check="versions", what="flags", found=found)
 
 
-def _differences(told: Sequence[Told], prefix: str) -> tuple[str, str] | None:
+def _differences(told: Sequence[RankFacts], prefix: str) -> tuple[str, str] | None:
     """What differs, and what to do about it, as before the first step of a run."""
     facts = [{k: v for k, v in one.facts.items() if k.startswith(prefix)} for one in told]
     text = disagreement(facts, [one.name for one in told])
@@ -75,7 +75,7 @@ def _differences(told: Sequence[Told], prefix: str) -> tuple[str, str] | None:
     return found, "; ".join(line[3:] for line in lines if line.startswith("->"))
 
 
-def _python(told: Sequence[Told]) -> Row:
+def _python(told: Sequence[RankFacts]) -> Row:
     found = each((one.name, one.facts["python"]) for one in told)
     if len({one.facts["python"] for one in told}) > 1:
         do = "nothing while their packages agree; one environment on a shared file system keeps it so"
@@ -83,7 +83,7 @@ def _python(told: Sequence[Told]) -> Row:
     return Row(check="versions", what="python", found=found)
 
 
-def _system(told: Sequence[Told]) -> Row:
+def _system(told: Sequence[RankFacts]) -> Row:
     names = ("system", "machine", "libc", "driver")
     found = each((one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in told)
     drivers = {one.facts["driver"] for one in told if one.facts["driver"]}

@@ -1,6 +1,6 @@
 """What kind of value each field of a dataclass takes, checked against its type hints when it is made.
 
-A dataclass calls `wrong_kinds(self)` first in its `__post_init__`, and checks ranges itself.
+A dataclass calls `wrong_types(self)` first in its `__post_init__`, and checks ranges itself.
 """
 
 import math
@@ -23,11 +23,11 @@ MOST_SHOWN, MOST_CURES = 80, 4
 NEWLINE = "\n"
 
 
-class WrongKind(ValueError):
+class WrongType(ValueError):
     """A value is not of the kind that its field takes; the text says what to write instead."""
 
 
-def wrong_kinds(value: Any) -> list[str]:
+def wrong_types(value: Any) -> list[str]:
     """The fields of a dataclass whose values are of another kind than their type hints say.
 
     Values that leave no doubt are converted in place: a numpy scalar, text for a path, a list for a tuple,
@@ -46,7 +46,7 @@ def wrong_kinds(value: Any) -> list[str]:
         given = getattr(value, field.name)
         try:
             object.__setattr__(value, field.name, as_kind(given, hints[field.name], field.name))
-        except WrongKind as error:
+        except WrongType as error:
             problems.append(str(error))
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             if default is not MISSING:
@@ -63,13 +63,13 @@ def as_kind(value: Any, hint: Any, name: str) -> Any:
     """The value as its type hint has it.
 
     Raises:
-      WrongKind: it is of another kind; the text names the field, the value and what to write.
+      WrongType: it is of another kind; the text names the field, the value and what to write.
 
     >>> as_kind("runs/a", Path | None, "run_dir")
     PosixPath('runs/a')
     >>> as_kind("3e-4", float, "peak")
     Traceback (most recent call last):
-    shardtrain.errors.field_types.WrongKind: peak is '3e-4'; give a number: peak=0.0003
+    shardtrain.errors.field_types.WrongType: peak is '3e-4'; give a number: peak=0.0003
     """
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
     # without numpy nobody has a value of its kinds, and what has options alone need not load it
@@ -81,7 +81,7 @@ def as_kind(value: Any, hint: Any, name: str) -> Any:
     for option in options:
         if is_dataclass(option) and hasattr(option, "short") and (made := _made(option, value, name)):
             return made
-    raise WrongKind(_problem(value, options, name))
+    raise WrongType(_problem(value, options, name))
 
 
 def _is_union(hint: Any) -> bool:
@@ -130,7 +130,7 @@ def _made(kind: Any, value: Any, name: str) -> Any:
         given = kind.short(value)
         return None if given is None else kind(**given)
     except ValueError as error:
-        raise WrongKind(f"{name}: {str(error).replace(NEWLINE, NEWLINE + '  ')}") from error
+        raise WrongType(f"{name}: {str(error).replace(NEWLINE, NEWLINE + '  ')}") from error
 
 
 def _problem(value: Any, options: Sequence[Any], name: str) -> str:

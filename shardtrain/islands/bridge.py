@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.islands.malloc import keep_pages
+from shardtrain.islands.malloc import tune_malloc
 from shardtrain.islands.mpi_library import library_environment, not_loaded_text
 from shardtrain.islands.options import REDUCE
-from shardtrain.islands.rank_timeout import Missing, missing_text
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.watchdog.activity import ActivityRecord
 
 # MPI starts with its import, and a thread of its own with it, which would get an arena of malloc's
-keep_pages()
+tune_malloc()
 os.environ.update(library_environment(os.environ))
 
 try:
@@ -154,10 +154,10 @@ class Control:
         names: Sequence[str] | None = None,
         patience_seconds: float = 1800.0,
         report: Callable[[str], None] = lambda text: None,
-        marks: Marks | None = None,
+        marks: ActivityRecord | None = None,
     ) -> None:
         self._comm = comm.Dup()
-        self.marks = marks or Marks()
+        self.marks = marks or ActivityRecord()
         self.names = list(names or (f"rank {rank}" for rank in range(comm.size)))
         self.patience_seconds = patience_seconds
         self.report = report
@@ -185,7 +185,7 @@ class Control:
           The values by rank.
 
         Raises:
-          Missing: names the ranks that did not come in time, or that are somewhere else.
+          RankTimeout: names the ranks that did not come in time, or that are somewhere else.
         """
         patience = self.patience_seconds if timeout_seconds is None else timeout_seconds
         tag = self._calls % 32000
@@ -200,7 +200,7 @@ class Control:
         if elsewhere:
             places = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
             here = _values(name, found)
-            raise Missing(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere), here)
+            raise RankTimeout(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere), here)
         with self.marks.at(f"{name}: sending", waits=True):
             MPI.Request.Waitall(sent)
         self.marks.last_met = name
@@ -222,7 +222,7 @@ class Control:
                 self.marks.missing(tuple(missing))
             if waited > patience:
                 text = missing_text(name, [self.names[rank] for rank in missing], waited)
-                raise Missing(text, missing, _values(name, found))
+                raise RankTimeout(text, missing, _values(name, found))
             if waited > self.REPORT_SECONDS and not told:
                 told = True
                 self.report(f"waiting: {missing_text(name, [self.names[rank] for rank in missing], waited)}")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardtrain.islands.bridge import MPI
-from shardtrain.islands.rank_timeout import Missing, missing_text
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.watchdog.activity import ActivityRecord
 
 LONGEST_NAP_SECONDS = 2e-4
 
@@ -39,10 +39,10 @@ class Mailbox:
         names: Sequence[str],
         patience_seconds: float = 1800.0,
         report: Callable[[str], None] = lambda text: None,
-        marks: Marks | None = None,
+        marks: ActivityRecord | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        self._marks, self._ranks = marks or Marks(), tuple(ranks)
+        self._marks, self._ranks = marks or ActivityRecord(), tuple(ranks)
         self._comm = comm.Dup()
         self._names, self.patience_seconds, self._report = list(names), patience_seconds, report
         self._largest_tag = self._comm.Get_attr(MPI.TAG_UB) or 32767
@@ -82,7 +82,7 @@ class Mailbox:
           what: it is, for the message if it does not come.
 
         Raises:
-          Missing: it did not come in time.
+          RankTimeout: it did not come in time.
           RuntimeError: what was to be sent from here could not be computed.
         """
         with self._marks.at(what, waits=True, waits_for=self._ranks[source : source + 1]):
@@ -97,7 +97,7 @@ class Mailbox:
             waited = time.monotonic() - began
             text = missing_text(what, [self._names[source]], waited)
             if waited > self.patience_seconds:
-                raise Missing(text, [source])
+                raise RankTimeout(text, [source])
             if waited > self.REPORT_SECONDS and not told:
                 told = True
                 self._report(f"waiting: {text}")

@@ -21,7 +21,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 MADV_HUGEPAGE = 14
 
 
-def keep_pages(environ: Mapping[str, str] | None = None, reserve_bytes: int = RESERVE_BYTES) -> bool:
+def tune_malloc(environ: Mapping[str, str] | None = None, reserve_bytes: int = RESERVE_BYTES) -> bool:
     """Have malloc give no memory back to the system, and ask for huge pages.
 
     A buffer that comes straight from the system is zeroed page by page when it is written: by default that
@@ -37,7 +37,7 @@ def keep_pages(environ: Mapping[str, str] | None = None, reserve_bytes: int = RE
 
     Source: mallopt(3), madvise(2); malloc/arena.c of glibc 2.36, HEAP_MAX_SIZE.
 
-    >>> keep_pages({"SHARDTRAIN_MALLOC": "no"})
+    >>> tune_malloc({"SHARDTRAIN_MALLOC": "no"})
     False
     """
     if (os.environ if environ is None else environ).get(MALLOC) == "no":

@@ -20,15 +20,15 @@ from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import (
     PROCESSES,
-    Place,
+    RankEnvironment,
     Seat,
     device_environment,
-    find_place,
+    find_rank_environment,
     find_seat,
     parse_processes,
 )
-from shardtrain.islands.transfer import Crossing
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.transfer import Transfer
+from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.islands.watchdog.watchdog import Peer, Watchdog
 
@@ -57,7 +57,7 @@ class Islands:
     """
 
     seat: Seat
-    place: Place
+    place: RankEnvironment
     control: "Control"
     comm: "MPI.Comm"
     first_ranks: tuple[int, ...]
@@ -80,7 +80,7 @@ class Islands:
 
     def crossing(
         self, mesh: Mesh, across: Across = Across(), on_device: bool = False, stage: int = 0
-    ) -> Crossing:
+    ) -> Transfer:
         """The way from this island's mesh to the others; all ranks must make it together.
 
         Args:
@@ -101,7 +101,7 @@ class Islands:
             comm = self.comm.Split(stage if mine else MPI.UNDEFINED, self.seat.island)
             groups.append(MpiGroup(comm, across.reduce) if mine else None)
         caps = (across.bucket_bytes, across.first_bucket_bytes)
-        return Crossing(mesh, groups, *caps, on_device, self.control.marks)
+        return Transfer(mesh, groups, *caps, on_device, self.control.marks)
 
     def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
         """Messages between the stages of a pipeline; all ranks must make it together.
@@ -123,7 +123,7 @@ class Islands:
 def join(
     environ: Mapping[str, str] | None = None,
     report: Callable[[str], None] | None = None,
-    marks: Marks | None = None,
+    marks: ActivityRecord | None = None,
 ) -> Islands | None:
     """Find this process's place among those that were launched, before jax starts.
 
@@ -139,10 +139,10 @@ def join(
 
     Raises:
       ValueError: the processes do not make up the islands; or the launcher is of another MPI than mpi4py.
-      bridge.Missing: a rank did not come.
+      bridge.RankTimeout: a rank did not come.
     """
     environ = os.environ if environ is None else environ
-    place = find_place(environ)
+    place = find_rank_environment(environ)
     if place.size == 1:
         return None
     from shardtrain.islands.bridge import Control, world
@@ -185,7 +185,7 @@ def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def make_watchdog(watch: Watch, marks: Marks, stacks: Path, islands: Islands | None) -> Watchdog:
+def make_watchdog(watch: Watch, marks: ActivityRecord, stacks: Path, islands: Islands | None) -> Watchdog:
     """The watchdog of this process; all ranks must make it together.
 
     Args:
@@ -197,10 +197,10 @@ def make_watchdog(watch: Watch, marks: Marks, stacks: Path, islands: Islands | N
     if islands is None:
         host = socket.gethostname()
         return Watchdog(watch, marks, stacks, [Peer(f"the run on host {host}", host, os.getpid())])
-    from shardtrain.islands.watchdog.heartbeat import Beats
+    from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel
 
     peers = [Peer(*each) for each in zip(islands.control.names, islands.hosts, islands.pids, strict=True)]
-    return Watchdog(watch, marks, stacks, peers, Beats(islands.comm))
+    return Watchdog(watch, marks, stacks, peers, HeartbeatChannel(islands.comm))
 
 
 def _join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
@@ -261,10 +261,10 @@ def rank_name(seat: Seat, host: str) -> str:
     return f"island {seat.island}{process} (host {host})"
 
 
-def other_mpi_text(place: Place, rank: int, size: int) -> str:
+def other_mpi_text(place: RankEnvironment, rank: int, size: int) -> str:
     """The launcher and mpi4py do not know each other.
 
-    >>> place = Place(launcher="openmpi", rank=1, size=4, local_rank=1, local_size=4, host="a")
+    >>> place = RankEnvironment(launcher="openmpi", rank=1, size=4, local_rank=1, local_size=4, host="a")
     >>> other_mpi_text(place, 0, 1)[:64]
     'the launcher (openmpi) says rank 1 of 4, but MPI says rank 0 of '
     """

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
 
@@ -39,7 +39,7 @@ class Across:
     memory: Literal["auto", "device", "host"] = "auto"
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         problems += [
             f"{name} is {value}; use 0 or more bytes"
             for name in ("bucket_bytes", "first_bucket_bytes")

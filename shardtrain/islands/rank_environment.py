@@ -19,7 +19,7 @@ BIND = "SHARDTRAIN_BIND"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankEnvironment:
     """What a launcher told this process.
 
     Args:
@@ -59,7 +59,7 @@ LAUNCHERS: Mapping[str, tuple[str, str, str, str]] = {
 """Launcher -> its variables of rank, size, local rank and local size, all four of them always set."""
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
     """Where this process stands, by the variables that launchers set.
 
     mpiexec inside a Slurm job starts its own helpers by srun, whose SLURM_PROCID reaches the ranks: so the
@@ -77,7 +77,8 @@ def find_place(environ: Mapping[str, str]) -> Place:
       ValueError: a variable is not a number, or the rank is not below the size; or a launcher tells a rank
         and no size, so that every process would take itself for the only one.
 
-    >>> place = find_place({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    >>> local = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    >>> place = find_rank_environment({"PMI_RANK": "1", "PMI_SIZE": "2", **local})
     >>> place.launcher, place.rank, place.size, place.local_rank
     ('hydra', 1, 2, 1)
     """
@@ -103,10 +104,10 @@ def find_place(environ: Mapping[str, str]) -> Place:
 
 def _place(
     launcher: str, host: str, rank: int, size: int, local_rank: int | None, local_size: int | None
-) -> Place:
+) -> RankEnvironment:
     if not 0 <= rank < size:
         raise ValueError(f"launcher {launcher} gave rank {rank} of {size}; a rank is 0 to {size - 1}")
-    return Place(
+    return RankEnvironment(
         launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size, host=host
     )
 
@@ -263,7 +264,7 @@ def share(things: Sequence, index: int, parts: int) -> list:
 
 
 def device_environment(
-    place: Place, environ: Mapping[str, str], num_gpus: int | None = None
+    place: RankEnvironment, environ: Mapping[str, str], num_gpus: int | None = None
 ) -> dict[str, str]:
     """The variables to set before jax starts, so that the ranks on one host share its GPUs.
 
@@ -280,7 +281,7 @@ def device_environment(
     Returns:
       CUDA_VISIBLE_DEVICES, and the share of memory where GPUs are shared.
 
-    >>> place = Place(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
+    >>> place = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
     >>> device_environment(place, {}, num_gpus=4)
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     """
@@ -307,7 +308,7 @@ def device_environment(
     }
 
 
-def _gpus_bound_by_slurm(place: Place, environ: Mapping[str, str]) -> bool:
+def _gpus_bound_by_slurm(place: RankEnvironment, environ: Mapping[str, str]) -> bool:
     names = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
     return place.launcher == "srun" and any(environ.get(name, "none") != "none" for name in names)
 
@@ -317,7 +318,7 @@ def _count_gpus() -> int:
 
 
 def bind_cpus(
-    place: Place, environ: Mapping[str, str] | None = None, usable: set[int] | None = None
+    place: RankEnvironment, environ: Mapping[str, str] | None = None, usable: set[int] | None = None
 ) -> set[int] | None:
     """The cores that this rank should keep to: an even share, by local rank, of those it may use.
 
@@ -346,7 +347,9 @@ def bind_cpus(
     return set(cores) if len(mine) >= place.local_size else None
 
 
-def _cores_are_bound(place: Place, environ: Mapping[str, str], mine: set[int], usable: set[int]) -> bool:
+def _cores_are_bound(
+    place: RankEnvironment, environ: Mapping[str, str], mine: set[int], usable: set[int]
+) -> bool:
     if place.launcher == "srun":
         return environ.get("SLURM_CPU_BIND_TYPE", "none") not in ("", "none")
     return mine < usable

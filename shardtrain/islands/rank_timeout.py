@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-class Missing(RuntimeError):
+class RankTimeout(RuntimeError):
     """Ranks did not come to where the others are.
 
     Args:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buckets
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.watchdog.activity import ActivityRecord
 
 if TYPE_CHECKING:
     from shardtrain.islands.bridge import MpiGroup  # importing it starts MPI
@@ -26,13 +26,13 @@ LaneProgram = Callable[[Any, Any], Any]
 """(arrays, group) -> outputs: what happens to a bucket on its lane, in a jit over one device."""
 
 
-class _Lane(NamedTuple):
+class _BucketDevice(NamedTuple):
     device: Any  # of the mesh
     runs_on: Any  # where MPI is called: the same, or one of the host
     group: "MpiGroup | None"  # None: the device is another process's
 
 
-class Crossing:
+class Transfer:
     """The way from one island's mesh to the others.
 
     All processes of all islands must make the same calls in the same order.
@@ -54,16 +54,16 @@ class Crossing:
         cap_bytes: int = CAP_BYTES,
         first_bytes: int = FIRST_BYTES,
         on_device: bool = False,
-        marks: Marks | None = None,
+        marks: ActivityRecord | None = None,
     ) -> None:
-        self._marks = marks or Marks()
+        self._marks = marks or ActivityRecord()
         self.mesh = mesh
         self._caps = (cap_bytes, first_bytes)
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
         through_host = not on_device and devices[0].platform != "cpu"
         host = jax.local_devices(backend="cpu")[0] if through_host else None
         lanes = zip(devices, groups, strict=False)
-        self._lanes = [_Lane(device, host or device, group) for device, group in lanes]
+        self._lanes = [_BucketDevice(device, host or device, group) for device, group in lanes]
         self._alone = len({d.process_index for d in devices}) == 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bridge")
         self._programs: dict[Any, Any] = {}
@@ -150,7 +150,7 @@ class Crossing:
         """End the thread, without waiting: after an error it may be in MPI, where nobody else comes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _lane(self, number: int) -> _Lane:
+    def _lane(self, number: int) -> _BucketDevice:
         return self._lanes[number % len(self._lanes)]
 
     def _compiled(self, program: LaneProgram, group: "MpiGroup") -> Any:
@@ -168,7 +168,7 @@ class Crossing:
             self._programs["whole"] = jax.jit(lambda tree: tree, out_shardings=whole)
         return self._programs["whole"](arrays)
 
-    def _spread(self, lane: _Lane, arrays: Any, like: Any, shardings: Any) -> Any:
+    def _spread(self, lane: _BucketDevice, arrays: Any, like: Any, shardings: Any) -> Any:
         """From one device to those of other processes too: a sum in which all others hold zeros."""
         mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
         stacked = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))

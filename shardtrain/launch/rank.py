@@ -20,7 +20,14 @@ from types import FrameType
 from typing import Any
 
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.islands.rank_environment import PROCESSES, Place, Seat, find_place, find_seat, parse_processes
+from shardtrain.islands.rank_environment import (
+    PROCESSES,
+    RankEnvironment,
+    Seat,
+    find_rank_environment,
+    find_seat,
+    parse_processes,
+)
 from shardtrain.islands.watchdog.step_file import STEP_FILE, read_step_file
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.system import terminal
@@ -49,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not program:
         parser.error("the program is missing: LOGS -- python -m shardtrain train ...")
     try:
-        place = find_place(os.environ)
+        place = find_rank_environment(os.environ)
         processes = parse_processes(os.environ.get(PROCESSES, "1"))
         seat = find_seat(place.rank, place.size, processes)
     except ValueError as mistake:
@@ -64,10 +71,10 @@ def _split(arguments: Sequence[str]) -> list:
     return [arguments[:at], *arguments[at + 1 :]]
 
 
-def prefix(place: Place, seat: Seat) -> str:
+def prefix(place: RankEnvironment, seat: Seat) -> str:
     """What stands before the lines of a rank; nothing at the first, whose output stays as it is.
 
-    >>> place = Place(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
+    >>> place = RankEnvironment(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
     >>> prefix(place, Seat(island=1, num_islands=2, process=0, num_processes=2))
     '[island 1.0] '
     """
@@ -84,7 +91,7 @@ def island_name(island: int, process: int, num_processes: int) -> str:
 class Keeper:
     """Runs one program: its output into the log, signals on to it, its end into a record."""
 
-    def __init__(self, logs: Path, place: Place, seat: Seat, usr1: signal.Signals) -> None:
+    def __init__(self, logs: Path, place: RankEnvironment, seat: Seat, usr1: signal.Signals) -> None:
         self._place, self._usr1 = place, usr1
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"rank-{place.rank}.log"

@@ -17,7 +17,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from shardtrain import axes
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Tree
 from shardtrain.optim.optimizer_state import parameter_average, stored
@@ -61,7 +61,7 @@ class Schedule:
         return {"function": value} if callable(value) else None
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         if self.function is not None:
             problems += [
                 f"{field.name} is {value!r}, but the rate is given as a function, which says everything;"
@@ -163,7 +163,7 @@ class Optimizer:
         return {"name": value} if isinstance(value, str) else None
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         problems += [
             f"{name} is {value}; it must lie in [0, 1)"
             for name, value in (("b1", self.b1), ("b2", self.b2), ("ema", self.ema))

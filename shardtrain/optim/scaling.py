@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.optim.optimizer import Optimizer, Schedule
 
@@ -47,7 +47,7 @@ class Scaling:
     warmup: int | None = None
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         if self.warmup is not None and self.warmup < 0:
             problems.append(f"warmup is {self.warmup} steps; use 0 or more, or None")
         elif self.warmup and self.rate == "none":

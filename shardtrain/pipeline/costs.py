@@ -11,15 +11,15 @@ from shardtrain.functional.loss import Loss, model_inputs, once
 from shardtrain.functional.model import BLOCKS, Chain, Model, path_text
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.partition import Costs, counts, parse_stages
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 
 STATE = "model_state/"
 """What stands before the path of a model state, among those of parameters."""
 
 
-def make_stages(
+def make_partition(
     model: Model, pipeline: Pipeline, num_stages: int, loss: Loss, microbatch: Mapping[str, Any]
-) -> Stages:
+) -> Partition:
     """Cut a model's blocks into the stages of a pipeline.
 
     Args:
@@ -45,7 +45,7 @@ def make_stages(
         found[by] = Traced(model, loss, microbatch).costs(by)
     num_parts = num_stages * pipeline.virtual_stages
     cut = counts(by, chain.num_blocks, num_parts, **found)
-    return Stages(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(cut))
+    return Partition(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(cut))
 
 
 class Traced:

@@ -18,8 +18,8 @@ from shardtrain import axes
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.pipeline.activations import Parted, get, make_slots, put
-from shardtrain.pipeline.stacking import Stages
-from shardtrain.pipeline.stage_compute import Work
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.pipeline.stage_compute import StageCompute
 from shardtrain.pipeline.sums import Sums, with_grads, with_loss, with_rows
 from shardtrain.pipeline.table import KINDS, Table
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
@@ -28,7 +28,7 @@ from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 def pipeline_sums(
     chain: Chain,
     loss: Loss,
-    stages: Stages,
+    stages: Partition,
     table: Table,
     specs: Any,
     params: Any,
@@ -53,7 +53,7 @@ def pipeline_sums(
       ValueError: blocks change the shape of the stream, or the loss does not call the model once.
     """
     train = "backward" in table.kinds
-    work = Work(chain, loss, stages, params, rng, batch, tuple(row_axes), train)
+    work = StageCompute(chain, loss, stages, params, rng, batch, tuple(row_axes), train)
     return _Walk(work, table, specs, row_axes).sums()
 
 
@@ -99,7 +99,7 @@ class _Walk:
     either, on each device as it comes, and they wait for each other for ever (`plan.rendezvous`).
     """
 
-    def __init__(self, work: Work, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
+    def __init__(self, work: StageCompute, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
         self.work, self.table = work, table
         self.specs = jax.tree.map(partial(_without, {axes.PIPELINE}), specs) if work.train else {}
         self.whole = jax.tree.map(partial(_without, {axes.PIPELINE, *row_axes}), specs)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.partition import parse_stages
 from shardtrain.pipeline.schedule import SCHEDULES
@@ -29,7 +29,7 @@ class Pipeline:
     stages: str = "equal"
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         if self.virtual_stages < 1:
             problems.append(f"virtual_stages is {self.virtual_stages}; use 1 or more")
         elif self.schedule in SCHEDULES:

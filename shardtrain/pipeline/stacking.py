@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class Partition:
     """A model's blocks cut into num_chunks * num_stages parts; part v * num_stages + s is chunk v of stage s.
 
     Args:
@@ -23,7 +23,7 @@ class Stages:
       num_chunks: V, virtual stages of a stage.
       counts: blocks of each part, in the order of the model.
 
-    >>> Stages(num_stages=2, num_chunks=1, counts=(1, 2)).rows
+    >>> Partition(num_stages=2, num_chunks=1, counts=(1, 2)).rows
     (0, -1, 1, 2)
     """
 

@@ -16,10 +16,10 @@ from shardtrain import axes
 from shardtrain.functional.loss import Batch, Loss, checked, model_inputs, once
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.pipeline.activations import Form, Parted, stream_changes
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 
 
-class Work:
+class StageCompute:
     """What a stage computes of one batch; inside a shard_map that is manual over the axis pipeline.
 
     Args:
@@ -40,7 +40,7 @@ class Work:
         self,
         chain: Chain,
         loss: Loss,
-        stages: Stages,
+        stages: Partition,
         params: Any,
         rng: Callable[[Any], jax.Array],
         batch: Batch,

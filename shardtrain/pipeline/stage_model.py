@@ -16,11 +16,11 @@ from shardtrain.functional.loss import Batch, checked, once
 from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
 from shardtrain.pipeline.costs import STATE, Traced
 from shardtrain.pipeline.flow import Flow, find_flow
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class StageModel:
     """A model shared out to stages.
 
     Args:
@@ -31,7 +31,7 @@ class Held:
     """
 
     model: Model
-    stages: Stages
+    stages: Partition
     traced: Traced
     stage: int
 
@@ -206,7 +206,7 @@ class Held:
 
         def part(number: int) -> Callable[[Any, Any], Any]:
             def run(params: Any, stream: Any) -> Any:
-                held = Held(
+                held = StageModel(
                     model=self.model,
                     stages=self.stages,
                     traced=self.traced,

@@ -18,7 +18,7 @@ from shardtrain.data.placement import batch_problem
 from shardtrain.errors.messages import near
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
 from shardtrain.plan.hlo.collectives import Collective, collectives
 from shardtrain.sharding.layout import Layout
@@ -76,7 +76,7 @@ def compile_step(
     mesh: Mesh,
     batch: Mapping[str, jax.ShapeDtypeStruct],
     microbatches: int = 1,
-    stages: Stages | None = None,
+    stages: Partition | None = None,
     schedule: str = "1f1b",
 ) -> jax.stages.Compiled:
     """Compile the training step for a mesh, from shapes alone.

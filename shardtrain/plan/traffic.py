@@ -72,7 +72,7 @@ def weights(arrays: Mapping[str, Named], rules: Rules) -> tuple[Weight, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepSizes:
     """What a step computes.
 
     Args:
@@ -105,7 +105,7 @@ def sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
     return passes * (num_devices - 1) / num_devices * payload_bytes
 
 
-def step_traffic(work: Work, layout: Layout, sizes: Mapping[str, int]) -> Traffic:
+def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> Traffic:
     """The bytes that each device has to send in one step.
 
     Not counted are scalars (loss, norm of the gradient), and that norms are computed in float32. Counted
@@ -121,7 +121,7 @@ def step_traffic(work: Work, layout: Layout, sizes: Mapping[str, int]) -> Traffi
     Returns:
       Bytes of a device by collective, axes and place; what is 0 is left out.
 
-    >>> work = Work(weights=(Weight(num_elements=100, axes=frozenset(), in_blocks=True),),
+    >>> work = StepSizes(weights=(Weight(num_elements=100, axes=frozenset(), in_blocks=True),),
     ...             num_tokens=1, embed=1, num_blocks=1)
     >>> step_traffic(work, Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1})
     {Key(kind='all-reduce', axes=('data',), in_blocks=False): 400.0}
@@ -154,7 +154,7 @@ def parameter_traffic(
     all-gather ('fsdp',) 800.0
     reduce-scatter ('fsdp',) 800.0
     """
-    work = Work(weights=weights, num_tokens=0, embed=0, num_blocks=0, microbatches=microbatches)
+    work = StepSizes(weights=weights, num_tokens=0, embed=0, num_blocks=0, microbatches=microbatches)
     return _summed(_parameters(work, layout, sizes), sizes)
 
 
@@ -171,7 +171,7 @@ _Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
 """Kind, axes, whether in the blocks, and bytes of the whole array over all runs."""
 
 
-def _parameters(work: Work, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
+def _parameters(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
     for weight in work.weights:
         yield from _gathered_weight(weight, work, sizes) if layout.zero == 3 else _whole_weight(weight, sizes)
         if not weight.in_blocks:  # all stages of a pipeline have it, and each has a part of its gradient
@@ -179,7 +179,7 @@ def _parameters(work: Work, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
 
 
-def _gathered_weight(weight: Weight, work: Work, sizes: Mapping[str, int]) -> _Flows:
+def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> _Flows:
     """ZeRO-3: fsdp gathers a weight for each use and scatters its gradient; data reduces the shards once."""
     local = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     used_bytes = work.microbatches * local * work.compute_bytes
@@ -205,13 +205,13 @@ def _whole_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
     yield ALL_GATHER, (axes.FSDP,), False, stored_bytes
 
 
-def _sequence_gradient(weight: Weight, work: Work) -> _Flows:
+def _sequence_gradient(weight: Weight, work: StepSizes) -> _Flows:
     """A weight that every device of tensor holds whole and uses for its share of the sequence only."""
     used_bytes = work.microbatches * weight.num_elements * work.compute_bytes
     yield ALL_REDUCE, (axes.TENSOR,), weight.in_blocks, used_bytes
 
 
-def _activations(work: Work, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
+def _activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
     """Tensor: each half of a block reduces a residual stream forward and one backward; a vocabulary too."""
     tokens = work.num_tokens / _total(sizes, layout.batch_axes)
     stream_bytes = tokens * work.embed * work.compute_bytes

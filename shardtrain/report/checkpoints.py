@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.checkpoints.manifest import Leaf, Manifest, read_manifest, size_of
-from shardtrain.checkpoints.reader import Archive
+from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.specs import bytes_text
 from shardtrain.system.untrusted_files import some
@@ -40,17 +40,17 @@ class Change:
     norms: tuple[float, float]
 
 
-def list_text(archives: list[Archive], unfinished: list[Path]) -> str:
+def list_text(readers: list[CheckpointReader], unfinished: list[Path]) -> str:
     """A line for each step: when it was saved, its size, the mesh, and what is wrong at a first look.
 
     Sizes of files are compared with the manifest, their contents are not (`shardtrain checkpoint verify`).
     """
-    rows = [_list_row(archive) for archive in archives]
+    rows = [_list_row(archive) for archive in readers]
     rows += [("", path.name, "", "", "", "unfinished: being saved, or interrupted") for path in unfinished]
     return table_text(("step", "saved", "size", "parts", "mesh", "state"), rows)
 
 
-def show_text(archive: Archive) -> str:
+def show_text(archive: CheckpointReader) -> str:
     """One step: every array, the run that saved it, and how far it had read."""
     rows = [
         (path, _shape(leaf), leaf.dtype, bytes_text(leaf.num_bytes)) for path, leaf in archive.leaves.items()
@@ -71,7 +71,7 @@ def show_text(archive: Archive) -> str:
     return "\n".join(lines) + "\n"
 
 
-def diff_text(first: Archive, second: Archive) -> str:
+def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
     """In what two steps differ: arrays that one lacks or has in another shape, values, options of the run."""
     a, b = first.leaves, second.leaves
     lines = [f"{path}: only in the first, {a[path]}" for path in a if path not in b]
@@ -119,7 +119,7 @@ def _chunks(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray,
         yield a[piece].astype(np.float64), b[piece].astype(np.float64)
 
 
-def _list_row(archive: Archive) -> tuple[Any, ...]:
+def _list_row(archive: CheckpointReader) -> tuple[Any, ...]:
     read = {part: read_manifest(folder) for part, folder in sorted(archive.folders.items())}
     manifests = [manifest for manifest, _ in read.values() if manifest is not None]
     problems = [reason for _, reason in read.values() if reason]
@@ -146,7 +146,7 @@ def _other_sizes(folder: Path, manifest: Manifest) -> list[str]:
     return [name for name, file in manifest.files.items() if size_of(folder, name) != file.num_bytes]
 
 
-def _saved(manifest: Manifest, archive: Archive) -> str:
+def _saved(manifest: Manifest, archive: CheckpointReader) -> str:
     seconds = manifest.saved_seconds or next(iter(archive.folders.values())).stat().st_mtime
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
@@ -157,7 +157,7 @@ def _mesh(run: Mapping[str, Any]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def _parts(archive: Archive) -> str:
+def _parts(archive: CheckpointReader) -> str:
     kinds = Counter(len(manifest.files) for manifest in archive.manifests.values())
     files = sum(number * count for number, count in kinds.items())
     return f"{files} files" if archive.num_parts == 1 else f"{archive.num_parts} parts, {files} files"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from shardtrain import axes
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.untrusted_files import read_text, short
 
@@ -106,7 +106,7 @@ class Layout:
         return {"mesh": value} if isinstance(value, Mapping) else None
 
     def __post_init__(self) -> None:
-        problems = [*wrong_kinds(self), *mesh_problems(self.mesh)]
+        problems = [*wrong_types(self), *mesh_problems(self.mesh)]
         for table in ("parameters", "activations"):
             given = getattr(self, table)
             problems += [

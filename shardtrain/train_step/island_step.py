@@ -20,7 +20,7 @@ from shardtrain.combine.replicas import Combine, cut, joined, stacked_paths
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import step_key
-from shardtrain.islands.transfer import Crossing
+from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.gradients import Gradients, make_gradients
 from shardtrain.train_step.state import Placement, State
 from shardtrain.train_step.step import Metrics, apply_gradients, compiled, unless_skipped
@@ -60,7 +60,7 @@ class Combining:
       crossing: to the others.
     """
 
-    def __init__(self, combiner: Combiner, placement: Placement, crossing: Crossing) -> None:
+    def __init__(self, combiner: Combiner, placement: Placement, crossing: Transfer) -> None:
         specs = placement.specs
         self._combiner, self._crossing = combiner, crossing
         self._stacked = stacked_paths(specs.arrays, specs.sharded)
@@ -170,11 +170,11 @@ def _total_program(arrays: Any, group: Any) -> Any:
     return _Totals(jax.tree.unflatten(structure, list(sums)), model_state)
 
 
-def _total(crossing: Crossing, totals: _Totals, count: jax.Array) -> _Totals:
+def _total(crossing: Transfer, totals: _Totals, count: jax.Array) -> _Totals:
     return crossing.land(0, crossing.start(0, _total_program, (totals, count)).result(), totals)
 
 
-def total_model_state(crossing: Crossing, model_state: Any, count: jax.Array) -> Any:
+def total_model_state(crossing: Transfer, model_state: Any, count: jax.Array) -> Any:
     """A model state that every island changed for itself: the mean by count, or island 0's of integers."""
     if not jax.tree.leaves(model_state):
         return model_state
@@ -191,17 +191,17 @@ def like_paths(tree: Any, found: dict[str, jax.Array]) -> Any:
     return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)
 
 
-def make_step_across(
+def make_island_step(
     model: Model,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     placement: Placement,
-    crossing: Crossing,
+    crossing: Transfer,
     combine: Combine = Combine(),
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
     meet: Callable[[str], None] = lambda name: None,
-) -> "AcrossStep":
+) -> "IslandStep":
     """The training step of one island among several.
 
     Args:
@@ -222,12 +222,12 @@ def make_step_across(
       since islands last met: give it the states that it returns.
     """
     assert placement.combine.is_mean
-    kind = _DeltasAcross if combine.on_deltas else _GradientsAcross
+    kind = _DeltaStep if combine.on_deltas else _GradientStep
     return kind(model, loss, optimizer, placement, crossing, combine, learning_rate, start_row, meet)
 
 
-class AcrossStep(ABC):
-    """A step across islands; see `make_step_across`."""
+class IslandStep(ABC):
+    """A step across islands; see `make_island_step`."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class AcrossStep(ABC):
         loss: Loss,
         optimizer: optax.GradientTransformation,
         placement: Placement,
-        crossing: Crossing,
+        crossing: Transfer,
         combine: Combine,
         learning_rate: optax.Schedule | None,
         start_row: int,
@@ -272,7 +272,7 @@ class AcrossStep(ABC):
         """One step."""
 
 
-class _GradientsAcross(AcrossStep):
+class _GradientStep(IslandStep):
     """Gradients cross in every step; microbatches before the last send nothing."""
 
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
@@ -331,7 +331,7 @@ def joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.A
     }
 
 
-class _DeltasAcross(AcrossStep):
+class _DeltaStep(IslandStep):
     """Each island steps with its own optimizer; every `local_steps` steps what it changed is combined."""
 
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
@@ -363,7 +363,7 @@ class _DeltasAcross(AcrossStep):
         self._merged = jax.jit(merged, out_shardings=params)
 
     def forget(self) -> None:
-        """See `AcrossStep.forget`."""
+        """See `IslandStep.forget`."""
         self._common = self._sums = None
         self._done = 0
 

@@ -53,7 +53,7 @@ class Programs(Protocol):
         ...
 
 
-class StageRunner:
+class StageExecutor:
     """One stage at work.
 
     Args:

@@ -21,7 +21,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.flow import Flow, Value
-from shardtrain.pipeline.stage_model import Held
+from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.gradients import constrained
 from shardtrain.train_step.stage_executor import Arrays
@@ -58,7 +58,7 @@ class StagePrograms:
 
     def __init__(
         self,
-        held: Held,
+        held: StageModel,
         flow: Flow,
         placement: Placement,
         borrowed: Mapping[str, PartitionSpec],

@@ -19,21 +19,21 @@ from shardtrain.combine.replicas import Combine
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import step_key
-from shardtrain.islands.transfer import Crossing
+from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.flow import Flow
-from shardtrain.pipeline.stage_model import Held, nested
+from shardtrain.pipeline.stage_model import StageModel, nested
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.resolve import Named, completed
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.gradients import Gradients, merge_replicas, sum_replicas
 from shardtrain.train_step.island_step import (
-    AcrossStep,
+    IslandStep,
     by_path,
     joined_metrics,
     like_paths,
     total_model_state,
 )
-from shardtrain.train_step.stage_executor import Observe, StageRunner
+from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms, Sums
 from shardtrain.train_step.state import Placement, State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
@@ -92,8 +92,8 @@ class Seats:
         return values[first : first + self.num_stages]
 
 
-class StageStep(AcrossStep):
-    """A step of one stage; see `across.make_step_across` for what a step across islands is.
+class StageStep(IslandStep):
+    """A step of one stage; see `across.make_island_step` for what a step across islands is.
 
     Args:
       held: what this stage has of the model.
@@ -110,20 +110,20 @@ class StageStep(AcrossStep):
       combine: how pipelines become one.
       learning_rate: the optimizer's schedule, if it shall stand among the metrics.
       start_row: where the rows of this pipeline begin in the whole batch.
-      observe: told of each task, see `stage_runner.StageRunner`.
+      observe: told of each task, see `stage_runner.StageExecutor`.
     """
 
     def __init__(
         self,
         *,
-        held: Held,
+        held: StageModel,
         flow: Flow,
         table: Table,
         losses: Table,
         optimizer: optax.GradientTransformation,
         clip: float | None,
         placement: Placement,
-        crossing: Crossing,
+        crossing: Transfer,
         seats: Seats,
         mailbox: "Mailbox",
         share: Share,
@@ -139,7 +139,7 @@ class StageStep(AcrossStep):
         self._losing = StagePrograms(held, flow, placement, self._borrowed_specs, start_row, train=False)
         self._flow, self._observe = flow, observe
         self.follow(table)
-        self._losses = StageRunner(losses, flow, mailbox)
+        self._losses = StageExecutor(losses, flow, mailbox)
         # behind the tags of all values
         self._first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         super().__init__(
@@ -242,7 +242,7 @@ class StageStep(AcrossStep):
     def follow(self, table: Table) -> None:
         """Walk over another table from now on; of the same stages, microbatches and chunks."""
         self._table = table
-        self._runner = StageRunner(table, self._flow, self.mailbox, self._observe)
+        self._runner = StageExecutor(table, self._flow, self.mailbox, self._observe)
 
     def evaluate(self, state: State, batch: Batch) -> Metrics:
         """The losses of a batch, of all pipelines: loss_sum, count and those of the loss as (sum, count)."""
@@ -329,7 +329,7 @@ def _totals(by_replica: list[dict[str, Any]]) -> dict[str, Any]:
     return jax.tree.map(lambda *x: np.float32(sum(x)), *found)
 
 
-def _borrowed_specs(held: Held, placement: Placement) -> dict[str, PartitionSpec]:
+def _borrowed_specs(held: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
     """How what a stage borrows lies on its mesh: as its owner would place it there."""
     whole, dims = by_path(held.traced.params), held.model.dims
     names = {

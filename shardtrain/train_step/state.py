@@ -19,7 +19,7 @@ from shardtrain.combine.replicas import Combine, cut, shard_shapes, stacked_path
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.functional.model import BLOCKS, Model, Tree, named_arrays, path_text
 from shardtrain.optim.optimizer_state import stored
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import PARAMETER_RULES, Layout
 from shardtrain.sharding.resolve import Named, completed, unplaced_text
 from shardtrain.sharding.specs import partition_specs, spec_axes, with_leading_dim, without_pipeline
@@ -103,7 +103,7 @@ class Placement:
     combine: Combine
     specs: Specs
     state: State
-    stages: Stages | None = None
+    stages: Partition | None = None
     schedule: str = "1f1b"
 
     @property
@@ -113,14 +113,14 @@ class Placement:
 
 
 def abstract_state(
-    model: Model, optimizer: optax.GradientTransformation, stages: Stages | None = None
+    model: Model, optimizer: optax.GradientTransformation, stages: Partition | None = None
 ) -> State:
     """The shapes and dtypes of a state whose replicas have nothing of their own; nothing is computed."""
     return jax.eval_shape(lambda: _init(model, optimizer, jnp.uint32(0), _storing(stages)))
 
 
 def _storing(
-    stages: Stages | None, whole: Callable[[Any, Any], Any] = lambda path, x: x
+    stages: Partition | None, whole: Callable[[Any, Any], Any] = lambda path, x: x
 ) -> Callable[[Tree], Tree]:
     """Parameters with their blocks in the order of a pipeline's stages.
 
@@ -179,7 +179,7 @@ def state_specs(
     layout: Layout,
     sizes: Mapping[str, int],
     combine: Combine = Combine(),
-    stages: Stages | None = None,
+    stages: Partition | None = None,
 ) -> Specs:
     """How the state of this model and optimizer lies on a mesh of these sizes.
 
@@ -267,7 +267,7 @@ def make_placement(
     layout: Layout,
     mesh: Mesh,
     combine: Combine = Combine(),
-    stages: Stages | None = None,
+    stages: Partition | None = None,
     schedule: str = "1f1b",
 ) -> Placement:
     """Join a layout with a model, an optimizer and a mesh.
@@ -300,13 +300,13 @@ def make_placement(
     )
 
 
-def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stages: Stages | None) -> None:
+def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stages: Partition | None) -> None:
     num_stages = sizes[axes.PIPELINE]
     if (1 if stages is None else stages.num_stages) != num_stages:
         raise ValueError(
             f"the mesh has pipeline={num_stages}, and the model is cut into"
             f" {'no stages' if stages is None else f'{stages.num_stages} stages'}; make them with"
-            f" pipeline.costs.make_stages(model, Pipeline(), {num_stages}, loss, microbatch)"
+            f" pipeline.costs.make_partition(model, Pipeline(), {num_stages}, loss, microbatch)"
         )
     if stages is None:
         return

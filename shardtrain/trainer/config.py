@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow
 from shardtrain.combine.replicas import Combine
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import Loss, next_token_loss
 from shardtrain.islands.options import Across
@@ -52,7 +52,7 @@ class Strategy:
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         if self.accumulate < 1:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
         if problems:
@@ -83,7 +83,7 @@ class StartFrom:
         return {"checkpoint": value} if isinstance(value, str | Path) else None
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         if self.step is not None and self.checkpoint is None:
             problems.append(f"step is {self.step} of no checkpoint; give the checkpoint too, a run's folder")
         if self.step is not None and self.step < 0:
@@ -161,7 +161,7 @@ class Run:
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, optax.MultiSteps):
             object.__setattr__(self, "optimizer", self.optimizer.gradient_transformation())
-        if problems := [*wrong_kinds(self), *_wrong_values(self)]:
+        if problems := [*wrong_types(self), *_wrong_values(self)]:
             raise problems_error("this run cannot be started", problems)
 
 

@@ -17,13 +17,13 @@ from shardtrain.data import Batch, Batches, batch_problem, place, process_rows
 from shardtrain.functional.model import path_text
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.membership import Islands
-from shardtrain.islands.transfer import Crossing
-from shardtrain.islands.watchdog.stragglers import Stragglers, Work
+from shardtrain.islands.transfer import Transfer
+from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
 from shardtrain.sharding import shares as split
 from shardtrain.train_step.stage_step import Seats
 from shardtrain.train_step.state import State
 from shardtrain.trainer.fingerprints import fingerprints, odd
-from shardtrain.trainer.loop import Wish
+from shardtrain.trainer.loop import StepVote
 
 AGREEMENT_SECONDS = 600.0
 """How long to wait for a rank that traces a large model slowly. A difference is told once all have come."""
@@ -33,7 +33,7 @@ LONG_SECONDS = 5 * 60 * 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowShare:
+class BatchShard:
     """The rows of each batch that this process loads.
 
     Args:
@@ -56,10 +56,10 @@ class RowShare:
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of some rows, on a mesh; see `RowShare.load`."""
+    """Batches of some rows, on a mesh; see `BatchShard.load`."""
 
     batches: Batches
-    share: RowShare
+    share: BatchShard
     mesh: Mesh
     batch_axes: tuple[str, ...]
     microbatches: int
@@ -80,7 +80,7 @@ def row_share(
     batch_axes: Sequence[str],
     microbatches: int,
     unit: int | None = None,
-) -> RowShare:
+) -> BatchShard:
     """The rows of this process.
 
     Args:
@@ -100,7 +100,7 @@ def row_share(
     num_rows = number if len(shares) == 1 else max(-(-number // unit), 1) * unit
     local = process_rows(num_rows, mesh, batch_axes, microbatches)
     rows = start + local % number if number else np.zeros_like(local)
-    return RowShare(rows=rows, real=local < number, num_rows=num_rows, start=start)
+    return BatchShard(rows=rows, real=local < number, num_rows=num_rows, start=start)
 
 
 def island_rows(batch: int, weights: Sequence[float], units: Sequence[int]) -> list[int]:
@@ -123,7 +123,7 @@ def island_rows(batch: int, weights: Sequence[float], units: Sequence[int]) -> l
 
 
 @dataclass(frozen=True)
-class Together:
+class Coordination:
     """The islands of a run at work, or the one that is alone.
 
     Args:
@@ -135,10 +135,10 @@ class Together:
     """
 
     islands: Islands | None = None
-    crossing: Crossing | None = None
+    crossing: Transfer | None = None
     seats: Seats | None = None
     stragglers: Stragglers | None = None
-    work: Work = field(default_factory=Work)
+    work: StepTimer = field(default_factory=StepTimer)
 
     @property
     def is_first(self) -> bool:
@@ -159,7 +159,7 @@ class Together:
         mesh: Mesh,
         batch_axes: Sequence[str],
         microbatches: int,
-    ) -> RowShare:
+    ) -> BatchShard:
         """The rows of this process.
 
         Args:
@@ -211,7 +211,7 @@ class Together:
             control = self.islands.control
             check_agreement(control.share, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
-    def agree(self, step: int, wish: Wish, local_steps: int = 1) -> tuple[Wish, str | None]:
+    def agree(self, step: int, wish: StepVote, local_steps: int = 1) -> tuple[StepVote, str | None]:
         """What all islands do after a step: what any of them must, and what the first would; who is slow.
 
         Args:
@@ -221,16 +221,16 @@ class Together:
         """
         if step % local_steps:
             # what is saved and what is bad is told when all meet
-            return Wish(stop=0, save=False), None
+            return StepVote(stop=0, save=False), None
         if self.islands is None:
             return wish, None
         mine = [wish, self.work.take()]
         told = self.islands.control.share(f"after step {step}", mine, LONG_SECONDS)
         self.work.begin()
-        wishes = [Wish(*each) for each, _ in told]
+        wishes = [StepVote(*each) for each, _ in told]
         saved = [-1 if each.saved is None else each.saved for each in wishes]
         bad = min((each.bad for each in wishes if each.bad), default=0)
-        agreed = Wish(max(each.stop for each in wishes), wishes[0].save, min(saved), bad)
+        agreed = StepVote(max(each.stop for each in wishes), wishes[0].save, min(saved), bad)
         seconds = [each for _, each in told]
         return agreed, self.stragglers.add(seconds) if self.stragglers and None not in seconds else None
 

@@ -17,7 +17,7 @@ import optax
 
 from shardtrain.checkpoints.checkpointer import SaveFailed
 from shardtrain.checkpoints.policy import CheckpointPolicy, due
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.metrics import Mean, Progress, Rate, Sink, strict
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
@@ -35,7 +35,7 @@ STEPS_LATE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class LoopOptions:
     """What happens when.
 
     Args:
@@ -67,7 +67,7 @@ class Saving(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class LoopParts:
     """What the loop works with.
 
     Args:
@@ -96,16 +96,16 @@ class Pieces:
     sink: Sink
     progress: Progress
     extra: Mapping[str, Any]
-    agree: "Callable[[int, Wish], Wish]" = lambda step, wish: wish
+    agree: "Callable[[int, StepVote], StepVote]" = lambda step, wish: wish
     anywhere: Callable[[str, bool], bool] = lambda question, here: here
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()
-    marks: Marks = field(default_factory=Marks)
+    marks: ActivityRecord = field(default_factory=ActivityRecord)
     check: Callable[[int, State], None] | None = None
     explain: Callable[[int], str] = lambda step: ""
 
 
-class Wish(NamedTuple):
+class StepVote(NamedTuple):
     """What a process would do after a step.
 
     Args:
@@ -122,7 +122,7 @@ class Wish(NamedTuple):
 
 
 def run_loop(
-    state: State, first_step: int, pieces: Pieces, pace: Pace, stop: StopSignals
+    state: State, first_step: int, pieces: LoopParts, pace: LoopOptions, stop: StopSignals
 ) -> tuple[State, int]:
     """Train from `first_step` to `pace.steps`, or until a signal asks to stop.
 
@@ -158,7 +158,7 @@ class _Reached:
 
 
 def _run(
-    state: State, first_step: int, pieces: Pieces, pace: Pace, stop: StopSignals, reached: _Reached
+    state: State, first_step: int, pieces: LoopParts, pace: LoopOptions, stop: StopSignals, reached: _Reached
 ) -> tuple[State, int]:
     log = _Log(pieces, pace)
     done, saved_seconds, is_due = first_step, time.monotonic(), False
@@ -176,7 +176,7 @@ def _run(
         last = done == pace.steps
         # once due it stays so: replicas may not be of one mind before some steps more
         is_due = is_due or last or due(pieces.policy, done, time.monotonic() - saved_seconds)
-        mine = Wish(stop.asked(), is_due, pieces.checkpoints.latest(), log.fault.step if log.fault else 0)
+        mine = StepVote(stop.asked(), is_due, pieces.checkpoints.latest(), log.fault.step if log.fault else 0)
         stop_now, save_now, saved, bad = pieces.agree(done, mine)
         pieces.checkpoints.confirm(saved)
         if bad:
@@ -223,7 +223,7 @@ def _run(
     return state, done
 
 
-def write_held(pieces: Pieces, step: int, state: State, held: Mapping[str, Any] | None) -> None:
+def write_held(pieces: LoopParts, step: int, state: State, held: Mapping[str, Any] | None) -> None:
     """Evaluate a step again whose evaluation was cut short after it was saved, and write its metrics.
 
     Args:
@@ -240,7 +240,7 @@ def write_held(pieces: Pieces, step: int, state: State, held: Mapping[str, Any] 
         pieces.progress.update(step, line)
 
 
-def _wait(pieces: Pieces) -> None:
+def _wait(pieces: LoopParts) -> None:
     try:
         pieces.checkpoints.wait()
     except SaveFailed as failure:
@@ -248,8 +248,8 @@ def _wait(pieces: Pieces) -> None:
 
 
 def _save(
-    pieces: Pieces,
-    pace: Pace,
+    pieces: LoopParts,
+    pace: LoopOptions,
     step: int,
     state: State,
     position: Any,
@@ -309,7 +309,7 @@ def _all_finite(params: Any) -> jax.Array:
 class _Log:
     """Metrics on their way from the device to the sinks: read late, merged over a window, written."""
 
-    def __init__(self, pieces: Pieces, pace: Pace) -> None:
+    def __init__(self, pieces: LoopParts, pace: LoopOptions) -> None:
         self._pieces, self._pace = pieces, pace
         self._pending: deque[tuple[int, Metrics]] = deque()
         self._means: dict[str, Mean] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
 
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 
 
@@ -38,7 +38,7 @@ class Recovery:
     straggler: float = 1.5
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         if self.spike is not None and not self.spike > 0:
             problems.append(f"spike is {self.spike}; use a number above 0, such as 8, or None")
         if self.window < 8:

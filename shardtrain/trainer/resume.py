@@ -15,19 +15,19 @@ import jax
 
 from shardtrain.checkpoints.checkpointer import Checkpoints, SaveFailed
 from shardtrain.checkpoints.flatten import restorable
-from shardtrain.checkpoints.manifest import COMMON, WHOLE, Leaf, Lie, Part, matches
+from shardtrain.checkpoints.manifest import COMMON, WHOLE, ArrayOrigin, Leaf, WriterPart, matches
 from shardtrain.checkpoints.origins import KEPT, lies, saved_part, wanted_state
-from shardtrain.checkpoints.reader import Archive, find_archives
+from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.checkpoints.restore import Allow, check_state, restore_arrays, widened
 from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import path_text
-from shardtrain.pipeline.stage_model import Held
+from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.system.untrusted_files import whole_number
-from shardtrain.train_step.island_step import AcrossStep
+from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.state import Placement, State
 from shardtrain.trainer.config import Run, describe, differences
-from shardtrain.trainer.coordination import Together
+from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.loop import HELD
 
 BEGINNING = Position(epoch=0, index=0)
@@ -71,10 +71,10 @@ class Saving:
         self,
         run: Run,
         folder: Path,
-        together: Together,
+        together: Coordination,
         placement: Placement,
-        held: Held | None,
-        across: AcrossStep | None,
+        held: StageModel | None,
+        across: IslandStep | None,
         note: Callable[[str], None],
     ) -> None:
         self.has_own = across is not None and (run.strategy.combine.on_deltas or across.keeps_state)
@@ -91,16 +91,16 @@ class Saving:
         self.layout = _layout(run, placement, self.island[1])
         self._latest: int | None = None
 
-    def _find_part(self) -> Part | None:
+    def _find_part(self) -> WriterPart | None:
         """Which part of a step this island saves; None: another saves all."""
         seats = self.together.seats
         if self.has_own:
-            return Part(*self.island)
+            return WriterPart(*self.island)
         if self.together.writes:
-            return WHOLE if seats is None else Part(seats.stage, seats.num_stages)
+            return WHOLE if seats is None else WriterPart(seats.stage, seats.num_stages)
         return None
 
-    def lies_of(self, state: State) -> dict[str, Lie]:
+    def lies_of(self, state: State) -> dict[str, ArrayOrigin]:
         """Path -> which piece of the whole an array is."""
         return self._lies(state)
 
@@ -169,7 +169,7 @@ def _layout(run: Run, placement: Placement, num_islands: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
+class StartPoint:
     """Where a run begins.
 
     Args:
@@ -185,7 +185,7 @@ class Begun:
     held: Mapping[str, Any] | None = None
 
 
-def made_equal(run: Run, together: Together, state: State, note: Callable[[str], None]) -> State:
+def synchronised(run: Run, together: Coordination, state: State, note: Callable[[str], None]) -> State:
     """Before a save: unequal hosts round differently, and their copies drift apart by the last bits."""
     own_optimizers = run.strategy.combine.on_deltas
     paths = together.differing(state, own_optimizers)
@@ -202,10 +202,10 @@ def begin(
     run: Run,
     saving: Saving,
     init: Callable[[], State],
-    across: AcrossStep | None,
+    across: IslandStep | None,
     description: dict[str, Any],
     newest: int | None = None,
-) -> Begun:
+) -> StartPoint:
     """The newest checkpoint, or that of another run, or the beginning; the same on all islands.
 
     Args:
@@ -257,13 +257,13 @@ def begin(
     state = _assembled(wanted_state(saving.placement, kept), arrays, kept, init)
     state = _common(run, saving, state, arrays, resumed=chosen.step is not None)
     if chosen.step is None:
-        return Begun(state=state, step=0, position=BEGINNING)
+        return StartPoint(state=state, step=0, position=BEGINNING)
     note(f"resumed from step {chosen.step} in {run.run_dir}")
     position = _position(extra["position"])
     if extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
         note("WARNING: the data is not that of the checkpoint: training goes on at its beginning")
         position = BEGINNING
-    return Begun(state=state, step=chosen.step, position=position, held=extra.get(HELD))
+    return StartPoint(state=state, step=chosen.step, position=position, held=extra.get(HELD))
 
 
 def _position(saved: Mapping[str, Any]) -> Position:
@@ -278,7 +278,7 @@ def _position(saved: Mapping[str, Any]) -> Position:
     return Position(epoch=epoch, index=index)
 
 
-def find_start(path: Path, step: int | None = None) -> Archive:
+def find_start(path: Path, step: int | None = None) -> CheckpointReader:
     """A step to begin with.
 
     Args:
@@ -289,8 +289,8 @@ def find_start(path: Path, step: int | None = None) -> Archive:
       ValueError: there is none, or it is broken.
     """
     folders = (path / CHECKPOINTS, path, path.parent)
-    found = [each for folder in folders[:2] for each in find_archives(folder)]
-    found = found or [each for each in find_archives(path.parent) if path in each.folders.values()]
+    found = [each for folder in folders[:2] for each in find_readers(folder)]
+    found = found or [each for each in find_readers(path.parent) if path in each.folders.values()]
     steps = [each.step for each in found]
     found = [each for each in found if step in (None, each.step)]
     if not found:
@@ -332,7 +332,7 @@ def _check_run(
 
 
 def _read(
-    run: Run, saving: Saving, archive: Archive, wanted: State, extra: Mapping[str, Any]
+    run: Run, saving: Saving, archive: CheckpointReader, wanted: State, extra: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """What this island reads of a checkpoint; what islands have in common it may get from another."""
     together = saving.together
@@ -373,7 +373,7 @@ def _read(
 PARAMETERS = ("params/", "model_state/")
 
 
-def _readable(saving: Saving, wanted: State, archive: Archive, extra: Mapping[str, Any]) -> State:
+def _readable(saving: Saving, wanted: State, archive: CheckpointReader, extra: Mapping[str, Any]) -> State:
     """Without what belongs to the layout that saved it, if this is another, or to one replica alone."""
     if saving.together.islands is not None and not saving.own_optimizers and not saving.together.writes:
         wanted = wanted._replace(opt_state=())
@@ -389,7 +389,7 @@ def _readable(saving: Saving, wanted: State, archive: Archive, extra: Mapping[st
     return wanted._replace(combine_state=())
 
 
-def _whole_shapes(leaves: Mapping[str, Any], where: Mapping[str, Lie]) -> dict[str, Any]:
+def _whole_shapes(leaves: Mapping[str, Any], where: Mapping[str, ArrayOrigin]) -> dict[str, Any]:
     return {
         path: [where.get(path, COMMON).whole(tuple(x.shape)), getattr(x.dtype, "name", x.dtype)]
         for path, x in leaves.items()
@@ -405,7 +405,7 @@ def _united(of_islands: Sequence[Mapping[str, Any]]) -> dict[str, Leaf]:
     }
 
 
-def _tell_replicas(saving: Saving, archive: Archive, where: Mapping[str, Lie]) -> None:
+def _tell_replicas(saving: Saving, archive: CheckpointReader, where: Mapping[str, ArrayOrigin]) -> None:
     """The rule for optimizers of replicas, where their number has changed."""
     path = next((path for path in archive.pieces if path.startswith("opt_state/")), None)
     if path is None:

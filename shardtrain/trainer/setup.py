@@ -18,21 +18,21 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, as_model
 from shardtrain.optim.optimizer import Optimizer, coupled, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
-from shardtrain.pipeline.costs import Traced, make_stages
+from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.pipeline.stage_model import Held
+from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.island_step import AcrossStep, make_step_across
+from shardtrain.train_step.island_step import IslandStep, make_island_step
 from shardtrain.train_step.stage_step import Seats, StageStep
 from shardtrain.train_step.state import Placement, make_placement
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.coordination import LONG_SECONDS, Loader, Together
+from shardtrain.trainer.coordination import LONG_SECONDS, Coordination, Loader
 from shardtrain.trainer.resume import BEGINNING
 
 
-class Parts(NamedTuple):
+class RunSetup(NamedTuple):
     """A run's model, optimizer and mesh, and how they lie on it; or the stage's that this island has."""
 
     model: Model
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
     learning_rate: optax.Schedule | None
     mesh: Mesh
     placement: Placement
-    held: Held | None = None
+    held: StageModel | None = None
     seats: Seats | None = None
 
     @property
@@ -55,7 +55,7 @@ def make_parts(
     microbatch: Batch | None = None,
     island: int = 0,
     mesh: Mesh | None = None,
-) -> Parts:
+) -> RunSetup:
     """Model, optimizer, mesh and placement of a run.
 
     Args:
@@ -82,7 +82,7 @@ def make_parts(
     stages = None
     if num_stages > 1:
         assert microbatch is not None
-        stages = make_stages(model, pipeline, num_stages, run.loss, microbatch)
+        stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
     can_search = num_islands == 1 and combine.is_mean
     if missing := missing_arguments(
         optimizer, jax.eval_shape(model.init, jax.random.key(0))[0], line_search=can_search
@@ -92,12 +92,12 @@ def make_parts(
         model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
     )
     _check_evaluated(run, placement)
-    return Parts(model, optimizer, learning_rate, mesh, placement)
+    return RunSetup(model, optimizer, learning_rate, mesh, placement)
 
 
 def _make_stage_parts(
     run: Run, model: Model, mesh: Mesh, num_islands: int, island: int, microbatch: Batch
-) -> Parts:
+) -> RunSetup:
     """Those of the stage that this island holds."""
     strategy, combine = run.strategy, run.strategy.combine
     problems = []
@@ -114,9 +114,9 @@ def _make_stage_parts(
         raise problems_error("islands cannot hold the stages of a pipeline", problems)
     num_stages = strategy.across.partitions or num_islands
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
-    stages = make_stages(model, strategy.pipeline, num_stages, run.loss, microbatch)
+    stages = make_partition(model, strategy.pipeline, num_stages, run.loss, microbatch)
     traced = Traced(model, run.loss, microbatch)
-    held = Held(model=model, stages=stages, traced=traced, stage=seats.stage)
+    held = StageModel(model=model, stages=stages, traced=traced, stage=seats.stage)
     stage = held.as_model()
     named = run.optimizer
     if isinstance(named, Optimizer):
@@ -134,7 +134,7 @@ def _make_stage_parts(
         raise ValueError(missing_text(missing))
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     _check_evaluated(run, placement)
-    return Parts(stage, optimizer, learning_rate, mesh, placement, held, seats)
+    return RunSetup(stage, optimizer, learning_rate, mesh, placement, held, seats)
 
 
 def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
@@ -183,7 +183,7 @@ def microbatch_of(run: Run, source: Any) -> Batch:
     return {name: np.broadcast_to(x, (rows, *x.shape[1:])) for name, x in batch.items()}
 
 
-def pipeline_text(run: Run, parts: Parts) -> str | None:
+def pipeline_text(run: Run, parts: RunSetup) -> str | None:
     """How a pipeline is cut, and what its schedule makes of it; None without one."""
     stages = parts.placement.stages if parts.held is None else parts.held.stages
     if stages is None:
@@ -195,14 +195,16 @@ def pipeline_text(run: Run, parts: Parts) -> str | None:
     return f"{heading(table)}; blocks {','.join(map(str, stages.counts))}\n{found}"
 
 
-def make_across(run: Run, parts: Parts, together: Together, loader: Loader) -> AcrossStep | None:
+def make_multi_island_step(
+    run: Run, parts: RunSetup, together: Coordination, loader: Loader
+) -> IslandStep | None:
     """The step across islands, None for one that is alone."""
     combine = run.strategy.combine
     if together.crossing is None:
         return None
     if parts.held is not None:
         return _stage_step(run, parts, parts.held, together, loader)
-    return make_step_across(
+    return make_island_step(
         parts.model,
         run.loss,
         parts.optimizer,
@@ -215,7 +217,9 @@ def make_across(run: Run, parts: Parts, together: Together, loader: Loader) -> A
     )
 
 
-def _stage_step(run: Run, parts: Parts, held: Held, together: Together, loader: Loader) -> StageStep:
+def _stage_step(
+    run: Run, parts: RunSetup, held: StageModel, together: Coordination, loader: Loader
+) -> StageStep:
     islands, seats, crossing = together.islands, parts.seats, together.crossing
     assert islands is not None
     assert seats is not None

@@ -24,7 +24,7 @@ from shardtrain.functional.loss import guarded
 from shardtrain.functional.model import Model
 from shardtrain.islands.agreement import facts, program_fact
 from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.optimizer_state import evaluated_params
 from shardtrain.optim.scaling import scaled
@@ -40,18 +40,24 @@ from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.run_lock import Locked, locked
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.system.terminal import printable
-from shardtrain.train_step.island_step import AcrossStep
+from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State, init_state, restorable_state
 from shardtrain.train_step.step import combined_labels, make_evaluate, make_step
 from shardtrain.trainer.config import Run, describe, run_text
-from shardtrain.trainer.coordination import Loader, Together
+from shardtrain.trainer.coordination import Coordination, Loader
 from shardtrain.trainer.fingerprints import divergence_text, hardware, make_find_divergence
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
-from shardtrain.trainer.loop import Pace, Pieces, Wish, run_loop, write_held
+from shardtrain.trainer.loop import LoopOptions, LoopParts, StepVote, run_loop, write_held
 from shardtrain.trainer.recovery import RollBack, Rollbacks, Spikes
-from shardtrain.trainer.resume import BEGINNING, CHECKPOINTS, Begun, Saving, begin, made_equal
-from shardtrain.trainer.setup import Parts, make_across, make_parts, microbatch_of, pipeline_text
+from shardtrain.trainer.resume import BEGINNING, CHECKPOINTS, Saving, StartPoint, begin, synchronised
+from shardtrain.trainer.setup import (
+    RunSetup,
+    make_multi_island_step,
+    make_parts,
+    microbatch_of,
+    pipeline_text,
+)
 
 RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
 TENSORBOARD = "tensorboard"
@@ -83,7 +89,7 @@ def train(
     run: Run,
     console: Console | None = None,
     islands: Islands | None = None,
-    marks: Marks | None = None,
+    marks: ActivityRecord | None = None,
     stop: StopSignals | None = None,
 ) -> Trained:
     """Train a run from its newest checkpoint, or from the start, to its last step.
@@ -102,7 +108,7 @@ def train(
     folder = run.run_dir or Path("runs/run")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
-    marks = marks or (Marks() if islands is None else islands.control.marks)
+    marks = marks or (ActivityRecord() if islands is None else islands.control.marks)
     first = jax.process_index() == 0 if islands is None else islands.is_first
     console = (console or Console()) if first else Console(quiet=True)
     notes = _Notes(None if first or islands is None else islands.control.names[islands.place.rank])
@@ -151,8 +157,8 @@ def train(
 
 def _stretch(
     agreed: "_Agreed",
-    begun: Begun,
-    working: Pieces,
+    begun: StartPoint,
+    working: LoopParts,
     folder: Path,
     console: Console,
     notes: "_Notes",
@@ -191,7 +197,7 @@ def _stretch(
             return run_loop(begun.state, begun.step, pieces, _pace(run), stop)
 
 
-def _working(agreed: "_Agreed", saving: Saving, notes: "_Notes", marks: Marks) -> Pieces:
+def _working(agreed: "_Agreed", saving: Saving, notes: "_Notes", marks: ActivityRecord) -> LoopParts:
     """What is the same in every stretch of the run."""
     run, parts, together, across = agreed.run, agreed.parts, agreed.together, agreed.across
     model, optimizer, placement = parts.model, parts.optimizer, parts.placement
@@ -205,13 +211,13 @@ def _working(agreed: "_Agreed", saving: Saving, notes: "_Notes", marks: Marks) -
             if text := together.odd_copies(step, problem, kind, state.params):
                 raise RollBack(step, text)
 
-    def agree(step: int, wish: Wish) -> Wish:
+    def agree(step: int, wish: StepVote) -> StepVote:
         agreed_wish, slow = together.agree(step, wish, run.strategy.combine.local_steps)
         if slow is not None:
             notes.note(f"WARNING: {slow}")
         return agreed_wish
 
-    return Pieces(
+    return LoopParts(
         step=across or make_step(model, run.loss, optimizer, placement, parts.learning_rate),
         batches=iter(()),
         evaluate=_evaluation(run, parts, together, agreed.heldout, across),
@@ -222,7 +228,7 @@ def _working(agreed: "_Agreed", saving: Saving, notes: "_Notes", marks: Marks) -
         extra={"run": agreed.description},
         agree=agree,
         anywhere=together.anywhere,
-        before_save=lambda state: made_equal(run, together, state, notes.note),
+        before_save=lambda state: synchronised(run, together, state, notes.note),
         labels=across.labels if across else combined_labels(placement),
         marks=marks,
         check=check if run.recovery.fingerprint_every is not None else None,
@@ -231,11 +237,11 @@ def _working(agreed: "_Agreed", saving: Saving, notes: "_Notes", marks: Marks) -
 
 class _Agreed(NamedTuple):
     run: Run
-    parts: Parts
-    together: Together
+    parts: RunSetup
+    together: Coordination
     loader: Loader
     heldout: Any
-    across: AcrossStep | None
+    across: IslandStep | None
     description: dict[str, Any]
     expected: Expected
 
@@ -253,7 +259,7 @@ def _agreed(
         say(console, binding_text(binding(islands)))
     run = _scaled(run, islands, notes)
     described, run = describe(run), replace(run, loss=guarded(run.loss))
-    source, heldout = Together(islands).in_turn("data", lambda: _sources(run, folder))
+    source, heldout = Coordination(islands).in_turn("data", lambda: _sources(run, folder))
     seat = None if islands is None else islands.seat
     count, island = (1, 0) if seat is None else (seat.num_islands, seat.island)
     parts = make_parts(run, count, microbatch_of(run, source), island)
@@ -283,7 +289,7 @@ def _agreed(
         notes.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
     if summary := getattr(run.data, "summary", None):
         notes.note(summary(folder))
-    across = make_across(run, parts, together, loader)
+    across = make_multi_island_step(run, parts, together, loader)
     if isinstance(across, StageStep):
         stack.callback(across.close)
     return _Agreed(run, parts, together, loader, heldout, across, description, expected)
@@ -309,7 +315,7 @@ def _sources(run: Run, folder: Path) -> tuple[Any, Any]:
     return found["train"], found["heldout"]
 
 
-def _explained(agreed: "_Agreed", begun: Begun, step: int) -> str:
+def _explained(agreed: "_Agreed", begun: StartPoint, step: int) -> str:
     """What is wrong with the data of a step, as far as this process has its rows."""
     batches = agreed.loader.batches
     position = batches.advance(begun.position, step - begun.step - 1)
@@ -347,21 +353,21 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     return found.run
 
 
-def _together(run: Run, parts: Parts, islands: Islands | None) -> Together:
+def _together(run: Run, parts: RunSetup, islands: Islands | None) -> Coordination:
     if islands is None:
-        return Together()
+        return Coordination()
     if islands.seat.num_islands == 1:
-        return Together(islands)
+        return Coordination(islands)
     across, platform = run.strategy.across, jax.devices()[0].platform
     on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
     stage = 0 if parts.seats is None else parts.seats.stage
     crossing = islands.crossing(parts.mesh, across, on_device, stage)
     # stages differ by nature
     stragglers = None if parts.seats else Stragglers(islands.control.names, run.recovery.straggler)
-    return Together(islands, crossing, parts.seats, stragglers)
+    return Coordination(islands, crossing, parts.seats, stragglers)
 
 
-def _facts(run: Run, parts: Parts, description: dict[str, Any]) -> dict[str, Any]:
+def _facts(run: Run, parts: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
     """What islands must have in common."""
     trees = {"parameters": parts.placement.specs.abstract.params}
     if parts.held is not None:
@@ -373,7 +379,7 @@ def _facts(run: Run, parts: Parts, description: dict[str, Any]) -> dict[str, Any
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
 
 
-def _program(run: Run, parts: Parts, batch: Any) -> dict[str, str]:
+def _program(run: Run, parts: RunSetup, batch: Any) -> dict[str, str]:
     """The hash of what islands of the same mesh and share compile."""
     placement = parts.placement
     step: Any = make_step(parts.model, run.loss, parts.optimizer, placement, parts.learning_rate)
@@ -387,7 +393,7 @@ def _program(run: Run, parts: Parts, batch: Any) -> dict[str, str]:
     )
 
 
-def _loader(run: Run, parts: Parts, together: Together, source: Any) -> Loader:
+def _loader(run: Run, parts: RunSetup, together: Coordination, source: Any) -> Loader:
     layout, mesh, microbatches = run.strategy.layout, parts.mesh, run.strategy.accumulate
     share = together.rows(run.batch, run.strategy.across.shares, mesh, layout.batch_axes, microbatches)
     batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=share.rows)
@@ -467,11 +473,11 @@ class _Speaking:
     def __exit__(self, *exception: object) -> None: ...
 
 
-def _pace(run: Run) -> Pace:
+def _pace(run: Run) -> LoopOptions:
     each = run.strategy.combine.local_steps
     # in between, replicas have no parameters in common
     every = run.evaluate_every and -(-run.evaluate_every // each) * each
-    return Pace(
+    return LoopOptions(
         steps=run.steps,
         log_every=run.log_every,
         evaluate_every=every,
@@ -498,7 +504,7 @@ def _sinks(folder: Path, resume_after: int | None, notes: _Notes) -> tuple[Sinks
 
 
 def _evaluation(
-    run: Run, parts: Parts, together: Together, heldout: Any, across: AcrossStep | None
+    run: Run, parts: RunSetup, together: Coordination, heldout: Any, across: IslandStep | None
 ) -> Callable[[State], dict[str, float]]:
     """state -> held-out values: the same rows each time, each island its share of them."""
     if heldout is None:
@@ -536,7 +542,7 @@ def _evaluation(
     return values
 
 
-def _chosen(run: Run, parts: Parts) -> Callable[[State], Any]:
+def _chosen(run: Run, parts: RunSetup) -> Callable[[State], Any]:
     """state -> the parameters that are evaluated and sampled, placed as those that are trained."""
     if run.evaluate_with is None:
         return lambda state: state.params
@@ -549,8 +555,8 @@ def _chosen(run: Run, parts: Parts) -> Callable[[State], Any]:
 
 def _ending(
     run: Run,
-    parts: Parts,
-    together: Together,
+    parts: RunSetup,
+    together: Coordination,
     state: State,
     step: int,
     stop: StopSignals,

@@ -15,7 +15,7 @@ from flax import nnx
 
 from shardtrain.checkpoints.evaluated_params import exported_params
 from shardtrain.checkpoints.manifest import Leaf, mismatches
-from shardtrain.checkpoints.reader import Archive
+from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, as_model, path_text
 from shardtrain.trainer.config import describe, differences
@@ -89,7 +89,7 @@ def load(run_dir: str | Path, model: Any, step: int | None = None, *, evaluated:
     return nnx.view(built, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
 
-def _saved_values(archive: Archive, evaluated: bool) -> Values:
+def _saved_values(archive: CheckpointReader, evaluated: bool) -> Values:
     how = (archive.extra.get("run") or {}).get("evaluate_with") if evaluated else None
     exported = exported_params(how, archive.leaves, archive.read)
 

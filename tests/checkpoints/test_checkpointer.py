@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.checkpoints import manifest as manifests
 from shardtrain.checkpoints import restore as restoring
 from shardtrain.checkpoints.checkpointer import Checkpoints, Restored, SaveFailed
-from shardtrain.checkpoints.flatten import saveable
+from shardtrain.checkpoints.flatten import flatten
 from shardtrain.checkpoints.policy import CheckpointPolicy, due, steps_to_delete
 from shardtrain.checkpoints.restore import Allow
 
@@ -291,7 +291,7 @@ def test_optimizer_state_of_bfloat16_is_read_as_float32(tmp_path):
         allow = Allow(missing=("opt_state/*",))
         found = checkpoints.restore({**wanted, "opt_state": moved}, allow=allow)
         assert found is not None
-        assert list(saveable(found.state)) == ["params/w"]
+        assert list(flatten(found.state)) == ["params/w"]
 
 
 def test_leaves_without_a_place_are_listed(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest import _text, delete, finished, partial_folders, problems, read_name
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.reader import archives, find_archives
+from shardtrain.checkpoints.reader import find_readers, readers
 from shardtrain.trainer.resume import _position
 
 
@@ -118,7 +118,7 @@ def test_links_and_what_blocks_are_named(folder, tmp_path):
     name = largest.relative_to(step)
     assert problems(step) == [f"{name} is a link"]
     with pytest.raises(ValueError, match=f"is not read: {name} is a link"):
-        find_archives(folder)[1].read("w")
+        find_readers(folder)[1].read("w")
     largest.unlink()
     os.mkfifo(largest)
     assert problems(step) == [f"{name} is a FIFO"]
@@ -151,10 +151,10 @@ def test_a_number_of_parts_that_no_run_has_is_not_counted_up_to(tmp_path):
         (tmp_path / name).mkdir()
         assert read_name(name)[0] == -1 or name.endswith("of-1")
     assert finished(tmp_path) == {}
-    assert archives(tmp_path) == []
+    assert readers(tmp_path) == []
     assert partial_folders(tmp_path) == []
     (tmp_path / "step_00000001.part-0-of-16384").mkdir()
-    (archive,) = archives(tmp_path)
+    (archive,) = readers(tmp_path)
     assert archive.problems()[-1] == "part 1, 2, 3, 4, 5, 6, 7, 8 and 16375 more of 16384 cannot be seen"
 
 
@@ -164,7 +164,7 @@ def test_an_array_whose_file_says_otherwise_is_not_read(folder):
 
     edit(folder, change)
     with pytest.raises(ValueError, match=r"its file has float32 \(4, 4\), and the manifest float32 \(4, 5\)"):
-        find_archives(folder)[1].read("w")
+        find_readers(folder)[1].read("w")
 
 
 def test_an_array_that_declares_more_than_is_there_is_not_allocated(tmp_path):
@@ -189,7 +189,7 @@ def test_an_array_that_declares_more_than_is_there_is_not_allocated(tmp_path):
         kvstore = {"driver": "ocdbt", "base": base, "path": "w/"}
         store = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
         tensorstore.open(store, create=True, delete_existing=True).result()
-        (archive,) = archives(tmp_path)
+        (archive,) = readers(tmp_path)
         leaf = archive.pieces["w"][0].leaf
         object.__setattr__(leaf, "shape", (size,))
         with pytest.raises(ValueError, match="w in ") as error:
@@ -201,7 +201,7 @@ def test_a_path_that_is_not_utf_8_and_a_number_that_is_not_finite_come_back(tmp_
     extra = {"run": {"data.paths": ["\udcff.txt"], "limit": float("inf")}}
     with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(3)}, extra)
-    assert find_archives(tmp_path)[0].extra == extra
+    assert find_readers(tmp_path)[0].extra == extra
 
 
 @pytest.mark.parametrize("saved", [{}, {"epoch": 0}, {"epoch": "0", "index": 0}, {"epoch": 0, "index": -1}])

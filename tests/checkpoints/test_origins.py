@@ -7,14 +7,14 @@ import optax
 import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest import COMMON, Lie, Part
+from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.origins import in_order, lies, saved_part, wanted_state
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow, restore_arrays
 from shardtrain.combine.replicas import Combine
 from shardtrain.functional.model import from_nnx, path_text
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import init_state, make_placement
@@ -53,8 +53,8 @@ def moved(folder, source, state, target):
 
 PIPELINES = {
     "one device": ({"data": 1}, None),
-    "filled up": ({"pipeline": 4}, Stages(num_stages=4, counts=(1, 2, 1, 1))),
-    "interleaved": ({"pipeline": 2, "fsdp": 2}, Stages(num_stages=2, num_chunks=2, counts=(1, 2, 1, 1))),
+    "filled up": ({"pipeline": 4}, Partition(num_stages=4, counts=(1, 2, 1, 1))),
+    "interleaved": ({"pipeline": 2, "fsdp": 2}, Partition(num_stages=2, num_chunks=2, counts=(1, 2, 1, 1))),
 }
 
 
@@ -71,7 +71,7 @@ def test_any_pipeline_reads_what_any_other_saved(source, target, tmp_path):
 
 def test_factored_moments_are_moved_by_blocks_too(tmp_path):
     factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
-    uneven, even = Stages(num_stages=2, counts=(3, 2)), Stages(num_stages=1, counts=(5,))
+    uneven, even = Partition(num_stages=2, counts=(3, 2)), Partition(num_stages=1, counts=(5,))
     placement, state = placed({"pipeline": 2}, uneven, factored)
     # rows that are told apart, as the mesh has them
     number = jnp.asarray(uneven.rows, jnp.float32)
@@ -142,10 +142,10 @@ def test_islands_save_what_each_has_and_any_number_of_them_reads_it(tmp_path):
         opt_state = jax.tree.map(lambda x: jnp.full_like(x, island), state.opt_state)  # noqa: B023
         own = saved_part(state._replace(opt_state=opt_state), own=island > 0)
         of = lies(placement, None, (island, 3), own_optimizers=True)
-        with Checkpoints(tmp_path, CheckpointPolicy(), Part(island, 3)) as checkpoints:
+        with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(island, 3)) as checkpoints:
             checkpoints.save(4, own, {"island": island}, of(own))
             assert checkpoints.choose().step is None or island == 0
-    with Checkpoints(tmp_path, CheckpointPolicy(), Part(0, 3)) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(0, 3)) as checkpoints:
         chosen = checkpoints.choose()
         assert (chosen.step, chosen.num_parts, chosen.extra) == (4, 3, {"island": 0})
         archive = chosen.archive(checkpoints.folders)
@@ -169,11 +169,11 @@ def test_islands_with_pipelines_and_optimizers_of_their_own_find_both(tmp_path):
     for island in (1, 0):
         opt_state = jax.tree.map(lambda x: x * (island + 1), state.opt_state)  # noqa: B023
         own = saved_part(state._replace(opt_state=opt_state), own=island > 0)
-        with Checkpoints(tmp_path, CheckpointPolicy(), Part(island, 2)) as checkpoints:
+        with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(island, 2)) as checkpoints:
             checkpoints.save(4, own, {}, lies(stored, None, (island, 2), own_optimizers=True)(own))
     one, expected = placed({"data": 1})
     expected = leaves_of(with_moments(one, expected).opt_state[0].mu)
-    with Checkpoints(tmp_path, CheckpointPolicy(), Part(0, 2)) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(0, 2)) as checkpoints:
         archive = checkpoints.choose().archive(checkpoints.folders)
     for island in (0, 1):
         wanted = saved_part(wanted_state(one), own=True)
@@ -190,4 +190,4 @@ def leaves_of(state):
 def test_what_is_whole_is_not_noted():
     placement, state = placed({"data": 2})
     assert lies(placement)(state) == {}
-    assert Lie() == COMMON
+    assert ArrayOrigin() == COMMON

@@ -9,13 +9,13 @@ import pytest
 from shardtrain.checkpoints import manifest as manifests
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.discover import choose
-from shardtrain.checkpoints.manifest import Manifest, Part
+from shardtrain.checkpoints.manifest import Manifest, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.retention import Mirror, delete_old
 
 
 def write(
-    folder: Path, step: int, part: Part = manifests.WHOLE, seconds: float = 1.0, save_id: str = ""
+    folder: Path, step: int, part: WriterPart = manifests.WHOLE, seconds: float = 1.0, save_id: str = ""
 ) -> None:
     path = manifests.step_folder(folder, step, part)
     (path / "arrays").mkdir(parents=True)
@@ -46,10 +46,10 @@ def test_a_writer_deletes_its_own_parts_and_only_what_all_have_left_behind(tmp_p
     for step in (10, 20, 30):
         for index in (0, 1):
             if (step, index) != (30, 1):  # it is still being written
-                write(tmp_path, step, Part(index, 2))
-    assert delete_old(tmp_path, CheckpointPolicy(keep=1), Part(0, 2), newest=20) == []
+                write(tmp_path, step, WriterPart(index, 2))
+    assert delete_old(tmp_path, CheckpointPolicy(keep=1), WriterPart(0, 2), newest=20) == []
     assert names(tmp_path) == ["10.part-1-of-2", "20.part-0-of-2", "20.part-1-of-2", "30.part-0-of-2"]
-    delete_old(tmp_path, CheckpointPolicy(keep=1), Part(1, 2), newest=20)
+    delete_old(tmp_path, CheckpointPolicy(keep=1), WriterPart(1, 2), newest=20)
     assert names(tmp_path) == ["20.part-0-of-2", "20.part-1-of-2", "30.part-0-of-2"]
     # the newest of which all parts are there
     assert choose([tmp_path], None, of_one).step == 20
@@ -57,22 +57,22 @@ def test_a_writer_deletes_its_own_parts_and_only_what_all_have_left_behind(tmp_p
 
 def test_what_another_number_of_writers_left_goes_by_the_same_policy(tmp_path):
     for index in range(3):
-        write(tmp_path, 10, Part(index, 3))
-        write(tmp_path, 20, Part(index, 3))
+        write(tmp_path, 10, WriterPart(index, 3))
+        write(tmp_path, 20, WriterPart(index, 3))
     write(tmp_path, 30)
-    delete_old(tmp_path, CheckpointPolicy(keep=2), Part(0, 1), newest=30)
+    delete_old(tmp_path, CheckpointPolicy(keep=2), WriterPart(0, 1), newest=30)
     assert names(tmp_path) == ["20.part-0-of-3", "20.part-1-of-3", "20.part-2-of-3", "30"]
     # the same step again, saved by one: the newer one is taken, and the other goes
     write(tmp_path, 20, seconds=2.0)
     chosen = choose([tmp_path], 20, of_one)
     assert (chosen.step, chosen.num_parts) == (20, 1)
-    delete_old(tmp_path, CheckpointPolicy(keep=2), Part(0, 1), newest=30)
+    delete_old(tmp_path, CheckpointPolicy(keep=2), WriterPart(0, 1), newest=30)
     assert names(tmp_path) == ["20", "30"]
 
 
 def test_a_step_with_a_lost_part_is_passed_over(tmp_path):
     for index in (0, 2):
-        write(tmp_path, 20, Part(index, 3))
+        write(tmp_path, 20, WriterPart(index, 3))
     write(tmp_path, 10)
     chosen = choose([tmp_path], None, of_one)
     assert chosen.step == 10
@@ -82,7 +82,7 @@ def test_a_step_with_a_lost_part_is_passed_over(tmp_path):
 
 def test_steps_of_which_no_host_has_all_parts_are_never_taken_for_a_new_run(tmp_path):
     for step in (10, 20):
-        write(tmp_path, step, Part(0, 2))
+        write(tmp_path, step, WriterPart(0, 2))
     with pytest.raises(ValueError, match=r"steps \[10, 20\] in .* were saved in parts.*another --run-dir"):
         choose([tmp_path], None, of_one)
 
@@ -90,8 +90,8 @@ def test_steps_of_which_no_host_has_all_parts_are_never_taken_for_a_new_run(tmp_
 def test_parts_of_two_saves_of_a_step_are_no_whole_one(tmp_path):
     """The run went back and saves step 20 anew; one of two was killed before it did."""
     for index in (0, 1):
-        write(tmp_path, 10, Part(index, 2), save_id="before")
-        write(tmp_path, 20, Part(index, 2), save_id="after" if index == 0 else "before")
+        write(tmp_path, 10, WriterPart(index, 2), save_id="before")
+        write(tmp_path, 20, WriterPart(index, 2), save_id="after" if index == 0 else "before")
     assert choose([tmp_path], None, of_one).step == 10
 
 
@@ -99,10 +99,10 @@ def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody
     """Three islands, two disks: the second part of step 30 is broken, and only the last island sees it."""
     one, two = tmp_path / "one", tmp_path / "two"
     for step in (20, 30):
-        write(one, step, Part(0, 2))
-        write(two, step, Part(1, 2))
-    write(one, 40, Part(0, 2))
-    (manifests.step_folder(two, 30, Part(1, 2)) / "arrays" / "data").write_text("other")
+        write(one, step, WriterPart(0, 2))
+        write(two, step, WriterPart(1, 2))
+    write(one, 40, WriterPart(0, 2))
+    (manifests.step_folder(two, 30, WriterPart(1, 2)) / "arrays" / "data").write_text("other")
     disks = [one, one, two]
     calls: list[list] = []
 
@@ -135,7 +135,7 @@ def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody
 
 def test_parts_are_deleted_when_all_have_the_newer_ones(tmp_path):
     state = {"w": jnp.zeros(3)}
-    with Checkpoints(tmp_path, CheckpointPolicy(keep=1), Part(1, 2)) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointPolicy(keep=1), WriterPart(1, 2)) as checkpoints:
         for step in (10, 20):
             checkpoints.save(step, state, {})
             checkpoints.wait()

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from shardtrain import cli
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest import Lie, Part
+from shardtrain.checkpoints.manifest import ArrayOrigin, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.reader import find_archives
+from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.checkpoint import COMMANDS
 from shardtrain.cli.run_options import load_run, parse_run
 from shardtrain.models.huggingface import from_huggingface
@@ -121,7 +121,7 @@ def test_diff_names_values_and_options_that_differ(saved, capsys):
     assert rows["params/embedding"][0] == "2"
     assert rows["step"][:2] == ["20", "2"]
     assert len([row for row in rows if "/" in row]) == 1
-    total = len(find_archives(saved / "checkpoints")[0].leaves)
+    total = len(find_readers(saved / "checkpoints")[0].leaves)
     assert f"{total - 2} of {total} common arrays are the same\n" in text
 
 
@@ -151,7 +151,7 @@ def test_verify_finds_a_flipped_bit_and_names_the_file(run, capsys):
 
 def test_a_missing_part_is_named(tmp_path, capsys):
     for index in range(2):
-        with Checkpoints(tmp_path, CheckpointPolicy(), Part(index, 3)) as checkpoints:
+        with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(index, 3)) as checkpoints:
             checkpoints.save(10, {"params": {f"w{index}": jnp.zeros(2)}}, {})
     code, text = command(capsys, "verify", tmp_path)
     assert (code, "part 2 of 3 cannot be seen" in text) == (1, True)
@@ -170,7 +170,7 @@ def test_prune_keeps_the_newest_and_every_so_many(run, capsys):
 
 
 def steps(run):
-    return [archive.step for archive in find_archives(run / "checkpoints")]
+    return [archive.step for archive in find_readers(run / "checkpoints")]
 
 
 def test_prune_counts_no_broken_step_and_leaves_the_newest_whole_one(run, capsys):
@@ -276,7 +276,7 @@ class TestFiles:
 
     def test_a_checkpoint_of_two_stages_is_exported_whole(self, saved, tmp_path, capsys):
         """Each has a block of its own, as stages across islands save them."""
-        archive = find_archives(saved / "checkpoints")[0]
+        archive = find_readers(saved / "checkpoints")[0]
         arrays = {path: archive.read(path) for path in archive.leaves}
         for index in range(2):
             mine = {
@@ -284,8 +284,8 @@ class TestFiles:
                 for path, x in arrays.items()
                 if "/blocks/" in path or index == 0
             }
-            lies = {path: Lie(rows=(index,), num_rows=2) for path in mine if "/blocks/" in path}
-            with Checkpoints(tmp_path / "cut", CheckpointPolicy(), Part(index, 2)) as checkpoints:
+            lies = {path: ArrayOrigin(rows=(index,), num_rows=2) for path in mine if "/blocks/" in path}
+            with Checkpoints(tmp_path / "cut", CheckpointPolicy(), WriterPart(index, 2)) as checkpoints:
                 checkpoints.save(10, mine, archive.extra, lies)
         assert command(capsys, "export", tmp_path / "cut", tmp_path / "a")[0] == 0
         assert command(capsys, "export", f"{saved}@10", tmp_path / "b")[0] == 0

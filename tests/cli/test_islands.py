@@ -20,14 +20,14 @@ import os
 from pathlib import Path
 from shardtrain.trainer.config import Run
 from shardtrain.data import Text
-from shardtrain.islands.rank_environment import find_place
+from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.models.decoder import DecoderConfig
 
 HERE = Path(__file__).parent
 
 
 def run() -> Run:
-    mlp = 32 + find_place(os.environ).rank * int(os.environ.get("WIDER", "0"))
+    mlp = 32 + find_rank_environment(os.environ).rank * int(os.environ.get("WIDER", "0"))
     return Run(
         model=DecoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2, mlp=mlp),
         data=Text(paths=(HERE / "text.txt",), seq=8),

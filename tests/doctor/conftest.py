@@ -5,17 +5,19 @@ from typing import Any
 
 import pytest
 
-from shardtrain.doctor.check import Row, Told
+from shardtrain.doctor.check import RankFacts, Row
 
 
 @pytest.fixture(scope="session")
-def told() -> Callable[..., list[Told]]:
+def told() -> Callable[..., list[RankFacts]]:
     """(facts of each rank, hosts="aab"): what ranks found, on hosts of one letter."""
 
-    def told(facts: Sequence[dict[str, Any]], hosts: str) -> list[Told]:
+    def told(facts: Sequence[dict[str, Any]], hosts: str) -> list[RankFacts]:
         assert len(facts) == len(hosts)
         named = enumerate(zip(facts, hosts, strict=True))
-        return [Told(rank=rank, name=f"rank {rank}", host=host, facts=each) for rank, (each, host) in named]
+        return [
+            RankFacts(rank=rank, name=f"rank {rank}", host=host, facts=each) for rank, (each, host) in named
+        ]
 
     return told
 

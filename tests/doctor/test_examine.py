@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from shardtrain.cli.doctor import NAMES, json_text
-from shardtrain.doctor.check import Check, Here, Row
+from shardtrain.doctor.check import Check, RankContext, Row
 from shardtrain.doctor.examine import CHECKS, examine
 from shardtrain.doctor.start import Alone
-from shardtrain.islands.rank_environment import find_place
+from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.report.doctor import doctor_text
 
-ALONE = Here(
-    place=find_place({}), hosts=("a",), meeting=Alone("a"), comm=None, environ={}, run_dir=Path("runs"),
-    quick=True, given_cores=(),
+ALONE = RankContext(
+    place=find_rank_environment({}), hosts=("a",), meeting=Alone("a"), comm=None, environ={},
+    run_dir=Path("runs"), quick=True, given_cores=(),
 )  # fmt: skip
 
 
@@ -90,11 +90,11 @@ def test_the_table_and_the_data_say_the_same():
 PROGRAM = """
 import dataclasses, os, sys, time
 from pathlib import Path
-from shardtrain.doctor.check import Check, Here
+from shardtrain.doctor.check import Check, RankContext
 from shardtrain.doctor.examine import examine
 from shardtrain.doctor.start import start
-from shardtrain.islands.rank_environment import find_place
-place = find_place(os.environ)
+from shardtrain.islands.rank_environment import find_rank_environment
+place = find_rank_environment(os.environ)
 started = start(place, os.environ, 3, 30.0)
 
 def look(here):
@@ -114,7 +114,7 @@ def never(told):
 
 one = Check(about="", look=look, judge=judge, limit_seconds=20.0, if_it_hangs="")
 two = dataclasses.replace(one, look=late, judge=never, limit_seconds=0.5)
-heres = [Here(place=place, hosts=started.hosts, meeting=meeting, comm=started.comm, environ=os.environ,
+heres = [RankContext(place=place, hosts=started.hosts, meeting=meeting, comm=started.comm, environ=os.environ,
               run_dir=Path("runs"), quick=False, given_cores=()) for meeting in started.meetings]
 examined = examine({"one": one}, heres[:2])
 assert examined.rows == () and examined.present == (0, 1, 2), examined

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from shardtrain.doctor.check import Here
+from shardtrain.doctor.check import RankContext
 from shardtrain.doctor.examine import attempt
 from shardtrain.doctor.file_system import is_locked, lock, mount_of, nearest, probe, rename
 from shardtrain.doctor.files import CHECK, judge
 from shardtrain.doctor.start import Alone
-from shardtrain.islands.rank_environment import find_place
+from shardtrain.islands.rank_environment import find_rank_environment
 
 GIB = 2**30
 PROBES = {
@@ -40,9 +40,9 @@ def rank(probes=None, **changes):
 
 def here(folder, quick=True):
     alone = Alone("a")
-    return Here(
-        place=find_place({}), hosts=("a",), meeting=alone, comm=None, environ={}, run_dir=folder, quick=quick,
-        given_cores=(),
+    return RankContext(
+        place=find_rank_environment({}), hosts=("a",), meeting=alone, comm=None, environ={},
+        run_dir=folder, quick=quick, given_cores=(),
     )  # fmt: skip
 
 

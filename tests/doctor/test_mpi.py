@@ -7,7 +7,7 @@ import pytest
 from shardtrain.doctor.child import tell
 from shardtrain.doctor.mpi import judge
 from shardtrain.doctor.mpi_vendor import launch_problem
-from shardtrain.islands.rank_environment import Place
+from shardtrain.islands.rank_environment import RankEnvironment
 
 CHILD = {
     "library": "MPICH Version:      5.0.2\nMPICH ABI: 18:2:6",
@@ -140,7 +140,7 @@ def test_a_child_is_no_rank_of_the_run():
 
 def test_a_launcher_of_another_mpi_is_found_before_mpi_starts():
     def problem(launcher):
-        place = Place(launcher=launcher, rank=1, size=2, local_rank=1, local_size=2, host="a")
+        place = RankEnvironment(launcher=launcher, rank=1, size=2, local_rank=1, local_size=2, host="a")
         return launch_problem(place, os.environ)
 
     assert problem("srun") is None

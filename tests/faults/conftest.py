@@ -17,7 +17,7 @@ from pathlib import Path
 from shardtrain.trainer.config import Run
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text
-from shardtrain.islands.rank_environment import find_place
+from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.models.decoder import DecoderConfig
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ def hurt():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-RANK = find_place(os.environ).rank
+RANK = find_rank_environment(os.environ).rank
 MINE = HURT and FIRST and RANK == int(os.environ["HURT_RANK"])
 
 

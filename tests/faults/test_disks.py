@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.checkpoints.reader import find_archives
+from shardtrain.checkpoints.reader import find_readers
 from shardtrain.report.metrics import read_jsonl
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
@@ -43,7 +43,7 @@ def fill(folder):
 
 
 def steps(folder):
-    return [archive.step for archive in find_archives(folder)]
+    return [archive.step for archive in find_readers(folder)]
 
 
 def train(*words):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shardtrain.checkpoints.manifest import Leaf
-from shardtrain.checkpoints.reader import find_archives
+from shardtrain.checkpoints.reader import find_readers
 from shardtrain.report.metrics import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
@@ -40,12 +40,12 @@ def ranks(pid):
 
 def newest(folder="run"):
     """The newest step of which all parts are there."""
-    return max((archive.step for archive in find_archives(Path(folder, "checkpoints"))), default=0)
+    return max((archive.step for archive in find_readers(Path(folder, "checkpoints"))), default=0)
 
 
 def pieces(folder):
     """The arrays of the newest step, of each island."""
-    archive = find_archives(Path(folder, "checkpoints"))[-1]
+    archive = find_readers(Path(folder, "checkpoints"))[-1]
     assert archive.problems() == []
     assert archive.num_parts == 2
     return archive.step, {

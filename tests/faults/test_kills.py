@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoints.reader import find_archives
+from shardtrain.checkpoints.reader import find_readers
 from shardtrain.report.metrics import read_jsonl
 from shardtrain.system.run_lock import LOCK
 
@@ -108,7 +108,7 @@ NAMES = ("began", "saving", "saved")
 
 def arrays(folder):
     """Of the newest checkpoint, by path."""
-    archive = find_archives(folder / "checkpoints")[-1]
+    archive = find_readers(folder / "checkpoints")[-1]
     assert archive.problems() == []
     return archive.step, {path: archive.read(path) for path in archive.leaves}
 
@@ -196,8 +196,8 @@ def test_killed_while_a_save_is_copied_from_a_fast_disk(lives, cheap):
         killer.life()
     (fast,) = (cheap / "fast").iterdir()
     shared = cheap / "run/checkpoints"
-    copied = find_archives(shared)[-1].step
-    assert killer.promised <= find_archives(fast)[-1].step
+    copied = find_readers(shared)[-1].step
+    assert killer.promised <= find_readers(fast)[-1].step
     # another node has not that disk
     fast.rename(cheap / "lost")
     lives.begin(run=RUN, changes={"steps": copied + EVERY})

@@ -34,7 +34,7 @@ print("done")
 
 MISSING = """
 import time
-from shardtrain.islands.bridge import Control, Missing, world
+from shardtrain.islands.bridge import Control, RankTimeout, world
 comm = world()
 control = Control(comm, ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"])
 control.share("both are here")
@@ -43,13 +43,13 @@ if comm.rank == 1:
 else:
     try:
         control.share("agreement", timeout_seconds=1)
-    except Missing as missing:
+    except RankTimeout as missing:
         print(missing, missing.ranks)
 comm.Barrier()
 late = Control(comm, ["zero", "one", "two"])
 try:
     late.share("save" if comm.rank == 2 else "evaluate")
-except Missing as missing:
+except RankTimeout as missing:
     print(missing)
 """
 

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource, sys, threading
-from shardtrain.islands.malloc import keep_pages
+from shardtrain.islands.malloc import tune_malloc
 NUM_BYTES = 200 << 20  # above all that a thread's own arena can hold
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -20,7 +20,7 @@ def use():
     libc.free(start)
     found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
-print(keep_pages(reserve_bytes=int(sys.argv[1])))
+print(tune_malloc(reserve_bytes=int(sys.argv[1])))
 for target in (use, use, use):
     thread = threading.Thread(target=target)
     thread.start()
@@ -33,7 +33,7 @@ print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.s
 @pytest.fixture(scope="module")
 def run():
     def run(reserve_bytes: int, malloc: str = "") -> tuple[str, int, int]:
-        """(what `keep_pages` said, page faults of the second use of 200 MB, kB resident in the end)."""
+        """(what `tune_malloc` said, page faults of the second use of 200 MB, kB resident in the end)."""
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(reserve_bytes)],
             env={"SHARDTRAIN_MALLOC": malloc},

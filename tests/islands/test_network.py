@@ -8,7 +8,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from shardtrain.islands import membership
 from shardtrain.islands.network import address_of, listening_address
-from shardtrain.islands.rank_environment import Place, Seat, device_environment
+from shardtrain.islands.rank_environment import RankEnvironment, Seat, device_environment
 
 
 def test_on_one_host_loopback_on_several_the_interface_of_the_job():
@@ -59,7 +59,9 @@ SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}
     ],
 )
 def test_the_gpus_that_a_process_sees_are_those_it_uses(environ, local, seen):
-    place = Place(launcher="srun", rank=1, size=8, local_rank=local[0], local_size=local[1], host="a")
+    place = RankEnvironment(
+        launcher="srun", rank=1, size=8, local_rank=local[0], local_size=local[1], host="a"
+    )
     assert device_environment(place, environ, num_gpus=4).get("CUDA_VISIBLE_DEVICES") == seen
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from shardtrain.islands import rank_environment as place_module
 from shardtrain.islands.rank_environment import (
-    Place,
+    RankEnvironment,
     Seat,
     bind_cpus,
     device_environment,
-    find_place,
+    find_rank_environment,
     find_seat,
     parse_processes,
 )
@@ -79,14 +79,14 @@ MVAPICH = {
 )
 def test_every_launcher_gives_a_place(environ, expected):
     names = ("launcher", "rank", "size", "local_rank", "local_size", "host")
-    assert find_place(environ) == Place(**dict(zip(names, expected, strict=True)))
+    assert find_rank_environment(environ) == RankEnvironment(**dict(zip(names, expected, strict=True)))
 
 
 def test_the_launcher_of_this_environment_gives_places(mpiexec):
     program = (
         "import os\n"
-        "from shardtrain.islands.rank_environment import find_place\n"
-        "place = find_place(os.environ)\n"
+        "from shardtrain.islands.rank_environment import find_rank_environment\n"
+        "place = find_rank_environment(os.environ)\n"
         "print(place.launcher, place.rank, place.size, place.local_rank, place.local_size)\n"
     )
     printed = mpiexec(2, program)
@@ -104,7 +104,7 @@ def test_the_launcher_of_this_environment_gives_places(mpiexec):
 )
 def test_a_place_that_makes_no_sense_is_refused(environ, text):
     with pytest.raises(ValueError) as error:
-        find_place(environ)
+        find_rank_environment(environ)
     assert text in str(error.value)
 
 
@@ -147,7 +147,7 @@ def test_processes_that_are_no_numbers_are_refused(text, wrong):
 
 def at(local_rank, local_size, launcher="hydra"):
     rank, size = local_rank or 0, 8
-    return Place(
+    return RankEnvironment(
         launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size, host="a"
     )
 

@@ -83,9 +83,9 @@ sys.exit(run_again(lambda number: supervise_once(launch, job.logs, environ), res
 RANKS = """
 import os, signal, sys, time
 from pathlib import Path
-from shardtrain.islands.watchdog.activity import marks_of
-from shardtrain.islands.rank_environment import find_place
-rank, marks = find_place(os.environ).rank, marks_of()
+from shardtrain.islands.watchdog.activity import activity_record
+from shardtrain.islands.rank_environment import find_rank_environment
+rank, marks = find_rank_environment(os.environ).rank, activity_record()
 starts = Path(f"starts-{rank}")
 with starts.open("a") as file: file.write(".")
 number = len(starts.read_text())

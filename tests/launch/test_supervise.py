@@ -26,8 +26,8 @@ sys.exit(supervise(launch, job.logs, environ, time_seconds=job.time_seconds, sto
 """
 RANK = (
     "import os, sys, time, signal\n"
-    "from shardtrain.islands.rank_environment import find_place\n"
-    "r = find_place(os.environ).rank\n"
+    "from shardtrain.islands.rank_environment import find_rank_environment\n"
+    "r = find_rank_environment(os.environ).rank\n"
 )
 STOPS = (
     RANK + "import subprocess\n"

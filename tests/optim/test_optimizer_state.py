@@ -10,7 +10,7 @@ import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.evaluated_params import exported_params
-from shardtrain.checkpoints.flatten import restorable, saveable
+from shardtrain.checkpoints.flatten import flatten, restorable
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text, place
 from shardtrain.functional.model import Model
@@ -104,7 +104,7 @@ def test_the_update_on_a_mesh_is_that_of_a_plain_loop(optimizer, assert_same):
     """4 steps: a plateau is reached, accumulated gradients are applied twice."""
     state, _ = on_mesh(optimizer, 4)
     assert_same(jax.device_get(state.params), jax.device_get(in_a_plain_loop(optimizer, 4)))
-    saved = saveable(state)
+    saved = flatten(state)
     assert restorable(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     )
@@ -244,7 +244,7 @@ def test_an_average_of_the_parameters():
 def test_what_is_exported_is_what_is_evaluated(how, optimizer):
     """From the arrays of a checkpoint by their paths, as export reads them."""
     state, _ = on_mesh(optimizer, 2)
-    arrays = jax.device_get(saveable(state))
+    arrays = jax.device_get(flatten(state))
     expected = evaluated_params(how, state.opt_state, state.params)
     exported = exported_params(how, arrays, arrays.__getitem__)
     for name, value in expected.items():
@@ -267,8 +267,8 @@ def test_plateau_and_average_come_back_from_a_checkpoint(tmp_path):
         restored = checkpoints.restore(abstract)
     assert restored is not None
     assert jax.tree.structure(restored.state) == jax.tree.structure(state)
-    for path, x in saveable(state).items():
-        found = saveable(restored.state)[path]
+    for path, x in flatten(state).items():
+        found = flatten(restored.state)[path]
         assert (found.dtype, found.sharding) == (x.dtype, x.sharding), path
         np.testing.assert_array_equal(found, x, err_msg=path)
 

@@ -12,7 +12,7 @@ from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.pipeline.costs import Traced, make_stages
+from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.options import Pipeline
 
 VOCAB, SEQ, EMBED, MLP = 64, 8, 16, 32
@@ -67,7 +67,7 @@ def test_blocks_of_a_list_cost_each_its_own():
 )
 def test_a_wide_head_takes_blocks_from_the_last_stage(stages, counts):
     config = DecoderConfig(vocab=2048, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=MLP)
-    found = make_stages(from_nnx(config), Pipeline(stages=stages), 2, next_token_loss, BATCH)
+    found = make_partition(from_nnx(config), Pipeline(stages=stages), 2, next_token_loss, BATCH)
     assert found.counts == counts
 
 
@@ -86,9 +86,9 @@ class Plain(nnx.Module):
 )
 def test_a_model_without_blocks_is_refused(model):
     with pytest.raises(ValueError, match=r"does not say what its blocks are.*docs/pipeline\.md.*pipeline=1"):
-        make_stages(model, Pipeline(), 2, classification_loss, IMAGES)
+        make_partition(model, Pipeline(), 2, classification_loss, IMAGES)
 
 
 def test_more_stages_than_blocks_are_refused():
     with pytest.raises(ValueError, match="at most 4 parts, or 5 blocks"):
-        make_stages(from_nnx(TIED), Pipeline(), 5, next_token_loss, BATCH)
+        make_partition(from_nnx(TIED), Pipeline(), 5, next_token_loss, BATCH)

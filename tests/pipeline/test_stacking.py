@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 
 CUTS = st.integers(1, 4).flatmap(
     lambda stages: st.integers(1, 3).flatmap(
         lambda chunks: st.lists(st.integers(1, 4), min_size=stages * chunks, max_size=stages * chunks).map(
-            lambda counts: Stages(num_stages=stages, num_chunks=chunks, counts=tuple(counts))
+            lambda counts: Partition(num_stages=stages, num_chunks=chunks, counts=tuple(counts))
         )
     )
 )
@@ -40,10 +40,10 @@ def test_what_is_stored_comes_back_in_order(stages, dim):
 @pytest.mark.parametrize(
     ("stages", "is_plain"),
     [
-        (Stages(num_stages=2, counts=(2, 2)), True),
-        (Stages(num_stages=2, counts=(2, 1)), False),
-        (Stages(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1)), False),
-        (Stages(num_stages=1, num_chunks=2, counts=(2, 2)), True),
+        (Partition(num_stages=2, counts=(2, 2)), True),
+        (Partition(num_stages=2, counts=(2, 1)), False),
+        (Partition(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1)), False),
+        (Partition(num_stages=1, num_chunks=2, counts=(2, 2)), True),
     ],
 )
 def test_equal_stages_of_one_chunk_are_stored_as_they_are(stages, is_plain):

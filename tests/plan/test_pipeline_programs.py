@@ -12,7 +12,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE, by_axis
 from shardtrain.sharding.layout import Layout
@@ -21,10 +21,10 @@ from shardtrain.sharding.mesh import make_mesh
 ROWS, SEQ, EMBED = 4, 16, 16
 MODEL = from_nnx(DecoderConfig(vocab=32, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=32))
 CUTS = {
-    "1f1b": Stages(num_stages=4, counts=(1, 1, 1, 1)),
-    "gpipe": Stages(num_stages=4, counts=(1, 1, 1, 1)),
-    "interleaved": Stages(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1)),
-    "zero_bubble": Stages(num_stages=4, counts=(1, 1, 1, 1)),
+    "1f1b": Partition(num_stages=4, counts=(1, 1, 1, 1)),
+    "gpipe": Partition(num_stages=4, counts=(1, 1, 1, 1)),
+    "interleaved": Partition(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1)),
+    "zero_bubble": Partition(num_stages=4, counts=(1, 1, 1, 1)),
 }
 STREAM_BYTES = ROWS * SEQ * EMBED * 4
 

@@ -17,7 +17,7 @@ from shardtrain.functional.model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.plan.compile import compile_step, described_devices, figures
-from shardtrain.plan.traffic import Key, Work, step_traffic, weights
+from shardtrain.plan.traffic import Key, StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.specs import sharding_rows
@@ -65,7 +65,7 @@ class Program:
         self.batch_bytes = (
             rows * (seq + 2) * 4 // math.prod(self.sizes[axis] for axis in self.layout.batch_axes)
         )
-        self.work = Work(
+        self.work = StepSizes(
             weights=weights(self.specs.arrays, self.layout.sharded_rules),
             num_tokens=rows * seq,
             embed=getattr(config, "embed", 0),

@@ -16,12 +16,12 @@ from shardtrain.functional.model import from_nnx, path_text
 from shardtrain.functional.rng import step_key
 from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.options import REDUCE
-from shardtrain.islands.transfer import Crossing
+from shardtrain.islands.transfer import Transfer
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_step import Combining, make_step_across
+from shardtrain.train_step.island_step import Combining, make_island_step
 from shardtrain.train_step.state import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
@@ -92,8 +92,8 @@ def main() -> None:
         placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
         rows, start = rows_of(shares, island, len(devices) * microbatches)
         batch = place(rows, mesh, layout.batch_axes, microbatches)
-        crossing = Crossing(mesh, groups["all_reduce"], 3000, 1000)
-        step = make_step_across(
+        crossing = Transfer(mesh, groups["all_reduce"], 3000, 1000)
+        step = make_island_step(
             MODEL, classification_loss, gradients_as_state(), placement, crossing, Combine(), start_row=start
         )
         state = init_state(MODEL, gradients_as_state(), placement, 7)
@@ -107,13 +107,13 @@ def main() -> None:
     found = gradients(state.params, state.model_state, key, batch)
     tree = {path_text(path): x for path, x in jax.tree.leaves_with_path(found.grads)}
     for reduce, cap in itertools.product(REDUCE, [0, 2000, 25 << 20]):
-        combining = Combining(mean(), placement, Crossing(mesh, groups[reduce], cap, min(cap, 1000)))
+        combining = Combining(mean(), placement, Transfer(mesh, groups[reduce], cap, min(cap, 1000)))
         crossed = combining.finish(tree, combining.start(tree, found.count, combining.init()))
         got = [crossed.value[path] for path in tree]
         check(comm, got, jax.tree.leaves(expected[2]), f"{reduce} {cap}")
     if num_islands == 2:
-        one_bad_island(comm, Crossing(mesh, groups["all_reduce"]), placement, batch, start)
-        an_empty_island(comm, Crossing(mesh, groups["all_reduce"]), layout, mesh, batch, start)
+        one_bad_island(comm, Transfer(mesh, groups["all_reduce"]), placement, batch, start)
+        an_empty_island(comm, Transfer(mesh, groups["all_reduce"]), layout, mesh, batch, start)
     sys.stdout.write("done\n")
 
 
@@ -121,7 +121,7 @@ def one_bad_island(comm, crossing, placement, batch, start) -> None:
     """A gradient that is not finite on one island changes nothing on any, what a codec keeps included."""
     combine = Combine(by="int8+adasum")
     arguments = (MODEL, classification_loss, gradients_as_state(), placement, crossing, combine)
-    step = make_step_across(*arguments, start_row=start)
+    step = make_island_step(*arguments, start_row=start)
     state = init_state(MODEL, gradients_as_state(), placement, 7)
     state, metrics = step(state._replace(combine_state=step.init_combine_state()), batch)
     assert metrics["skipped"] == 0
@@ -147,7 +147,7 @@ def an_empty_island(comm, crossing, layout, mesh, batch, start) -> None:
         crossing,
         Combine(by="adasum", on="deltas"),
     )
-    step = make_step_across(*arguments, start_row=start)
+    step = make_island_step(*arguments, start_row=start)
     state = init_state(MODEL, optimizer, placement, 7)._replace(combine_state=step.init_combine_state())
     first = jax.device_get(state.params)
     state, _ = step(state, batch)

@@ -33,7 +33,7 @@ from shardtrain.train_step.step import make_step
 from shardtrain.trainer import setup as parts_module
 from shardtrain.trainer import train as trainer
 from shardtrain.trainer.config import Run, Strategy, describe
-from shardtrain.trainer.coordination import Together
+from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.resume import Saving, begin
 
 FOLDER, *SOURCES = map(Path, sys.argv[1:])
@@ -114,7 +114,7 @@ class Laid:
 
     run: Run
     parts: Any
-    together: Together
+    together: Coordination
     loader: Any
     across: Any
     step: Any
@@ -179,7 +179,7 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
         batch = parts_module.microbatch_of(run, RUN.data)
         batch.pop("number")
         parts = parts_module.make_parts(run, microbatch=batch)
-        together = Together()
+        together = Coordination()
         loader = trainer._loader(run, parts, together, RUN.data)
         step = make_step(parts.model, run.loss, parts.optimizer, parts.placement)
         return Laid(run, parts, together, loader, None, step, [])

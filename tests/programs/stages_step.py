@@ -18,13 +18,13 @@ from shardtrain.functional.loss import classification_loss, next_token_loss, tra
 from shardtrain.functional.model import from_nnx, path_text
 from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.mailbox import Mailbox
-from shardtrain.islands.transfer import Crossing
+from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.pipeline.costs import Traced, make_stages
+from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
-from shardtrain.pipeline.stage_model import Held
+from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.stage_step import Seats, StageStep
@@ -164,9 +164,9 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
     rows["weights"] = np.where(np.arange(padded) < number, rows["weights"], 0).astype(np.float32)
     microbatch = {key: value[: padded // microbatches] for key, value in rows.items()}
     pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages="params")
-    stages = make_stages(model(name), pipeline, num_stages, loss, microbatch)
+    stages = make_partition(model(name), pipeline, num_stages, loss, microbatch)
     traced = Traced(model(name), loss, microbatch)
-    held = Held(model=model(name), stages=stages, traced=traced, stage=seats.stage)
+    held = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
     placement = make_placement(held.as_model(), gradients_as_state(), layout, mesh)
     same_stage = comm.Split(seats.stage, comm.rank)
     step = StageStep(
@@ -177,7 +177,7 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
         optimizer=gradients_as_state(),
         clip=None,
         placement=placement,
-        crossing=Crossing(mesh, [MpiGroup(same_stage)]),
+        crossing=Transfer(mesh, [MpiGroup(same_stage)]),
         seats=seats,
         mailbox=Mailbox(
             comm.Split(seats.replica, seats.stage), [f"stage {i}" for i in range(num_stages)], 60

@@ -21,7 +21,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import SCHEDULES, make_table, write_table
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches, unordered
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -112,11 +112,11 @@ def initial(model):
     return jax.tree.map(np.asarray, init_state(model, optax.identity(), placement, seed=7))
 
 
-def cut_in(model, num_stages, num_chunks=1, by="equal") -> Stages | None:
+def cut_in(model, num_stages, num_chunks=1, by="equal") -> Partition | None:
     if num_stages == 1:
         return None
     found = counts(by, model.chain.num_blocks, num_stages * num_chunks)
-    return Stages(num_stages=num_stages, num_chunks=num_chunks, counts=tuple(found))
+    return Partition(num_stages=num_stages, num_chunks=num_chunks, counts=tuple(found))
 
 
 def placed(model, mesh, *, schedule="1f1b", by="equal", optimizer=None, **layout):

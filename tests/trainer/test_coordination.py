@@ -17,7 +17,13 @@ from shardtrain.islands.bridge import Control
 from shardtrain.islands.membership import START_SECONDS, cuda_aware, decide_device_memory
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer.coordination import AGREEMENT_SECONDS, LONG_SECONDS, Together, island_rows, row_share
+from shardtrain.trainer.coordination import (
+    AGREEMENT_SECONDS,
+    LONG_SECONDS,
+    Coordination,
+    island_rows,
+    row_share,
+)
 
 
 def mesh(num_devices: int):
@@ -39,7 +45,7 @@ def test_rows_are_given_in_multiples_where_that_adds_up():
 
 
 def test_alone_nothing_is_shared():
-    together = Together()
+    together = Coordination()
     assert together.anywhere("a bad step", True)
     assert not together.anywhere("a bad step", False)
     assert together.in_turn("data", lambda: 7) == 7

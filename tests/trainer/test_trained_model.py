@@ -17,7 +17,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.functional.model import path_text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer_state import AverageState
-from shardtrain.pipeline.stacking import Stages
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.trainer.config import describe
 
 CONFIG = DecoderConfig(vocab=256, seq=8, embed=16, num_layers=4, num_heads=2, dropout=0.5)
@@ -29,7 +29,7 @@ def saved(tmp_path_factory):
     """The folder of a run whose mesh stores the blocks out of their order, and shards each."""
     folder = tmp_path_factory.mktemp("run")
     layout, optimizer, pure = st.Layout(mesh={"pipeline": 2, "fsdp": 4}), optax.adam(1.0), st.from_nnx(CONFIG)
-    stages = Stages(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1))
+    stages = Partition(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1))
     placement = st.make_placement(pure, optimizer, layout, st.make_mesh(layout), stages=stages)
     state = saved_part(st.init_state(pure, optimizer, placement, seed=5))
     with Checkpoints(folder / "checkpoints", CheckpointPolicy()) as checkpoints:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardtrain.islands.watchdog.step_file import STEP_FILE, StepFile
 
 
-class Mark(NamedTuple):
+class Activity(NamedTuple):
     """An operation under way.
 
     Args:
@@ -31,13 +31,13 @@ class Mark(NamedTuple):
     waits_for: tuple[int, ...] = ()
 
 
-class Marks:
+class ActivityRecord:
     """The marks of a process; its main thread sets them, and the bridge's thread its own.
 
     Args:
       step_file: told of every step, if somebody wants to know it after this process is gone.
 
-    >>> marks = Marks()
+    >>> marks = ActivityRecord()
     >>> with marks.at("reading a batch"):
     ...     marks.now().operation
     'reading a batch'
@@ -51,8 +51,8 @@ class Marks:
         self.meetings = 0
         self.last_met = "nothing yet"
         self.failed_at: str | None = None
-        self.main = Mark("setting up", time.monotonic(), long=True)
-        self.bridge: Mark | None = None
+        self.main = Activity("setting up", time.monotonic(), long=True)
+        self.bridge: Activity | None = None
 
     def begin_step(self, step: int) -> None:
         """From now on this step, counted from 1, is being done."""
@@ -64,9 +64,9 @@ class Marks:
     def at(
         self, operation: str, *, waits: bool = False, long: bool = False, waits_for: tuple[int, ...] = ()
     ) -> Iterator[None]:
-        """While this is entered, the main thread is at an operation, see `Mark`."""
+        """While this is entered, the main thread is at an operation, see `Activity`."""
         before = self.main
-        self.main = Mark(operation, time.monotonic(), waits, long, waits_for)
+        self.main = Activity(operation, time.monotonic(), waits, long, waits_for)
         try:
             yield
         except BaseException:
@@ -80,7 +80,7 @@ class Marks:
     @contextmanager
     def on_bridge(self, operation: str) -> Iterator[None]:
         """The same for the thread that makes the calls of MPI."""
-        self.bridge = Mark(operation, time.monotonic(), waits=True)
+        self.bridge = Activity(operation, time.monotonic(), waits=True)
         try:
             yield
         finally:
@@ -92,16 +92,16 @@ class Marks:
         if ranks != self.main.waits_for:
             self.main = self.main._replace(waits_for=ranks)
 
-    def now(self) -> Mark:
+    def now(self) -> Activity:
         """What this process is at: the bridge's operation where the main thread waits for it."""
         main, bridge = self.main, self.bridge
         return bridge if bridge is not None and main.waits else main
 
 
-def marks_of(environ: Mapping[str, str] = os.environ) -> Marks:
+def activity_record(environ: Mapping[str, str] = os.environ) -> ActivityRecord:
     """Marks whose steps can be read by the keeper of this rank, where it has one."""
     path = environ.get(STEP_FILE)
     try:
-        return Marks(StepFile(Path(path)) if path else None)
+        return ActivityRecord(StepFile(Path(path)) if path else None)
     except OSError:
-        return Marks()
+        return ActivityRecord()

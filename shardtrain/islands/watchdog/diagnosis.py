@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.errors.field_types import wrong_kinds
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.watchdog.activity import ActivityRecord
 
 LEAST_SECONDS = 2.0
 
@@ -36,7 +36,7 @@ class Watch:
     long_seconds: float = 5 * 60 * 60.0
 
     def __post_init__(self) -> None:
-        problems = wrong_kinds(self)
+        problems = wrong_types(self)
         problems += [
             f"{name} is {value}; use 0 for never, or {LEAST_SECONDS:.0f} or more"
             for name, value in vars(self).items()
@@ -64,7 +64,7 @@ class Watch:
         return self.stall_seconds or self.long_seconds or self.silence_seconds
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """What a rank tells of itself every second.
 
     Args:
@@ -72,7 +72,7 @@ class Beat(NamedTuple):
       meetings: how many meetings of all ranks it has come to.
       operation: where it is.
       seconds: for how long.
-      waits, long, waits_for: see `marks.Mark`.
+      waits, long, waits_for: see `marks.Activity`.
     """
 
     step: int
@@ -84,7 +84,7 @@ class Beat(NamedTuple):
     waits_for: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, marks: Marks, now_seconds: float) -> Self:
+    def of(cls, marks: ActivityRecord, now_seconds: float) -> Self:
         """That of this process.
 
         Args:
@@ -106,7 +106,7 @@ class Beat(NamedTuple):
         return beat._replace(waits_for=tuple(beat.waits_for))
 
 
-def stalled(beats: Mapping[int, Beat], watch: Watch) -> list[int]:
+def stalled(beats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
     """The ranks that keep the others from going on; [] while nobody takes too long.
 
     Whoever waits for others is not to blame while one of these is at work of its own, within the limit
@@ -116,8 +116,8 @@ def stalled(beats: Mapping[int, Beat], watch: Watch) -> list[int]:
       beats: rank -> where it is now.
       watch: the limits.
 
-    >>> working = Beat(5, 8, "reading a batch", 700.0)
-    >>> waiting = Beat(5, 9, "combine gradients", 699.0, waits=True, waits_for=(1,))
+    >>> working = Heartbeat(5, 8, "reading a batch", 700.0)
+    >>> waiting = Heartbeat(5, 9, "combine gradients", 699.0, waits=True, waits_for=(1,))
     >>> stalled({0: waiting, 1: working}, Watch()), stalled({0: waiting, 1: working}, Watch(stall_seconds=0))
     ([1], [])
     """
@@ -133,7 +133,7 @@ def stalled(beats: Mapping[int, Beat], watch: Watch) -> list[int]:
     return _hold_up(beats)
 
 
-def _hold_up(beats: Mapping[int, Beat]) -> list[int]:
+def _hold_up(beats: Mapping[int, Heartbeat]) -> list[int]:
     """Where all wait: those that have come to the fewest meetings; of these, those for whom others wait."""
     fewest = min(beat.meetings for beat in beats.values())
     behind = [rank for rank, beat in beats.items() if beat.meetings == fewest]
@@ -142,10 +142,10 @@ def _hold_up(beats: Mapping[int, Beat]) -> list[int]:
     return waited_for or behind
 
 
-def place_text(beat: Beat | None) -> str:
+def place_text(beat: Heartbeat | None) -> str:
     """Where a rank is.
 
-    >>> place_text(Beat(12, 30, "combine gradients", 21.4))
+    >>> place_text(Heartbeat(12, 30, "combine gradients", 21.4))
     "at step 12, in 'combine gradients' for 21 s"
     """
     if beat is None:
@@ -154,7 +154,9 @@ def place_text(beat: Beat | None) -> str:
     return f"at {step}, in {beat.operation!r} for {beat.seconds:.0f} s"
 
 
-def stall_text(culprits: Sequence[int], beats: Mapping[int, Beat], names: Sequence[str], watch: Watch) -> str:
+def stall_text(
+    culprits: Sequence[int], beats: Mapping[int, Heartbeat], names: Sequence[str], watch: Watch
+) -> str:
     """The sentence about ranks that take too long."""
     lines = [f"{names[rank]} does not go on: {place_text(beats[rank])}" for rank in culprits[:8]]
     if len(culprits) == len(beats) > 1:
@@ -171,7 +173,7 @@ def stall_text(culprits: Sequence[int], beats: Mapping[int, Beat], names: Sequen
 def silence_text(
     silent: Mapping[int, float],
     causes: Mapping[int, str],
-    beats: Mapping[int, Beat],
+    beats: Mapping[int, Heartbeat],
     names: Sequence[str],
     watch: Watch,
 ) -> str:
@@ -195,7 +197,7 @@ def silence_text(
     return told(lines)
 
 
-def _others(culprits: Sequence[int], beats: Mapping[int, Beat], names: Sequence[str]) -> list[str]:
+def _others(culprits: Sequence[int], beats: Mapping[int, Heartbeat], names: Sequence[str]) -> list[str]:
     others = [rank for rank in sorted(beats) if rank not in culprits]
     lines = [f"  {names[rank]}: {place_text(beats[rank])}" for rank in others[:8]]
     return [*lines, *([f"  and {len(others) - 8} more"] if len(others) > 8 else [])]

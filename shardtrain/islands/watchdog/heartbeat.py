@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardtrain.islands.bridge import MPI, end_all
 
 
-class Beats:
+class HeartbeatChannel:
     """Messages of the watchdogs; all ranks must make it together.
 
     Args:

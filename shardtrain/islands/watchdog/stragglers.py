@@ -12,7 +12,7 @@ LEAST_SECONDS = 0.05
 """A smaller difference is nobody's business, however many times the others' it is."""
 
 
-class Work:
+class StepTimer:
     """How long this rank works in a step: from where all part to where it comes to the next meeting."""
 
     def __init__(self) -> None:

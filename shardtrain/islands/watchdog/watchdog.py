@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.islands.watchdog.activity import Marks
+from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import (
-    Beat,
+    Heartbeat,
     Watch,
     place_text,
     silence_text,
@@ -29,7 +29,7 @@ from shardtrain.islands.watchdog.diagnosis import (
 from shardtrain.system.atomic_write import open_own
 
 if TYPE_CHECKING:
-    from shardtrain.islands.watchdog.heartbeat import Beats  # importing it starts MPI
+    from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel  # importing it starts MPI
 
 BEAT, LEAVE, VERDICT, WRITTEN = 1, 2, 3, 4
 """Tags: where a rank is; that it leaves in order; that it found what is wrong, and all end; that the stacks
@@ -80,10 +80,10 @@ class Watchdog:
     def __init__(
         self,
         watch: Watch,
-        marks: Marks,
+        marks: ActivityRecord,
         stacks: Path,
         peers: Sequence[Peer],
-        beats: "Beats | None" = None,
+        beats: "HeartbeatChannel | None" = None,
         write: Callable[[str], object] | None = None,
     ) -> None:
         self._watch, self._marks, self._stacks, self._peers, self._beats = watch, marks, stacks, peers, beats
@@ -97,7 +97,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         now = self._looked_seconds = self._awake_seconds = time.monotonic()
         self._heard_seconds = dict.fromkeys(self._partners, now)
-        self._last: dict[int, tuple[Beat, float]] = {}
+        self._last: dict[int, tuple[Heartbeat, float]] = {}
         self._left: set[int] = set()
         self._lost: set[int] = set()
         self._thread.start()
@@ -137,8 +137,8 @@ class Watchdog:
             # a thread that needs no Python: where Python itself is stuck, the stack goes to the rank's log
             faulthandler.dump_traceback_later(0.9 * self._watch.silence_seconds, file=2)
 
-    def _mine(self, now: float) -> Beat:
-        beat = Beat.of(self._marks, now)
+    def _mine(self, now: float) -> Heartbeat:
+        beat = Heartbeat.of(self._marks, now)
         return beat._replace(seconds=min(beat.seconds, now - self._awake_seconds))
 
     def _tell_and_hear(self, now: float) -> None:
@@ -150,7 +150,7 @@ class Watchdog:
         for rank, tag, data in self._beats.received():
             self._heard_seconds[rank] = now
             if tag == BEAT:
-                self._last[rank] = Beat.decode(data), now
+                self._last[rank] = Heartbeat.decode(data), now
             elif tag == LEAVE:
                 self._left.add(rank)
             elif tag == VERDICT:
@@ -167,7 +167,7 @@ class Watchdog:
         elif (self._rank == 0 or 0 in self._left) and (culprits := stalled(here, self._watch)):
             self._end(stall_text(culprits, here, names, self._watch))
 
-    def _beats_now(self, now: float) -> dict[int, Beat]:
+    def _beats_now(self, now: float) -> dict[int, Heartbeat]:
         """Rank -> where it is, of those that this one knows of and that have not left."""
         found = {
             rank: beat._replace(seconds=beat.seconds + now - came)
@@ -235,7 +235,7 @@ class Watchdog:
                     self._beats.send(rank, VERDICT)
         return others
 
-    def _wait_for_stacks(self, beats: "Beats", others: set[int], said_by: int | None) -> None:
+    def _wait_for_stacks(self, beats: "HeartbeatChannel", others: set[int], said_by: int | None) -> None:
         """Until those that were told have written theirs; such a one is ended by the rank that told it."""
         if said_by is not None:
             beats.send(said_by, WRITTEN)

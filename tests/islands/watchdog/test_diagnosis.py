@@ -2,15 +2,15 @@
 
 import pytest
 
-from shardtrain.islands.watchdog.activity import Marks
-from shardtrain.islands.watchdog.diagnosis import Beat, Watch, silence_text, stall_text, stalled
+from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.islands.watchdog.diagnosis import Heartbeat, Watch, silence_text, stall_text, stalled
 
 WATCH = Watch(silence_seconds=20, stall_seconds=100, long_seconds=1000)
 NAMES = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]
 
 
 def at(operation, seconds, meetings=5, **options):
-    return Beat(7, meetings, operation, seconds, **options)
+    return Heartbeat(7, meetings, operation, seconds, **options)
 
 
 def waits(seconds, *waits_for, meetings=6, operation="combine gradients"):
@@ -94,14 +94,14 @@ def test_limits_that_cannot_be(changes, text):
 
 
 def test_a_beat_travels_as_bytes_and_says_where_its_process_is():
-    marks = Marks()
+    marks = ActivityRecord()
     with marks.at("the step", waits=True, long=True):
         marks.begin_step(3)
         began = marks.now().since_seconds
-        beat = Beat.of(marks, began + 5)
-        assert beat == Beat(3, 0, "the step", 5.0, True, True, ())
+        beat = Heartbeat.of(marks, began + 5)
+        assert beat == Heartbeat(3, 0, "the step", 5.0, True, True, ())
         marks.missing((1, 2))
-        assert Beat.decode(Beat.of(marks, began).encode()).waits_for == (1, 2)
+        assert Heartbeat.decode(Heartbeat.of(marks, began).encode()).waits_for == (1, 2)
         with marks.on_bridge("bucket 4 (combine)"):
             assert marks.now().operation == "bucket 4 (combine)"
         assert marks.last_met == "bucket 4 (combine)"

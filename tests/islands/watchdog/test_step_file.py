@@ -3,13 +3,13 @@
 import subprocess
 import sys
 
-from shardtrain.islands.watchdog.activity import marks_of
+from shardtrain.islands.watchdog.activity import activity_record
 from shardtrain.islands.watchdog.step_file import NOTHING, STEP_FILE, LastStep, read_step_file
 
 PROGRAM = """
 import os, signal, sys
-from shardtrain.islands.watchdog.activity import marks_of
-marks = marks_of()
+from shardtrain.islands.watchdog.activity import activity_record
+marks = activity_record()
 for step in range(1, 8): marks.begin_step(step)
 if sys.argv[1] == "hung": marks.step_file.write_hung()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -26,7 +26,7 @@ def test_the_step_of_a_killed_process_is_known(tmp_path):
 
 
 def test_a_file_that_cannot_be_is_none(tmp_path):
-    marks = marks_of({STEP_FILE: str(tmp_path / "no" / "folder")})
+    marks = activity_record({STEP_FILE: str(tmp_path / "no" / "folder")})
     marks.begin_step(3)
     assert (marks.step, marks.step_file) == (3, None)
     (tmp_path / "short").write_bytes(b"12")
