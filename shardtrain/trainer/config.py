@@ -5,6 +5,7 @@ Next: `loop.py`, which carries a run out.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -250,14 +251,22 @@ def run_text(description: Mapping[str, Any]) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two descriptions, a line each.
+    """Return the options in which two descriptions differ, a line each.
+
+    A function or class of shardtrain itself is the same in whatever module an earlier version had it.
 
     >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
     ['batch: 32 -> 64']
+    >>> differences({"loss": "shardtrain.loss:mean"}, {"loss": "shardtrain.functional.loss:mean"})
+    []
     """
     missing = "(not there)"
     return [
         f"{name}: {old.get(name, missing)!r} -> {new.get(name, missing)!r}"
         for name in [*old, *(n for n in new if n not in old)]
-        if old.get(name, missing) != new.get(name, missing)
+        if _without_module(old.get(name, missing)) != _without_module(new.get(name, missing))
     ]
+
+
+def _without_module(value: Any) -> Any:
+    return re.sub(r"(?<![\w.])shardtrain(\.\w+)+:", "shardtrain:", value) if isinstance(value, str) else value
