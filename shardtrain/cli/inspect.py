@@ -11,7 +11,7 @@ import jax
 
 from shardtrain import axes
 from shardtrain.cli.run_options import parse_run
-from shardtrain.data import batch_problem
+from shardtrain.data import RowSplit
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, as_model
 from shardtrain.optim.optimizer import make_optimizer
@@ -92,9 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
-    problem = batch_problem(run.batch, {a: sizes[a] for a in layout.batch_axes}, run.strategy.accumulate)
-    if problem:
-        raise ValueError(problem)
+    RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
     if options.compile is not None:
         terminal.out("\n" + _compiled(run, options.compile, sizes))
     return 0

@@ -1,7 +1,8 @@
 """Data: text or tokens -> windows -> batches in a fixed order -> arrays on the mesh.
 
 `text.py`, `tokens.py` and `windows.py` make sources, `batches.py` (Grain) puts a source in order,
-`placement.py` (jax) puts a batch on the mesh. Names load at first use: a config needs neither.
+`row_split.py` decides who gets which rows and what is padding, `loader.py` and `placement.py` (jax) put a
+process's rows on the mesh. Names load at first use: a config needs neither Grain nor jax.
 """
 
 import importlib
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtrain.data.batches import Batch, Batches, Position, Source
+    from shardtrain.data.loader import BatchShard, Loader, batch_shard
     from shardtrain.data.masked import MaskedTokens
-    from shardtrain.data.placement import batch_problem, place, process_rows
+    from shardtrain.data.placement import place, process_rows
+    from shardtrain.data.row_split import RowSplit, split_over_islands
     from shardtrain.data.text import Text
     from shardtrain.data.tokens import open_tokens, write_tokens
     from shardtrain.data.windows import Tokens, Windows
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
 _FILES = {
     "batches": ("Batch", "Batches", "Position", "Source"),
     "masked": ("MaskedTokens",),
-    "placement": ("batch_problem", "place", "process_rows"),
+    "loader": ("BatchShard", "Loader", "batch_shard"),
+    "placement": ("place", "process_rows"),
+    "row_split": ("RowSplit", "split_over_islands"),
     "text": ("Text",),
     "tokens": ("open_tokens", "write_tokens"),
     "windows": ("Tokens", "Windows"),
@@ -26,17 +31,21 @@ _FILES = {
 
 __all__ = [
     "Batch",
+    "BatchShard",
     "Batches",
+    "Loader",
     "MaskedTokens",
     "Position",
+    "RowSplit",
     "Source",
     "Text",
     "Tokens",
     "Windows",
-    "batch_problem",
+    "batch_shard",
     "open_tokens",
     "place",
     "process_rows",
+    "split_over_islands",
     "write_tokens",
 ]
 

@@ -14,6 +14,7 @@ from typing import Protocol, TypedDict, cast
 import grain
 import numpy as np
 
+from shardtrain.data.row_split import fill_with_copies, weigh
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 
@@ -163,11 +164,11 @@ class Batches:
         num_real = min(self.batch, len(self.source) - first)
         rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
         order = epoch_order(len(self.source), self.seed, position["epoch"]) if self.shuffle else int
-        indices = [order(first + int(row) % num_real) for row in rows]
+        rows, real = fill_with_copies(rows, num_real)
+        indices = [order(first + int(row)) for row in rows]
         batch = stacked({index: self._sample(index) for index in indices}, indices)
         weights = batch.get("weights", np.ones(len(rows), np.float32))
-        real = (rows < num_real).reshape(-1, *[1] * (weights.ndim - 1))
-        return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
+        return batch | {"weights": weigh(weights, real)}
 
     def _sample(self, index: int) -> Mapping[str, np.ndarray]:
         with user_code(lambda error: f"sample {index} of {type(self.source).__name__}"):

@@ -14,7 +14,7 @@ import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from shardtrain.data.placement import batch_problem
+from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.messages import near
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
@@ -113,14 +113,10 @@ def compile_placed(
     """Compile the training step of a placement, from shapes alone; see `compile_step`."""
     mesh = placement.mesh
     num_rows = next(iter(batch.values())).shape[0]
-    batch_axes = {axis: mesh.shape[axis] for axis in placement.layout.batch_axes}
-    problem = batch_problem(num_rows, batch_axes, microbatches)
-    if problem:
-        raise ValueError(problem)
+    split = RowSplit.of(mesh.shape, placement.layout.batch_axes, microbatches)
+    split.check(num_rows)
     parts = {
-        name: jax.ShapeDtypeStruct(
-            (microbatches, num_rows // microbatches, *array.shape[1:]), array.dtype, sharding=placement.batch
-        )
+        name: jax.ShapeDtypeStruct(split.shape(array.shape), array.dtype, sharding=placement.batch)
         for name, array in batch.items()
     }
     state = restorable_state(placement)

@@ -13,13 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardtrain.checkpoints.checkpointer import alone
-from shardtrain.data import Batch, Batches, batch_problem, place, process_rows
+from shardtrain.data import BatchShard, RowSplit, batch_shard, split_over_islands
 from shardtrain.functional.model import path_text
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
-from shardtrain.sharding import shares as split
 from shardtrain.train_step.stage_step import Seats
 from shardtrain.train_step.state import State
 from shardtrain.trainer.fingerprints import fingerprints, odd
@@ -30,96 +29,6 @@ AGREEMENT_SECONDS = 600.0
 
 LONG_SECONDS = 5 * 60 * 60.0
 """How long to wait for a rank that may be reading data, or finishing a checkpoint, which may take 4 hours."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchShard:
-    """The rows of each batch that this process loads.
-
-    Args:
-      rows: their numbers in the whole batch; where an island's share does not divide among its devices
-        it is filled up with copies.
-      real: which of them are no copies.
-      num_rows: rows of this island, copies and those of its other processes counted.
-      start: the number of the island's first row.
-    """
-
-    rows: np.ndarray
-    real: np.ndarray
-    num_rows: int
-    start: int
-
-    def load(self, batches: Batches, mesh: Mesh, batch_axes: Sequence[str], microbatches: int) -> "Loader":
-        """How batches of these rows come onto the mesh."""
-        return Loader(batches, self, mesh, tuple(batch_axes), microbatches)
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Batches of some rows, on a mesh; see `BatchShard.load`."""
-
-    batches: Batches
-    share: BatchShard
-    mesh: Mesh
-    batch_axes: tuple[str, ...]
-    microbatches: int
-
-    def place(self, batch: Batch) -> Any:
-        """Rows as `batches` loaded them, on the mesh; copies have weight 0."""
-        weights = batch["weights"]
-        real = self.share.real.reshape(-1, *[1] * (weights.ndim - 1))
-        batch = {**batch, "weights": np.where(real, weights, 0).astype(np.float32)}
-        return place(batch, self.mesh, self.batch_axes, self.microbatches, self.share.num_rows)
-
-
-def row_share(
-    batch: int,
-    shares: Sequence[int],
-    island: int,
-    mesh: Mesh,
-    batch_axes: Sequence[str],
-    microbatches: int,
-    unit: int | None = None,
-) -> BatchShard:
-    """The rows of this process.
-
-    Args:
-      batch: rows of a whole batch.
-      shares: replica -> its number of rows; they add up to `batch`.
-      island: the replica that this is, or is a part of.
-      mesh: of this island.
-      batch_axes: which of its axes share out rows.
-      microbatches: M.
-      unit: what the number of rows must be a multiple of; by default what this mesh needs.
-
-    Raises:
-      ValueError: the one island that there is cannot split the batch.
-    """
-    start, number = split.starts(shares)[island], shares[island]
-    unit = unit or microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
-    num_rows = number if len(shares) == 1 else max(-(-number // unit), 1) * unit
-    local = process_rows(num_rows, mesh, batch_axes, microbatches)
-    rows = start + local % number if number else np.zeros_like(local)
-    return BatchShard(rows=rows, real=local < number, num_rows=num_rows, start=start)
-
-
-def island_rows(batch: int, weights: Sequence[float], units: Sequence[int]) -> list[int]:
-    """How many rows of a batch each island gets.
-
-    In multiples of what it can divide, if such numbers add up; else without regard to that.
-
-    Args:
-      batch: rows of a whole batch.
-      weights: island -> its weight.
-      units: island -> devices that share rows, times microbatches.
-
-    >>> island_rows(32, [3, 1], [4, 2]), island_rows(7, [1, 1], [4, 2])
-    ([24, 8], [4, 3])
-    """
-    try:
-        return split.shares(batch, weights, multiples=list(units))
-    except ValueError:
-        return split.shares(batch, weights)
 
 
 @dataclass(frozen=True)
@@ -176,8 +85,8 @@ class Coordination:
                     f"shares has {len(weights)} weights, and this run is alone: leave --shares out, or start"
                     f" {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
                 )
-            return row_share(batch, [batch], 0, mesh, batch_axes, microbatches)
-        unit = microbatches * int(np.prod([mesh.shape[axis] for axis in batch_axes]))
+            return batch_shard([batch], 0, mesh, batch_axes, microbatches)
+        unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
         found = self.islands.by_island("rows", [mesh.devices.size, unit])
         replica = self.islands.seat.island
         if (seats := self.seats) is not None:
@@ -190,12 +99,10 @@ class Coordination:
                 f"shares has {len(weights)} weights, and there are {len(found)}"
                 f" {'islands' if self.seats is None else 'pipelines'}; give one each"
             )
-        if len(found) == 1 and (
-            problem := batch_problem(batch, {"data": unit // microbatches}, microbatches)
-        ):
-            raise ValueError(problem)
-        shares = island_rows(batch, weights or [n for n, _ in found], [unit for _, unit in found])
-        return row_share(batch, shares, replica, mesh, batch_axes, microbatches, unit)
+        if len(found) == 1:
+            RowSplit({"data": unit // microbatches}, microbatches).check(batch)
+        shares = split_over_islands(batch, weights or [n for n, _ in found], [unit for _, unit in found])
+        return batch_shard(shares, replica, mesh, batch_axes, microbatches, unit)
 
     def share(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, by rank."""

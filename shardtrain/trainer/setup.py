@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from shardtrain.axes import PIPELINE
 from shardtrain.combine.replicas import Combine
-from shardtrain.data import Batch, Batches
+from shardtrain.data import Batch, Batches, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, as_model
 from shardtrain.optim.optimizer import Optimizer, coupled, make_optimizer
@@ -28,7 +28,7 @@ from shardtrain.train_step.island_step import IslandStep, make_island_step
 from shardtrain.train_step.stage_step import Seats, StageStep
 from shardtrain.train_step.state import Placement, make_placement
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.coordination import LONG_SECONDS, Coordination, Loader
+from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.resume import BEGINNING
 
 
@@ -212,7 +212,7 @@ def make_multi_island_step(
         together.crossing,
         combine,
         parts.learning_rate,
-        loader.share.start,
+        loader.shard.start,
         together.meet,
     )
 
@@ -226,7 +226,7 @@ def _stage_step(
     assert crossing is not None
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
     sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
-    rows = loader.share.num_rows // microbatches
+    rows = loader.rows_of_microbatch
     shapes = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in held.traced.batch.items()
     }
@@ -244,5 +244,5 @@ def _stage_step(
         share=lambda name, value: islands.control.share(name, value, LONG_SECONDS),
         combine=run.strategy.combine,
         learning_rate=parts.learning_rate,
-        start_row=loader.share.start,
+        start_row=loader.shard.start,
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from shardtrain.checkpoints.origins import in_order
-from shardtrain.data import Batches
+from shardtrain.data import Batches, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.loss import guarded
@@ -45,7 +45,7 @@ from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State, init_state, restorable_state
 from shardtrain.train_step.step import combined_labels, make_evaluate, make_step
 from shardtrain.trainer.config import Run, describe, run_text
-from shardtrain.trainer.coordination import Coordination, Loader
+from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.fingerprints import divergence_text, hardware, make_find_divergence
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.loop import LoopOptions, LoopParts, StepVote, run_loop, write_held
@@ -395,9 +395,9 @@ def _program(run: Run, parts: RunSetup, batch: Any) -> dict[str, str]:
 
 def _loader(run: Run, parts: RunSetup, together: Coordination, source: Any) -> Loader:
     layout, mesh, microbatches = run.strategy.layout, parts.mesh, run.strategy.accumulate
-    share = together.rows(run.batch, run.strategy.across.shares, mesh, layout.batch_axes, microbatches)
-    batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=share.rows)
-    return share.load(batches, mesh, layout.batch_axes, microbatches)
+    shard = together.rows(run.batch, run.strategy.across.shares, mesh, layout.batch_axes, microbatches)
+    batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=shard.rows)
+    return Loader(batches, shard, mesh, layout.batch_axes, microbatches)
 
 
 @contextmanager
@@ -514,9 +514,9 @@ def _evaluation(
     axes, mesh = run.strategy.layout.batch_axes, parts.mesh
     # a pipeline without microbatches is one stage at work
     microbatches = run.strategy.accumulate if in_stages or parts.placement.stages else 1
-    share = together.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
-    batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=share.rows)
-    loader = share.load(batches, mesh, axes, microbatches)
+    shard = together.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
+    batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=shard.rows)
+    loader = Loader(batches, shard, mesh, axes, microbatches)
 
     choose = _chosen(run, parts)
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain.axes import AXES
-from shardtrain.data import batch_problem, place, process_rows
+from shardtrain.data import RowSplit, place, process_rows
 
 BATCH_AXES = ("data", "fsdp")
 MESHES = [
@@ -82,7 +82,7 @@ def test_values_and_sharding(sizes, microbatches):
     ],
 )
 def test_a_batch_that_does_not_divide(batch, sizes, microbatches, text):
-    assert batch_problem(batch, sizes, microbatches) == text
+    assert RowSplit(sizes, microbatches).problem(batch) == text
 
 
 def test_refuses():

@@ -6,42 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.islands.bridge import Control
 from shardtrain.islands.membership import START_SECONDS, cuda_aware, decide_device_memory
-from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
 from shardtrain.trainer.coordination import (
     AGREEMENT_SECONDS,
     LONG_SECONDS,
     Coordination,
-    island_rows,
-    row_share,
 )
-
-
-def mesh(num_devices: int):
-    return make_mesh(Layout(mesh={"data": num_devices}), jax.devices()[:num_devices])
-
-
-def test_rows_of_islands_are_every_row_once():
-    for shares in ([12], [7, 5], [12, 0], [1, 0, 11]):
-        rows = [row_share(12, shares, i, mesh(2), ("data", "fsdp"), 1) for i in range(len(shares))]
-        real = [r.rows[r.real].tolist() for r in rows]
-        assert [row for share in real for row in share] == list(range(12))
-        assert all(r.num_rows % 2 == 0 and len(r.rows) == r.num_rows > 0 for r in rows)
-        assert [r.start for r in rows] == np.cumsum([0, *shares[:-1]]).tolist()
-
-
-def test_rows_are_given_in_multiples_where_that_adds_up():
-    assert island_rows(24, [2, 1], [4, 2]) == [16, 8]
-    assert island_rows(9, [1, 1], [4, 4]) == [5, 4]
 
 
 def test_alone_nothing_is_shared():

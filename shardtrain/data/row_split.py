@@ -1,0 +1,149 @@
+"""How many rows of a batch each island, device and microbatch gets, and which of them are padding (no jax).
+
+All padding is decided here: of an island whose rows do not divide, and of a short last batch.
+Next: `loader.py` and `placement.py`, which make arrays on the mesh of it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardtrain.errors.messages import near
+from shardtrain.sharding import shares
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """The split of a batch's rows over microbatches, and of each microbatch over mesh axes.
+
+    Row r of B stands in microbatch r // (B / M).
+
+    Args:
+      axis_sizes: mesh axis -> size, of the axes that split the rows of a microbatch.
+      microbatches: M, parts of the batch that a step handles one after the other.
+
+    >>> RowSplit({"data": 4}, 2).multiple, RowSplit({"data": 4}, 2).padded(9)
+    (8, 16)
+    """
+
+    axis_sizes: Mapping[str, int]
+    microbatches: int = 1
+
+    @classmethod
+    def of(
+        cls, mesh_sizes: Mapping[str, int], batch_axes: Sequence[str], microbatches: int = 1
+    ) -> "RowSplit":
+        """Return the split over some axes of a mesh.
+
+        Args:
+          mesh_sizes: mesh axis -> size, of the whole mesh.
+          batch_axes: the axes that split the rows of a microbatch.
+          microbatches: M.
+
+        Raises:
+          ValueError: the mesh lacks an axis.
+        """
+        unknown = [near(axis, mesh_sizes) for axis in batch_axes if axis not in mesh_sizes]
+        if unknown:
+            raise ValueError(
+                f"the batch is to be split over an axis that the mesh does not have: {'; '.join(unknown)}"
+            )
+        return cls({axis: mesh_sizes[axis] for axis in batch_axes}, microbatches)
+
+    @property
+    def multiple(self) -> int:
+        """The number that B must be a multiple of."""
+        return math.prod(self.axis_sizes.values()) * self.microbatches
+
+    def padded(self, num_rows: int) -> int:
+        """Return the least number of rows, above 0, that can be split and holds `num_rows`."""
+        return max(-(-num_rows // self.multiple), 1) * self.multiple
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape on the mesh of an array of a batch: (B, ...) -> (M, B / M, ...)."""
+        return (self.microbatches, shape[0] // self.microbatches, *shape[1:])
+
+    def check(self, num_rows: int) -> None:
+        """Check that a batch of B rows can be split.
+
+        Raises:
+          ValueError: it cannot, see `problem`.
+        """
+        if problem := self.problem(num_rows):
+            raise ValueError(problem)
+
+    def problem(self, num_rows: int) -> str | None:
+        """Return why a batch of B rows cannot be split, with the sizes that can; None if it can.
+
+        >>> RowSplit({"data": 4}).problem(6)
+        "batch 6 cannot be split over axes ('data') of total size 4 and 1 microbatch: 6 % 4 = 2. Use 4 or 8."
+        """
+        if self.microbatches < 1:
+            return f"batch {num_rows} cannot be split into {self.microbatches} microbatches. Use 1 or more."
+        rest = num_rows % self.multiple
+        if rest == 0 and num_rows > 0:
+            return None
+        names = ",".join(repr(axis) for axis in self.axis_sizes)
+        total = self.multiple // self.microbatches
+        parts = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
+        below = num_rows - rest
+        use = f"{below} or {below + self.multiple}" if below > 0 else f"{self.multiple}"
+        return (
+            f"batch {num_rows} cannot be split over axes ({names}) of total size {total} and {parts}:"
+            f" {num_rows} % {self.multiple} = {rest}. Use {use}."
+        )
+
+
+def split_over_islands(num_rows: int, weights: Sequence[float], multiples: Sequence[int]) -> list[int]:
+    """Split the rows of a batch over islands, in proportion to their weights.
+
+    Each island gets a multiple of what it can split without padding, if such numbers add up to the batch;
+    otherwise any number.
+
+    Args:
+      num_rows: B, rows of the whole batch.
+      weights: island -> its weight.
+      multiples: island -> `RowSplit.multiple` of its mesh.
+
+    Returns:
+      island -> its number of rows; they add up to B.
+
+    >>> split_over_islands(32, [3, 1], [4, 2]), split_over_islands(7, [1, 1], [4, 2])
+    ([24, 8], [4, 3])
+    """
+    try:
+        return shares.shares(num_rows, weights, multiples=list(multiples))
+    except ValueError:
+        return shares.shares(num_rows, weights)
+
+
+def fill_with_copies(rows: np.ndarray, num_real: int) -> tuple[np.ndarray, np.ndarray]:
+    """Replace the rows from `num_real` on, which do not exist, by copies of those that do.
+
+    Args:
+      rows: row numbers from 0, int (n,).
+      num_real: how many rows exist; where none does, all become row 0.
+
+    Returns:
+      (row numbers to load, int (n,); bool (n,), False for a copy: its weight must be 0).
+
+    >>> rows, real = fill_with_copies(np.arange(4), 3)
+    >>> rows.tolist(), real.tolist()
+    ([0, 1, 2, 0], [True, True, True, False])
+    """
+    return rows % max(num_real, 1), rows < num_real
+
+
+def weigh(weights: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Return the weights with those of padding set to 0.
+
+    Args:
+      weights: (n,) or (n, ...), one weight a row or a token.
+      real: bool (n,), False for padding.
+
+    Returns:
+      float32, of the shape of `weights`.
+    """
+    return np.where(real.reshape(-1, *[1] * (weights.ndim - 1)), weights, 0).astype(np.float32)
