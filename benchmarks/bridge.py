@@ -25,7 +25,7 @@ from paired import Spread, spread
 from shardtrain.combine import make_combiner
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
 from shardtrain.islands.rank_environment import bind_cpus, find_rank_environment

@@ -30,7 +30,7 @@ from shardtrain.checkpoints.origins import saved_part
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import as_model
+from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh

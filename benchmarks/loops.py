@@ -23,9 +23,10 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Batches, Windows, place
 from shardtrain.data.batches import epoch_order
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import as_model
+from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.optimizer import Optimizer, Schedule, make_optimizer
+from shardtrain.optim.optimizer import Optimizer, make_optimizer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.report.metrics import JsonLines
 from shardtrain.report.progress import progress
 from shardtrain.sharding.layout import Layout

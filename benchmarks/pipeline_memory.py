@@ -13,7 +13,7 @@ import optax
 import tyro
 
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import make_table
@@ -23,6 +23,7 @@ from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import make_placement
 
 ONE_DEVICE = "accumulate"
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1}
@@ -108,10 +109,10 @@ def measured(options: Options, schedule: str, microbatches: int) -> Row:
         "weights": jax.ShapeDtypeStruct((microbatches * options.rows,), jnp.float32),
     }
     start = time.perf_counter()
-    compiled = compile_step(
-        from_nnx(config), next_token_loss, optax.adam(1e-3), layout, mesh, batch, microbatches, stages,
-        "1f1b" if stages is None else schedule,
-    )  # fmt: skip
+    model, optimizer = from_nnx(config), optax.adam(1e-3)
+    pipeline = {} if stages is None else {"stages": stages, "schedule": schedule}
+    placement = make_placement(model, optimizer, layout, mesh, **pipeline)
+    compiled = compile_step(model, next_token_loss, optimizer, placement, batch, microbatches=microbatches)
     seconds = time.perf_counter() - start
     found = figures(compiled, dict(mesh.shape))
     sent = sum(c.wire_bytes_per_device for c in found.collectives if c.kind == PERMUTE)

@@ -25,7 +25,7 @@ from paired import Spread, spread
 
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import MPI, world
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.models.decoder import DecoderConfig

@@ -30,7 +30,7 @@ from shardtrain import (
 )
 from shardtrain.cli.run_options import load_run
 from shardtrain.data import Batches
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.report.metrics import read_jsonl

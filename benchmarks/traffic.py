@@ -13,14 +13,14 @@ import optax
 import tyro
 
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig, Dtypes
 from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import by_axis
 from shardtrain.plan.traffic import StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import state_specs
+from shardtrain.train_step.state import make_placement, state_specs
 
 NUM_DEVICES = 8
 LAYOUTS: dict[str, tuple[Layout, int]] = {
@@ -76,7 +76,8 @@ def rows(config: DecoderConfig, layout: Layout, microbatches: int, options: Opti
         "tokens": jax.ShapeDtypeStruct((options.rows, config.seq + 1), jnp.int32),
         "weights": jax.ShapeDtypeStruct((options.rows,), jnp.float32),
     }
-    compiled = compile_step(model, next_token_loss, optimizer, layout, mesh, batch, microbatches)
+    placement = make_placement(model, optimizer, layout, mesh)
+    compiled = compile_step(model, next_token_loss, optimizer, placement, batch, microbatches=microbatches)
     arrays = state_specs(model, optimizer, layout, sizes).arrays
     work = StepSizes(
         weights=weights(arrays, layout.sharded_rules),

@@ -16,10 +16,10 @@ REFERENCE = {
     "shardtrain.data": "Sources, their order, and arrays on a mesh.",
     "shardtrain.combine": "How replicas become one; parts for a combiner of your own.",
     "shardtrain.models": "Models, sampling, and the files of Hugging Face.",
-    "shardtrain.functional.model": "The way from Flax to pure functions.",
+    "shardtrain.functional": "From Flax modules to pure functions.",
     "shardtrain.pipeline": "Options, schedules as tables, and their simulation.",
     "shardtrain.islands": "Options between islands, and how ranks find each other.",
-    "shardtrain.sharding.layout": "Axis sizes and rules: what goes with `Layout`.",
+    "shardtrain.sharding": "Axis sizes, rules and files of a `Layout`.",
 }
 """Module -> what it is for; its public names stand on a page of their own."""
 
@@ -28,6 +28,8 @@ MODULES = {
         *("decoder", "encoder", "encoder_decoder", "mlp", "resnet", "vgg", "linen_decoder", "layers"),
         *("generate", "huggingface", "huggingface_files"),
     ),
+    "shardtrain.functional": ("model", "nnx_model"),
+    "shardtrain.sharding": ("layout", "layout_file", "axis_sizes", "rules"),
     "shardtrain.pipeline": ("options", "schedule", "table", "simulate", "partition"),
     "shardtrain.islands": ("rank_environment", "membership"),
 }

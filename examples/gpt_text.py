@@ -8,7 +8,8 @@ import jax
 from shardtrain.data import Text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.generate import generate
-from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.trainer.config import Run
 
 SEQ = 128

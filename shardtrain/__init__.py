@@ -22,14 +22,17 @@ if TYPE_CHECKING:
         next_token_loss,
         translation_loss,
     )
-    from shardtrain.functional.model import Model, from_nnx
+    from shardtrain.functional.model import Model
+    from shardtrain.functional.nnx_model import from_nnx
     from shardtrain.islands.membership import join
     from shardtrain.islands.options import Across
     from shardtrain.islands.watchdog.diagnosis import Watch
-    from shardtrain.optim.optimizer import Optimizer, Schedule, make_optimizer
+    from shardtrain.optim.optimizer import Optimizer, make_optimizer
     from shardtrain.optim.scaling import Scaling
+    from shardtrain.optim.schedules import Schedule
     from shardtrain.pipeline.options import Pipeline
-    from shardtrain.sharding.layout import Layout, read_layout
+    from shardtrain.sharding.layout import Layout
+    from shardtrain.sharding.layout_file import read_layout
     from shardtrain.sharding.mesh import make_mesh
     from shardtrain.train_step.state import init_state, make_placement, restorable_state
     from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
@@ -46,7 +49,8 @@ _ROOMS = {
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "islands.watchdog.diagnosis": ("Watch",),
-    "sharding.layout": ("Layout", "read_layout"),
+    "sharding.layout": ("Layout",),
+    "sharding.layout_file": ("read_layout",),
     "functional.loss": (
         "classification_loss",
         "cross_entropy",
@@ -56,8 +60,10 @@ _ROOMS = {
     ),
     "sharding.mesh": ("make_mesh",),
     "functional.linen_model": ("from_linen",),
-    "functional.model": ("Model", "from_nnx"),
-    "optim.optimizer": ("Optimizer", "Schedule", "make_optimizer"),
+    "functional.model": ("Model",),
+    "functional.nnx_model": ("from_nnx",),
+    "optim.optimizer": ("Optimizer", "make_optimizer"),
+    "optim.schedules": ("Schedule",),
     "pipeline.options": ("Pipeline",),
     "optim.scaling": ("Scaling",),
     "trainer.recovery": ("Recovery",),

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.functional.linen_model import from_linen
-from shardtrain.functional.model import as_model, from_nnx, with_names
+from shardtrain.functional.model import with_names
+from shardtrain.functional.nnx_model import as_model, from_nnx
 
 KEY = jax.random.key(3)
 X = np.random.default_rng(0).normal(1.0, 2.0, (8, 4)).astype(np.float32)

@@ -38,7 +38,8 @@ from shardtrain.models.huggingface_files import import_model
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.report.checkpoints import list_text, show_text
-from shardtrain.sharding.layout import axis_sizes, layout_text, read_layout
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout_file import layout_text, read_layout
 
 NUMBER = 500
 MOST_SECONDS = 10
@@ -344,7 +345,7 @@ def test_meshes(guarded, tmp_path):
         layout = guarded(lambda: read_layout(path))
         found.append(type(layout).__name__)
         if not isinstance(layout, Exception):
-            guarded(lambda layout=layout: axis_sizes(layout, 8))
+            guarded(lambda layout=layout: axis_sizes(layout.mesh, 8))
             path.write_text(layout_text(layout))
             assert read_layout(path) == layout
     assert set(found) == {"Layout", "ValueError"}

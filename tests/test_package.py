@@ -111,7 +111,8 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "numpy", "mpi4py", "mpi4jax",
 VALUES = (
     "shardtrain",
     "shardtrain.axes",
-    "shardtrain.sharding.layout",
+    "shardtrain.sharding.layout_file",
+    "shardtrain.sharding.resolve",
     "shardtrain.checkpoints.policy",
     "shardtrain.data",
     "shardtrain.sharding.shares",
@@ -203,5 +204,5 @@ def test_examples_in_docstrings(name):
 
 def test_there_are_examples_in_docstrings():
     finder = doctest.DocTestFinder(exclude_empty=True)
-    tests = finder.find(importlib.import_module("shardtrain.sharding.layout"))
+    tests = finder.find(importlib.import_module("shardtrain.sharding.shares"))
     assert sum(len(test.examples) for test in tests) >= 4

@@ -12,7 +12,7 @@ import pytest
 from shardtrain.cli import main
 from shardtrain.cli.run_options import load_run
 from shardtrain.data import Batches, place
-from shardtrain.functional.model import as_model
+from shardtrain.functional.nnx_model import as_model
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import init_state, make_placement

@@ -18,7 +18,7 @@ from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, i
 from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
 from shardtrain.errors.messages import near
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
-from shardtrain.sharding.specs import bytes_text
+from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
 from shardtrain.system.run_lock import LOCK, Locked, locked
 

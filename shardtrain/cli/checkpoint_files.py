@@ -17,7 +17,7 @@ from shardtrain.checkpoints.evaluated_params import exported_params
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_checkpoint_path
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import MODEL_FILE, write_about
-from shardtrain.sharding.specs import bytes_text
+from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import new_folder, refuse_filled
 from shardtrain.system.untrusted_files import read_bytes, read_json, read_text, whole_number

@@ -13,19 +13,20 @@ from shardtrain import axes
 from shardtrain.cli.run_options import parse_run
 from shardtrain.data import RowSplit
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.model import Model, as_model
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import as_model
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.partition import counts, parse_stages
 from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
-from shardtrain.plan.compile import compile_placed, described_devices, figures
+from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.traffic import parameter_traffic, weights
-from shardtrain.report import plots
+from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
 from shardtrain.report.traffic import figures_text, traffic_text
-from shardtrain.sharding.layout import MOST_DEVICES, axis_sizes
+from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
 from shardtrain.train_step.state import state_specs
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     run, options = parse_run("inspect", arguments, InspectOptions)
     options.check()
     layout = run.strategy.layout
-    sizes = axis_sizes(layout, options.devices or _devices_named(layout.mesh))
+    sizes = axis_sizes(layout.mesh, options.devices or _devices_named(layout.mesh))
     model = as_model(run.model, run.names)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
     stages = _stages(run, model, sizes[axes.PIPELINE])
@@ -107,8 +108,8 @@ def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
         rows = microbatch_of(run, run.data.train(Path(folder)))
     parts = make_parts(run, microbatch=rows, mesh=mesh)
     batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in rows.items()}
-    compiled = compile_placed(
-        parts.model, run.loss, parts.optimizer, parts.placement, batch, run.strategy.accumulate
+    compiled = compile_step(
+        parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=run.strategy.accumulate
     )
     return figures_text(figures(compiled, sizes), kind)
 
@@ -145,7 +146,7 @@ def _show(table: Table, picture: Path | None) -> None:
     width, _ = shutil.get_terminal_size(fallback=(1_000_000, 24))
     terminal.out("\n" + timeline_text(table, width))
     if picture is not None:
-        terminal.out(f"timeline: {plots.timeline(table, picture)}\n")
+        terminal.out(f"timeline: {timeline(table, picture)}\n")
 
 
 def _devices_named(mesh: Mapping[str, int]) -> int:

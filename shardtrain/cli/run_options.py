@@ -23,8 +23,10 @@ import tyro
 
 from shardtrain.combine import Combiner
 from shardtrain.errors.messages import near
-from shardtrain.functional.model import Model, is_module
-from shardtrain.sharding.layout import parse_mesh, read_layout
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import is_module
+from shardtrain.sharding.axis_sizes import parse_mesh
+from shardtrain.sharding.layout_file import read_layout
 from shardtrain.sharding.shares import parse_weights
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run, Strategy

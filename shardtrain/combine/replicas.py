@@ -18,7 +18,7 @@ from shardtrain.combine import Combiner, MeshGroup, make_combiner
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import path_text
-from shardtrain.sharding.resolve import Named
+from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.specs import spec_axes, with_leading_dim
 
 

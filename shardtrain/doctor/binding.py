@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardtrain.doctor.cgroup import limits
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each, some
-from shardtrain.sharding.specs import bytes_text
+from shardtrain.report.quantities import bytes_text
 
 SHM_BYTES_PER_RANK = 64 * 2**20
 """MPI's buffers between the ranks of a host lie in /dev/shm; containers often have 64 MiB for all of them."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, some
 from shardtrain.doctor.child import tell
 from shardtrain.doctor.visible_gpus import granted, uuids
-from shardtrain.sharding.specs import bytes_text
+from shardtrain.report.quantities import bytes_text
 
 CHILD_SECONDS = 90.0
 BUSY_SHARE = 0.1

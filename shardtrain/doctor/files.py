@@ -22,7 +22,7 @@ from shardtrain.doctor.check import (
     time_text,
 )
 from shardtrain.doctor.file_system import LARGE_BYTES, attempt, is_locked, mount_of, nearest, probe, space
-from shardtrain.sharding.specs import bytes_text
+from shardtrain.report.quantities import bytes_text
 
 SEEN_SECONDS = 10.0
 """How long a new file may take to be seen by another host: some file systems keep what they knew for 3 s."""

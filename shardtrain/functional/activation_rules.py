@@ -19,8 +19,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.errors.user_code import UserCodeFailed
-from shardtrain.sharding.layout import Rules, repeated
-from shardtrain.sharding.resolve import is_one_device, rules_text, ways_text
+from shardtrain.sharding.axis_sizes import is_one_device
+from shardtrain.sharding.placement_problems import rules_text, ways_text
+from shardtrain.sharding.rules import Rules, repeated
 
 
 class _Ask:

@@ -11,18 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.model import (
-    MODES,
-    REPLICAS,
-    Model,
-    Tree,
-    dim_names,
-    mode_arguments,
-    one_axis_name,
-    path_text,
-    same_structure,
-    with_axis_bound,
-)
+from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
+from shardtrain.functional.model import Model, Tree, dim_names, path_text, same_structure
+from shardtrain.functional.training_mode import MODES, mode_arguments
 
 
 def from_linen(

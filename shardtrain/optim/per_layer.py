@@ -11,6 +11,7 @@ import optax
 
 from shardtrain import axes
 from shardtrain.functional.model import Tree, path_text
+from shardtrain.sharding.array_dims import is_dims
 
 
 def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.GradientTransformation:
@@ -78,7 +79,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
 def _stacks(params: Any, dims: Tree) -> dict[str, int]:
     """Path of each array -> its number of layers, 0 where it is not stacked."""
-    names = jax.tree.leaves(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
+    names = jax.tree.leaves(dims, is_leaf=is_dims)
     leaves = jax.tree.leaves_with_path(params)
     return {
         path_text(path): x.shape[0] if each and each[0] == axes.LAYERS else 0

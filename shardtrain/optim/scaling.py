@@ -12,7 +12,8 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
 
 RATES: dict[str, Callable[[int], float]] = {"none": lambda n: 1.0, "linear": float, "sqrt": math.sqrt}
 """Rule -> number of replicas -> factor of the learning rate."""

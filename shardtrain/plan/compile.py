@@ -12,17 +12,14 @@ from typing import Any
 import jax
 import optax
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.messages import near
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
 from shardtrain.plan.hlo.collectives import Collective, collectives
-from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.state import Placement, make_placement, restorable_state
+from shardtrain.train_step.state import Placement, restorable_state
 from shardtrain.train_step.step import make_step
 
 PLUGIN = "jax_cuda12_plugin"
@@ -72,55 +69,39 @@ def compile_step(
     model: Model,
     loss: Loss,
     optimizer: optax.GradientTransformation,
-    layout: Layout,
-    mesh: Mesh,
+    placement: Placement,
     batch: Mapping[str, jax.ShapeDtypeStruct],
+    *,
     microbatches: int = 1,
-    stages: Partition | None = None,
-    schedule: str = "1f1b",
 ) -> jax.stages.Compiled:
-    """Compile the training step for a mesh, from shapes alone.
+    """Compile the training step from shapes alone.
 
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
-      layout: where everything lies.
-      mesh: of this layout, over devices that are here or over `described_devices`.
-      batch: shape (B, ...) and dtype of every array of the global batch.
-      microbatches: parts of the batch that a step handles one after the other.
-      stages: how a pipeline cuts the model's blocks; a layout with an axis pipeline above 1 needs it.
-      schedule: of the pipeline.
+      placement: of this model and optimizer, from `make_placement`; its mesh is over devices of this process
+        or over `described_devices`.
+      batch: shape (B, ...) and dtype of each array of the global batch.
+      microbatches: number of microbatches that a step accumulates.
 
     Returns:
-      The program, to be read by `figures`; on devices that are here it can be called.
+      The compiled program, for `figures`; on devices of this process it can be called.
 
     Raises:
-      ValueError: the layout does not fit the model, or B cannot be split.
+      ValueError: B cannot be split over the batch axes and microbatches.
     """
-    placement = make_placement(model, optimizer, layout, mesh, stages=stages, schedule=schedule)
-    return compile_placed(model, loss, optimizer, placement, batch, microbatches)
-
-
-def compile_placed(
-    model: Model,
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    microbatches: int = 1,
-) -> jax.stages.Compiled:
-    """Compile the training step of a placement, from shapes alone; see `compile_step`."""
     mesh = placement.mesh
     num_rows = next(iter(batch.values())).shape[0]
-    split = RowSplit.of(mesh.shape, placement.layout.batch_axes, microbatches)
-    split.check(num_rows)
-    parts = {
-        name: jax.ShapeDtypeStruct(split.shape(array.shape), array.dtype, sharding=placement.batch)
+    rows = RowSplit.of(mesh.shape, placement.layout.batch_axes, microbatches)
+    rows.check(num_rows)
+    # the step takes a leading dim of microbatches, as `place` makes it
+    split = {
+        name: jax.ShapeDtypeStruct(rows.shape(array.shape), array.dtype, sharding=placement.batch)
         for name, array in batch.items()
     }
     state = restorable_state(placement)
-    return make_step(model, loss, optimizer, placement).lower(state, parts).compile()
+    return make_step(model, loss, optimizer, placement).lower(state, split).compile()
 
 
 def described_devices(kind: str, num_devices: int) -> Sequence[Any]:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from shardtrain.sharding.layout import Layout, Rules
-from shardtrain.sharding.resolve import Named
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.rules import Rules
 
 GRADIENT_BYTES = 4
 """Gradients are summed over microbatches and replicas, and parameters updated, in float32."""

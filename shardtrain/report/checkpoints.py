@@ -15,8 +15,8 @@ import numpy as np
 
 from shardtrain.checkpoints.manifest import Leaf, Manifest, read_manifest, size_of
 from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
-from shardtrain.sharding.specs import bytes_text
 from shardtrain.system.untrusted_files import some
 
 MESH = "strategy.layout.mesh."

@@ -1,7 +1,7 @@
 """Values that merge over steps and devices, and the sinks that a run writes them to.
 
 Owns `metrics.jsonl` and is the one door to tensorboardX. No jax: what comes in are numbers that have left
-the device. What people read on the terminal is in `report/progress.py`, the curve in `report/plots.py`.
+the device. What people read on the terminal is in `report/progress.py`, the curve in `report/plots/`.
 """
 
 import importlib

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import PartitionSpec
 
+from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import mesh_line, table_text
-from shardtrain.sharding.specs import Row, bytes_text, sharding_rows, spec_axes, spec_text, totals
+from shardtrain.sharding.specs import Row, sharding_rows, spec_axes, spec_text, totals
 from shardtrain.train_step.state import Specs
 
 

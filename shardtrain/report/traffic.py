@@ -8,8 +8,8 @@ from collections import defaultdict
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import Collective, table
 from shardtrain.plan.traffic import Traffic
+from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
-from shardtrain.sharding.specs import bytes_text
 
 
 def traffic_text(traffic: Traffic) -> str:

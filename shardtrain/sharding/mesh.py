@@ -7,7 +7,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from shardtrain import axes
-from shardtrain.sharding.layout import Layout, axis_sizes
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
@@ -24,7 +25,7 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
       ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = axis_sizes(layout, len(devices))
+    sizes = axis_sizes(layout.mesh, len(devices))
     return jax.make_mesh(
         tuple(sizes.values()), axes.AXES, axis_types=(AxisType.Auto,) * len(axes.AXES), devices=devices
     )

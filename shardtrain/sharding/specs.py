@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.sharding.layout import Rules
-from shardtrain.sharding.resolve import Named, Spec, resolve
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.resolve import Spec, resolve
+from shardtrain.sharding.rules import Rules
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
@@ -148,19 +149,6 @@ def spec_text(spec: PartitionSpec, sizes: Mapping[str, int]) -> str:
     entries = [((e,) if isinstance(e, str) else e or ()) for e in spec]
     words = ["+".join(axis for axis in entry if sizes[axis] > 1) for entry in entries]
     return " x ".join(word or "-" for word in words) if any(words) else "whole"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Bytes for people, in units of 1024.
-
-    >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**30)
-    ('512 B', '1.5 KiB', '3.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def totals(rows: Sequence[Row]) -> tuple[int, int, int]:

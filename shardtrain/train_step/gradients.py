@@ -24,7 +24,7 @@ from shardtrain.pipeline.mesh_pipeline import pipeline_sums
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.sums import Sums
 from shardtrain.pipeline.table import Table
-from shardtrain.sharding.layout import Rules
+from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.state import Placement, State
 

@@ -23,7 +23,8 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel, nested
 from shardtrain.pipeline.table import Table
-from shardtrain.sharding.resolve import Named, completed
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.resolve import completed
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.gradients import Gradients, merge_replicas, sum_replicas
 from shardtrain.train_step.island_step import (

@@ -20,8 +20,10 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.functional.model import BLOCKS, Model, Tree, named_arrays, path_text
 from shardtrain.optim.optimizer_state import stored
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.sharding.layout import PARAMETER_RULES, Layout
-from shardtrain.sharding.resolve import Named, completed, unplaced_text
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.resolve import completed, unplaced_text
+from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, spec_axes, with_leading_dim, without_pipeline
 
 

@@ -15,9 +15,11 @@ from shardtrain.axes import PIPELINE
 from shardtrain.combine.replicas import Combine
 from shardtrain.data import Batch, Batches, Loader
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.model import Model, as_model
-from shardtrain.optim.optimizer import Optimizer, coupled, make_optimizer
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
+from shardtrain.optim.separable import coupled
 from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate

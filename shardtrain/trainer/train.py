@@ -29,12 +29,13 @@ from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.optimizer_state import evaluated_params
 from shardtrain.optim.scaling import scaled
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.report import plots
 from shardtrain.report.islands import binding_text
 from shardtrain.report.metrics import JsonLines, Mean, Progress, Sinks, TensorBoard
+from shardtrain.report.plots import figure
+from shardtrain.report.plots.loss_curve import loss_curve
 from shardtrain.report.progress import progress
 from shardtrain.report.sharding import sharding_text
-from shardtrain.sharding.layout import axis_sizes
+from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.run_lock import Locked, locked
@@ -328,7 +329,7 @@ def _scaled(run: Run, islands: Islands | None, notes: "_Notes") -> Run:
     Raises:
       ValueError: the last step would not be one that combines.
     """
-    sizes = axis_sizes(run.strategy.layout, jax.device_count())
+    sizes = axis_sizes(run.strategy.layout.mesh, jax.device_count())
     mine = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
     replicas = [mine] if islands is None else islands.by_island("replicas", mine)
     if run.strategy.across.axis == "pipeline":
@@ -565,7 +566,7 @@ def _ending(
 ) -> str | None:
     if not together.writes:
         return None
-    if together.is_first and plots.installed():
+    if together.is_first and figure.is_installed():
         _draw_curve(folder, console)
     if stop.received is not None or stop.time_over:
         by = "the time limit" if stop.received is None else stop.received.name
@@ -587,7 +588,7 @@ def _draw_curve(folder: Path, console: Console) -> None:
     """Draw the loss; the run is saved by now, and fails for no picture."""
     try:
         if (folder / METRICS).stat().st_size:
-            plots.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
+            loss_curve.loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
     except (OSError, ValueError) as error:
         say(console, f"WARNING: {folder / CURVE} is not drawn: {error}")
 

@@ -17,7 +17,8 @@ from shardtrain.checkpoints.evaluated_params import exported_params
 from shardtrain.checkpoints.manifest import Leaf, mismatches
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.model import Model, Tree, as_model, path_text
+from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.functional.nnx_model import as_model
 from shardtrain.trainer.config import describe, differences
 from shardtrain.trainer.resume import PARAMETERS, find_start
 

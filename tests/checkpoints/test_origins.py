@@ -12,7 +12,8 @@ from shardtrain.checkpoints.origins import in_order, lies, saved_part, wanted_st
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow, restore_arrays
 from shardtrain.combine.replicas import Combine
-from shardtrain.functional.model import from_nnx, path_text
+from shardtrain.functional.model import path_text
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout

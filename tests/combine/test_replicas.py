@@ -13,7 +13,7 @@ from shardtrain.cli.run_options import StrategyOptions
 from shardtrain.combine.replicas import Combine, cut, joined, stacked_paths
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout

@@ -17,8 +17,9 @@ from shardtrain.data import Text
 from shardtrain.islands.options import Across
 from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.models.mlp import MlpConfig
-from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
+from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, StartFrom, Strategy

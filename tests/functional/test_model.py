@@ -11,9 +11,10 @@ from flax import nnx
 from jax.core import Tracer
 
 from shardtrain.functional.linen_model import from_linen
-from shardtrain.functional.model import Model, as_model, from_nnx, named_arrays, path_text
+from shardtrain.functional.model import Model, named_arrays, path_text
+from shardtrain.functional.nnx_model import as_model, from_nnx
 from shardtrain.functional.rng import row_key
-from shardtrain.sharding.resolve import Named
+from shardtrain.sharding.array_dims import Named
 
 KEY, RNG = jax.random.key(3), jax.random.key(4)
 ROWS, EMBED, MLP = 8, 4, 6

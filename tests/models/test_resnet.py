@@ -13,8 +13,9 @@ from flax import nnx
 
 from shardtrain.models.convolution import EPS
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.sharding.layout import PARAMETER_RULES
-from shardtrain.sharding.resolve import Named, resolve
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.resolve import resolve
+from shardtrain.sharding.rules import PARAMETER_RULES
 
 CONFIG = ResNetConfig(depth=20, filters=4, num_groups=2, height=8, width=6, colours=1, classes=8)
 SHALLOW = replace(CONFIG, depth=11)

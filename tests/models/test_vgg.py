@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from shardtrain.models.vgg import VggConfig
-from shardtrain.sharding.layout import PARAMETER_RULES
-from shardtrain.sharding.resolve import Named, resolve
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.resolve import resolve
+from shardtrain.sharding.rules import PARAMETER_RULES
 
 CONFIG = VggConfig(filters=4, num_groups=2, colours=1, hidden=16, classes=8)
 RNG = np.random.default_rng(0)

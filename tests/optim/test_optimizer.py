@@ -11,19 +11,12 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.optimizer import (
-    OPTIMIZERS,
-    SCHEDULES,
-    Optimizer,
-    Schedule,
-    coupled,
-    decayed,
-    make_optimizer,
-    make_schedule,
-    muon_dims,
-)
+from shardtrain.optim.matrices import decayed, muon_dims
+from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
+from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
+from shardtrain.optim.separable import coupled
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from shardtrain.checkpoints.flatten import flatten, restorable
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text, place
 from shardtrain.functional.model import Model
-from shardtrain.optim.optimizer import Optimizer, Schedule, make_optimizer
+from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import (
     AverageState,
     evaluated_params,
@@ -23,6 +23,7 @@ from shardtrain.optim.optimizer_state import (
     stored,
 )
 from shardtrain.optim.per_layer import per_layer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import init_state, make_placement
@@ -226,7 +227,7 @@ def test_an_average_of_the_parameters():
     with pytest.raises(
         ValueError,
         match=r"evaluate_with is 'ema', and the optimizer keeps no such parameters;.* or"
-        r" shardtrain\.optimizer_state\.parameter_average\(0\.999\) as the last",
+        r" shardtrain\.optim\.optimizer_state\.parameter_average\(0\.999\) as the last",
     ):
         evaluated_params("ema", begun, params)
     asked, _ = make_optimizer(Optimizer(ema=0.9), 10, DIMS)

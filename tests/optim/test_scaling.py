@@ -8,8 +8,9 @@ from typing import Any
 import optax
 import pytest
 
-from shardtrain.optim.optimizer import Optimizer, Schedule, make_schedule
+from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import RATES, Scaling, scaled
+from shardtrain.optim.schedules import Schedule, make_schedule
 from shardtrain.trainer.config import Run
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.loss import classification_loss, next_token_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.resnet import ResNetConfig

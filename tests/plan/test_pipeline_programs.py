@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stacking import Partition
@@ -17,6 +17,7 @@ from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE, by_axis
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.state import make_placement
 
 ROWS, SEQ, EMBED = 4, 16, 16
 MODEL = from_nnx(DecoderConfig(vocab=32, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=32))
@@ -41,9 +42,8 @@ def program(schedule, microbatches, **mesh):
         "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
     }
     optimizer = optax.sgd(1e-2)
-    compiled = compile_step(
-        MODEL, next_token_loss, optimizer, layout, jax_mesh, batch, microbatches, stages, schedule
-    )
+    placement = make_placement(MODEL, optimizer, layout, jax_mesh, stages=stages, schedule=schedule)
+    compiled = compile_step(MODEL, next_token_loss, optimizer, placement, batch, microbatches=microbatches)
     text = compiled.as_text() or ""
     return figures(compiled, dict(jax_mesh.shape)), text.count(" = ")
 

@@ -13,7 +13,7 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.model import from_nnx
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.plan.compile import compile_step, described_devices, figures
@@ -21,7 +21,7 @@ from shardtrain.plan.traffic import Key, StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.specs import sharding_rows
-from shardtrain.train_step.state import state_specs
+from shardtrain.train_step.state import make_placement, state_specs
 
 ROWS, SEQ = 64, 32
 TIED = DecoderConfig(vocab=256, seq=SEQ, embed=64, num_layers=4, num_heads=8)
@@ -57,8 +57,9 @@ class Program:
             "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
         }
         source = model(config, linen)
+        placement = make_placement(source, OPTIMIZER, self.layout, jax_mesh)
         compiled = compile_step(
-            source, next_token_loss, OPTIMIZER, self.layout, jax_mesh, batch, microbatches
+            source, next_token_loss, OPTIMIZER, placement, batch, microbatches=microbatches
         )
         self.figures = figures(compiled, self.sizes)
         self.specs = state_specs(source, OPTIMIZER, self.layout, self.sizes)

@@ -12,7 +12,8 @@ from shardtrain.combine import mean
 from shardtrain.combine.replicas import Combine
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
-from shardtrain.functional.model import from_nnx, path_text
+from shardtrain.functional.model import path_text
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.options import REDUCE

@@ -19,7 +19,8 @@ from shardtrain.data.batches import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, Strategy
 from shardtrain.trainer.recovery import Recovery

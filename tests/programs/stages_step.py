@@ -15,7 +15,8 @@ from flax import nnx
 from shardtrain.combine.replicas import Combine
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
-from shardtrain.functional.model import from_nnx, path_text
+from shardtrain.functional.model import path_text
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.islands.transfer import Transfer

@@ -15,7 +15,8 @@ from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, Strategy

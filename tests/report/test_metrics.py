@@ -306,7 +306,7 @@ def test_metrics_and_reports_import_neither_jax_nor_an_extra():
     code = """
 import sys
 import shardtrain.report.metrics, shardtrain.report.progress
-import shardtrain.report.tables, shardtrain.report.plots
+import shardtrain.report.tables, shardtrain.report.plots.timeline
 loaded = {name.partition(".")[0] for name in sys.modules}
 sys.exit(", ".join(sorted(loaded & {"jax", "jaxlib", "flax", "matplotlib", "tensorboardX"})) or 0)
 """

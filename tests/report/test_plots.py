@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from shardtrain.report.metrics import JsonLines
-from shardtrain.report.plots import (
+from shardtrain.report.plots.loss_curve import (
     HELDOUT_COLOUR,
     TRAIN_COLOUR,
     final_values,

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from shardtrain.report.progress import Bar, PlainLines, count_text, duration_text, loss_text, progress
+from shardtrain.report.progress import Bar, PlainLines, progress
+from shardtrain.report.quantities import count_text, duration_text, loss_text
 
 
 class Clock:

@@ -5,7 +5,8 @@ import optax
 
 from shardtrain.functional.model import Model
 from shardtrain.report.sharding import sharding_text
-from shardtrain.sharding.layout import Layout, axis_sizes
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.state import state_specs
 
 MODEL = Model(
@@ -19,7 +20,7 @@ MODEL = Model(
 
 
 def text(layout, num_devices):
-    sizes = axis_sizes(layout, num_devices)
+    sizes = axis_sizes(layout.mesh, num_devices)
     return sharding_text(state_specs(MODEL, optax.adam(1e-3), layout, sizes), sizes)
 
 

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from shardtrain.pipeline.schedule import SCHEDULES, forward_only, make_table
-from shardtrain.report.plots import TASK_COLOURS, timeline
+from shardtrain.report.plots.timeline import TASK_COLOURS, timeline
 from shardtrain.report.timeline import timeline_text
 
 

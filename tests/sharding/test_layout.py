@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 
 from shardtrain import axes
 from shardtrain.errors.messages import near
-from shardtrain.sharding.layout import (
-    ACTIVATION_RULES,
-    BUILT_AXES,
-    PARAMETER_RULES,
-    Layout,
-    axis_sizes,
-    layout_text,
-    parse_mesh,
-    read_layout,
-)
+from shardtrain.sharding.axis_sizes import BUILT_AXES, axis_sizes, parse_mesh
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.layout_file import layout_text, read_layout
+from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES
 
 MESHES = sorted(Path(__file__).parents[2].glob("meshes/*.toml"))
 SIZES = {"data": 2, "fsdp": 4, "tensor": 8}
@@ -140,7 +134,7 @@ def test_a_mesh_that_cannot_be_read():
     ],
 )
 def test_axis_sizes(mesh, num_devices, sizes):
-    assert axis_sizes(Layout(mesh=mesh), num_devices) == dict(zip(axes.AXES, sizes, strict=True))
+    assert axis_sizes(mesh, num_devices) == dict(zip(axes.AXES, sizes, strict=True))
 
 
 SIMULATED = " On a CPU, --cpu-devices N simulates N devices."
@@ -176,7 +170,7 @@ SIMULATED = " On a CPU, --cpu-devices N simulates N devices."
     ],
 )
 def test_sizes_that_do_not_use_the_devices(mesh, num_devices, text):
-    assert refused(axis_sizes, Layout(mesh=mesh), num_devices) == text + SIMULATED
+    assert refused(axis_sizes, mesh, num_devices) == text + SIMULATED
 
 
 def test_rules_of_each_zero_stage():
@@ -234,7 +228,7 @@ def test_rules_of_a_replica_name_no_axis_of_replicas():
 @pytest.mark.parametrize("path", MESHES, ids=lambda path: path.stem)
 def test_the_layouts_of_meshes_are_read_and_written(path, tmp_path):
     layout = read_layout(path)
-    axis_sizes(layout, 8)
+    axis_sizes(layout.mesh, 8)
     (tmp_path / "copy.toml").write_text(layout_text(layout))
     assert read_layout(tmp_path / "copy.toml") == layout
 
@@ -328,4 +322,4 @@ def test_a_layout_that_is_no_regular_file_is_not_opened(tmp_path):
 
 def test_a_large_number_of_devices_is_answered_at_once():
     with pytest.raises(ValueError, match="there are 10000000000; make the sizes multiply"):
-        axis_sizes(Layout(mesh={"data": 3}), 10**10)
+        axis_sizes({"data": 3}, 10**10)

@@ -7,16 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtrain import axes
-from shardtrain.sharding.layout import PARAMETER_RULES, Layout
-from shardtrain.sharding.resolve import (
-    Named,
-    completed,
-    dims_by_pattern,
-    fitting_rules,
-    naming_text,
-    resolve,
-    unplaced_text,
-)
+from shardtrain.sharding.array_dims import Named, dims_by_pattern
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.placement_problems import fitting_rules, naming_text
+from shardtrain.sharding.resolve import completed, resolve, unplaced_text
+from shardtrain.sharding.rules import PARAMETER_RULES
 
 SIZES = {"data": 2, "fsdp": 4, "tensor": 8}
 HELP = (

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardtrain.sharding.layout import PARAMETER_RULES
-from shardtrain.sharding.resolve import Named
+from shardtrain.report.quantities import bytes_text
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import (
     Row,
-    bytes_text,
     partition_spec,
     partition_specs,
     sharding_rows,

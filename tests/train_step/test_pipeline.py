@@ -15,7 +15,8 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.functional.loss import cross_entropy, masked_token_loss, next_token_loss
-from shardtrain.functional.model import BLOCKS, from_nnx
+from shardtrain.functional.model import BLOCKS
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig

@@ -12,10 +12,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.functional.model import Model, from_nnx, path_text
+from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
-from shardtrain.sharding.layout import Layout, axis_sizes
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import (
     abstract_state,
@@ -261,6 +263,6 @@ def test_abstract_state_computes_nothing():
 
 def test_a_rule_for_a_dim_that_no_parameter_has_is_refused():
     model = from_nnx(MlpConfig(features=4, mlp=4, num_layers=1, classes=2))
-    sizes = axis_sizes(Layout(mesh={"data": 1}), 1)
+    sizes = axis_sizes({"data": 1}, 1)
     with pytest.raises(ValueError, match=r"no such dim: 'embdd' \(did you mean 'embed'\?\)"):
         state_specs(model, optax.identity(), Layout(mesh={"data": 1}, parameters={"embdd": ("fsdp",)}), sizes)

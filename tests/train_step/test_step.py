@@ -14,10 +14,12 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss
-from shardtrain.functional.model import Model, from_nnx
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.mlp import MlpConfig
-from shardtrain.optim.optimizer import Optimizer, Schedule, make_optimizer
+from shardtrain.optim.optimizer import Optimizer, make_optimizer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.plan.hlo.collectives import collectives
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh

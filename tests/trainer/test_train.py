@@ -22,7 +22,8 @@ from shardtrain.checkpoints.restore import Allow
 from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.optimizer import Optimizer, Schedule
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.report.metrics import read_jsonl
 from shardtrain.sharding.layout import Layout

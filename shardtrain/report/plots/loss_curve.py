@@ -1,40 +1,26 @@
-"""Pictures of a run, and the one door to matplotlib (extra `plots`).
+"""The training and held-out losses of a run, drawn over its steps."""
 
-matplotlib is imported where a picture is drawn, without pyplot, so that no backend or style changes.
-"""
-
-import importlib.util
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardtrain.pipeline.simulate import Seconds, Simulated, Transfer, simulate
-from shardtrain.pipeline.table import Table
 from shardtrain.report.metrics import read_jsonl
-from shardtrain.report.progress import loss_text
-from shardtrain.report.timeline import figures, heading, task_text, unit_seconds, unit_times
+from shardtrain.report.quantities import loss_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure
 
 Series = tuple[np.ndarray, np.ndarray]
 """Steps int64 (N,) and values float64 (N,), nan where a value was not finite."""
 
+
 TRAIN_COLOUR = "#2f6db3"
+
+
 HELDOUT_COLOUR = "#d1495b"
-INK = "#22262b"
-QUIET_INK = "#6b737c"
-GRID = "#e6e8eb"
-TASK_COLOURS = {"forward": "#2f6db3", "backward": "#d1495b", "weight": "#4c956c"}
-
-
-def installed() -> bool:
-    """Whether the extra `plots` is there."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> Path:
@@ -58,7 +44,7 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     train, heldout = series(records, "train/loss"), series(records, "heldout/loss")
     if not train[0].size and not heldout[0].size:
         raise ValueError(_no_losses(jsonl_path, len(records)))
-    figure = _figure("a loss curve")
+    figure = new_figure("a loss curve")
     axes = figure.add_axes((0.085, 0.115, 0.885, 0.68))
     _draw_losses(axes, train, heldout)
     _scale(axes, train, heldout)
@@ -69,48 +55,6 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     Path(png_path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png_path, format="png")
     return Path(png_path)
-
-
-def timeline(
-    table: Table, path: Path | str, *, seconds: Seconds | None = None, transfer_seconds: Transfer = 0.0
-) -> Path:
-    """Draw a schedule: a row per stage, a box per task as long as it takes, gaps where a stage waits.
-
-    Args:
-        table: one that can run.
-        path: the picture to write, .svg or .png; its folder is made.
-        seconds: of each task, see `simulate`; by default a forward 1, a backward 2 or 1 for each half.
-        transfer_seconds: between parts, see `simulate`.
-
-    Returns:
-        The picture's path.
-
-    Raises:
-        ValueError: another kind of file, times that do not fit, or matplotlib is not installed.
-    """
-    path = Path(path)
-    if path.suffix not in (".svg", ".png"):
-        use = path.with_suffix(".svg")
-        raise ValueError(f"a timeline in {path} was asked for; it is drawn as .svg or .png: use {use}")
-    found = simulate(table, unit_seconds(table) if seconds is None else seconds, transfer_seconds)
-    times = unit_times(table) if seconds is None else f"of {found.makespan:.4g} s"
-    height = 1.9 + 0.42 * table.num_stages
-    width = min(60, max(9, 0.28 * table.num_ticks * (1.6 if table.lockstep else 1)))
-    figure = _figure("a timeline", (width, height))
-    axes = figure.add_axes((0.75 / width, 0.6 / height, 1 - 1 / width, 1 - 1.6 / height))
-    _draw_tasks(axes, table, found, points=72 * (width - 1))
-    _dress_timeline(axes, table, found, "seconds" if seconds is not None else "time")
-    lines = (
-        (0.4, 13, INK, "bold", heading(table)),
-        (0.7, 9.5, QUIET_INK, "normal", figures(table, found, times)),
-    )
-    for down, most, colour, weight, text in lines:
-        size = min(most, 72 * (width - 1) / (0.62 * len(text)))
-        place = {"x": 0.75 / width, "y": 1 - down / height, "parse_math": False}
-        figure.text(s=text, fontsize=size, fontweight=weight, color=colour, **place)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
 
 
 def series(records: Sequence[dict[str, float]], name: str) -> Series:
@@ -209,17 +153,6 @@ def _lowest(steps: np.ndarray, losses: np.ndarray) -> str:
     return f" (lowest {loss_text(losses[lowest])} at step {steps[lowest]:,})"
 
 
-def _figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(_missing_matplotlib(what)) from error
-    figure = Figure(figsize=size, dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _draw_losses(axes: "Axes", train: Series, heldout: Series) -> None:
     steps, losses = train
     half_window = losses.size // 50
@@ -277,53 +210,8 @@ def _dress(axes: "Axes") -> None:
     )
 
 
-def _draw_tasks(axes: "Axes", table: Table, found: Simulated, points: float) -> None:
-    """A box a task; `points` is the width of the axes, so that text is drawn where it fits."""
-    rows: defaultdict[tuple[int, int, str], list[tuple[float, float]]] = defaultdict(list)
-    for task in table.tasks:
-        begin, length = found.start[task], found.end[task] - found.start[task]
-        rows[task.stage, task.chunk, task.kind].append((begin, length))
-        text = task_text(task, table.num_chunks)
-        size = min(8.0, points * length / max(found.makespan, 1e-300) / (0.72 * len(text)))
-        if size >= 3:
-            place = {"ha": "center", "va": "center", "color": "white", "clip_on": True}
-            axes.text(begin + length / 2, task.stage, text, fontsize=size, **place)
-    for (stage, chunk, kind), boxes in rows.items():
-        # later chunks are darker, so that the rounds of an interleaved schedule can be seen
-        alpha = 0.55 + 0.45 * (chunk + 1) / table.num_chunks
-        look = {"facecolor": TASK_COLOURS[kind], "edgecolor": "white", "linewidth": 0.6, "alpha": alpha}
-        axes.broken_barh(boxes, (stage - 0.43, 0.86), **look)
-
-
-def _dress_timeline(axes: "Axes", table: Table, found: Simulated, unit: str) -> None:
-    from matplotlib.patches import Patch
-
-    axes.set_xlim(0, found.makespan or 1)
-    axes.set_ylim(table.num_stages - 0.5, -0.5)
-    axes.set_yticks(range(table.num_stages), [f"stage {stage}" for stage in range(table.num_stages)])
-    axes.set_xlabel(unit, color=QUIET_INK)
-    axes.tick_params(which="both", colors=QUIET_INK, length=0, labelsize=9)
-    axes.set_facecolor(GRID)
-    axes.spines[:].set_visible(False)
-    boxes = [Patch(color=TASK_COLOURS[kind], label=kind) for kind in table.kinds]
-    style = {"frameon": False, "fontsize": 9.5, "labelcolor": INK, "ncols": 4, "borderaxespad": 0.2}
-    axes.legend(
-        handles=[*boxes, Patch(color=GRID, label="waits")],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        **style,
-    )
-
-
 def _no_losses(jsonl_path: Path | str, num_lines: int) -> str:
     return (
         f"a loss curve of {jsonl_path} was asked for, but none of its {num_lines} lines has 'train/loss' or "
         "'heldout/loss'. Point it to the metrics of a run that has logged at least one step."
-    )
-
-
-def _missing_matplotlib(what: str) -> str:
-    return (
-        f"{what} was asked for, but matplotlib is not installed. It comes with the extra 'plots': "
-        "install shardtrain[plots], or leave the picture out."
     )

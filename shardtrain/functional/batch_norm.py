@@ -1,0 +1,61 @@
+"""BatchNorm over replicas: the axis name of Flax norms, and a model called where that axis is not bound.
+
+Next: `nnx_model.py`, `linen_model.py`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from shardtrain.errors.messages import problems_error
+
+REPLICAS = "replicas"
+"""The axis name of norms that are synchronised by request."""
+
+
+NO_BATCH_NORMS = (
+    *(nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm),
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm),
+)
+
+
+def one_axis_name(modules: Iterable[Any]) -> str | None:
+    """The axis name over which modules average statistics of the batch; None if none does.
+
+    Raises:
+      ValueError: there are several names, or a norm of single examples averages over them.
+    """
+    having = [m for m in modules if isinstance(getattr(m, "axis_name", None), str)]
+    names = sorted({m.axis_name for m in having})
+    problems = [
+        f"{type(m).__name__}(axis_name={m.axis_name!r}) takes means over features, and an axis of replicas"
+        " has none; leave axis_name out, sharded features need none here"
+        for m in having
+        if isinstance(m, NO_BATCH_NORMS)
+    ]
+    if len(names) > 1:
+        problems.append(f"there are the axis names {names}; use one, as all of them mean the replicas")
+    if problems:
+        raise problems_error("statistics cannot be averaged over replicas", list(dict.fromkeys(problems)))
+    return names[0] if names else None
+
+
+def with_axis_bound(call: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
+    """A function that may be called where its axis name is not bound: there it averages over one replica."""
+    if axis_name is None:
+        return call
+
+    def bound(*arguments: Any) -> Any:
+        try:
+            jax.lax.axis_size(axis_name)
+        except NameError:
+            alone = jax.vmap(
+                lambda: call(*arguments), in_axes=(), out_axes=None, axis_name=axis_name, axis_size=1
+            )
+            return alone()
+        return call(*arguments)
+
+    return bound

@@ -1,0 +1,1 @@
+"""Pictures of a run and of schedules; the boundary to matplotlib (extra `plots`)."""

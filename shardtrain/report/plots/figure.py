@@ -1,0 +1,41 @@
+"""An empty figure, and the colours that all pictures share.
+
+matplotlib is imported where a picture is drawn, without pyplot, so that no backend or style changes.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK = "#22262b"
+
+
+QUIET_INK = "#6b737c"
+
+
+GRID = "#e6e8eb"
+
+
+def is_installed() -> bool:
+    """Whether the extra `plots` is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def new_figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(_missing_matplotlib(what)) from error
+    figure = Figure(figsize=size, dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _missing_matplotlib(what: str) -> str:
+    return (
+        f"{what} was asked for, but matplotlib is not installed. It comes with the extra 'plots': "
+        "install shardtrain[plots], or leave the picture out."
+    )

@@ -1,0 +1,111 @@
+"""Sizes of mesh axes: parsed from text, checked, and completed for a number of devices. No jax.
+
+Next: `layout.py`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+from shardtrain import axes
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.system.untrusted_files import short
+
+MOST_DEVICES = 1 << 24
+
+
+BUILT_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
+"""Axes that may be larger than 1 today; the others are known words only."""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read axis sizes such as `data=2,fsdp=-1`.
+
+    Raises:
+      ValueError: a part that is not `axis=number`, an axis given twice.
+
+    >>> parse_mesh("data=2,fsdp=-1")
+    {'data': 2, 'fsdp': -1}
+    """
+    sizes: dict[str, int] = {}
+    problems = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        axis, equals, size = (p.strip() for p in part.partition("="))
+        if not equals or not re.fullmatch("-?[0-9]{1,9}", size):
+            problems.append(f"{short(part)} is not AXIS=NUMBER, as in data=2")
+        elif axis in sizes:
+            problems.append(f"axis {axis!r} is given twice: {sizes[axis]} and {size}; give it once")
+        else:
+            sizes[axis] = int(size)
+    if problems:
+        raise problems_error(f"mesh {text!r} cannot be read", problems)
+    return sizes
+
+
+def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
+    """What is wrong with these axis sizes, one sentence each."""
+    problems = [f"axis {near(axis, axes.AXES)}" for axis in mesh if axis not in axes.AXES]
+    for axis, size in mesh.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            problems.append(
+                f"axis {axis!r} has size {short(size)}; allowed: a whole number from 1, or -1 (the rest)"
+            )
+        elif size > MOST_DEVICES:
+            problems.append(f"axis {axis!r} has size {short(size)}; allowed: at most {MOST_DEVICES}")
+        elif axis in axes.AXES and axis not in BUILT_AXES and size != 1:
+            problems.append(
+                f"axis {axis!r} has size {size}, but is not built yet;"
+                f" use {axis}=1 (built: {', '.join(BUILT_AXES)})"
+            )
+    rest = [axis for axis, size in mesh.items() if size == -1]
+    if len(rest) > 1:
+        problems.append(f"axes {rest} are all -1; at most one can be the rest")
+    return problems
+
+
+def axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """The size of every axis, with -1 replaced by what `num_devices` leaves.
+
+    Raises:
+      ValueError: the sizes do not multiply to `num_devices`.
+
+    >>> axis_sizes({"data": 2, "tensor": -1}, 8)["tensor"]
+    4
+    """
+    sizes = {axis: mesh.get(axis, 1) for axis in axes.AXES}
+    asked = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if rest and num_devices % fixed == 0:
+        sizes[rest[0]] = num_devices // fixed
+    if math.prod(sizes.values()) != num_devices:
+        raise ValueError(mesh_size_text(asked, fixed, bool(rest), num_devices))
+    return sizes
+
+
+def is_one_device(sizes: Mapping[str, int]) -> bool:
+    """Whether no axis is larger than 1, so that nothing needs a name."""
+    return all(size == 1 for size in sizes.values())
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> _divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> str:
+    """The error for a mesh that does not use exactly the devices there are."""
+    divisors = ", ".join(map(str, _divisors(num_devices)))
+    change = f"make the sizes multiply to {num_devices} (its divisors: {divisors}), or let one size be -1"
+    if has_rest:
+        change = f"make the other sizes multiply to a divisor of {num_devices} ({divisors})"
+    needs = f"a multiple of {fixed} devices" if has_rest else f"{fixed} device{'s' if fixed > 1 else ''}"
+    return (
+        f"mesh {asked!r} needs {needs}, and there are {num_devices}; {change}."
+        " On a CPU, --cpu-devices N simulates N devices."
+    )

@@ -1,0 +1,56 @@
+"""Layouts as TOML files, such as those of `meshes/`. No jax."""
+
+import json
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.sharding.layout import Layout
+from shardtrain.system.untrusted_files import read_text
+
+MOST_FILE_BYTES = 1 << 16
+"""Of a file in TOML, whose parser takes time and stack for what is nested deeply."""
+
+
+def read_layout(path: Path) -> Layout:
+    """Read a layout from a TOML file: the fields of `Layout` by their names.
+
+    Raises:
+      ValueError: not TOML, an unknown key, or a layout that `Layout` refuses.
+    """
+    known = [f.name for f in fields(Layout)]
+    try:
+        values = tomllib.loads(read_text(path, MOST_FILE_BYTES))
+    except OSError as error:
+        raise ValueError(f"there is no layout file {path} to read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a layout in TOML: {error}") from error
+    if unknown := [key for key in values if key not in known]:
+        raise problems_error(f"{path} cannot be read", [f"unknown key {near(key, known)}" for key in unknown])
+    try:
+        return Layout(**values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout as TOML that `read_layout` reads back to an equal one."""
+    lines = [
+        f"zero = {layout.zero}",
+        f"sequence_sharded = {str(layout.sequence_sharded).lower()}",
+        f'unnamed = "{layout.unnamed}"',
+        "\n[mesh]",
+        *(f"{axis} = {size}" for axis, size in layout.mesh.items()),
+    ]
+    for table in ("parameters", "activations"):
+        rules = getattr(layout, table)
+        if rules:
+            lines += [f"\n[{table}]", *(f"{_key_text(dim)} = {json.dumps(a)}" for dim, a in rules.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _key_text(name: str) -> str:
+    """A TOML key: bare where it can be."""
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)

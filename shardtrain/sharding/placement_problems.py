@@ -1,0 +1,130 @@
+"""Problems that keep arrays from being placed, and rules or names that would solve them. No jax.
+
+Used by `resolve.py`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardtrain import axes
+from shardtrain.errors.messages import near
+from shardtrain.sharding.array_dims import Named, unnamed_paths, unruled_names
+from shardtrain.sharding.rules import Rules, repeated
+
+
+def array_problems(
+    path: str, named: Named, rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
+) -> list[str]:
+    """What keeps this array from being placed, one sentence each."""
+    if named.dims is None:
+        is_refused = unnamed == "refuse" and named.shape
+        return [f"{path} has shape {named.shape} but its dims have no names"] if is_refused else []
+    if len(named.dims) > len(named.shape):
+        return [
+            f"{path} has shape {named.shape} but the names {named.dims}; give it {len(named.shape)} names"
+        ]
+    pairs = [(dim, size) for dim, size in zip(named.dims, named.shape, strict=False) if dim is not None]
+    problems = [f"{path}: no rule for dim {near(dim, rules)}" for dim, _ in pairs if dim not in rules]
+    known = [(dim, size) for dim, size in pairs if dim in rules]
+    used = [(axis, dim) for dim, _ in known for axis in rules[dim]]
+    for axis, _ in repeated(axis for axis, _ in used):
+        dims = [dim for a, dim in used if a == axis]
+        problems.append(
+            f"{path}: axis {axis!r} shards {' and '.join(map(repr, dims))} of one array;"
+            f" give one of them another rule, as {dims[-1]} = []"
+        )
+    for dim, size in known:
+        total = math.prod(sizes.get(axis, 1) for axis in rules[dim])
+        if size % total:
+            problems.append(indivisible_text(path, dim, size, rules[dim], total))
+    return problems
+
+
+def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], total: int) -> str:
+    """The error for a dim whose size its axes do not divide.
+
+    >>> print(indivisible_text("q", "heads", 6, ["tensor"], 4).partition("Use ")[2])
+    a total of 2, a size of 4 or 8, or the rule heads = []
+    """
+    down, up = size - size % total, size - size % total + total
+    options = f"a size of {down} or {up}" if down else f"a size of {up}"
+    return (
+        f"{path}: dim {dim!r} of size {size} cannot be split over axes {list(dim_axes)}"
+        f" of total size {total}: {size} % {total} = {size % total}."
+        f" Use a total of {math.gcd(size, total)}, {options}, or the rule {dim} = []"
+    )
+
+
+def naming_text(
+    arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
+) -> str:
+    """The ways out where names or rules are missing, ready to paste; empty where none are."""
+    paths = unnamed_paths(arrays) if unnamed == "refuse" else []
+    fitting = fitting_rules(arrays, rules, sizes)
+    ways = []
+    if fitting:
+        ways.append(f"rules for them, as {rules_text('parameters', fitting)}")
+    if paths:
+        largest = max(paths, key=lambda path: math.prod(arrays[path].shape))
+        dims = fitting_dims(arrays[largest].shape, sizes)
+        ways.append(f"names from outside, as Run(names={{{largest!r}: {dims!r}}}), or any pattern of paths")
+        ways.append('names in the model: out_sharding=("embed", "mlp") in nnx, nn.with_partitioning in linen')
+    return ways_text(ways) if ways else ""
+
+
+REPLICATE = 'whole on every device: --unnamed replicate, in Python Layout(unnamed="replicate")'
+
+
+def ways_text(ways: Iterable[str]) -> str:
+    """The ways out of missing names and rules, a line each."""
+    return "\n  one of these helps:" + "".join(f"\n    {way}" for way in (*ways, REPLICATE))
+
+
+def rules_text(table: str, rules: Rules) -> str:
+    """A rule table as Python.
+
+    >>> rules_text("parameters", {"kv": ("tensor",), "odd": ()})
+    "Strategy(layout=Layout(parameters={'kv': ['tensor'], 'odd': []}))"
+    """
+    return f"Strategy(layout=Layout({table}={ {dim: list(a) for dim, a in rules.items()} }))"
+
+
+def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> Rules:
+    """A rule for each name that has none: tensor or fsdp where all arrays allow it, else whole.
+
+    >>> arrays = {"q": Named(dims=("embed", "kv", "odd"), shape=(8, 4, 3))}
+    >>> fitting_rules(arrays, {"embed": ("fsdp",)}, {"fsdp": 2, "tensor": 2})
+    {'kv': ('tensor',), 'odd': ()}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name in unruled_names(arrays, rules):
+        having = [named for named in arrays.values() if name in (named.dims or ())]
+        candidates = [(axis,) for axis in (axes.TENSOR, axes.FSDP) if sizes.get(axis, 1) > 1]
+
+        def fits(rule: tuple[str, ...], name: str = name, having: list[Named] = having) -> bool:
+            trial = {**rules, **found, name: rule}
+            return not any(_unplaceable(named, trial, sizes) for named in having)
+
+        found[name] = next((rule for rule in candidates if fits(rule)), ())
+    return found
+
+
+def _unplaceable(named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
+    """Problems of an array but for the names that have no rule yet."""
+    known = tuple(dim if dim in rules else None for dim in named.dims or ())
+    return array_problems("", Named(dims=known, shape=named.shape), rules, sizes)
+
+
+def fitting_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[str | None, ...]:
+    """Names of mesh axes for the dims of an array: tensor for the largest dim, fsdp for the next.
+
+    >>> fitting_dims((3, 64, 256), {"fsdp": 2, "tensor": 4})
+    (None, 'fsdp', 'tensor')
+    """
+    dims: list[str | None] = [None] * len(shape)
+    order = sorted(range(len(shape)), key=lambda i: -shape[i])
+    for axis in (axes.TENSOR, axes.FSDP):
+        free = (i for i in order if dims[i] is None and shape[i] % sizes.get(axis, 1) == 0)
+        if sizes.get(axis, 1) > 1 and (i := next(free, None)) is not None:
+            dims[i] = axis
+    return tuple(dims)

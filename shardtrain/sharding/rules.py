@@ -1,0 +1,56 @@
+"""The default rules: which mesh axes shard each dim of parameters and of activations. No jax.
+
+A layout overrides them dim by dim. Next: `layout.py`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from shardtrain import axes
+
+Rules = Mapping[str, tuple[str, ...]]
+
+
+PARAMETER_RULES: Rules = {
+    axes.SEQ: (),
+    axes.EMBED: (axes.FSDP,),
+    axes.HEADS: (axes.TENSOR,),
+    axes.KV_HEADS: (axes.TENSOR,),
+    axes.HEAD_DIM: (),
+    axes.MLP: (axes.TENSOR,),
+    axes.VOCAB: (axes.TENSOR,),
+    axes.LAYERS: (axes.PIPELINE,),
+    axes.EXPERTS: (axes.EXPERT,),
+    axes.SEGMENTS: (),
+    axes.HEIGHT: (),
+    axes.WIDTH: (),
+    axes.CHANNELS_IN: (axes.FSDP,),
+    axes.CHANNELS_OUT: (axes.TENSOR,),
+}
+"""Parameters, gradients and optimizer state: Megatron's split over tensor, ZeRO's over fsdp."""
+
+
+ACTIVATION_RULES: Rules = {
+    axes.BATCH: (axes.DATA, axes.FSDP),
+    axes.SEQ: (),
+    axes.RESIDUAL_SEQ: (),
+    axes.EMBED: (),
+    axes.HEADS: (axes.TENSOR,),
+    axes.KV_HEADS: (axes.TENSOR,),
+    axes.HEAD_DIM: (),
+    axes.MLP: (axes.TENSOR,),
+    axes.VOCAB: (axes.TENSOR,),
+    axes.LAYERS: (),
+    axes.EXPERTS: (axes.EXPERT,),
+    axes.SEGMENTS: (),
+    axes.HEIGHT: (),
+    axes.WIDTH: (),
+    axes.CHANNELS_IN: (),
+    axes.CHANNELS_OUT: (axes.TENSOR,),
+}
+"""Activations, and weights where they are used: `embed` is whole there, so fsdp gathers it."""
+
+
+def repeated(names: Iterable[str]) -> list[tuple[str, int]]:
+    """The names that stand more than once, with their counts."""
+    return [(name, n) for name, n in Counter(names).items() if n > 1]
