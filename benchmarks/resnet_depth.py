@@ -28,7 +28,7 @@ from shardtrain import (
     make_placement,
     place,
 )
-from shardtrain.cli.run_options import load_run
+from shardtrain.cli.run_file import load_run
 from shardtrain.data import Batches
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key

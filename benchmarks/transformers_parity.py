@@ -91,7 +91,7 @@ def _compare_family(family: str, folder: Path, python: str) -> bool:
 def _import(family: str, theirs: Path, ours: Path, folder: Path) -> tuple[Any, Path]:
     """The run that the import wrote, on so few windows that every batch is all of them; and that batch."""
     from shardtrain import Optimizer, Schedule, Strategy
-    from shardtrain.cli.run_options import load_run
+    from shardtrain.cli.run_file import load_run
     from shardtrain.data import write_tokens
 
     _checkpoint("import", str(theirs), str(ours))
@@ -141,9 +141,9 @@ def _our_logits(run: Any, tokens: np.ndarray) -> np.ndarray:
     import jax
     from flax import nnx
 
-    from shardtrain.cli.checkpoint_path import find_place
+    from shardtrain.cli.checkpoint_path import find_checkpoint_path
 
-    archive = find_place(str(run.run_dir)).archive()
+    archive = find_checkpoint_path(str(run.run_dir)).archive()
     module = run.model(nnx.Rngs(0))
     graph, state = nnx.split(module, nnx.Param)
     flat = [

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from shardtrain import cli
 from shardtrain.cli.inspect import InspectOptions
-from shardtrain.cli.run_options import load_run, parse_run
+from shardtrain.cli.run_file import load_run
+from shardtrain.cli.run_options import parse_run
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.report.metrics import read_jsonl

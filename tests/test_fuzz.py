@@ -29,7 +29,7 @@ from shardtrain.checkpoints.manifest import _text
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import readers
 from shardtrain.cli.checkpoint_files import mask_token, run_file_text
-from shardtrain.cli.run_options import load_run
+from shardtrain.cli.run_file import load_run
 from shardtrain.imported import option_problems, read_mask_token, read_model, write_about
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig

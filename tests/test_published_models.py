@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardtrain.cli import main
-from shardtrain.cli.run_options import load_run
+from shardtrain.cli.run_file import load_run
 from shardtrain.data import Batches, place
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.sharding.layout import Layout

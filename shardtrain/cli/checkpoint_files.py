@@ -274,7 +274,7 @@ def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, 
       ValueError: they are not known.
     """
     if run_file is not None:
-        from shardtrain.cli.run_options import load_run
+        from shardtrain.cli.run_file import load_run
 
         model = load_run(run_file).model
         if not is_dataclass(model) or isinstance(model, type):

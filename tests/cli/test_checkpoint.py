@@ -17,7 +17,8 @@ from shardtrain.checkpoints.manifest import ArrayOrigin, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.checkpoint import COMMANDS
-from shardtrain.cli.run_options import load_run, parse_run
+from shardtrain.cli.run_file import load_run
+from shardtrain.cli.run_options import parse_run
 from shardtrain.models.huggingface import from_huggingface
 
 GOLDEN = Path(__file__).parents[1] / "models" / "golden"

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardtrain.cli.run_options import StrategyOptions
+from shardtrain.cli.run_file import load_combiner
 from shardtrain.combine.replicas import Combine, cut, joined, stacked_paths
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
@@ -20,7 +20,6 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import init_state, make_placement, state_specs
 from shardtrain.train_step.step import combined_labels, make_step
-from shardtrain.trainer.config import Strategy
 
 ROWS, SGD_RATE = 16, 0.5
 MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8))
@@ -170,7 +169,7 @@ def test_what_a_codec_leaves_out_is_kept_and_added_later():
 
 def test_a_users_own_combiner_runs_on_the_mesh():
     text = f"{Path(__file__).parents[2] / 'examples' / 'own_combiner.py'}:median"
-    combine = StrategyOptions(combine=text).applied_to(Strategy()).combine
+    combine = Combine(by=load_combiner(text))
     states, _, _ = steps(combine, optax.sgd(1.0), {"data": 4})
     assert_changed_by(states, jax.tree.map(lambda *g: -np.median(g, 0), *replica_gradients()))
 

@@ -45,7 +45,7 @@ def live(request, tell):
     import traceback
 
     from shardtrain import cli
-    from shardtrain.cli.run_options import load_run
+    from shardtrain.cli.run_file import load_run
     from shardtrain.system.stop_signals import STOPPING
     from shardtrain.trainer.train import train as trainer
 

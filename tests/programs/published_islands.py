@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from shardtrain.cli.run_options import load_run, parse_run
+from shardtrain.cli.run_file import load_run
+from shardtrain.cli.run_options import parse_run
 from shardtrain.data import Batches
 from shardtrain.islands.membership import join
 from shardtrain.trainer.train import train

@@ -1,0 +1,241 @@
+"""Fields of dataclasses as command line options: collect them, parse them with tyro, apply what was given.
+
+An option's name is the path of its field, its help text comes from the docstring of the field's class and
+its default from the value, so Python and the command line have one source. Next: `run_options.py`.
+"""
+
+import dataclasses
+import functools
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import docstring_parser
+import tyro
+
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import is_module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldOption:
+    """An option that sets one field.
+
+    Args:
+      path: names of the nested fields, such as "optimizer.learning_rate.peak".
+      kind: the type that is parsed.
+      default: what the field has now.
+      help: what it does.
+      short: a shorter name without hyphens in front; None: the option is named by its path.
+    """
+
+    path: str
+    kind: Any
+    default: Any
+    help: str | None
+    short: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in the help, with hyphens.
+
+        >>> FieldOption(path="run_dir", kind=str, default="", help=None).name
+        '--run-dir'
+        """
+        return _flag(self.short or self.path)
+
+
+def field_options(
+    value: Any,
+    prefix: str = "",
+    skip: Sequence[str] = (),
+    texts: Mapping[str, Callable[[Any], str | None]] = types.MappingProxyType({}),
+) -> Iterator[FieldOption]:
+    """Yield one option for each field of a dataclass, and of the dataclasses in it, that text can set.
+
+    Args:
+      value: the dataclass.
+      prefix: goes before each path.
+      skip: paths that get no option, nor anything below them.
+      texts: path -> how to write the value of that field as text, which its option then takes.
+    """
+    hints, helps = typing.get_type_hints(type(value), include_extras=True), field_helps(type(value))
+    for field in dataclasses.fields(value):
+        path, current = f"{prefix}{field.name}", getattr(value, field.name)
+        if path in skip or not field.init:
+            continue
+        kind = _plain_kind(hints[field.name], current)
+        nested = {}
+        if path in texts:
+            current = texts[path](current)
+            kind = str | None if type(None) in typing.get_args(kind) else str
+        else:
+            nested = _nested(current)
+        for key, inner in nested.items():
+            yield from field_options(inner, f"{path}.{key}", skip, texts)
+        if not nested and is_plain(current) and kind is not type(None):
+            yield FieldOption(path=path, kind=kind, default=current, help=helps.get(field.name))
+
+
+def _nested(value: Any) -> dict[str, Any]:
+    """The dataclasses whose fields are options: the value, or the items of a list, by their prefix."""
+    if isinstance(value, list | tuple) and value and all(map(_has_options, value)):
+        return {f"{number}.": item for number, item in enumerate(value)}
+    return {"": value} if _has_options(value) else {}
+
+
+def _has_options(value: Any) -> bool:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    return not isinstance(value, Model) and not is_module(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether text can give such a value: None, a number, text, a path, or a list or dict of them.
+
+    >>> is_plain((1, "a")), is_plain([object()])
+    (True, False)
+    """
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(is_plain, [*value.keys(), *value.values()]))
+    return value is None or isinstance(value, bool | int | float | str | Path | Enum)
+
+
+def _plain_kind(hint: Any, current: Any) -> Any:
+    """A type hint without the functions and dataclasses that only Python can give."""
+    if hint is Any:
+        return type(current)
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    kinds = [
+        kind
+        for kind in typing.get_args(hint)
+        if typing.get_origin(kind) is not Callable and not dataclasses.is_dataclass(kind)
+    ]
+    return functools.reduce(operator.or_, kinds) if kinds else hint
+
+
+@functools.lru_cache
+def field_helps(kind: type) -> dict[str, str]:
+    """Return field -> its text in the docstrings of a class and its bases."""
+    return {
+        found.arg_name: " ".join(found.description.split())
+        for base in reversed(kind.__mro__)
+        if base is not object
+        for found in docstring_parser.parse_from_object(base).params
+        if found.description
+    }
+
+
+def parse_options(
+    groups: Mapping[str, Sequence[FieldOption]],
+    words: Sequence[str],
+    descriptions: Mapping[str, str],
+    prog: str,
+) -> dict[str, Any]:
+    """Parse words of the command line; with --help, print the help and exit.
+
+    Args:
+      groups: heading -> its options, in the order of the help; the first heading is not shown.
+      words: the command line; an option is known by its name and by its path.
+      descriptions: heading -> text below it; that of the first group is the text of the whole help.
+      prog: the program's name in the help.
+
+    Returns:
+      The path of each option that changes its field -> the new value.
+
+    Raises:
+      SystemExit: after --help, with 0; for words that cannot be parsed, with 2.
+    """
+    first, *others = groups
+    members = [_member(option) for option in groups[first]]
+    for heading in others:
+        kind = dataclasses.make_dataclass(_identifier(heading), map(_member, groups[heading]), kw_only=True)
+        kind.__doc__ = descriptions.get(heading, "")
+        named = Annotated[kind, tyro.conf.arg(name=heading)]
+        members.append((_identifier(heading), named, dataclasses.field(default_factory=kind)))
+    options = [option for group in groups.values() for option in group]
+    parsed = tyro.cli(
+        dataclasses.make_dataclass("Options", members, kw_only=True),
+        args=_spelled(options, words),
+        # of a union the kind that the run has; fields that only Python can set are not shown
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
+        prog=prog,
+        description=descriptions[first],
+    )
+    found = {}
+    for heading, group in groups.items():
+        holder = parsed if heading == first else getattr(parsed, _identifier(heading))
+        found |= {option.path: getattr(holder, _identifier(option.path)) for option in group}
+    return {option.path: found[option.path] for option in options if found[option.path] != option.default}
+
+
+def _member(option: FieldOption) -> Any:
+    """A field of the dataclass that tyro parses."""
+
+    def hint(default: str) -> str:
+        full = f"; also {_flag(option.path)}" if option.short else ""
+        return f"(default: {default or 'none'}{full})"
+
+    shown = tyro.conf.arg(
+        name=option.short or option.path, help=option.help, prefix_name=False, help_behavior_hint=hint
+    )
+    field = dataclasses.field(default_factory=lambda: option.default)
+    return _identifier(option.path), Annotated[option.kind, shown], field
+
+
+def _identifier(name: str) -> str:
+    return name.replace(".", "__").replace(" ", "_")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _spelled(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
+    """Write each option by its name in the help, and the value of a flag as part of its name."""
+    names = {_flag(option.path): option.name for option in options}
+    flags = {option.name for option in options if option.kind is bool}
+    spelled: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if spelled and spelled[-1] in flags and word in ("True", "False"):
+            # the last dot is where a negated flag gets its "no-"
+            scope, dot, last = spelled[-1].removeprefix("--").rpartition(".")
+            spelled[-1] = f"--{scope}{dot}{'' if word == 'True' else 'no-'}{last}"
+        elif name.startswith("--"):
+            spelled.append(names.get(name.replace("_", "-"), name) + equals + value)
+        else:
+            spelled.append(word)
+    return spelled
+
+
+def with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a dataclass, or list of dataclasses, with some of its nested fields replaced.
+
+    Args:
+      value: the dataclass.
+      changes: path -> new value of the field.
+
+    >>> option = FieldOption(path="a", kind=str, default="", help=None)
+    >>> with_fields(option, {"path": "b"}).path
+    'b'
+    """
+    inner: dict[str, dict[str, Any]] = {}
+    for path, new in changes.items():
+        name, _, rest = path.partition(".")
+        inner.setdefault(name, {})[rest] = new
+    if isinstance(value, list | tuple):
+        items = [with_fields(item, inner.get(str(number), {})) for number, item in enumerate(value)]
+        return type(value)(items)
+    replaced = {
+        name: below[""] if "" in below else with_fields(getattr(value, name), below)
+        for name, below in inner.items()
+    }
+    return dataclasses.replace(value, **replaced) if replaced else value

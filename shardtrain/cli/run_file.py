@@ -1,0 +1,110 @@
+"""Load the run, or the combiner, that a file or module of the user's defines.
+
+Next: `run_options.py`, which puts the run's fields on the command line.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardtrain.combine import Combiner
+from shardtrain.errors.messages import near
+from shardtrain.trainer.config import Run
+
+
+def load_run(source: str) -> Run:
+    """Return the run that a file or module defines.
+
+    Args:
+      source: `path.py`, `path.py:name`, or `module:name`; without a name, `run`.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: no such name in it, or not a function that returns a `Run`.
+    """
+    origin, _, name = source.partition(":")
+    module = load_file(Path(origin)) if origin.endswith(".py") else _load_module(origin)
+    make: Callable[[], Run] | None = getattr(module, name or "run", None)
+    if make is None:
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ValueError(f"{origin} has no {near(name or 'run', names)}; a run file defines def run() -> Run")
+    if callable(make) and inspect.signature(make).parameters:
+        raise ValueError(f"{source} is a function with arguments; a run file defines def run() -> Run")
+    run = make() if callable(make) else make
+    if not isinstance(run, Run):
+        raise ValueError(f"{source} gave {type(run).__name__} {run!r}; it must return a shardtrain.Run")
+    if run.run_dir is None:
+        run = dataclasses.replace(run, run_dir=Path("runs") / re.sub(r"\W", "_", Path(origin).stem))
+    return run
+
+
+def load_combiner(text: str) -> str | Combiner:
+    """Return the combiner that a file of the user's defines; the name of a built-in one as it is.
+
+    Args:
+      text: a name such as `int8+adasum`, or `path.py:name` of a `Combiner` or of a function that returns one.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: the file has no such name, or something else by it.
+
+    >>> load_combiner("int8+adasum")
+    'int8+adasum'
+    """
+    path, _, name = text.partition(":")
+    if not path.endswith(".py"):
+        return text
+    module = load_file(Path(path))
+    found = getattr(module, name or "combiner", None)
+    found = found() if callable(found) and not isinstance(found, Combiner) else found
+    if not isinstance(found, Combiner):
+        names = [n for n, value in vars(module).items() if not n.startswith("_")]
+        raise ValueError(
+            f"--combine {text}: {path} has no combiner by the name {near(name or 'combiner', names)};"
+            " give it a shardtrain.combine.Combiner, or a function without arguments that returns one"
+        )
+    return found
+
+
+def load_file(path: Path) -> Any:
+    """Import a Python file under the name of its stem.
+
+    Raises:
+      FileNotFoundError: no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no run file {path}; give a path.py[:name] or module:name")
+    _make_importable(path.resolve().parent)
+    # under its stem, so that pickled or printed names of the file can be found again
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> Any:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is no name of a module; give a path.py[:name] or module:name")
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # a module that the user's module fails to import is another error
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"there is no module {name!r}; give a path.py[:name] or module:name") from None
+
+
+def _make_importable(folder: Path) -> None:
+    """Let a run file import its neighbours, as `python file.py` does."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
