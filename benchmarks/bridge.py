@@ -26,9 +26,10 @@ from shardtrain.combine import make_combiner
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.islands.binding import bind_cpus
 from shardtrain.islands.bridge import MPI, MpiGroup, world
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
-from shardtrain.islands.rank_environment import bind_cpus, find_rank_environment
+from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout

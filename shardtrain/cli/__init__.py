@@ -182,12 +182,8 @@ def set_cpu_devices(arguments: list[str]) -> None:
 
 
 def _of_this_island(word: str, numbers: Sequence[str]) -> str:
-    from shardtrain.islands.rank_environment import (
-        PROCESSES,
-        find_rank_environment,
-        find_seat,
-        parse_processes,
-    )
+    from shardtrain.islands.rank_environment import find_rank_environment
+    from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes
 
     place = find_rank_environment(os.environ)
     seat = find_seat(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))

@@ -14,7 +14,8 @@ import tyro
 
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import near
-from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_rank_environment
+from shardtrain.islands.binding import bind_cpus, device_environment
+from shardtrain.islands.rank_environment import find_rank_environment
 
 if TYPE_CHECKING:
     from shardtrain.doctor.examine import Examined

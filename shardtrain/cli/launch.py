@@ -1,10 +1,11 @@
-"""`shardtrain launch [local|mpi|slurm] ... -- train RUN ...`: start a command as islands, on this machine,
-on others, or by a batch system.
+"""`shardtrain launch [LAUNCHER] ... -- train RUN ...`: start a command as islands, on this machine, on
+others, or by a batch system. The launchers are in `launch/registry.py`.
 """
 
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,37 +17,33 @@ from typing import Any
 from shardtrain.cli import COMMANDS
 from shardtrain.errors.exit_codes import COME_AGAIN
 from shardtrain.errors.messages import near
-from shardtrain.islands.rank_environment import parse_processes
-from shardtrain.launch import local, mpi, slurm
+from shardtrain.islands.seat import parse_processes
 from shardtrain.launch.duration import parse_time
-from shardtrain.launch.job import Host, Job, Launch, parse_hosts, read_hostfile, shell_text
+from shardtrain.launch.hosts import Host
+from shardtrain.launch.job import Job
+from shardtrain.launch.launcher import Launch, Launcher, shell_text
 from shardtrain.launch.log_folder import claim, write_new
+from shardtrain.launch.registry import DEFAULT, LAUNCHERS, WITH_HOSTS
 from shardtrain.launch.restarts import Ended, Restarts, run_again
 from shardtrain.launch.supervise import supervise_once
 from shardtrain.system import terminal
 
-KINDS = {
-    "local": "by mpiexec on this machine (the default; with --hosts or --hostfile it is mpi)",
-    "mpi": "by mpiexec on --hosts, --hostfile, or the hosts of the batch job around it",
-    "slurm": "as a batch job: writes its script and submits it",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of every kind of launch.
+    """Options of every launcher.
 
     Args:
-      islands: how many islands, each a JAX runtime of its own; by default one a host, or one a number
+      islands: number of islands, each a JAX runtime of its own; by default one per host, or one per number
         in --processes-per-island, else 1.
       processes_per_island: one number for all islands, or one each: 1,3.
-      logs: the folder for one log a rank, by default logs/DATE-TIME; where an earlier launch has it,
-        one with a number behind its name.
-      interface: the network interface of the ranks, such as eth1 or ib0, on which alone they listen; by
-        default that of loopback on one machine, and on several as MPI chooses.
-      time: the most it may take, as Slurm writes it: 01:30:00.
-      signal_seconds: so long before --time the ranks are asked to stop and save.
-      dry_run: print what would be run, and run nothing.
+      logs: the folder for one log per rank, by default logs/DATE-TIME; if an earlier launch uses it, a
+        number is added to its name.
+      interface: the only network interface on which ranks listen, such as eth1 or ib0; by default loopback
+        on one machine, and on several as MPI chooses.
+      time: time limit, as Slurm writes it: 01:30:00.
+      signal_seconds: seconds before --time at which the ranks are asked to stop and save.
+      dry_run: print the command or the script, and run nothing.
     """
 
     islands: int | None = None
@@ -58,25 +55,6 @@ class Options:
     dry_run: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class MpiOptions:
-    """Options of local and mpi.
-
-    Args:
-      restarts: after a crash or a hang, start again as often; given up where one step fails twice in a row.
-      backoff: seconds before the first restart; each later one waits twice as long, up to a minute.
-      hosts: names, in the order of the islands: a,b,c; or with the ranks of each: a:1,b:3.
-      hostfile: the same as a file, one host a line: a, or a:2, or a slots=2.
-      mpiexec: the launcher; by default that of this Python's environment, else of PATH.
-    """
-
-    restarts: int = 0
-    backoff: float = 1.0
-    hosts: str | None = None
-    hostfile: Path | None = None
-    mpiexec: str | None = None
-
-
 def main(arguments: Sequence[str]) -> int:
     """Launch.
 
@@ -85,24 +63,26 @@ def main(arguments: Sequence[str]) -> int:
       batch job was submitted.
     """
     own, program = split(arguments)
-    kind, words = _kind(own)
+    name, words = _name(own)
     if program is None and not {"-h", "--help"} & set(own):
         raise ValueError(_missing(own))
-    options, special = _parse(kind, words)
+    options, special = _parse(name, words)
     assert program is not None
     if problem := program_problem(program):
         raise ValueError(problem)
-    if kind == "slurm":
-        return _submit(_job(options, (), program, Path("logs")), special, options.dry_run)
-    hosts = _hosts(special)
-    if hosts and kind == "local":
-        raise ValueError("launch local is for this machine, and hosts are given; use: launch mpi")
-    job = _job(options, hosts, program, Path("logs") / f"{datetime.now():%Y%m%d-%H%M%S}")
-    return _run("mpi" if hosts else kind or "local", job, special, options.dry_run)
+    launcher = LAUNCHERS[name or DEFAULT]
+    hosts = launcher.hosts(special)
+    if hosts and name is None:
+        launcher = LAUNCHERS[WITH_HOSTS]
+    job = _job(options, hosts, program)
+    if launcher.restarts is None:
+        return _submit(launcher.launch(job, special, os.environ), options.dry_run)
+    job = replace(job, logs=options.logs or job.logs / f"{datetime.now():%Y%m%d-%H%M%S}")
+    return _run(launcher, job, special, options.dry_run)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """What stands before the first `--`, and behind it (None: there is none).
+    """Return the words before the first `--`, and those behind it (None: there is no `--`).
 
     >>> split(["--islands", "2", "--", "train", "run.py"])
     (['--islands', '2'], ['train', 'run.py'])
@@ -114,14 +94,15 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return arguments[:at], arguments[at + 1 :]
 
 
-def _kind(words: list[str]) -> tuple[str | None, list[str]]:
+def _name(words: list[str]) -> tuple[str | None, list[str]]:
+    """(the launcher that is named, the other words)."""
     if not words or words[0].startswith("-"):
         return None, words
-    if words[0] in KINDS:
+    if words[0] in LAUNCHERS:
         return words[0], words[1:]
     if {"-h", "--help"} & set(words) or words[0] in COMMANDS or words[0].endswith(".py"):
         return None, words[1:] if {"-h", "--help"} & set(words) else words
-    raise ValueError(f"there is no launch {near(words[0], KINDS)}")
+    raise ValueError(f"there is no launch {near(words[0], LAUNCHERS)}")
 
 
 def _missing(own: Sequence[str]) -> str:
@@ -134,7 +115,7 @@ def _missing(own: Sequence[str]) -> str:
 
 
 def program_problem(program: Sequence[str]) -> str | None:
-    """Why this cannot be launched; None where it can."""
+    """Return why these words behind -- cannot be launched; None if they can."""
     known = [command for command in COMMANDS if command != "launch"]
     if not program:
         return "nothing stands behind --; write the command there: -- train examples/gpt_text.py"
@@ -143,32 +124,26 @@ def program_problem(program: Sequence[str]) -> str | None:
     return None
 
 
-def _parse(kind: str | None, words: Sequence[str]) -> tuple[Options, Any]:
+def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
+    """The options of every launcher, and those of the named one."""
     import tyro
 
     flat = tyro.conf.OmitArgPrefixes
-    special = slurm.Slurm if kind == "slurm" else MpiOptions
+    special = LAUNCHERS[name or DEFAULT].options
     members = [("launch", flat[Options], field(default=Options()))]
-    members += [(kind or "local", flat[special], field(default=special()))]
-    kinds = "\n".join(f"  {name:6} {what}" for name, what in KINDS.items())
+    members += [(name or DEFAULT, flat[special], field(default=special()))]
+    launchers = "\n".join(f"  {name:6} {launcher.summary}" for name, launcher in LAUNCHERS.items())
     parsed = tyro.cli(
         make_dataclass("Parsed", members, frozen=True, kw_only=True),
         args=list(words),
-        prog=f"shardtrain launch{f' {kind}' if kind else ''} ... -- COMMAND ...",
-        description=f"Start a command of shardtrain as islands: launch [KIND] ... -- train RUN ...\n{kinds}",
+        prog=f"shardtrain launch{f' {name}' if name else ''} ... -- COMMAND ...",
+        description="Start a command of shardtrain as islands: launch [LAUNCHER] ... -- train RUN ...\n"
+        f"{launchers}",
     )
-    return parsed.launch, getattr(parsed, kind or "local")
+    return parsed.launch, getattr(parsed, name or DEFAULT)
 
 
-def _hosts(options: MpiOptions) -> tuple[Host, ...]:
-    if options.hosts is not None and options.hostfile is not None:
-        raise ValueError("--hosts and --hostfile are both given; use one of them")
-    if options.hostfile is not None:
-        return read_hostfile(options.hostfile)
-    return parse_hosts(options.hosts) if options.hosts is not None else ()
-
-
-def _job(options: Options, hosts: tuple[Host, ...], program: Sequence[str], logs: Path) -> Job:
+def _job(options: Options, hosts: tuple[Host, ...], program: Sequence[str]) -> Job:
     processes = parse_processes(options.processes_per_island)
     islands = options.islands
     if islands is None:
@@ -178,45 +153,49 @@ def _job(options: Options, hosts: tuple[Host, ...], program: Sequence[str], logs
         islands=islands,
         processes_per_island=processes,
         hosts=hosts,
-        logs=options.logs or logs,
+        logs=options.logs or Path("logs"),
         interface=options.interface,
         time_seconds=None if options.time is None else parse_time(options.time),
         stop_seconds=options.signal_seconds,
     )
 
 
-def _submit(job: Job, options: slurm.Slurm, dry_run: bool) -> int:
-    launch = slurm.launch(job, options, os.environ)
+def _submit(launch: Launch, dry_run: bool) -> int:
+    """Write a batch script and submit it."""
     (path, text), *_ = launch.files.items()
     if dry_run:
         sys.stdout.write(text)
         return 0
-    if shutil.which("sbatch") is None:
-        raise ValueError("there is no sbatch on PATH: is this a login node? --dry-run prints the script")
-    import subprocess
-
+    *command, script = launch.command
+    assert script == str(path), (script, path)
+    if shutil.which(command[0]) is None:
+        raise ValueError(
+            f"there is no {command[0]} on PATH: is this a login node? --dry-run prints the script"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     stem, numbers = path.stem, itertools.count(2)
-    # never that of another launch, which sbatch may be about to read
+    # never the script of another launch, which may be about to be read
     while not write_new(path, text):
-        path = path.with_name(f"{stem}-{next(numbers)}.sbatch")
-    terminal.err(f"launch: wrote {path}; logs will be {job.logs}/{options.job_name}-<job>.log\n")
-    return subprocess.run(["sbatch", str(path)], check=False).returncode
+        path = path.with_name(f"{stem}-{next(numbers)}{path.suffix}")
+    terminal.err(f"launch: wrote {path}; logs will be {launch.log}\n")
+    return subprocess.run([*command, str(path)], check=False).returncode
 
 
-def _run(kind: str, job: Job, options: MpiOptions, dry_run: bool) -> int:
-    restarts = Restarts(most=options.restarts, backoff_seconds=options.backoff)
-    mpiexec = mpi.find_mpiexec(options.mpiexec)
-    if not dry_run:
-        job = replace(job, logs=claim(job.logs))
-    launch: Launch = (local if kind == "local" else mpi).launch(job, mpiexec, os.environ)
+def _run(launcher: Launcher, job: Job, special: Any, dry_run: bool) -> int:
+    """Start the ranks and wait for them, with restarts."""
+    assert launcher.restarts is not None
+    restarts: Restarts = launcher.restarts(special)
+    # before a log folder is made: a mistake leaves nothing behind
+    launch = launcher.launch(job, special, os.environ)
     if dry_run:
         sys.stdout.write(shell_text(launch))
         return 0
-    environ = local.own_environment(os.environ) if kind == "local" else dict(os.environ)
+    if (logs := claim(job.logs)) != job.logs:
+        job = replace(job, logs=logs)
+        launch = launcher.launch(job, special, os.environ)
     what = f"{job.islands} island{'s' * (job.islands > 1)}"
     ranks = f" ({job.num_ranks} ranks)" if job.num_ranks != job.islands else ""
-    terminal.err(f"launch: {what}{ranks} by {mpiexec.path}; a log for each rank in {job.logs}\n")
+    terminal.err(f"launch: {what}{ranks} by {launch.command[0]}; a log for each rank in {job.logs}\n")
     until = None if job.time_seconds is None else time.monotonic() + job.time_seconds
 
     def start(number: int) -> Ended:
@@ -224,6 +203,6 @@ def _run(kind: str, job: Job, options: MpiOptions, dry_run: bool) -> int:
         if number and left is not None and left <= job.stop_seconds:
             terminal.err("launch: not started again: the time limit is near\n")
             return Ended(code=COME_AGAIN, asked=True, step=0)
-        return supervise_once(launch, job.logs, environ, time_seconds=left, stop_seconds=job.stop_seconds)
+        return supervise_once(launch, job.logs, os.environ, time_seconds=left, stop_seconds=job.stop_seconds)
 
     return run_again(start, restarts, terminal.err)

@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED
-from shardtrain.islands.rank_environment import bind_cpus, device_environment, find_rank_environment
+from shardtrain.islands.binding import bind_cpus, device_environment
+from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.islands.watchdog.activity import ActivityRecord, activity_record
 from shardtrain.launch.duration import parse_time
 from shardtrain.system import terminal

@@ -8,9 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Facts
-
-OURS = ("PMI", "PMIX", "OMPI", "PRTE", "SLURM", "HYDRA", "HYDI", "MPI_", "I_MPI", "PALS", "SHARDTRAIN_ISLAND")
-"""Variables that would make the child a rank of this run, by how they begin."""
+from shardtrain.islands.launcher_variables import outside_launch
 
 
 def tell(
@@ -30,7 +28,7 @@ def tell(
     >>> tell("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
     {'a': 1, 'died': 'no b'}
     """
-    own = {name: value for name, value in environ.items() if not name.startswith(OURS)}
+    own = outside_launch(environ, keep_settings=False)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", program, *arguments]
     child = subprocess.Popen(command, env=own, start_new_session=True, **pipes)

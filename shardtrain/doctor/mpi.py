@@ -10,6 +10,7 @@ from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, b
 from shardtrain.doctor.child import tell
 from shardtrain.doctor.mpi_vendor import fit, flavour
 from shardtrain.doctor.visible_gpus import gpus_wanted
+from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
 from shardtrain.islands.membership import cuda_aware
 from shardtrain.islands.mpi_library import library_environment, not_installed
 from shardtrain.launch.mpi import find_mpiexec
@@ -40,22 +41,6 @@ tell(moved=bool((x == y).all()))
 """
 """On the CPU: from itself to itself, through jax and MPI."""
 
-PMI_VARIABLES = (
-    "PMIX_RANK",
-    "PMIX_NAMESPACE",
-    "PMI_FD",
-    "PMI_PORT",
-    "PMI2_JOBID",
-    "PALS_APID",
-    "SLURM_MPI_TYPE",
-)
-
-OTHER_LAUNCHERS = (
-    "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE", "MP_CHILD", "PMIX_NAMESPACE", "PMI_FD",
-    "HYDI_CONTROL_FD", "OMPI_MCA_orte_ess_vpid",
-)  # fmt: skip
-"""Variables of launchers, also of those that `islands.place` does not know."""
-
 
 def look(here: RankContext) -> Facts:
     """What started this rank; on the first of each host also which MPIs there are, and whether they work."""
@@ -64,7 +49,7 @@ def look(here: RankContext) -> Facts:
         "told": [here.place.rank, here.place.size],
         "problem": here.problem,
         "seats_problem": here.seats_problem,
-        "pmi": pmi_kind(here.environ),
+        "pmi": pmi_interface(here.environ),
         "strange": [n for n in OTHER_LAUNCHERS if n in here.environ] if here.place.launcher == "none" else [],
         "tasks_of_job": _tasks_of_job(here.environ) if here.place.launcher == "none" else 1,
     }
@@ -78,23 +63,8 @@ def look(here: RankContext) -> Facts:
     return facts
 
 
-def pmi_kind(environ: Mapping[str, str]) -> str:
-    """By which interface a launcher and MPI meet.
-
-    >>> pmi_kind({"PMIX_RANK": "0"}), pmi_kind({"PMI_FD": "7", "SLURM_MPI_TYPE": "pmi2"})
-    ('PMIx', 'PMI-2')
-    >>> pmi_kind({"PMI_FD": "7"}), pmi_kind({})
-    ('PMI', 'none')
-    """
-    if any(name.startswith("PMIX_") for name in environ):
-        return "PMIx"
-    if environ.get("SLURM_MPI_TYPE", "").startswith("pmi2"):
-        return "PMI-2"
-    return "PMI" if any(name.startswith("PMI") for name in environ) else "none"
-
-
 def _tasks_of_job(environ: Mapping[str, str]) -> int:
-    number = environ.get("SLURM_NTASKS", "1") if "SLURM_JOB_ID" in environ else "1"
+    number = environ.get(JOB_TASKS, "1") if JOB_ID in environ else "1"
     return int(number) if number.isdecimal() else 1
 
 
@@ -103,7 +73,7 @@ def _mpiexec() -> Facts:
         found = find_mpiexec()
     except (ValueError, OSError) as error:
         return {"error": str(error)}
-    return {"path": found.path, "flavour": found.flavour, "version": found.version}
+    return {"path": found.path, "flavour": found.vendor, "version": found.version}
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:

@@ -4,13 +4,11 @@ import re
 from collections.abc import Mapping
 
 from shardtrain.doctor.child import tell
+from shardtrain.islands.launcher_variables import LAUNCHERS
 from shardtrain.islands.mpi_library import library_environment
 from shardtrain.islands.rank_environment import RankEnvironment
 
 LIBRARY_SECONDS = 60.0
-
-LAUNCHERS = {"openmpi": "openmpi", "hydra": "hydra", "pals": "hydra", "mvapich": "hydra", "pmi": "hydra"}
-"""Launcher -> the flavour of library that it starts; srun starts them all."""
 
 
 def flavour(library: str) -> str:
@@ -46,8 +44,9 @@ def launch_problem(place: RankEnvironment, environ: Mapping[str, str]) -> str | 
     told = tell(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
     if "library" not in told:
         return f"mpi4py does not start: {told['died']}"
-    launcher, library = LAUNCHERS.get(place.launcher), flavour(told["library"])
-    if launcher is None or fit(launcher, library):
+    # srun and flux start the ranks of any MPI
+    launcher = LAUNCHERS[place.launcher].mpi_vendor
+    if launcher is None or fit(launcher, flavour(told["library"])):
         return None
     version = told["library"].splitlines()[0]
     return (

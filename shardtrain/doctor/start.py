@@ -13,13 +13,8 @@ from typing import Any
 
 from shardtrain.doctor.check import Meeting
 from shardtrain.doctor.mpi_vendor import launch_problem
-from shardtrain.islands.rank_environment import (
-    PROCESSES,
-    RankEnvironment,
-    find_seat,
-    parse_processes,
-    seat_problem,
-)
+from shardtrain.islands.rank_environment import RankEnvironment
+from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes, seat_problem
 
 
 class Alone:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from shardtrain.doctor.check import Facts
+from shardtrain.islands.launcher_variables import NODE_GPUS, STEP_GPUS
 
 QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 SMI_SECONDS = 20.0
@@ -73,9 +74,9 @@ def slurm_gpus(environ: Mapping[str, str]) -> int | None:
     >>> slurm_gpus({"SLURM_STEP_GPUS": "0,1"}), slurm_gpus({"SLURM_GPUS_ON_NODE": "4"}), slurm_gpus({})
     (2, 4, None)
     """
-    if step := environ.get("SLURM_STEP_GPUS"):
+    if step := environ.get(STEP_GPUS):
         return len(step.split(","))
-    found = re.search(r"(\d+)$", environ.get("SLURM_GPUS_ON_NODE", ""))
+    found = re.search(r"(\d+)$", environ.get(NODE_GPUS, ""))
     return int(found[1]) if found else None
 
 

@@ -16,17 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from shardtrain.islands.binding import device_environment
+from shardtrain.islands.launcher_variables import outside_launch
 from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
-from shardtrain.islands.rank_environment import (
-    PROCESSES,
-    RankEnvironment,
-    Seat,
-    device_environment,
-    find_rank_environment,
-    find_seat,
-    parse_processes,
-)
+from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
+from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import Watch
@@ -313,8 +308,7 @@ def cuda_aware(
       timeout_seconds: a child that hangs has failed.
     """
     # the child is no rank of this run
-    ours = ("PMI", "PMIX", "OMPI", "PRTE", "SLURM", "HYDRA", "MPI_", "I_MPI")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environ = outside_launch(os.environ, keep_settings=False)
     environ |= {"MPI4JAX_USE_CUDA_MPI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_seconds, check=False)

@@ -1,5 +1,5 @@
-"""One command starts many ranks: a job -> command, environment, files, one file per environment.
+"""One command starts many ranks: a job becomes command, environment and files, by one file per launcher.
 
-`job.py` is what is asked, `local.py`, `mpi.py` and `slurm.py` write it down for a launcher, `supervise.py`
-runs it, `rank.py` runs beside each rank, `outcome.py` says how it ended. No jax, no MPI library.
+`job.py` is what to run, `registry.py` lists the launchers, `supervise.py` runs a launch, `rank.py` runs
+beside each rank, `outcome.py` reports how it ended. No jax, no MPI library.
 """

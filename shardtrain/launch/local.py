@@ -3,16 +3,24 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shardtrain.islands.launcher_variables import outside_launch
 from shardtrain.islands.network import LOOPBACK
 from shardtrain.launch import mpi
-from shardtrain.launch.job import Job, Launch
-
-OTHERS = ("SLURM_", "SLURMD_", "PMI_", "PMIX_", "HYDI_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_")
-"""What a batch system or a launcher around this process set, by how it begins."""
+from shardtrain.launch.job import Job
+from shardtrain.launch.launcher import Launch, Launcher
 
 
-def launch(job: Job, mpiexec: mpi.Mpiexec, environ: Mapping[str, str]) -> Launch:
-    """The command that starts a job on this machine.
+def launch(job: Job, options: mpi.MpiOptions, environ: Mapping[str, str]) -> Launch:
+    """Return the command that starts a job on this machine.
+
+    Raises:
+      ValueError: the job names hosts, or no mpiexec is found.
+    """
+    return launch_by(job, mpi.find_mpiexec(options.mpiexec), environ)
+
+
+def launch_by(job: Job, mpiexec: mpi.Mpiexec, environ: Mapping[str, str]) -> Launch:
+    """Return the command by which a known mpiexec starts a job on this machine.
 
     Raises:
       ValueError: the job names hosts.
@@ -20,11 +28,17 @@ def launch(job: Job, mpiexec: mpi.Mpiexec, environ: Mapping[str, str]) -> Launch
     if job.hosts:
         names = ",".join(host.name for host in job.hosts)
         raise ValueError(f"launch local is for this machine, and hosts are {names}; use: launch mpi")
-    # nobody else is to connect: MPI, jax and gloo ask no one who he is
+    # on loopback nobody else can connect: MPI, jax and gloo authenticate no one
     job = replace(job, interface=job.interface or LOOPBACK)
-    return mpi.launch(job, mpiexec, environ, here=True)
+    # inside a batch job an mpiexec would start its ranks on the hosts of that job
+    unset = tuple(name for name in environ if name not in outside_launch(environ, keep_settings=True))
+    return replace(mpi.launch_by(job, mpiexec, environ, this_machine=True), unset=unset)
 
 
-def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what leads an mpiexec to other hosts: inside a batch job it would go there."""
-    return {name: value for name, value in environ.items() if not name.startswith(OTHERS)}
+LAUNCHER = Launcher(
+    summary="by mpiexec on this machine (the default; with --hosts or --hostfile it is mpi)",
+    options=mpi.MpiOptions,
+    launch=launch,
+    hosts=mpi.read_hosts,
+    restarts=mpi.read_restarts,
+)

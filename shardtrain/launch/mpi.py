@@ -1,4 +1,4 @@
-"""`launch mpi`: a job as the command line of an mpiexec, whichever MPI it is of.
+"""`launch mpi`: a job as the command line of an mpiexec, of MPICH, Intel MPI or Open MPI.
 
 MPICH and Intel MPI share Hydra's options, Open MPI has its own. `local.py` is the same without hosts.
 """
@@ -12,37 +12,82 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.launch.job import Job, Launch, ranks_by_host
+from shardtrain.launch.hosts import Host, parse_hosts, ranks_by_host, read_hostfile
+from shardtrain.launch.job import Job
+from shardtrain.launch.launcher import Launch, Launcher
+from shardtrain.launch.restarts import Restarts
 
 CARRIED = ("JAX_", "XLA_", "SHARDTRAIN_", "MPI4JAX_", "NCCL_", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables that Open MPI has to be told to take to other hosts, by how they begin."""
+"""How the variables begin that Open MPI passes to other hosts only if its command line names them."""
 
 STOP_OPTION = ("--usr1", "INT")
-"""Ranks take SIGUSR1 for Ctrl-C: the one signal that every mpiexec passes on and does not end at."""
+"""Ranks treat SIGUSR1 as Ctrl-C: the one signal that every mpiexec forwards without ending itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpiOptions:
+    """Options of local and mpi.
+
+    Args:
+      restarts: number of restarts after a crash or a hang; none follows if one step fails twice in a row.
+      backoff: seconds before the first restart; each later one waits twice as long, up to a minute.
+      hosts: names, in the order of the islands: a,b,c; or with the ranks of each: a:1,b:3.
+      hostfile: the same as a file, one host a line: a, or a:2, or a slots=2.
+      mpiexec: the launcher; by default that of this Python's environment, else of PATH.
+    """
+
+    restarts: int = 0
+    backoff: float = 1.0
+    hosts: str | None = None
+    hostfile: Path | None = None
+    mpiexec: str | None = None
+
+
+def read_hosts(options: MpiOptions) -> tuple[Host, ...]:
+    """Return the hosts that the options name; () for none.
+
+    Raises:
+      FileNotFoundError: there is no such hostfile.
+      ValueError: both are given, or one cannot be parsed.
+    """
+    if options.hosts is not None and options.hostfile is not None:
+        raise ValueError("--hosts and --hostfile are both given; use one of them")
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile)
+    return parse_hosts(options.hosts) if options.hosts is not None else ()
+
+
+def read_restarts(options: MpiOptions) -> Restarts:
+    """Return how often a run that fails is started again.
+
+    Raises:
+      ValueError: a number is out of range.
+    """
+    return Restarts(most=options.restarts, backoff_seconds=options.backoff)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mpiexec:
-    """An mpiexec, and whose it is.
+    """An mpiexec, and the MPI that it belongs to.
 
     Args:
       path: of the program.
-      flavour: "hydra" (MPICH), "intel" or "openmpi".
-      version: as it tells it.
+      vendor: "hydra" (MPICH), "intel" or "openmpi".
+      version: as it prints it.
     """
 
     path: str
-    flavour: str
+    vendor: str
     version: str
 
 
 def find_mpiexec(given: str | None = None) -> Mpiexec:
-    """The mpiexec to use: the one given, else that of this Python's environment, else of PATH.
+    """Find the mpiexec to use: the one given, else that of this Python's environment, else of PATH.
 
     MPI libraries do not mix: it must be of the MPI that mpi4py and mpi4jax of this Python were built for.
 
     Raises:
-      ValueError: there is none, it does not run, or it is of no MPI that is known.
+      ValueError: there is none, it does not run, or it belongs to no known MPI.
     """
     beside = Path(sys.executable).parent
     found = shutil.which(given) if given else None
@@ -59,19 +104,19 @@ def find_mpiexec(given: str | None = None) -> Mpiexec:
 
 
 def read_version(path: str, text: str) -> Mpiexec:
-    """Whose mpiexec it is, from what `--version` prints.
+    """Identify an mpiexec by the output of `--version`.
 
     Raises:
-      ValueError: it is of no MPI that is known.
+      ValueError: it belongs to no known MPI.
 
-    >>> read_version("mpiexec", "mpiexec (Open MPI) 5.0.11").flavour
+    >>> read_version("mpiexec", "mpiexec (Open MPI) 5.0.11").vendor
     'openmpi'
     """
-    marks = {"intel": "Intel(R) MPI", "hydra": "HYDRA", "openmpi": r"Open ?MPI|OpenRTE|PRRTE|prterun"}
-    for flavour, mark in marks.items():
-        if re.search(mark if flavour == "openmpi" else re.escape(mark), text):
+    patterns = {"intel": "Intel(R) MPI", "hydra": "HYDRA", "openmpi": r"Open ?MPI|OpenRTE|PRRTE|prterun"}
+    for vendor, pattern in patterns.items():
+        if re.search(pattern if vendor == "openmpi" else re.escape(pattern), text):
             number = re.search(r"\d+\.\d[\w.]*", text)
-            return Mpiexec(path=path, flavour=flavour, version=number[0] if number else "?")
+            return Mpiexec(path=path, vendor=vendor, version=number[0] if number else "?")
     first = text.strip().splitlines()[0] if text.strip() else "nothing"
     raise ValueError(
         f"{path} --version prints {first!r}: neither MPICH, Intel MPI nor Open MPI; name one: --mpiexec PATH,"
@@ -79,35 +124,48 @@ def read_version(path: str, text: str) -> Mpiexec:
     )
 
 
-def launch(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str], *, here: bool = False) -> Launch:
-    """The command that starts a job.
+def launch(job: Job, options: MpiOptions, environ: Mapping[str, str]) -> Launch:
+    """Return the command that starts a job by an mpiexec.
 
     Args:
       job: without hosts the mpiexec takes those of the batch job around it.
-      mpiexec: what starts it.
+      options: which mpiexec.
       environ: of this process.
-      here: on this machine alone, however many cores it has.
 
-    Returns:
-      What is to be run, and what has to be set and written for it.
+    Raises:
+      ValueError: no mpiexec is found.
     """
-    write = _open_mpi if mpiexec.flavour == "openmpi" else _hydra
+    return launch_by(job, find_mpiexec(options.mpiexec), environ)
+
+
+def launch_by(
+    job: Job, mpiexec: Mpiexec, environ: Mapping[str, str], *, this_machine: bool = False
+) -> Launch:
+    """Return the command by which a known mpiexec starts a job.
+
+    Args:
+      job: without hosts the mpiexec takes those of the batch job around it.
+      mpiexec: starts the ranks.
+      environ: of this process.
+      this_machine: all ranks run here, however few cores there are.
+    """
+    write = _open_mpi if mpiexec.vendor == "openmpi" else _hydra
     options, files = write(job, mpiexec, environ)
-    if here and mpiexec.flavour == "openmpi":
+    if this_machine and mpiexec.vendor == "openmpi":
         options.insert(0, ("--oversubscribe",))
     lines = ((mpiexec.path, "-n", str(job.num_ranks)), *options, *job.rank_command(*STOP_OPTION))
     return Launch(lines=lines, environment=_own_environment(mpiexec), files=files)
 
 
 def _own_environment(mpiexec: Mpiexec) -> dict[str, str]:
-    if mpiexec.flavour != "openmpi" or os.geteuid() != 0:
+    if mpiexec.vendor != "openmpi" or os.geteuid() != 0:
         return {}
     return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def _hydra(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list, dict[Path, str]]:
     options = [("-genv", name, value) for name, value in job.rank_environment(environ).items()]
-    placed = ranks_by_host(job) if job.hosts else ()
+    placed = ranks_by_host(job.num_ranks, job.hosts) if job.hosts else ()
     counts = {number for _, number in placed}
     if not placed:
         return options, {}
@@ -115,13 +173,15 @@ def _hydra(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list
         names = ",".join(name for name, _ in placed)
         return [("-hosts", names, "-ppn", str(counts.pop())), *options], {}
     path = job.logs / "hosts"
-    option = "-machinefile" if mpiexec.flavour == "intel" else "-f"
+    option = "-machinefile" if mpiexec.vendor == "intel" else "-f"
     return [(option, str(path)), *options], {path: "".join(f"{name}:{n}\n" for name, n in placed)}
 
 
 def _open_mpi(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list, dict[Path, str]]:
     # bound by it, two ranks would have one core each, and the rest of the host would idle
-    hosts = ",".join(f"{name}:{n}" for name, n in ranks_by_host(job)) if job.hosts else ""
+    hosts = (
+        ",".join(f"{name}:{n}" for name, n in ranks_by_host(job.num_ranks, job.hosts)) if job.hosts else ""
+    )
     options: list[tuple[str, ...]] = [("--host", hosts)] if hosts else []
     options.append(("--bind-to", "none"))
     own = job.rank_environment(environ)
@@ -130,3 +190,12 @@ def _open_mpi(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[l
     if carried:
         options.append(tuple(word for name in carried for word in ("-x", name)))
     return options, {}
+
+
+LAUNCHER = Launcher(
+    summary="by mpiexec on --hosts, --hostfile, or the hosts of the batch job around it",
+    options=MpiOptions,
+    launch=launch,
+    hosts=read_hosts,
+    restarts=read_restarts,
+)

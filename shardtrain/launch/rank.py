@@ -20,14 +20,8 @@ from types import FrameType
 from typing import Any
 
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.islands.rank_environment import (
-    PROCESSES,
-    RankEnvironment,
-    Seat,
-    find_rank_environment,
-    find_seat,
-    parse_processes,
-)
+from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
+from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
 from shardtrain.islands.watchdog.step_file import STEP_FILE, read_step_file
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.system import terminal

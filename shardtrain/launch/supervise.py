@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from shardtrain.islands.launcher_variables import HOST
 from shardtrain.islands.watchdog.step_file import NOTHING
-from shardtrain.launch.job import Launch
+from shardtrain.launch.launcher import Launch
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.launch.outcome import any_failed, judge, read_ranks
 from shardtrain.launch.rank import LOST, guard, step_file_path
@@ -119,7 +120,7 @@ class _Run:
         try:
             self._process = subprocess.Popen(
                 self._launch.command,
-                env={**self._environ, **self._launch.environment},
+                env=self._launch.full_environment(self._environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -229,7 +230,7 @@ def _end_left_behind(logs: Path) -> None:
 
 def _keeper(path: Path) -> int | None:
     record = json.loads(path.read_text(encoding="utf-8"))
-    here = {socket.gethostname(), os.environ.get("SLURMD_NODENAME")}
+    here = {socket.gethostname(), os.environ.get(HOST)}
     return record["pid"] if record["host"] in here else None
 
 

@@ -5,13 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from shardtrain import cli
-from shardtrain.cli import launch as command
 from shardtrain.cli import set_cpu_devices
+from shardtrain.launch.registry import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "examples/gpt_text.py")
@@ -110,15 +111,18 @@ def test_mistakes_are_told(words, text, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", [[], *([kind] for kind in command.KINDS)])
-def test_help_names_the_kinds_and_options(kind, capsys):
+@pytest.mark.parametrize("kind", [[], *([kind] for kind in LAUNCHERS)])
+def test_help_names_all_launchers_and_the_options_of_one(kind, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["launch", *kind, "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in command.KINDS)
-    assert ("--gpus-per-island" in text) == (kind == ["slurm"])
-    assert ("--mpiexec" in text) == (kind != ["slurm"])
+    assert all(name in text for name in LAUNCHERS)
+    named = LAUNCHERS[kind[0] if kind else "local"]
+    for launcher in LAUNCHERS.values():
+        for each in fields(launcher.options):
+            shown = f"--{each.name.replace('_', '-')} " in text
+            assert shown == (each.name in {own.name for own in fields(named.options)}), each.name
 
 
 def test_one_command_runs_on_two_islands(tmp_path):

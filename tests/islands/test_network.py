@@ -7,8 +7,10 @@ import pytest
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from shardtrain.islands import membership
+from shardtrain.islands.binding import device_environment
 from shardtrain.islands.network import address_of, listening_address
-from shardtrain.islands.rank_environment import RankEnvironment, Seat, device_environment
+from shardtrain.islands.rank_environment import RankEnvironment
+from shardtrain.islands.seat import Seat
 
 
 def test_on_one_host_loopback_on_several_the_interface_of_the_job():

@@ -1,20 +1,14 @@
-"""Places by the variables that launchers set (from real starts), seats, shares of devices and cores."""
+"""Ranks by the variables that launchers set (from real starts), islands, shares of devices and cores."""
 
 import os
 import socket
 
 import pytest
 
-from shardtrain.islands import rank_environment as place_module
-from shardtrain.islands.rank_environment import (
-    RankEnvironment,
-    Seat,
-    bind_cpus,
-    device_environment,
-    find_rank_environment,
-    find_seat,
-    parse_processes,
-)
+from shardtrain.islands import binding
+from shardtrain.islands.binding import bind_cpus, device_environment
+from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
+from shardtrain.islands.seat import Seat, find_seat, parse_processes
 
 HERE = socket.gethostname()
 HYDRA = {
@@ -77,12 +71,12 @@ MVAPICH = {
         ({}, ("none", 0, 1, 0, 1, HERE)),
     ],
 )
-def test_every_launcher_gives_a_place(environ, expected):
+def test_the_rank_is_found_under_every_launcher(environ, expected):
     names = ("launcher", "rank", "size", "local_rank", "local_size", "host")
     assert find_rank_environment(environ) == RankEnvironment(**dict(zip(names, expected, strict=True)))
 
 
-def test_the_launcher_of_this_environment_gives_places(mpiexec):
+def test_the_rank_is_found_under_the_launcher_of_this_environment(mpiexec):
     program = (
         "import os\n"
         "from shardtrain.islands.rank_environment import find_rank_environment\n"
@@ -99,10 +93,10 @@ def test_the_launcher_of_this_environment_gives_places(mpiexec):
     [
         (HYDRA | {"PMI_RANK": "x"}, "the variable PMI_RANK is 'x'; a launcher sets a number there"),
         (HYDRA | {"PMI_RANK": "4"}, "launcher hydra gave rank 4 of 4; a rank is 0 to 3"),
-        ({"PMIX_RANK": "1"}, "says that this is rank 1 (PMIX_RANK), and not of how many; start with"),
+        ({"PMIX_RANK": "1"}, "the launcher sets rank 1 (PMIX_RANK) and no number of ranks; start with"),
     ],
 )
-def test_a_place_that_makes_no_sense_is_refused(environ, text):
+def test_a_rank_that_makes_no_sense_is_refused(environ, text):
     with pytest.raises(ValueError) as error:
         find_rank_environment(environ)
     assert text in str(error.value)
@@ -185,7 +179,7 @@ def test_every_gpu_has_one_rank():
 def cores(monkeypatch):
     """Eight cores, of which the process may use six; two hardware threads a core: i and i + 4."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6})
-    monkeypatch.setattr(place_module, "_core", lambda cpu: (0, cpu % 4, cpu))
+    monkeypatch.setattr(binding, "_core", lambda cpu: (0, cpu % 4, cpu))
 
 
 @pytest.mark.parametrize(
@@ -214,4 +208,4 @@ def test_the_cores_of_this_machine_are_shared_without_rest():
     mine = os.sched_getaffinity(0)
     shares = [bind_cpus(at(i, len(mine)), {}, mine) for i in range(len(mine))]
     assert len(mine) == 1 or set.union(*(s for s in shares if s)) == mine
-    assert place_module._usable() >= mine
+    assert binding._usable() >= mine

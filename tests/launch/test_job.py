@@ -5,17 +5,9 @@ from pathlib import Path
 import pytest
 
 from shardtrain.launch.duration import parse_time
-from shardtrain.launch.job import (
-    THRESHOLDS,
-    Host,
-    Job,
-    Launch,
-    hosts_problem,
-    parse_hosts,
-    ranks_by_host,
-    read_hostfile,
-    shell_text,
-)
+from shardtrain.launch.hosts import Host, hosts_problem, parse_hosts, ranks_by_host, read_hostfile
+from shardtrain.launch.job import THRESHOLDS, Job
+from shardtrain.launch.launcher import Launch, shell_text
 
 
 def job(**changes):
@@ -115,7 +107,7 @@ def test_a_hostfile_that_is_none_is_refused(text, problem, tmp_path):
     ],
 )
 def test_slots_that_add_up_are_taken_and_others_are_shared_evenly(hosts, islands, expected):
-    assert ranks_by_host(job(islands=islands, hosts=parse_hosts(hosts))) == expected
+    assert ranks_by_host(islands, parse_hosts(hosts)) == expected
 
 
 def test_slots_that_are_too_few_are_refused():
@@ -149,8 +141,10 @@ def test_a_launch_is_text_for_a_shell():
     launch = Launch(
         lines=(("mpiexec", "-n", "2"), ("python", "a b.py")),
         environment={"A": "x y"},
+        unset=("B",),
         files={Path("f/hosts"): "a\n"},
     )
     assert shell_text(launch) == (
-        "mkdir -p f && cat > f/hosts <<'END'\na\nEND\nenv 'A=x y' \\\n  mpiexec -n 2 \\\n  python 'a b.py'\n"
+        "mkdir -p f && cat > f/hosts <<'END'\na\nEND\n"
+        "env -u B 'A=x y' \\\n  mpiexec -n 2 \\\n  python 'a b.py'\n"
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardtrain.launch import local, mpi
-from shardtrain.launch.job import INTERFACES, THRESHOLDS, Job, parse_hosts
+from shardtrain.launch.hosts import parse_hosts
+from shardtrain.launch.job import INTERFACES, THRESHOLDS, Job
 
 KEEPER = ("/py", "-m", "shardtrain.launch.rank", "logs/a", "--usr1", "INT", "--")
 PROGRAM = ("/py", "-m", "shardtrain", "train", "run.py")
@@ -33,7 +34,7 @@ def job(**changes):
 
 
 def of(flavour):
-    return mpi.Mpiexec(path="mpiexec", flavour=flavour, version="5")
+    return mpi.Mpiexec(path="mpiexec", vendor=flavour, version="5")
 
 
 def lines(launch):
@@ -47,22 +48,22 @@ def test_on_this_machine():
     # nobody else can connect
     names = ("SHARDTRAIN_INTERFACE", *INTERFACES)
     loopback = [("-genv", name, "lo") for name in names]
-    assert lines(local.launch(job(), of("hydra"), {})) == (start, *HYDRA_VARIABLES, *loopback)
+    assert lines(local.launch_by(job(), of("hydra"), {})) == (start, *HYDRA_VARIABLES, *loopback)
     expected = (start, ("--oversubscribe",), ("--bind-to", "none"), *OPEN_MPI_VARIABLES)
-    found = lines(local.launch(job(), of("openmpi"), {}))
+    found = lines(local.launch_by(job(), of("openmpi"), {}))
     assert found == (*expected, *(("-x", f"{name}=lo") for name in names))
 
 
 @pytest.mark.parametrize("flavour", ["hydra", "intel"])
 def test_hosts_for_mpich_and_intel(flavour):
-    launch = mpi.launch(job(hosts=parse_hosts("a,b"), processes_per_island=3), of(flavour), {})
+    launch = mpi.launch_by(job(hosts=parse_hosts("a,b"), processes_per_island=3), of(flavour), {})
     assert lines(launch)[:2] == (("mpiexec", "-n", "6"), ("-hosts", "a,b", "-ppn", "3"))
     assert (launch.files, launch.environment) == ({}, {})
 
 
 @pytest.mark.parametrize(("flavour", "option"), [("hydra", "-f"), ("intel", "-machinefile")])
 def test_unequal_hosts_for_mpich_and_intel_are_a_file(flavour, option):
-    launch = mpi.launch(job(hosts=parse_hosts("a:1,b:3"), processes_per_island=(1, 3)), of(flavour), {})
+    launch = mpi.launch_by(job(hosts=parse_hosts("a:1,b:3"), processes_per_island=(1, 3)), of(flavour), {})
     assert lines(launch)[:3] == (
         ("mpiexec", "-n", "4"),
         (option, "logs/a/hosts"),
@@ -73,7 +74,7 @@ def test_unequal_hosts_for_mpich_and_intel_are_a_file(flavour, option):
 
 def test_hosts_for_open_mpi_which_is_told_what_to_carry():
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--a", "HOME": "/h", "GLIBC_TUNABLES": "mine=1"}
-    launch = mpi.launch(job(hosts=parse_hosts("a:1,b:1")), of("openmpi"), environ)
+    launch = mpi.launch_by(job(hosts=parse_hosts("a:1,b:1")), of("openmpi"), environ)
     assert lines(launch) == (
         ("mpiexec", "-n", "2"),
         ("--host", "a:1,b:1"),
@@ -85,24 +86,31 @@ def test_hosts_for_open_mpi_which_is_told_what_to_carry():
 
 
 def test_without_hosts_mpiexec_takes_those_of_the_batch_job():
-    assert lines(mpi.launch(job(), of("openmpi"), {}))[1] == ("--bind-to", "none")
-    assert lines(mpi.launch(job(), of("hydra"), {})) == (("mpiexec", "-n", "2"), *HYDRA_VARIABLES)
+    assert lines(mpi.launch_by(job(), of("openmpi"), {}))[1] == ("--bind-to", "none")
+    assert lines(mpi.launch_by(job(), of("hydra"), {})) == (("mpiexec", "-n", "2"), *HYDRA_VARIABLES)
 
 
 def test_root_may_run_open_mpi(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    assert local.launch(job(), of("openmpi"), {}).environment == allowed
-    assert local.launch(job(), of("hydra"), {}).environment == {}
+    assert local.launch_by(job(), of("openmpi"), {}).environment == allowed
+    assert local.launch_by(job(), of("hydra"), {}).environment == {}
 
 
 def test_local_is_for_this_machine():
     with pytest.raises(
         ValueError, match="launch local is for this machine, and hosts are a,b; use: launch mpi"
     ):
-        local.launch(job(hosts=parse_hosts("a,b")), of("hydra"), {})
-    environ = {"SLURM_JOB_ID": "1", "PMIX_RANK": "0", "PATH": "/bin", "OMPI_MCA_btl": "tcp"}
-    assert local.own_environment(environ) == {"PATH": "/bin", "OMPI_MCA_btl": "tcp"}
+        local.launch_by(job(hosts=parse_hosts("a,b")), of("hydra"), {})
+
+
+def test_a_local_launch_does_not_see_the_batch_job_around_it():
+    around = {"SLURM_JOB_ID": "1", "PMIX_RANK": "0", "PBS_NODEFILE": "/n", "FLUX_TASK_RANK": "0"}
+    own = {"PATH": "/bin", "OMPI_MCA_btl": "tcp", "JAX_PLATFORMS": "cpu"}
+    launch = local.launch_by(job(), of("hydra"), around | own)
+    assert set(launch.unset) == set(around)
+    assert launch.full_environment(around | own) == own
+    assert mpi.launch_by(job(), of("hydra"), around | own).unset == ()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +129,7 @@ def test_local_is_for_this_machine():
     ],
 )
 def test_whose_mpiexec_it_is(text, flavour, version):
-    assert mpi.read_version("m", text) == mpi.Mpiexec(path="m", flavour=flavour, version=version)
+    assert mpi.read_version("m", text) == mpi.Mpiexec(path="m", vendor=flavour, version=version)
 
 
 def test_an_mpiexec_of_no_known_mpi_is_refused():
@@ -138,10 +146,10 @@ def test_the_mpiexec_beside_python_goes_before_path(tmp_path, monkeypatch):
         (tmp_path / name / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{os.environ['PATH']}")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
-    assert mpi.find_mpiexec().flavour == "openmpi"
-    assert mpi.find_mpiexec(str(tmp_path / "other/mpiexec")).flavour == "hydra"
+    assert mpi.find_mpiexec().vendor == "openmpi"
+    assert mpi.find_mpiexec(str(tmp_path / "other/mpiexec")).vendor == "hydra"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert mpi.find_mpiexec().flavour == "hydra"
+    assert mpi.find_mpiexec().vendor == "hydra"
     with pytest.raises(ValueError, match="there is no 'nope' that can be run; install"):
         mpi.find_mpiexec("nope")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -75,8 +75,8 @@ from shardtrain.launch.job import Job
 from shardtrain.launch.restarts import Restarts, run_again
 from shardtrain.launch.supervise import supervise_once
 job = Job(arguments=("program.py",), islands=2, program=(sys.executable,), logs=Path("logs"))
-launch = local.launch(job, mpi.find_mpiexec(), os.environ)
-environ = local.own_environment(os.environ)
+launch = local.launch_by(job, mpi.find_mpiexec(), os.environ)
+environ = dict(os.environ)
 restarts = Restarts(most=3, backoff_seconds=0.1)
 sys.exit(run_again(lambda number: supervise_once(launch, job.logs, environ), restarts, sys.stderr.write))
 """

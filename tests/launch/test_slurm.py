@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.launch.job import Job, parse_hosts
+from shardtrain.launch.hosts import parse_hosts
+from shardtrain.launch.job import Job
 from shardtrain.launch.slurm import Slurm, clock, launch, script
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -20,8 +20,8 @@ logs, processes, limit, *program = sys.argv[1:]
 each = tuple(map(int, processes.split(",")))
 job = Job(arguments=tuple(program), islands=len(each), processes_per_island=each, program=(sys.executable,),
           logs=Path(logs), time_seconds=int(limit) or None, stop_seconds=1)
-launch = local.launch(job, mpi.find_mpiexec(), os.environ)
-environ = local.own_environment(os.environ)
+launch = local.launch_by(job, mpi.find_mpiexec(), os.environ)
+environ = dict(os.environ)
 sys.exit(supervise(launch, job.logs, environ, time_seconds=job.time_seconds, stop_seconds=1))
 """
 RANK = (
@@ -238,8 +238,8 @@ def test_an_mpiexec_that_starts_nothing_is_told(tmp_path):
     """And what an earlier launch left in the folder is not taken for this one's."""
     assert launched(tmp_path, "raise ValueError('of an earlier launch')")[0] == 1
     broken = START.replace("launch = local", "job = job; launch = local").replace(
-        "environ = local", "from dataclasses import replace\n"
-        "launch = replace(launch, lines=(('false',), *launch.lines))\nenviron = local"
+        "environ = dict", "from dataclasses import replace\n"
+        "launch = replace(launch, lines=(('false',), *launch.lines))\nenviron = dict"
     )  # fmt: skip
     words = [sys.executable, "-c", broken, str(tmp_path / "logs"), "1,1", "0", "x.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -1,0 +1,183 @@
+"""What the scripts of batch systems have in common: ranks per node, shares of GPUs and cores, the end.
+
+`slurm.py` and `flux.py` add the directives and commands of their scheduler.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardtrain.errors.exit_codes import REQUEUED
+from shardtrain.launch.job import Job
+
+WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
+"""A value that stays one word of one line of a script."""
+
+PATH = r"[\w./+=@,:-]+"
+
+
+def default_nodes(job: Job) -> int:
+    """Return the default number of nodes: one per island, or one per rank if islands are unequal."""
+    return job.islands if isinstance(job.processes_per_island, int) else job.num_ranks
+
+
+def headline(job: Job, nodes: int) -> str:
+    """Describe a job in one line, for the head of its script."""
+    each = job.processes_per_island
+    if not isinstance(each, int):
+        return f"{job.islands} islands of {job.processes_text} processes"
+    several = f", each of {each} processes" if each > 1 else ""
+    if job.islands == nodes:
+        return f"an island a node{several}: --nodes alone says how many"
+    return f"{job.islands} islands{several}, over all nodes"
+
+
+def node_problems(job: Job, nodes: int) -> list[str]:
+    """Return why the ranks cannot be placed on this number of nodes, or islands would straddle nodes."""
+    if nodes < 1:
+        return [f"nodes is {nodes}; use 1 or more"]
+    if job.num_ranks % nodes:
+        fixes = " or ".join(str(n) for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0)
+        return [
+            f"{job.num_ranks} ranks cannot be shared evenly by {nodes} nodes: {job.num_ranks} % {nodes} ="
+            f" {job.num_ranks % nodes}. Use {fixes} nodes"
+        ]
+    if not (found := _straddlers(job, nodes)):
+        return []
+    fixes = [n for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0 and not _straddlers(job, n)]
+    return [
+        f"islands of {job.processes_text} processes on {nodes} nodes of {job.num_ranks // nodes} ranks:"
+        f" island {', '.join(map(str, found))} would have parts of several nodes. Use --nodes"
+        f" {' or '.join(map(str, fixes))}, or islands that fill nodes; unequal nodes: launch --hosts a:4,b:8"
+        " in an allocation of your own"
+    ]
+
+
+def _straddlers(job: Job, nodes: int) -> list[int]:
+    """The islands that neither fill whole nodes nor fit within one."""
+    each, ranks_per_node = job.processes_per_island, job.num_ranks // nodes
+    numbers = [each] * job.islands if isinstance(each, int) else list(each)
+    starts = [sum(numbers[:i]) for i in range(len(numbers))]
+    return [
+        island
+        for island, (start, number) in enumerate(zip(starts, numbers, strict=True))
+        if start // ranks_per_node != (start + number - 1) // ranks_per_node
+        and (start % ranks_per_node or number % ranks_per_node)
+    ]
+
+
+def share_problems(job: Job, what: str, count: int | None, otherwise: str) -> list[str]:
+    """Return why an island's GPUs or CPUs cannot be divided among its processes.
+
+    Args:
+      job: its islands.
+      what: "GPUs" or "CPUs".
+      count: of an island; None: not asked for.
+      otherwise: what to do where islands have different numbers of processes.
+    """
+    each = job.processes_per_island
+    if count is None:
+        return []
+    if count < 1:
+        return [f"{what} per island is {count}; use 1 or more, or leave it out"]
+    if not isinstance(each, int):
+        return [
+            f"{what} per island is {count}, and islands have {job.processes_text} processes; give islands the"
+            f" same number, or {otherwise}"
+        ]
+    if count % each:
+        lower = count // each * each
+        fixes = " or ".join(str(n) for n in (lower, lower + each) if n)
+        return [
+            f"{count} {what} of an island cannot be shared evenly by its {each} processes:"
+            f" {count} % {each} = {count % each}. Use {fixes}"
+        ]
+    return []
+
+
+def per_process(job: Job, count: int | None) -> int | None:
+    """Return the share of one process in an island's GPUs or CPUs; None if they were not asked for."""
+    return count // job.processes_per_island if count and isinstance(job.processes_per_island, int) else None
+
+
+def text_problems(
+    job_name: str, words: Mapping[str, str | None], logs: Path, options: Sequence[str], command: str
+) -> list[str]:
+    """Return the values that would become other lines or other options of the script.
+
+    Args:
+      job_name: of the batch job.
+      words: option -> its value, which must be one word; None: not given.
+      logs: the folder of the logs.
+      options: of the submitting command, as the user wrote them.
+      command: that submits: its name is that of the option that `options` came by.
+    """
+    problems = []
+    if not re.fullmatch(r"[\w.-]+", job_name):
+        problems.append(f"job name {job_name!r} may have letters, digits, . _ and - only")
+    for name, value in words.items():
+        if value is not None and not re.fullmatch(WORD, value):
+            problems.append(f"{name} {value!r} may have letters, digits and . , : / @ + = _ - only")
+    # a scheduler splits the line at blanks, and replaces templates such as %j and {{id}}
+    if not re.fullmatch(PATH, str(logs)):
+        problems.append(
+            f"logs {str(logs)!r}: {command} takes a path of letters, digits and . / + = @ , : _ - only; use"
+            " another --logs"
+        )
+    problems += [
+        f"{command} option {option!r} is more than one line; give each option by itself: --{command} A B"
+        for option in options
+        if len(option.splitlines()) != 1
+    ]
+    return problems
+
+
+def exports(job: Job, environ: Mapping[str, str]) -> list[str]:
+    """Return the lines of shell that set the environment of every rank."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in job.rank_environment(environ).items()]
+
+
+def log_lines(job: Job, job_id: str) -> list[str]:
+    """Return the lines of shell that make the log folder and remove the records of an earlier start.
+
+    Args:
+      job: its logs are the folder that holds those of each batch job.
+      job_id: shell text that gives the number of the batch job.
+    """
+    return [
+        f"logs={shlex.quote(str(job.logs))}/{job_id}",
+        'mkdir -p "$logs" && rm -f "$logs"/rank-*.json  # how ranks ended in an earlier start of this job',
+    ]
+
+
+def rank_lines(job: Job) -> list[str]:
+    """Return the lines of shell with the command of a rank, behind the command that starts ranks."""
+    keeper = shlex.join((sys.executable, "-m", "shardtrain.launch.rank"))
+    return [f'  {keeper} "$logs" -- \\', f"  {shlex.join((*job.program, *job.arguments))}"]
+
+
+def end_lines(launcher: str, again: str | None) -> list[str]:
+    """Return the end of a script: report the outcome, and requeue the job where another start continues it.
+
+    Args:
+      launcher: the command that started the ranks, whose exit code is in `$?`.
+      again: the command that puts the job into the queue again; None: never.
+    """
+    outcome = shlex.join((sys.executable, "-m", "shardtrain.launch.outcome"))
+    named = "" if launcher == "srun" else f" --launcher {shlex.quote(launcher)}"
+    lines = [
+        "",
+        "# the error of the rank that failed first, and its exit code",
+        f'{outcome} "$logs" --code $?{named}',
+        "code=$?",
+    ]
+    if again is not None:
+        codes = " || ".join(f"[ $code -eq {code} ]" for code in REQUEUED)
+        lines += [
+            f"if {codes}; then  # a rank was lost or hung; or the time is over, and the state saved",
+            f"  {again}",
+            "fi",
+        ]
+    return [*lines, "exit $code"]

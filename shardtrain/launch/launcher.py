@@ -1,0 +1,93 @@
+"""What a launcher is: a pure function from a job to commands, environment and files.
+
+One file a launcher beside this one, each with a `LAUNCHER`; `registry.py` lists them.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtrain.launch.hosts import Host
+from shardtrain.launch.job import Job
+from shardtrain.launch.restarts import Restarts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The command that starts a job, and what it needs.
+
+    Args:
+      lines: the command's words, grouped into the lines that a person reads.
+      environment: variables for the command, beside the environment of this process.
+      unset: variables of this process that the command must not see.
+      files: path -> text, to be written before. A batch system's first file is the script that is the last
+        word of the command.
+      log: where a batch job's output goes, for people; "" where this process shows it.
+    """
+
+    lines: tuple[tuple[str, ...], ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
+    files: Mapping[Path, str] = field(default_factory=dict)
+    log: str = ""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words of the command."""
+        return tuple(word for line in self.lines for word in line)
+
+    def full_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the whole environment of the command.
+
+        Args:
+          environ: of this process.
+        """
+        return {name: value for name, value in environ.items() if name not in self.unset} | dict(
+            self.environment
+        )
+
+
+def no_hosts(options: Any) -> tuple[Host, ...]:
+    """Return no hosts: the batch system chooses them."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A way to start a job, as the command line shows and runs it.
+
+    Args:
+      summary: one line of help.
+      options: dataclass of its options; its docstring is their help.
+      launch: (job, options, environment of this process) -> Launch. It starts and writes nothing.
+      hosts: options -> the hosts that they name.
+      restarts: options -> how often a run that fails is started again. None: `launch` submits to a batch
+        system, which keeps the job; otherwise this process waits for the ranks.
+    """
+
+    summary: str
+    options: type
+    launch: Callable[[Job, Any, Mapping[str, str]], Launch]
+    hosts: Callable[[Any], tuple[Host, ...]] = no_hosts
+    restarts: Callable[[Any], Restarts] | None = None
+
+
+def shell_text(launch: Launch) -> str:
+    """Return a launch as text that can be pasted into a shell.
+
+    >>> print(shell_text(Launch(lines=(("mpiexec", "-n", "2"), ("python", "a b.py")))), end="")
+    mpiexec -n 2 \\
+      python 'a b.py'
+    """
+    text = ""
+    for path, content in launch.files.items():
+        folder = shlex.quote(str(path.parent))
+        text += f"mkdir -p {folder} && cat > {shlex.quote(str(path))} <<'END'\n{content}END\n"
+    lines = [shlex.join(line) for line in launch.lines]
+    unset = [word for name in launch.unset for word in ("-u", name)]
+    changed = [*unset, *(f"{name}={value}" for name, value in launch.environment.items())]
+    if changed:
+        lines.insert(0, shlex.join(["env", *changed]))
+    return text + " \\\n  ".join(lines) + "\n"

@@ -1,0 +1,16 @@
+"""All launchers of `shardtrain launch`, by name. To add one: CONTRIBUTING, "A launcher"."""
+
+from collections.abc import Mapping
+
+from shardtrain.launch import local, mpi, slurm
+from shardtrain.launch.launcher import Launcher
+
+LAUNCHERS: Mapping[str, Launcher] = {
+    "local": local.LAUNCHER,
+    "mpi": mpi.LAUNCHER,
+    "slurm": slurm.LAUNCHER,
+}
+"""Name on the command line -> launcher."""
+
+DEFAULT, WITH_HOSTS = "local", "mpi"
+"""The launcher where none is named; the same where hosts are given."""
