@@ -6,7 +6,7 @@ A new one is a function and a line in `OPTIMIZERS`. Next: `train_step/step.py`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optax
 from optax.contrib import muon
@@ -19,30 +19,100 @@ from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
 from shardtrain.optim.schedules import Schedule, make_schedule
 
+Maker = Callable[["Optimizer", optax.Schedule, Tree], optax.GradientTransformation]
+"""(options, learning rate, dims of the model) -> the transformation, without clipping."""
+
+
+def _adamw(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=partial(decayed, dims))
+
+
+def _sgd(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.trace(o.b1) if o.b1 else optax.identity(),
+        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _lion(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    return optax.lion(rate, o.b1, o.b2, weight_decay=o.weight_decay, mask=partial(decayed, dims))
+
+
+def _adafactor(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    # optax's adafactor without a rate ends in scale(-1), so the decay is negative too, and the rate is
+    # applied last
+    return optax.chain(
+        per_layer(optax.adafactor(None), dims),
+        optax.add_decayed_weights(-o.weight_decay, mask=partial(decayed, dims)),
+        optax.scale_by_schedule(rate),
+    )
+
+
+def _lamb(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    # as optax.lamb, but with a trust ratio for each layer of a stack
+    return optax.chain(
+        optax.scale_by_adam(o.b1, o.b2, o.eps),
+        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
+        per_layer(optax.scale_by_trust_ratio(), dims),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _muon(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
+    update = muon(
+        rate,
+        beta=o.b1,
+        eps=o.eps,
+        adam_b1=o.b1,
+        adam_b2=o.b2,
+        muon_weight_dimension_numbers=lambda _: muon_dims(dims),
+        consistent_rms=0.2,
+    )
+    # a decay of our own: optax's has no mask for the parameters that AdamW updates
+    decay = optax.add_decayed_weights(lambda step: -o.weight_decay * rate(step), partial(decayed, dims))
+    return optax.chain(update, decay)
+
+
+OPTIMIZERS: dict[str, Maker] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "lamb": _lamb,
+    "muon": _muon,
+}
+"""Name -> how it is made. tests/optim/test_registry.py holds every entry to the same contract."""
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optimizer by name.
+    """Options of an optimizer.
 
     Args:
-      name: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024; matrices
-        of the blocks by Muon, the rest by AdamW).
-      learning_rate: its schedule; also a number, a constant rate, or a function step -> rate.
-      weight_decay: decoupled; it falls on arrays of two and more dims, `layers` not counted.
+      name: of `OPTIMIZERS`: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024;
+        Muon for the matrices of the blocks, AdamW for all other parameters).
+      learning_rate: its schedule; a number is a constant rate, a function maps the step to the rate.
+      weight_decay: decoupled; applied to arrays of two or more dims, not counting `layers`.
       b1: decay of the first moment; the momentum of sgd and muon.
       b2: decay of the second moment (adamw, lamb, lion, muon's AdamW).
       eps: added to the denominator (adamw, lamb, muon's AdamW).
-      clip: the greatest global norm of a gradient; None does not clip.
-      ema: decay of an average of the parameters, see `optimizer_state.parameter_average`; None keeps none.
-        `Run(evaluate_with="ema")` evaluates it.
+      clip: largest global norm of a gradient; None disables clipping.
+      ema: decay of an exponential moving average of the parameters, see `optimizer_state.parameter_average`;
+        None keeps no average. `Run(evaluate_with="ema")` evaluates it.
 
     Short form: its name.
 
     Raises:
-      ValueError: lists every value of a wrong kind or out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
-    name: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     learning_rate: Schedule = Schedule()
     weight_decay: float = 0.1
     b1: float = 0.9
@@ -53,7 +123,7 @@ class Optimizer:
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
-        """The fields that a bare value stands for; None: it is no short form."""
+        """Return the fields that a short form sets; None if the value is not a short form."""
         return {"name": value} if isinstance(value, str) else None
 
     def __post_init__(self) -> None:
@@ -73,84 +143,24 @@ class Optimizer:
             raise problems_error("this optimizer cannot be used", problems)
 
 
-Maker = Callable[[Optimizer, optax.Schedule, Tree], optax.GradientTransformation]
-
-
-def _adamw(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=partial(decayed, dims))
-
-
-def _sgd(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.trace(o.b1) if o.b1 else optax.identity(),
-        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-def _lion(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.lion(rate, o.b1, o.b2, weight_decay=o.weight_decay, mask=partial(decayed, dims))
-
-
-def _adafactor(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    # without a rate optax's adafactor ends in scale(-1): the decay is negative too, the rate comes last
-    return optax.chain(
-        per_layer(optax.adafactor(None), dims),
-        optax.add_decayed_weights(-o.weight_decay, mask=partial(decayed, dims)),
-        optax.scale_by_schedule(rate),
-    )
-
-
-def _lamb(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    # as optax.lamb, with the trust ratio of each layer
-    return optax.chain(
-        optax.scale_by_adam(o.b1, o.b2, o.eps),
-        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
-        per_layer(optax.scale_by_trust_ratio(), dims),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-def _muon(o: Optimizer, rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    update = muon(
-        rate,
-        beta=o.b1,
-        eps=o.eps,
-        adam_b1=o.b1,
-        adam_b2=o.b2,
-        muon_weight_dimension_numbers=lambda _: muon_dims(dims),
-        consistent_rms=0.2,
-    )
-    # its own decay of what AdamW takes knows no mask
-    decay = optax.add_decayed_weights(lambda step: -o.weight_decay * rate(step), partial(decayed, dims))
-    return optax.chain(update, decay)
-
-
-OPTIMIZERS: dict[str, Maker] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "lion": _lion,
-    "adafactor": _adafactor,
-    "lamb": _lamb,
-    "muon": _muon,
-}
-
-
 def make_optimizer(
     optimizer: Optimizer | optax.GradientTransformation, steps: int, dims: Tree
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
-    """The optax transformation of a run, and its learning rate if that is known.
+    """Return the optax transformation of a run, and its learning-rate schedule if known.
 
     Args:
-      optimizer: by name, or an optax transformation, which is taken as it is.
-      steps: the steps of the run, for the schedule.
-      dims: the model's dims: they tell weight decay and Muon what is a matrix.
+      optimizer: options, or an optax transformation, which is used unchanged.
+      steps: number of steps of the run, for the schedule.
+      dims: of the model; weight decay and Muon tell matrices from vectors by them.
+
+    Returns:
+      The transformation; the schedule, None for an optax transformation.
     """
     if not isinstance(optimizer, Optimizer):
         return optimizer, None
     rate = make_schedule(optimizer.learning_rate, steps)
     update = OPTIMIZERS[optimizer.name](optimizer, rate, dims)
-    # without clipping too, so that the state has the same paths
+    # an identity if there is no clipping: the paths of the state in a checkpoint stay the same
     clip = optax.identity() if optimizer.clip is None else optax.clip_by_global_norm(optimizer.clip)
     average = () if optimizer.ema is None else (parameter_average(optimizer.ema),)
     return optax.chain(clip, update, *average), rate

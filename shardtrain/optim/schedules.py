@@ -6,7 +6,7 @@ A new one is a function and a line in `SCHEDULES`. Next: `optimizer.py`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 import optax
@@ -14,29 +14,67 @@ import optax
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 
+# Each function gives the rate after the warmup; `make_schedule` puts the warmup before it.
+
+
+def _constant(schedule: "Schedule", steps: int) -> optax.Schedule:
+    return optax.constant_schedule(schedule.peak)
+
+
+def _cosine(schedule: "Schedule", steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(schedule.peak, max(steps, 1), alpha=schedule.final)
+
+
+def _wsd(schedule: "Schedule", steps: int) -> optax.Schedule:
+    # the decay is a fraction of the whole run, warmup included
+    falling = min(max(round(schedule.decay * (steps + schedule.warmup)), 1), max(steps, 1))
+    decay = optax.linear_schedule(schedule.peak, schedule.peak * schedule.final, falling)
+    return optax.join_schedules([optax.constant_schedule(schedule.peak), decay], [max(steps - falling, 0)])
+
+
+def _inverse_sqrt(schedule: "Schedule", steps: int) -> optax.Schedule:
+    start = max(schedule.warmup, 1)
+    # join_schedules evaluates it before its first step too
+    return lambda step: schedule.peak * (start / (jnp.maximum(step, 0) + start)) ** 0.5
+
+
+SCHEDULES: dict[str, Callable[["Schedule", int], optax.Schedule]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "inverse_sqrt": _inverse_sqrt,
+}
+"""Name -> (options, number of steps after the warmup) -> the learning rate over those steps, which start at
+0."""
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A learning rate over the steps of a run.
+    """Options of a learning-rate schedule.
 
     Args:
-      name: constant; cosine (Loshchilov and Hutter 2017); wsd: warmup, stable, decay (Hu et al.
-        2024, MiniCPM); inverse_sqrt: after the warmup falls as 1/sqrt(step) (Vaswani et al. 2017).
+      name: of `SCHEDULES`: constant; cosine decay (Loshchilov and Hutter 2017); wsd: warmup, stable, decay
+        (Hu et al. 2024, MiniCPM); inverse_sqrt: decays as 1/sqrt(step) (Vaswani et al. 2017).
       peak: the highest learning rate.
-      warmup: steps of linear rise from `start`.
-      start: where the warmup begins, as a share of the peak; 1 / N is the gradual warmup of Goyal et
-        al. 2017 (section 2.2) for a rate that was raised N times.
-      final: what is left at the end, as a share of the peak (cosine, wsd).
-      decay: wsd only: the share of the run's steps in which it falls.
-      function: step -> learning rate, such as any schedule of optax; it takes the place of all fields above.
+      warmup: number of steps of linear rise from `start` times the peak to the peak.
+      start: learning rate of the first warmup step, as a fraction of the peak; 1 / N is the gradual warmup of
+        Goyal et al. 2017 (section 2.2) for a rate that was scaled by N.
+      final: learning rate of the last step, as a fraction of the peak (cosine, wsd).
+      decay: fraction of the run's steps over which the rate decays (wsd).
+      function: step -> learning rate, such as any optax schedule; it replaces all fields above.
 
     Short forms: a number is a constant rate, a function is `function`.
 
     Raises:
-      ValueError: lists every value of a wrong kind or out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
-    name: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    name: ScheduleName = "cosine"
     peak: float = 1e-3
     warmup: int = 0
     start: float = 0.0
@@ -46,7 +84,7 @@ class Schedule:
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
-        """The fields that a bare value stands for; None: it is no short form."""
+        """Return the fields that a short form sets; None if the value is not a short form."""
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return {"name": "constant", "peak": value}
         return {"function": value} if callable(value) else None
@@ -73,36 +111,8 @@ class Schedule:
             raise problems_error("this schedule cannot be used", problems)
 
 
-def _constant(schedule: Schedule, steps: int) -> optax.Schedule:
-    return optax.constant_schedule(schedule.peak)
-
-
-def _cosine(schedule: Schedule, steps: int) -> optax.Schedule:
-    return optax.cosine_decay_schedule(schedule.peak, max(steps, 1), alpha=schedule.final)
-
-
-def _wsd(schedule: Schedule, steps: int) -> optax.Schedule:
-    falling = min(max(round(schedule.decay * (steps + schedule.warmup)), 1), max(steps, 1))
-    decay = optax.linear_schedule(schedule.peak, schedule.peak * schedule.final, falling)
-    return optax.join_schedules([optax.constant_schedule(schedule.peak), decay], [max(steps - falling, 0)])
-
-
-def _inverse_sqrt(schedule: Schedule, steps: int) -> optax.Schedule:
-    start = max(schedule.warmup, 1)
-    # join_schedules asks for steps before its beginning too
-    return lambda step: schedule.peak * (start / (jnp.maximum(step, 0) + start)) ** 0.5
-
-
-SCHEDULES: dict[str, Callable[[Schedule, int], optax.Schedule]] = {
-    "constant": _constant,
-    "cosine": _cosine,
-    "wsd": _wsd,
-    "inverse_sqrt": _inverse_sqrt,
-}
-
-
 def make_schedule(schedule: Schedule, steps: int) -> optax.Schedule:
-    """step -> learning rate, for a run of `steps` steps.
+    """Return the optax schedule (step -> learning rate) of a run of `steps` steps.
 
     >>> rate = make_schedule(Schedule(name="cosine", peak=1.0, warmup=10, final=0.0), 110)
     >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 60, 110)]

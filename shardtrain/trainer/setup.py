@@ -19,7 +19,7 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
-from shardtrain.optim.separable import coupled
+from shardtrain.optim.separable import coupling_problems
 from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
@@ -141,7 +141,7 @@ def _make_stage_parts(
 
 def _mixes(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
     """Why stages cannot update apart with this optimizer."""
-    return [] if isinstance(optimizer, Optimizer) else coupled(optimizer, dims, traced.params)
+    return [] if isinstance(optimizer, Optimizer) else coupling_problems(optimizer, dims, traced.params)
 
 
 def missing_text(missing: list[str]) -> str:

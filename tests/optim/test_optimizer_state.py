@@ -147,42 +147,6 @@ LAYERED = {
 }
 
 
-@pytest.mark.parametrize("name", ["lamb", "adafactor"])
-def test_each_layer_of_a_stack_is_updated_as_if_alone(name):
-    """Also where stacks have different numbers of layers: 3 and 2."""
-    params = {
-        "blocks": {
-            "w": jnp.asarray(random.normal(size=(3, 4, 5)) * np.array([1, 10, 100]).reshape(-1, 1, 1))
-        },
-        "others": {"w": jnp.asarray(random.normal(size=(2, 6)))},
-        "head": jnp.asarray(random.normal(size=(4, 5))),
-    }
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    grads = jax.tree.map(jnp.cos, params)
-    asked = Optimizer(name=name, learning_rate=Schedule(name="constant", peak=0.1), clip=None)
-
-    def update(params: Any, grads: Any, dims: Any) -> Any:
-        optimizer, _ = make_optimizer(asked, 10, dims)
-
-        @jax.jit
-        def two(params: Any, grads: Any) -> Any:
-            _, state = optimizer.update(grads, optimizer.init(params), params)
-            return optimizer.update(jax.tree.map(lambda g: 0.5 * g, grads), state, params)[0]
-
-        return two(params, grads)
-
-    stacked = update(params, grads, LAYERED)
-    cut = {"blocks": 3, "others": 2}
-
-    def apart(tree: Any) -> Any:
-        return {f"{k}{i}": tree[k]["w"][i] for k, n in cut.items() for i in range(n)} | {"head": tree["head"]}
-
-    dims: dict[str, Any] = {f"{k}{i}": LAYERED[k]["w"][1:] for k, n in cut.items() for i in range(n)}  # type: ignore[call-overload]
-    alone = update(apart(params), apart(grads), dims | {"head": LAYERED["head"]})
-    for path, found in apart(stacked).items():
-        np.testing.assert_allclose(found, alone[path], rtol=1e-5, err_msg=path)
-
-
 @pytest.mark.parametrize("rows", [3, 4])
 def test_an_array_whose_name_ends_as_that_of_a_stack_is_left_whole(rows):
     """Also one whose first dim is as long as the stack has layers."""
