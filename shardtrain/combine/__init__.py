@@ -1,6 +1,7 @@
-"""How what the ranks have becomes one: combiners, and codecs that send less, each written once over a group.
+"""Combiners of the replicas' trees, and codecs that compress what is sent, each written once over a group.
 
-Combiners and codecs are registered here by name. Next: `combiner.py` (what they are), `group.py`.
+A new one is a file here and an entry of `COMBINERS` or `CODECS`; tests/combine/test_contract.py checks every
+entry. Next: `combiner.py` (the contract), `mean.py` (the shortest), `group.py`.
 """
 
 import inspect
@@ -41,7 +42,12 @@ __all__ = [
     "top_k",
 ]
 
-COMBINERS: dict[str, Callable[..., Combiner]] = {"mean": mean, "sum": sum, "adasum": adasum}
+COMBINERS: dict[str, Callable[..., Combiner]] = {
+    "mean": mean,
+    "sum": sum,
+    "adasum": adasum,
+}
+"""Name -> function that makes the combiner; its one argument, if it has any, is written after a colon."""
 
 CODECS: dict[str, Callable[..., Codec]] = {
     "bfloat16": bfloat16,
@@ -50,10 +56,11 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "top_k": top_k,
     "power_sgd": power_sgd,
 }
+"""Name -> function that makes the codec, likewise."""
 
 
 def make_combiner(text: str) -> Combiner:
-    """A combiner by name, with codecs before it.
+    """Make a combiner by name, with codecs before it.
 
     Args:
       text: names joined by "+", the combiner last; each may have an argument after ":", such as "mean",
@@ -72,8 +79,10 @@ def make_combiner(text: str) -> Combiner:
         name, colon, argument = (part.strip() for part in word.partition(":"))
         if name not in table:
             other = COMBINERS if table is CODECS else CODECS
-            place = "; a combiner stands last" if table is CODECS else "; a codec needs a combiner after it"
-            hint = f"{name!r}{place}, such as 'int8+mean'" if name in other else near(name, table)
+            hint_on_order = (
+                "; a combiner stands last" if table is CODECS else "; a codec needs a combiner after it"
+            )
+            hint = f"{name!r}{hint_on_order}, such as 'int8+mean'" if name in other else near(name, table)
             problems.append(f"{kind} {hint}")
             continue
         parameters = list(inspect.signature(table[name]).parameters)

@@ -18,14 +18,14 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Combined(NamedTuple):
-    """What comes out of a combiner.
+    """The result of a combiner on one rank.
 
     Attributes:
-      value: like the tree that went in, the same on all ranks.
+      value: like the tree that was combined, the same bits on all ranks.
       state: this rank's next state.
       metrics: name -> float32, the same on all ranks: scalars, or (L,) with one entry per leaf.
-      lost: for codecs: a float32 tree that would make good what was rounded off the result, if this
-        rank added it to its tree in the next round; None where nothing was.
+      lost: for codecs: a float32 tree that this rank would have to add to its tree in the next round to
+        make good what was rounded off the value; None where nothing was rounded.
     """
 
     value: Any
@@ -36,15 +36,18 @@ class Combined(NamedTuple):
 
 @dataclass(frozen=True)
 class Combiner:
-    """Joins what each rank has: a pair of pure functions, run inside jit.
+    """A pair of pure functions that combine the trees of all ranks, called inside jit.
+
+    tests/combine/test_contract.py holds every registered combiner against what is said here.
 
     Args:
-      init: tree of arrays or shapes -> this rank's state, () if it keeps none.
+      init: tree of arrays or shapes -> this rank's state, () if the combiner keeps none.
       combine: (tree, count, state, group) -> `Combined`. The tree is this rank's mean over its own
         `count` (float32 scalar) examples: leaves of any shape, float32, bfloat16 or float16. With count 0
-        the rank contributes nothing, whatever the tree holds, NaN too, and keeps its state. A NaN
-        or an infinity of a rank with examples leaves a non-finite value on all ranks.
-      linear: `combine` is a weighted sum, and keeps no state: a codec may put factors through it.
+        the rank contributes nothing, whatever its tree holds, NaN too, and its state stays, but for what
+        all ranks have in common; where no rank has examples the value is zeros. A NaN or an infinity of
+        a rank with examples leaves a value that is not finite on all ranks, and no trace in any state.
+      linear: `combine` is a weighted sum, and keeps no state: a codec may combine factors instead of leaves.
       across_leaves: a leaf's result depends on other leaves: all must come in one call.
 
     >>> def largest(tree, count, state, group):
