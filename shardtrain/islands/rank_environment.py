@@ -75,9 +75,9 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
         )
     if RANK_WITHOUT_SIZE in environ:
         raise ValueError(
-            f"the launcher sets rank {environ[RANK_WITHOUT_SIZE]} ({RANK_WITHOUT_SIZE}) and no number of ranks;"
-            " start with mpiexec or mpirun of MPICH, Open MPI or Intel MPI, or with srun or flux run, or"
-            f" set {PMI.rank} and {PMI.size[0]} for each rank"
+            f"the launcher sets rank {environ[RANK_WITHOUT_SIZE]} ({RANK_WITHOUT_SIZE}) and no number of"
+            " ranks; start with mpiexec or mpirun of MPICH, Open MPI or Intel MPI, or with srun or flux run,"
+            f" or set {PMI.rank} and {PMI.size[0]} for each rank"
         )
     return RankEnvironment(launcher="none", rank=0, size=1, local_rank=0, local_size=1, host=host)
 

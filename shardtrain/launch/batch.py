@@ -30,7 +30,7 @@ def headline(job: Job, nodes: int) -> str:
         return f"{job.islands} islands of {job.processes_text} processes"
     several = f", each of {each} processes" if each > 1 else ""
     if job.islands == nodes:
-        return f"an island a node{several}: --nodes alone says how many"
+        return f"an island a node{several}"
     return f"{job.islands} islands{several}, over all nodes"
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 
-from shardtrain.launch import local, mpi, slurm
+from shardtrain.launch import flux, local, mpi, slurm
 from shardtrain.launch.launcher import Launcher
 
 LAUNCHERS: Mapping[str, Launcher] = {
     "local": local.LAUNCHER,
     "mpi": mpi.LAUNCHER,
     "slurm": slurm.LAUNCHER,
+    "flux": flux.LAUNCHER,
 }
 """Name on the command line -> launcher."""
 

@@ -76,7 +76,10 @@ def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
     nodes = options.nodes if options.nodes is not None else batch.default_nodes(job)
     if problems := _problems(job, options, nodes):
         raise problems_error("this batch job cannot be written", problems)
-    lines = ["#!/bin/bash", f"# {batch.headline(job, nodes)}", ""]
+    # the number of nodes stands in one line, to be changed there
+    only_nodes = isinstance(job.processes_per_island, int) and job.islands == nodes
+    hint = ": --nodes alone says how many" if only_nodes else ""
+    lines = ["#!/bin/bash", f"# {batch.headline(job, nodes)}{hint}", ""]
     lines += [f"#SBATCH {option}" for option in _directives(job, options, nodes)]
     lines += ["", *options.setup, *batch.exports(job, environ)]
     lines += ["", *_run(job, options)]

@@ -44,6 +44,10 @@ PALS = {
     "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "1", "PMI_RANK": "5", "PMI_SIZE": "8",
     "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4",
 }  # fmt: skip
+FLUX = {
+    "FLUX_JOB_ID": "f23", "FLUX_JOB_NNODES": "2", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_TASK_RANK": "3", "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "11",
+}  # fmt: skip
 MVAPICH = {
     "MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "3", "MV2_COMM_WORLD_LOCAL_RANK": "0",
     "MV2_COMM_WORLD_LOCAL_SIZE": "1",
@@ -65,6 +69,11 @@ MVAPICH = {
         (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": ""}, ("srun", 1, 3, None, None, "n1")),
         (SLURM_BATCH, ("none", 0, 1, 0, 1, "n1")),
         (PALS, ("pals", 5, 8, 1, 4, HERE)),
+        (FLUX, ("flux", 3, 4, None, None, HERE)),
+        (FLUX | {"FLUX_JOB_NNODES": "1"}, ("flux", 3, 4, 1, 4, HERE)),
+        (FLUX | {"FLUX_JOB_NNODES": "4", "FLUX_TASK_LOCAL_ID": "0"}, ("flux", 3, 4, 0, 1, HERE)),
+        (FLUX | HYDRA | {"PMI_RANK": "2"}, ("hydra", 2, 4, 1, 2, HERE)),
+        (FLUX | {"PMI_RANK": "0", "PMI_SIZE": "2"}, ("pmi", 0, 2, None, None, HERE)),
         (MVAPICH, ("mvapich", 2, 3, 0, 1, HERE)),
         ({"PMI_RANK": "2", "PMI_SIZE": "4"}, ("pmi", 2, 4, None, None, HERE)),
         ({"PMI_RANK": "2", "PMI_SIZE": "4"} | PROXY_STEP, ("pmi", 2, 4, None, None, "n2")),

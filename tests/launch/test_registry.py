@@ -23,16 +23,14 @@ from shardtrain.launch.registry import DEFAULT, LAUNCHERS, WITH_HOSTS
 ROOT = Path(__file__).parents[2]
 SUBMITS = sorted(name for name, launcher in LAUNCHERS.items() if launcher.restarts is None)
 
-# starts the ranks of the words behind its own options one after the other, and ends with the largest code
+# starts the words behind its own options as so many ranks, and ends with the largest of their codes
 STAND_IN = """#!{python}
 import json, os, subprocess, sys
 words, size, own = sys.argv[1:], 0, dict(os.environ)
 {read}
 at = next(i for i, word in enumerate(words) if word == {python!r})
-codes = []
-for rank in range(size):
-    codes.append(subprocess.run(words[at:], env=own | {variables}).returncode)
-sys.exit(max(codes))
+ranks = [subprocess.Popen(words[at:], env=own | {variables}) for rank in range(size)]
+sys.exit(max(rank.wait() for rank in ranks))
 """
 MPIEXEC = """
 if words == ["--version"]:
@@ -55,14 +53,28 @@ SLURM_RANK = (
     ' "SLURM_LOCALID": str(rank % each), "SLURM_NODEID": str(rank // each),'
     ' "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{nodes})"}'
 )
+FLUX = """
+if words[0] != "run":
+    if "batch" in words:
+        open("called", "w").write(open(words[-1]).read())
+    print("77"), sys.exit()
+given = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
+nodes, each = int(given["--nodes"]), int(given["--tasks-per-node"])
+size = nodes * each
+"""
+FLUX_RANK = (
+    '{"FLUX_TASK_RANK": str(rank), "FLUX_JOB_SIZE": str(size), "FLUX_TASK_LOCAL_ID": str(rank % each),'
+    ' "FLUX_JOB_NNODES": str(nodes), "PMI_RANK": str(rank), "PMI_SIZE": str(size), "PMI_FD": "9"}'
+)
 STAND_INS = {
     "local": {"mpiexec": (MPIEXEC, HYDRA_RANK)},
     "mpi": {"mpiexec": (MPIEXEC, HYDRA_RANK)},
     "slurm": {"srun": (SRUN, SLURM_RANK), "scontrol": None},
+    "flux": {"flux": (FLUX, FLUX_RANK)},
 }
 """Launcher -> program -> (how it finds the number of ranks, the variables of a rank); None: it only logs."""
 
-JOB_VARIABLES = {"slurm": {"SLURM_JOB_ID": "77"}}
+JOB_VARIABLES = {"slurm": {"SLURM_JOB_ID": "77"}, "flux": {}}
 """Launcher -> what its scheduler sets for the batch script."""
 
 SHAPES = {"unequal": (1, 3), "three of two": (2, 2, 2)}

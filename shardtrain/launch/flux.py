@@ -1,0 +1,154 @@
+"""`launch flux`: a job as a batch script of Flux, submitted by `flux batch`.
+
+`flux batch` starts an instance of Flux on the nodes of the job; the script runs on its first node, and `flux
+run` starts the ranks. Flux has no requeue: the script submits itself again to the enclosing instance.
+Sources: flux-batch(1), flux-run(1), flux-job(1) (timeleft), flux-environment(7), flux-shell-options(7).
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.launch import batch
+from shardtrain.launch.job import Job
+from shardtrain.launch.launcher import Launch, Launcher
+
+MARGIN_SECONDS = 10
+"""The time limit of the ranks ends this long before that of the instance, which gives them no warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flux:
+    """Options of flux.
+
+    Args:
+      queue: where to run; None: the cluster's default, as with the bank.
+      bank: the account to charge.
+      job_name: in the queue and before the log's name.
+      nodes: number of nodes; None: one an island, or one a rank where islands are unequal.
+      gpus_per_island: shared evenly by its processes; None: with whole nodes all of their GPUs, else none.
+      cpus_per_island: likewise; None: whole nodes, whose cores the ranks divide among themselves.
+      pmi: how MPI finds its ranks: simple for MPICH and Intel MPI, pmix (a plugin of Flux) for Open MPI.
+      requeue: submit the job again when the time is over, or a rank was lost or hung.
+      flux: further options of flux batch, without their dashes: `requires=host:a`.
+      setup: lines of shell before the start, such as `module load openmpi`.
+    """
+
+    queue: str | None = None
+    bank: str | None = None
+    job_name: str = "shardtrain"
+    nodes: int | None = None
+    gpus_per_island: int | None = None
+    cpus_per_island: int | None = None
+    pmi: str = "simple"
+    requeue: bool = True
+    flux: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+
+
+def launch(job: Job, options: Flux, environ: Mapping[str, str]) -> Launch:
+    """Return the command that submits a job, and the batch script for it.
+
+    Args:
+      job: without hosts; its logs are the folder that holds those of each batch job.
+      options: what to ask for.
+      environ: of this process.
+
+    Raises:
+      ValueError: lists everything that does not fit.
+    """
+    path = job.logs / f"{options.job_name}.flux"
+    return Launch(
+        lines=(("flux", "batch", str(path)),),
+        files={path: script(job, options, environ)},
+        log=f"{job.logs}/{options.job_name}-<job>.log",
+    )
+
+
+def script(job: Job, options: Flux, environ: Mapping[str, str]) -> str:
+    """Return the text of the batch script.
+
+    Args:
+      job, options, environ: as for `launch`.
+
+    Raises:
+      ValueError: lists everything that does not fit.
+    """
+    nodes = options.nodes if options.nodes is not None else batch.default_nodes(job)
+    if problems := _problems(job, options, nodes):
+        raise problems_error("this batch job cannot be written", problems)
+    lines = ["#!/bin/bash", f"# {batch.headline(job, nodes)}", ""]
+    lines += [f"# flux: {option}" for option in _directives(job, options, nodes)]
+    lines += ["", *options.setup, *batch.exports(job, environ)]
+    # the ranks are bound by Flux, a process to its own GPUs and cores
+    lines += ["export SHARDTRAIN_BIND=no"] if options.cpus_per_island else []
+    lines += ["", *_run(job, options, nodes)]
+    return "\n".join(lines) + "\n"
+
+
+def _problems(job: Job, options: Flux, nodes: int) -> list[str]:
+    problems = []
+    if job.hosts:
+        problems.append("hosts are named, and Flux chooses them; use --flux requires=host:a,b")
+    problems += batch.node_problems(job, nodes)
+    words = {name: getattr(options, name) for name in ("queue", "bank", "pmi")}
+    problems += batch.text_problems(options.job_name, words, job.logs, options.flux, "flux")
+    for what, count in (("GPUs", options.gpus_per_island), ("CPUs", options.cpus_per_island)):
+        otherwise = "leave it out: ranks share whole nodes"
+        problems += batch.share_problems(job, what, count, otherwise)
+    if options.gpus_per_island is not None and options.cpus_per_island is None:
+        problems.append(
+            f"GPUs per island is {options.gpus_per_island}, without CPUs per island: Flux would give each"
+            " process one core. Add --cpus-per-island, or leave both out for whole nodes with all their GPUs"
+        )
+    return problems
+
+
+def _directives(job: Job, options: Flux, nodes: int) -> list[str]:
+    gpus = batch.per_process(job, options.gpus_per_island)
+    cpus = batch.per_process(job, options.cpus_per_island)
+    found = [f"--job-name={options.job_name}", f"--nodes={nodes}"]
+    # a slot is the share of one process
+    found += [f"--nslots={job.num_ranks}", f"--cores-per-slot={cpus}"] if cpus else ["--exclusive"]
+    found += [f"--gpus-per-slot={gpus}"] if gpus else []
+    found += [f"--queue={options.queue}"] if options.queue is not None else []
+    found += [f"--setattr=system.bank={options.bank}"] if options.bank is not None else []
+    found += [f"--time-limit={job.time_seconds}s"] if job.time_seconds is not None else []
+    found += [f"--output={job.logs}/{options.job_name}-{{{{id.dec}}}}.log"]
+    return found + [shlex.quote(f"--{option.lstrip('-')}") for option in options.flux]
+
+
+def _run(job: Job, options: Flux, nodes: int) -> list[str]:
+    gpus = batch.per_process(job, options.gpus_per_island)
+    cpus = batch.per_process(job, options.cpus_per_island)
+    if cpus:
+        ranks = f"--nodes={nodes} --ntasks={job.num_ranks} --cores-per-task={cpus}"
+        ranks += f" --gpus-per-task={gpus}" if gpus else ""
+        affinity = "-o cpu-affinity=per-task -o gpu-affinity=per-task"
+    else:
+        ranks = f"--nodes={nodes} --exclusive --tasks-per-node={job.num_ranks // nodes}"
+        affinity = "-o cpu-affinity=off"
+    limit = []
+    if job.time_seconds is not None:
+        # what is left of the job's own limit: the instance took some time to start
+        limit = [f"left=$(($(flux job timeleft) - {MARGIN_SECONDS}))"]
+        ranks += f' --time-limit="$left"s --signal=USR1@{job.stop_seconds}s'
+    # ranks that saved may end long before the last one; one that fails ends all
+    ending = "-o exit-on-error -o exit-timeout=none"
+    return [
+        'job=$(flux job id "$(flux getattr jobid)")  # as a decimal number',
+        *batch.log_lines(job, '"$job"'),
+        *limit,
+        f"flux run {ranks} {ending} -o pmi={options.pmi} {affinity} \\",
+        *batch.rank_lines(job),
+        # $0 is the copy that Flux made of this script when it was submitted
+        *batch.end_lines("flux run", 'flux --parent batch "$0"' if options.requeue else None),
+    ]
+
+
+LAUNCHER = Launcher(
+    summary="as a batch job of Flux: writes its script and submits it by flux batch",
+    options=Flux,
+    launch=launch,
+)
