@@ -1,5 +1,6 @@
 """8 simulated CPU devices for every test, and compiled programs that are kept between runs."""
 
+import difflib
 import os
 import shutil
 import signal
@@ -111,3 +112,23 @@ def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
         return texts
 
     return run
+
+
+@pytest.fixture
+def assert_snapshot():
+    """Compare a text with a committed file of tests/snapshots; `UPDATE_SNAPSHOTS=1` writes the file anew."""
+
+    def check(name: str, text: str) -> None:
+        path = Path(__file__).parent / "snapshots" / name
+        if os.environ.get("UPDATE_SNAPSHOTS"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        lines = (path.read_text().splitlines(), text.splitlines())
+        changes = "\n".join(difflib.unified_diff(*lines, "committed", "now", n=0, lineterm=""))
+        assert not changes, (
+            f"{changes}\n\ntests/snapshots/{name} lists what users rely on. If the change is meant, write it"
+            " anew by UPDATE_SNAPSHOTS=1 uv run pytest tests/test_options.py tests/test_api.py, commit it,"
+            " and give what was renamed or removed a line in CHANGELOG.md."
+        )
+
+    return check

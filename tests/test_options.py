@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import io
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardtrain.cli.inspect import InspectOptions
 from shardtrain.cli.run_options import parse_run
 from shardtrain.cli.train import TrainOptions
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.trainer.config import describe
 
 ROOT = Path(__file__).parents[1]
 OPTION = re.compile(r"(?<![\w\-/])--[a-z][\w.\-]*")
@@ -58,10 +60,11 @@ def options(text):
 
 
 def texts():
-    """(where it stands, text) of every page but figures, and of every string of the package."""
+    """(where it stands, text) of every page but benchmarks', and of every string of the package."""
     pages = [page for page in ROOT.glob("*.md") if page.name != "CHANGELOG.md"]
     for page in [*pages, *(ROOT / "docs").rglob("*.md")]:
-        if page.parent.name not in ("benchmarks", "decisions"):
+        # those name the options of the benchmarks' own programs
+        if page.parent.name != "benchmarks":
             yield page.name, page.read_text()
     for folder in ("shardtrain", "models", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -77,29 +80,84 @@ def run_file(tmp_path_factory):
     return path
 
 
-def test_every_option_that_is_named_exists(run_file, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(ROOT)
-    commands = [*COMMANDS, ["train", f"{run_file}:masked"]]
-    for words in commands:
-        with contextlib.suppress(SystemExit):
-            assert cli.main([word.format(run=run_file) for word in words] + ["--help"]) == 0
-    known = options(capsys.readouterr().out) | set(" ".join(OTHERS.values()).split())
+@pytest.fixture(scope="module")
+def helps(run_file):
+    """Command -> the text of its --help, a paragraph on one line."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "120")
+        patch.chdir(ROOT)
+        for words in (*COMMANDS, ["train", f"{run_file}:masked"]):
+            text = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+            with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+                assert cli.main([word.format(run=run_file) for word in words] + ["--help"]) == 0
+            text.seek(0)
+            found[" ".join(words)] = text.read()
+    return found
+
+
+def entries(text):
+    """(option with its kind, help text, default) of each option in a --help."""
+    lines = [line.strip("│").rstrip() for line in text.splitlines() if line.startswith("│ ")]
+    # an option starts its line; the lines of its text stand further right, beside it or below
+    for entry in re.split(r"^ (?=\S)", "\n".join(lines), flags=re.MULTILINE):
+        if entry.startswith("--"):
+            option, _, about = entry.partition("  ")
+            about = " ".join(about.split())
+            default = re.search(r"\((?:default|required|fixed)[^()]*\)$", about)
+            yield " ".join(option.split()), about[: default and default.start()], default and default[0]
+
+
+def test_every_option_has_a_help_text_in_plain_words(helps):
+    found = [(command, *entry) for command, text in helps.items() for entry in entries(text)]
+    assert len(found) > 400
+    assert [(command, option) for command, option, text, _ in found if len(text) < 5] == []
+    ours = re.compile(r"shardtrain\.\w|\b[A-Z]\w+\(|`[a-z_]+\.[A-Za-z_]\w*`|\b[A-Z]+_[A-Z_]+\b")
+    allowed = ("jax.lax.scan",)
+    symbols = {
+        (command, option, symbol)
+        for command, option, text, _ in found
+        for symbol in ours.findall(text)
+        if symbol.strip("`") not in allowed
+    }
+    assert symbols == set()
+
+
+def test_the_help_starts_with_the_common_options(helps):
+    text = helps["train examples/gpt_text.py"]
+    first = [option.split()[0] for option, *_ in entries(text.partition("╰")[0])]
+    assert 10 <= len(first) <= 16
+    common = "--mesh --cpu-devices --data --steps --batch --accumulate --learning-rate --seed --run-dir"
+    assert first[:9] == common.split()
+
+
+def test_commands_and_options_are_those_committed(helps, assert_snapshot):
+    lines = [
+        f"{command}  {option}  {default}"
+        for command, text in helps.items()
+        if "_run.py" not in command and "{run}" not in command
+        for option, _, default in entries(text)
+    ]
+    assert len(lines) > 200
+    assert_snapshot("cli.txt", "\n".join(lines) + "\n")
+
+
+def test_every_option_that_is_named_exists(helps):
+    known = options("".join(helps.values())) | set(" ".join(OTHERS.values()).split())
     assert len(known) > 150
     unknown = {where: found for where, text in texts() if (found := options(text) - known)}
     assert unknown == {}
 
 
-def test_every_section_that_a_message_names_is_there():
-    readme = (ROOT / "README.md").read_text()
+def test_every_section_of_the_readme_that_is_named_is_there():
+    headings = re.findall(r"^##+ (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     named = {
         (where, section)
         for where, text in texts()
-        if ".py" in where
-        for section in re.findall(r"README, ([A-Z][\w, ]+)", text)
+        for section in re.findall(r"README, ([A-Z][\w, ]+?)(?=[^\w ,]|,? (?:and|or) |$)", text)
     }
     assert len(named) >= 3
-    assert [found for found in named if f"\n## {found[1]}\n" not in readme] == []
+    assert [found for found in named if found[1].strip() not in headings] == []
 
 
 @pytest.mark.parametrize(
@@ -141,3 +199,29 @@ def test_the_commands_that_are_shown_are_understood(monkeypatch, run_file):
         if "--cpu-devices" in rest:
             del rest[(at := rest.index("--cpu-devices")) : at + 2]
         parse_run(command, [stand_for.get(where, where), *rest], EXTRA[command])
+
+
+OLD_COMMANDS = (ROOT / "tests/snapshots/readme_commands_of_0_1.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", OLD_COMMANDS)
+def test_a_command_of_an_earlier_readme_is_still_understood(line, monkeypatch, capsys, tmp_path):
+    """Parsed, not run: launch by --dry-run, checkpoint up to the folder that is not there."""
+    _, command, *words = shlex.split(line)
+    if command == "checkpoint":
+        monkeypatch.chdir(tmp_path)
+        assert cli.main([command, *words]) == 2
+        assert f"no {'folder ' * (words[0] != 'import')}{words[1]}" in capsys.readouterr().err
+        return
+    monkeypatch.chdir(ROOT)
+    if command == "launch":
+        at = words.index("--")
+        dry_run = [] if "--dry-run" in words else ["--dry-run"]
+        assert cli.main([command, *words[:at], *dry_run, *words[at:]]) == 0
+        command, *words = words[at + 1 :]
+        assert f"shardtrain {command}" in capsys.readouterr().out
+    if command in EXTRA and "--help" not in words:
+        if "--cpu-devices" in words:
+            del words[(at := words.index("--cpu-devices")) : at + 2]
+        run, _ = parse_run(command, words, EXTRA[command])
+        assert len(words) == 1 or describe(run) != describe(parse_run(command, words[:1], EXTRA[command])[0])
