@@ -76,30 +76,31 @@ class DecoderConfig:
     Args:
       vocab: number of tokens in the vocabulary.
       seq: largest number of positions.
-      embed: features of the residual stream.
+      embed: features of each position between blocks.
       num_layers: number of blocks.
       num_heads: query heads.
       num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
-      head_dim: features of a head; None: embed // num_heads.
+      head_dim: features of each head; None: embed // num_heads.
       mlp: hidden features of the feed-forward; None: 4 * embed.
-      positions: a learned table, or rotated queries and keys.
+      positions: "learned", a table of embeddings; or "rotary", rotated queries and keys.
       theta: base of the rotary wavelengths.
-      norm: before each half of a block and before the head.
+      norm: kind of norm before each half of a block and before the head.
       eps: added to the variance in the norms.
       activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT) or "swiglu" (a second,
         gating projection).
       bias: whether projections and layer norms have biases (the head has none).
       tied: whether the head is the embedding table.
-      dropout: rate on the embedding and on the outputs of attention and feed-forward. It needs a "dropout"
-        stream.
-      remat: what the backward pass computes again. "none": nothing. "weights": only what casts or moves
-        numbers, so that no gathered weight is kept for it. "dots": all but matrix products. "outputs": all
-        but the outputs of attention and feed-forward, which tensor parallelism reduces over devices. "full":
-        all but a block's input.
-      scan: walk over the blocks with `jax.lax.scan` (compile time does not grow with num_layers), or unroll
-        them (XLA on the CPU then merges away what remat repeats).
+      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
+        "dropout".
+      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
+        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
+        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
+        of a block.
+      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number), or unroll them
+        (XLA on the CPU then merges away what remat repeats).
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
-      attention: see `shardtrain.models.layers.attend`.
+      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
+        head_dim allow it, else "xla".
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.

@@ -43,15 +43,28 @@ Stream = dict[str, jax.Array]
 class EncoderConfig:
     """Sizes and options of an encoder; called with `nnx.Rngs` it builds the model.
 
-    Options that it shares with `DecoderConfig` mean the same.
-
     Args:
       vocab: number of tokens in the vocabulary.
       seq: largest number of positions; their table is learned.
-      segments: kinds of token by the text that they stand in (BERT's token types).
-      eps: added to the variance in the layer norms, which stand behind each half of a block.
+      embed: features of each position between blocks.
+      num_layers: number of blocks.
+      num_heads: attention heads.
+      mlp: hidden features of the feed-forward; None: 4 * embed.
+      segments: number of token types (of BERT: first and second text).
+      eps: added to the variance in the layer norms after each half of a block.
       activation: "gelu_erf" (exact, as BERT) or "gelu" (tanh approximation), in the blocks and in the head.
       tied: whether the head ends in the embedding table.
+      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
+        "dropout".
+      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
+        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
+        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
+        of a block.
+      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number), or unroll them
+        (XLA on the CPU then merges away what remat repeats).
+      dtype: compute dtype; parameters, norms, softmax and logits are float32.
+      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
+        head_dim allow it, else "xla".
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.

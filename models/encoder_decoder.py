@@ -47,14 +47,32 @@ Stream = dict[str, jax.Array]
 class EncoderDecoderConfig:
     """Sizes and options of an encoder-decoder; called with `nnx.Rngs` it builds the model.
 
-    Options that it shares with `DecoderConfig` mean the same.
-
     Args:
       vocab: number of tokens in the vocabulary, one for both sequences.
       seq: largest number of positions of each sequence. Every position counts: there is no padding mask.
-      num_encoder_layers: blocks that read the source.
-      num_decoder_layers: blocks that read the target before them, and the encoded source.
+      embed: features of each position between blocks.
+      num_encoder_layers: blocks that encode the source.
+      num_decoder_layers: blocks that attend to earlier positions of the target and to the encoded source.
+      num_heads: query heads.
+      num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
+      head_dim: features of each head; None: embed // num_heads.
+      mlp: hidden features of the feed-forward; None: 4 * embed.
+      positions: "learned", a table of embeddings; or "rotary", rotated queries and keys.
+      theta: base of the rotary wavelengths.
+      norm: kind of norm before each part of a block and before the head.
+      eps: added to the variance in the norms.
+      activation: "gelu" (tanh approximation), "gelu_erf" (exact) or "swiglu" (a second, gating projection).
+      bias: whether projections and layer norms have biases (the head has none).
       tied: whether the head is the embedding table. Source and target always share that table.
+      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
+        "dropout".
+      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
+        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
+        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
+        of a block.
+      dtype: compute dtype; parameters, norms, softmax and logits are float32.
+      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
+        head_dim allow it, else "xla".
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.

@@ -2,18 +2,23 @@
 
 import ast
 import contextlib
+import importlib
 import io
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
-from shardtrain import cli
+from shardtrain import cli, models
 from shardtrain.cli.checkpoint_files import option_words
+from shardtrain.cli.field_options import field_helps
 from shardtrain.cli.inspect import InspectOptions
 from shardtrain.cli.run_options import parse_run
 from shardtrain.cli.train import TrainOptions
+from shardtrain.launch.registry import LAUNCHERS
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.trainer.config import describe
 
@@ -25,6 +30,8 @@ OTHERS = {
     "mpiexec": "--bind-to --host --mca --oversubscribe --version",
     "Slurm": "--code --cpu-bind --cpus-per-task --exclusive --gpu-bind --gpus-per-task --gres"
     " --kill-on-bad-exit --mem --ntasks-per-node --open-mode --output --signal",
+    "Flux": "--cores-per-slot --cores-per-task --exclusive --gpus-per-slot --gpus-per-task --nslots --ntasks --output"
+    " --parent --setattr --signal --tasks-per-node",
     "XLA": "--xla-cpu-enable-fast-math --xla-dump-to --xla-force-host-platform-device-count",
     "containers": "--cpus --memory --shm-size",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
@@ -38,14 +45,14 @@ COMMANDS = (
     ["train", "examples/gpt_text.py"],
     ["inspect", "examples/gpt_text.py"],
     ["launch"],
-    ["launch", "mpi"],
-    ["launch", "slurm"],
+    *(["launch", name] for name in LAUNCHERS),
     ["doctor"],
     *(["checkpoint", name] for name in ("ls", "show", "verify", "diff", "prune", "export", "import")),
 )
 TOKENS_RUN = """
 from pathlib import Path
 from shardtrain import MaskedTokens, Run, Tokens
+from shardtrain.launch.registry import LAUNCHERS
 from shardtrain.models.decoder import DecoderConfig
 TOKENS = Tokens(path=Path("tokens.npy"), vocab=256, seq=8)
 MODEL = DecoderConfig(vocab=8, seq=8, embed=16, num_layers=1, num_heads=2, bias=False, dtype="bfloat16")
@@ -113,7 +120,7 @@ def test_every_option_has_a_help_text_in_plain_words(helps):
     assert len(found) > 400
     assert [(command, option) for command, option, text, _ in found if len(text) < 5] == []
     ours = re.compile(r"shardtrain\.\w|\b[A-Z]\w+\(|`[a-z_]+\.[A-Za-z_]\w*`|\b[A-Z]+_[A-Z_]+\b")
-    allowed = ("jax.lax.scan",)
+    allowed = ("jax.lax.scan", "model.dropout")
     symbols = {
         (command, option, symbol)
         for command, option, text, _ in found
@@ -121,6 +128,23 @@ def test_every_option_has_a_help_text_in_plain_words(helps):
         if symbol.strip("`") not in allowed
     }
     assert symbols == set()
+
+
+def test_every_field_of_a_model_has_a_help_text():
+    modules = [
+        importlib.import_module(f"shardtrain.models.{info.name}") for info in iter_modules(models.__path__)
+    ]
+    configs = {
+        kind
+        for module in modules
+        for name, kind in vars(module).items()
+        if name.endswith("Config") and kind.__module__ == module.__name__
+    }
+    assert len(configs) >= 6
+    lacking = {
+        (kind.__name__, f.name) for kind in configs for f in fields(kind) if f.name not in field_helps(kind)
+    }
+    assert lacking == set()
 
 
 def test_the_help_starts_with_the_common_options(helps):

@@ -32,8 +32,8 @@ class Allow:
         begins with its own. Where that is part of an optimizer's state, what else of it they name begins
         with it: its count of updates too.
       unused: patterns of arrays that it has and the run has not.
-      changed: patterns of options of the run (`model.dropout`) that are not those of the checkpoint; what
-        needs no leave is in `resume.FREE`.
+      changed: patterns of options of the run (`model.dropout`) that may differ from those saved in the
+        checkpoint. Layout, batch, steps, optimizer, data and intervals may always differ.
 
     Raises:
       ValueError: lists every value of a wrong kind.

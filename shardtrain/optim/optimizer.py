@@ -103,8 +103,8 @@ class Optimizer:
       b2: decay of the second moment (adamw, lamb, lion, muon's AdamW).
       eps: added to the denominator (adamw, lamb, muon's AdamW).
       clip: largest global norm of a gradient; None disables clipping.
-      ema: decay of an exponential moving average of the parameters, see `optimizer_state.parameter_average`;
-        None keeps no average. `Run(evaluate_with="ema")` evaluates it.
+      ema: decay of an exponential moving average of the parameters, which `evaluate_with` "ema" evaluates;
+        None keeps no average.
 
     Short form: its name.
 

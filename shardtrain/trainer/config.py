@@ -121,7 +121,7 @@ class Run:
       checkpoints: when to save and what to keep.
       run_dir: the run's folder; None is runs/ and the name of the run file.
       evaluate_with: parameters that are evaluated, sampled and exported, where they are not those that are
-        trained: "ema", the average of `Optimizer(ema=...)`; "schedule_free", of optax.contrib.schedule_free;
+        trained: "ema", the average that the optimizer keeps; "schedule_free", of optax.contrib.schedule_free;
         or a function (optimizer state, parameters) -> parameters.
       sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
       unit: what the loss counts, for rates: tokens, examples.
