@@ -34,7 +34,9 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import init_state, make_placement
 from shardtrain.train_step.step import make_step
-from shardtrain.trainer.loop import STEPS_LATE, LoopOptions, LoopParts, run_loop
+from shardtrain.trainer.loop import run_loop
+from shardtrain.trainer.loop_parts import LoopOptions, LoopParts
+from shardtrain.trainer.metric_log import STEPS_LATE
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
 
@@ -116,7 +118,7 @@ class Toolkit:
     def loop(self, ticks: list[float], steps: int, log_every: int) -> None:
         """Some steps through `run_loop`; state and data go on from block to block."""
         last = self.done + steps
-        pieces = LoopParts(
+        parts = LoopParts(
             step=self.step,
             batches=self._on_mesh(ticks),
             evaluate=lambda state: {},
@@ -127,8 +129,8 @@ class Toolkit:
             extra={},
         )
         with StopSignals() as stop:
-            pace = LoopOptions(steps=last, log_every=log_every)
-            self.state, self.done = run_loop(self.state, self.done, pieces, pace, stop)
+            options = LoopOptions(steps=last, log_every=log_every)
+            self.state, self.done = run_loop(self.state, self.done, parts, options, stop)
         if stop.received is not None:
             raise KeyboardInterrupt
 

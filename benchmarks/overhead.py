@@ -24,7 +24,7 @@ from shardtrain.data import Tokens, write_tokens
 from shardtrain.models.decoder import DecoderConfig, flops_per_token, gpt2
 from shardtrain.plan.devices import known_device, mfu
 from shardtrain.report.metrics import read_jsonl
-from shardtrain.trainer.loop import STEPS_LATE
+from shardtrain.trainer.metric_log import STEPS_LATE
 
 MODELS = {
     "tiny": DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=2),

@@ -101,12 +101,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it; the data is prepared in a folder that is deleted again."""
-    from shardtrain.trainer.setup import make_parts, microbatch_of  # with all that islands need
+    from shardtrain.trainer.setup import make_setup, microbatch_of  # with all that islands need
 
     mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
     with TemporaryDirectory() as folder:
         rows = microbatch_of(run, run.data.train(Path(folder)))
-    parts = make_parts(run, microbatch=rows, mesh=mesh)
+    parts = make_setup(run, microbatch=rows, mesh=mesh)
     batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in rows.items()}
     compiled = compile_step(
         parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=run.strategy.accumulate

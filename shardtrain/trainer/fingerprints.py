@@ -1,7 +1,7 @@
-"""Fingerprints of arrays on the devices: copies that should be the same bits, and which are not.
+"""Fingerprints of arrays on devices: find copies that should be the same bits and are not.
 
-Each device adds up the bits of what it holds itself, so that one that computes or keeps numbers wrongly is
-found and named. Next: `coordination.py`, which compares islands.
+Each device adds up the bits of its own shards, so that a device that computes or stores wrong numbers is
+found and named. Next: `synchronisation.py`, which compares islands.
 """
 
 import platform
@@ -20,11 +20,11 @@ from shardtrain.functional.model import path_text
 
 
 class Divergence(NamedTuple):
-    """Copies of an array that are not those that most devices have.
+    """Copies of an array that differ from those of most devices.
 
     Args:
       path: of the array.
-      devices: that have them.
+      devices: that hold them.
     """
 
     path: str
@@ -32,31 +32,32 @@ class Divergence(NamedTuple):
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """A sum of the bits of an array, weighed by their places: any change of one number changes it."""
+    """Return the weighted sum of an array's bits, uint32: any change of one number changes it."""
     x = x.astype(jnp.uint8) if x.dtype == bool else x
     x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
-    # of 64 bits two numbers are made
+    # numbers of 64 bits become two of 32
     bits = jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}").astype(jnp.uint32)
-    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
-    return (bits * (2 * place + 1)).sum(dtype=jnp.uint32)
+    position = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
+    # odd weights: no change of a single number cancels out modulo 2**32
+    return (bits * (2 * position + 1)).sum(dtype=jnp.uint32)
 
 
 @jax.jit
 def fingerprints(tree: Any) -> jax.Array:
-    """uint32 (arrays,): of whole arrays, however they are sharded."""
+    """Return the fingerprints of whole arrays, however they are sharded: uint32 (arrays,)."""
     return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Divergence]]:
-    """tree -> what in it is not the same bits on devices that hold copies of the same.
+    """Make a function that finds arrays whose copies on several devices are not the same bits.
 
     Args:
-      mesh: all its devices.
+      mesh: whose devices are compared.
       shardings: the NamedSharding of each array of the tree.
 
     Returns:
-      A function that all processes of the mesh call together; it waits for the tree. Of two copies none is
-      in the majority: both are named.
+      tree -> divergences. All processes of the mesh call it at the same time; it waits for the tree. Of two
+      copies that differ neither is the majority, so both are reported.
     """
     leaves = jax.tree.leaves_with_path(shardings)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
@@ -79,7 +80,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
             indices = sharding.devices_indices_map(x.shape)
             for row, device in enumerate(devices):
                 holders.setdefault(str(indices[device]), []).append(row)
-            wrong = [row for rows in holders.values() for row in odd(prints[rows, column], rows)]
+            wrong = [row for rows in holders.values() for row in minority(prints[rows, column], rows)]
             if wrong:
                 found.append(Divergence(path_text(path), tuple(devices[row] for row in wrong)))
         return found
@@ -88,7 +89,10 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
 
 
 def hardware() -> str:
-    """What rounds as this does: the kind of device; of processors, whose code differs, model and features."""
+    """Return a key that is equal for hardware with identical rounding.
+
+    The kind of device; for CPUs, whose compiled code differs, also their model and features.
+    """
     kind = jax.devices()[0].device_kind
     if jax.devices()[0].platform != "cpu":
         return kind
@@ -96,14 +100,14 @@ def hardware() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{kind} of {platform.node()}"
-    told = sorted(
+    features = sorted(
         {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
     )
-    return f"{kind} {zlib.crc32(repr(told).encode()):08x}"
+    return f"{kind} {zlib.crc32(repr(features).encode()):08x}"
 
 
 def divergence_text(step: int, found: Sequence[Divergence]) -> str:
-    """Who has other bits than the others, in a sentence."""
+    """Return a message that names the devices whose copies differ, and the arrays."""
     devices = Counter(device for each in found for device in each.devices)
     names = [f"{device} of process {device.process_index}" for device, _ in devices.most_common()]
     paths = [each.path for each in found]
@@ -115,10 +119,10 @@ def divergence_text(step: int, found: Sequence[Divergence]) -> str:
     )
 
 
-def odd(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
-    """Those whose print is not that of the majority; all, where there is none.
+def minority(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
+    """Return the holders whose fingerprint differs from the majority's; all where there is no majority.
 
-    >>> odd([7, 7, 5], ["a", "b", "c"]), odd([7, 5], ["a", "b"]), odd([7, 7], ["a", "b"])
+    >>> minority([7, 7, 5], ["a", "b", "c"]), minority([7, 5], ["a", "b"]), minority([7, 7], ["a", "b"])
     (['c'], ['a', 'b'], [])
     """
     (most, number), *others = Counter(list(prints)).most_common()

@@ -20,7 +20,8 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.trainer.config import describe, differences
-from shardtrain.trainer.resume import PARAMETERS, find_start
+from shardtrain.trainer.restore_state import PARAMETERS
+from shardtrain.trainer.resume import find_checkpoint
 
 Values = Callable[[str], Any]
 """Path of an array, such as `params/embedding` -> its values."""
@@ -73,30 +74,30 @@ def load(run_dir: str | Path, model: Any, step: int | None = None, *, evaluated:
       ValueError: there is no such checkpoint, it is broken, or it is of another model: all arrays and
         options that differ. Or the run evaluates with a function, which no checkpoint holds.
     """
-    archive = find_start(Path(run_dir), step)
+    reader = find_checkpoint(Path(run_dir), step)
     params, model_state = jax.eval_shape(as_model(model).init, jax.random.key(0))
     wanted = {
         f"{kind}/{path}": Leaf(shape=tuple(x.shape), dtype=x.dtype.name)
         for kind, tree in (("params", params), ("model_state", model_state))
         for path, x in _flat(tree).items()
     }
-    saved = {path: leaf for path, leaf in archive.leaves.items() if path.startswith(PARAMETERS)}
+    saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
     if wrong := mismatches(saved, wanted):
-        wrong += _changed_options(archive.extra, model)
-        raise problems_error(f"step {archive.step} in {run_dir} is of another model than was given", wrong)
-    built = _assembled(model, params, model_state, _saved_values(archive, evaluated), seed=0)
+        wrong += _changed_options(reader.extra, model)
+        raise problems_error(f"step {reader.step} in {run_dir} is of another model than was given", wrong)
+    built = _assembled(model, params, model_state, _saved_values(reader, evaluated), seed=0)
     if isinstance(model, Model):
         return built
     return nnx.view(built, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
 
-def _saved_values(archive: CheckpointReader, evaluated: bool) -> Values:
-    how = (archive.extra.get("run") or {}).get("evaluate_with") if evaluated else None
-    exported = exported_params(how, archive.leaves, archive.read)
+def _saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
+    how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
+    exported = exported_params(how, reader.leaves, reader.read)
 
     def value(path: str) -> jax.Array:
         kind, _, name = path.partition("/")
-        return jnp.asarray(exported(name) if kind == "params" else archive.read(path))
+        return jnp.asarray(exported(name) if kind == "params" else reader.read(path))
 
     return value
 

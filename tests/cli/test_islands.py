@@ -99,7 +99,7 @@ def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(fold
     assert "stopped by SIGTERM: islands 0, 1\n" in err
     (saved,) = Path("run/checkpoints").glob("step_*")
     step = int(saved.name.removeprefix("step_"))
-    assert f"stopped by SIGTERM after step {step}, which is saved; the same command goes on\n" in out
+    assert f"stopped by SIGTERM after step {step}, which is saved; the same command resumes from it\n" in out
     assert read_jsonl(Path("run/metrics.jsonl"))[-1]["step"] == step
     assert pids(out).keys() == {0, 1}
 
@@ -124,7 +124,10 @@ def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder):
     (saved,) = Path("run/checkpoints").glob("step_*")
     step = int(saved.name.removeprefix("step_"))
     assert step == read_jsonl(Path("run/metrics.jsonl"))[-1]["step"]
-    assert f"stopped by the time limit after step {step}, which is saved; the same command goes on" in out
+    assert (
+        f"stopped by the time limit after step {step}, which is saved; the same command resumes from it"
+        in out
+    )
 
 
 def test_a_killed_rank_is_named_and_the_others_end(folder):

@@ -47,7 +47,7 @@ def live(request, tell):
     from shardtrain import cli
     from shardtrain.cli.run_file import load_run
     from shardtrain.system.stop_signals import STOPPING
-    from shardtrain.trainer.train import train as trainer
+    from shardtrain.trainer.train import train
 
     if "words" in request:
         # signals wait until the command line listens for them, as it does from its first line on
@@ -66,7 +66,7 @@ def live(request, tell):
         if "words" in request:
             code = cli.main(request["words"])
         else:
-            trainer.train(dataclasses.replace(load_run(request["run"]), **request["changes"]))
+            train(dataclasses.replace(load_run(request["run"]), **request["changes"]))
             code = 0
     except BaseException:
         traceback.print_exc()
@@ -79,20 +79,21 @@ def live(request, tell):
 def tells(tell):
     """Where a run begins, when it evaluates, and when a save begins and is finished."""
     import shardtrain.checkpoints.checkpointer
-    import shardtrain.trainer.train
+    from shardtrain.trainer import loop_setup, train
 
-    trainer: Any = shardtrain.trainer.train
+    trainer: Any = train
+    setup: Any = loop_setup
     checkpoints: Any = shardtrain.checkpoints.checkpointer.Checkpoints
-    begin, save, finish = trainer.begin, checkpoints.save, checkpoints._finish
-    evaluation = trainer._evaluation
+    find_start_point, save, finish = trainer.find_start_point, checkpoints.save, checkpoints._finish
+    make_evaluation = setup.make_evaluation
 
-    def telling_begin(*arguments):
-        begun = begin(*arguments)
-        tell("began", begun.step)
-        return begun
+    def telling_start(*arguments):
+        start = find_start_point(*arguments)
+        tell("began", start.step)
+        return start
 
     def telling_evaluation(*arguments):
-        evaluate = evaluation(*arguments)
+        evaluate = make_evaluation(*arguments)
 
         def evaluated(state):
             tell("evaluating")
@@ -110,8 +111,9 @@ def tells(tell):
         tell("saved", step)
         return notes
 
-    trainer._evaluation = telling_evaluation
-    trainer.begin, checkpoints.save, checkpoints._finish = telling_begin, telling_save, telling_finish
+    setup.make_evaluation = telling_evaluation
+    trainer.find_start_point = telling_start
+    checkpoints.save, checkpoints._finish = telling_save, telling_finish
 
 
 class Lives:

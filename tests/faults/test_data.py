@@ -32,7 +32,7 @@ def test_a_text_that_is_lost_or_shorter_between_runs(lives, empty):
     text.write_bytes(text.read_bytes()[:2000])
     code, said = lives.run(*train("--steps", "4"))
     assert code == 0, said
-    assert "WARNING: the data is not that of the checkpoint: training goes on at its beginning" in said
+    assert "WARNING: the data is not that of the checkpoint: training continues from its beginning" in said
     assert re.search(r"changed since then: data.fingerprint: '\w+' -> '\w+'", said)
     text.unlink()
     code, said = lives.run(*train("--steps", "6"))
@@ -99,7 +99,7 @@ def test_another_seed_loss_or_model_in_the_same_folder(lives, empty):
     assert lives.run(*train("--steps", "2"))[0] == 0
     code, said = lives.run(*train("--steps", "4", "--seed", "5"))
     assert code == 2
-    assert "seed is 5, but the run in run began with seed 0" in said
+    assert "seed is 5, but the run in run started with seed 0" in said
     assert "Use --seed 0, or another --run-dir" in said
     source = (empty / "tiny.py").read_text().replace("(256, 256)", "(256, 300)")
     source = source.replace(

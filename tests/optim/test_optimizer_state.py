@@ -29,7 +29,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import init_state, make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, Strategy
-from shardtrain.trainer.setup import make_parts, missing_text
+from shardtrain.trainer.setup import make_setup, missing_text
 
 EMBED, MLP, ROWS = 8, 4, 16
 DIMS = {"bias": ("mlp",), "w": ("embed", "mlp")}
@@ -253,8 +253,8 @@ def test_a_run_that_cannot_search_or_evaluate_is_refused():
 
     adasum = Strategy(layout=LAYOUT, combine="adasum")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"wants to be given value_fn in every update"):
-        make_parts(make_run(optimizer=optax.lbfgs(), strategy=adasum))
+        make_setup(make_run(optimizer=optax.lbfgs(), strategy=adasum))
     with pytest.raises(ValueError, match=r"evaluate_with is 'ema', and the optimizer keeps no such"):
-        make_parts(make_run(evaluate_with="ema"))
+        make_setup(make_run(evaluate_with="ema"))
     accumulating = make_run(optimizer=optax.MultiSteps(optax.sgd(0.1), 2)).optimizer
     assert isinstance(accumulating, optax.GradientTransformation)

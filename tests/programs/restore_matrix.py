@@ -30,11 +30,14 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.state import init_state
 from shardtrain.train_step.step import make_step
-from shardtrain.trainer import setup as parts_module
-from shardtrain.trainer import train as trainer
+from shardtrain.trainer import setup as setup_module
 from shardtrain.trainer.config import Run, Strategy, describe
+from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.resume import Saving, begin
+from shardtrain.trainer.prepared_run import make_loader, prepare_run
+from shardtrain.trainer.resume import StartPoint, find_start_point
+from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.setup import RunSetup
 
 FOLDER, *SOURCES = map(Path, sys.argv[1:])
 ISLANDS = join()
@@ -110,25 +113,25 @@ LAYOUTS: dict[int, dict[str, Strategy]] = {
 
 @dataclasses.dataclass
 class Laid:
-    """A layout at work: what it takes to begin and to step."""
+    """A layout at work: what it takes to start and to step."""
 
     run: Run
-    parts: Any
-    together: Coordination
+    setup: RunSetup
+    coordination: Coordination
     loader: Any
-    across: Any
+    island_step: Any
     step: Any
     notes: list[str]
 
-    def begin(self, folder: Path) -> tuple[Saving, Any]:
+    def start(self, folder: Path) -> tuple[RunCheckpoints, StartPoint]:
         run = dataclasses.replace(self.run, run_dir=folder)
-        saving = Saving(
-            run, folder, self.together, self.parts.placement, self.parts.held, self.across, self.notes.append
+        checkpoints = RunCheckpoints(
+            run, folder, self.coordination, self.setup, self.island_step, self.notes.append
         )
-        model, optimizer, placement = self.parts.model, self.parts.optimizer, self.parts.placement
+        model, optimizer, placement = self.setup.model, self.setup.optimizer, self.setup.placement
         description = {**describe(run), "data.fingerprint": "numbers"}
         init = lambda: init_state(model, optimizer, placement, run.seed)  # noqa: E731
-        return saving, begin(run, saving, init, self.across, description)
+        return checkpoints, find_start_point(run, checkpoints, init, self.island_step, description)
 
     def go(self, state: Any, position: Any, steps: int) -> tuple[Any, Any, list[float]]:
         """The state and position after some steps, and their losses."""
@@ -153,9 +156,9 @@ class Laid:
 
     def bits(self, state: Any) -> dict[str, int]:
         """A checksum of each array of parameters and optimizer, block by block, by the model's numbers."""
-        held, stages = self.parts.held, self.parts.placement.stages
+        stage_model, stages = self.setup.stage_model, self.setup.placement.stages
         rows = range(RUN.model.num_layers)
-        rows = held.block_numbers if held else stages.rows if stages else rows
+        rows = stage_model.block_numbers if stage_model else stages.rows if stages else rows
         found = {}
         for path, x in jax.tree.leaves_with_path({"params": state.params, "opt_state": state.opt_state}):
             name, array = path_text(path), np.asarray(x)
@@ -167,56 +170,57 @@ class Laid:
                 for row, block in enumerate(rows)
                 if block >= 0
             }
-        told = self.together.share("bits", found)
-        return {name: each for of_rank in told for name, each in of_rank.items()}
+        gathered = self.coordination.all_gather("bits", found)
+        return {name: each for of_rank in gathered for name, each in of_rank.items()}
 
 
 def lay(strategy: Strategy, stack: ExitStack) -> Laid:
     run = dataclasses.replace(RUN, strategy=strategy)
     if ISLANDS is None:
         number = math.prod(strategy.layout.mesh.values())
-        parts_module.make_mesh = lambda layout: make_mesh(layout, jax.devices()[:number])  # type: ignore[assignment]
-        batch = parts_module.microbatch_of(run, RUN.data)
+        setup_module.make_mesh = lambda layout: make_mesh(layout, jax.devices()[:number])  # type: ignore[assignment]
+        batch = setup_module.microbatch_of(run, RUN.data)
         batch.pop("number")
-        parts = parts_module.make_parts(run, microbatch=batch)
-        together = Coordination()
-        loader = trainer._loader(run, parts, together, RUN.data)
-        step = make_step(parts.model, run.loss, parts.optimizer, parts.placement)
-        return Laid(run, parts, together, loader, None, step, [])
-    console = Console(file=io.StringIO())
-    agreed = trainer._agreed(run, FOLDER, ISLANDS, console, trainer._Notes("x"), stack)
-    return Laid(run, agreed.parts, agreed.together, agreed.loader, agreed.across, agreed.across, [])
+        setup = setup_module.make_setup(run, microbatch=batch)
+        coordination = Coordination()
+        loader = make_loader(run, setup, coordination, RUN.data)
+        step = make_step(setup.model, run.loss, setup.optimizer, setup.placement)
+        return Laid(run, setup, coordination, loader, None, step, [])
+    output = RunConsole(Console(file=io.StringIO()), ISLANDS)
+    prepared = prepare_run(run, FOLDER, ISLANDS, output, stack)
+    step = prepared.island_step
+    return Laid(run, prepared.setup, prepared.coordination, prepared.loader, step, step, [])
 
 
 def save(name: str, laid: Laid) -> None:
-    saving, begun = laid.begin(FOLDER / name)
-    state, position, _ = laid.go(begun.state, begun.position, STEPS)
+    checkpoints, start = laid.start(FOLDER / name)
+    state, position, _ = laid.go(start.state, start.position, STEPS)
     run = {**describe(laid.run), "data.fingerprint": "numbers"}
-    with saving.checkpoints:
-        saving.save(STEPS, state, {"run": run, "position": position})
-        saving.wait()
-    laid.together.meet("saved")
+    with checkpoints:
+        checkpoints.save(STEPS, state, {"run": run, "position": position})
+        checkpoints.wait()
+    laid.coordination.barrier("saved")
     bits = laid.bits(state)
     _, _, losses = laid.go(state, position, MORE)
     expected = {"bits": bits, "losses": losses, "ahead": laid.ahead(position)}
     if ISLANDS is None or ISLANDS.is_first:
         (FOLDER / name / "expected.json").write_text(json.dumps(expected))
-    laid.together.meet("told")
+    laid.coordination.barrier("written")
 
 
 def restored(source: Path, name: str, laid: Laid) -> list[str]:
     """What is not as it was saved."""
     expected = json.loads((source / "expected.json").read_text())
-    saving, begun = laid.begin(source)
-    with saving.checkpoints:
-        problems = [] if begun.step == STEPS else [f"step {begun.step}"]
-    bits = laid.bits(begun.state)
+    checkpoints, start = laid.start(source)
+    with checkpoints:
+        problems = [] if start.step == STEPS else [f"step {start.step}"]
+    bits = laid.bits(start.state)
     problems += [
         path for path in {**bits, **expected["bits"]} if bits.get(path) != expected["bits"].get(path)
     ]
-    if laid.ahead(begun.position) != expected["ahead"]:
+    if laid.ahead(start.position) != expected["ahead"]:
         problems.append("the next samples")
-    _, _, losses = laid.go(begun.state, begun.position, MORE)
+    _, _, losses = laid.go(start.state, start.position, MORE)
     same = source == FOLDER / name
     if (
         losses != expected["losses"]

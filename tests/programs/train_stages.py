@@ -76,7 +76,7 @@ def refused(name: str = "whole", **changes: object) -> str:
 
 whole, text = run("whole")
 if ISLANDS is not None:
-    assert not ISLANDS.is_first or "no sample: the model is spread over islands" in text, text
+    assert not ISLANDS.is_first or "no sample: the model is distributed over islands" in text, text
     lose_the_last("parts")
     parts, text = run("parts")
     assert bits(parts.state) == bits(whole.state)

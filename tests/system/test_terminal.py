@@ -10,7 +10,7 @@ from shardtrain.report.progress import progress
 from shardtrain.report.tables import table_text
 from shardtrain.system import terminal
 from shardtrain.system.terminal import printable
-from shardtrain.trainer.train import say
+from shardtrain.trainer.console import say
 
 
 @pytest.mark.parametrize(

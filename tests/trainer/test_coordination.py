@@ -18,17 +18,18 @@ from shardtrain.trainer.coordination import (
     LONG_SECONDS,
     Coordination,
 )
+from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
 
 
-def test_alone_nothing_is_shared():
-    together = Coordination()
-    assert together.anywhere("a bad step", True)
-    assert not together.anywhere("a bad step", False)
-    assert together.in_turn("data", lambda: 7) == 7
-    assert together.totals("evaluation", {"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0)}
+def test_a_run_of_one_island_answers_by_itself():
+    coordination = Coordination()
+    assert coordination.any_rank("a bad step", True)
+    assert not coordination.any_rank("a bad step", False)
+    assert coordination.in_turn("data", lambda: 7) == 7
+    assert coordination.sum_over_islands("evaluation", {"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0)}
     state: Any = object()
-    assert together.same_state(state, own_optimizers=False) is state
-    assert together.differing(state, own_optimizers=False) == []
+    assert broadcast_state(coordination, state, own_optimizers=False) is state
+    assert differing_arrays(coordination, state, own_optimizers=False) == []
 
 
 def test_a_folder_that_is_ahead_is_taken_back(tmp_path):

@@ -29,6 +29,7 @@ from shardtrain.functional.loss import (
 )
 from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
+from shardtrain.trainer import loop_setup, prepared_run
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.first_batch import class_problems, loss_problems, make_expected
 from shardtrain.trainer.train import train
@@ -265,11 +266,7 @@ def make_run(source: Any, folder: Path, **changes: Any) -> Run:
 
 def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
     """The first batch is not looked at here, as where only later ones are bad."""
-    before: list[list[str]] = [[]]
-    monkeypatch.setattr(
-        "shardtrain.trainer.train.class_problems",
-        lambda expected, batch: before.pop() if before else class_problems(expected, batch),
-    )
+    monkeypatch.setattr(prepared_run, "class_problems", lambda expected, batch: [])
     run = make_run(Points(bad=0), tmp_path)
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(FloatingPointError) as error:
@@ -285,7 +282,8 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
 
 def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(tmp_path, monkeypatch):
     train(make_run(Points(), tmp_path, steps=2), Console(quiet=True))
-    monkeypatch.setattr("shardtrain.trainer.train.class_problems", lambda expected, batch: [])
+    for module in (prepared_run, loop_setup):
+        monkeypatch.setattr(module, "class_problems", lambda expected, batch: [])
     console = Console(file=(out := io.StringIO()), width=200)
     run = make_run(Points(bad=0), tmp_path, steps=3, allow=Allow(changed=("data*",)))
     assert train(run, console).step == 3

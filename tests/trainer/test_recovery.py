@@ -25,11 +25,11 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.report.metrics import read_jsonl
 from shardtrain.sharding.layout import Layout
+from shardtrain.trainer import loop_setup
 from shardtrain.trainer.config import Run, Strategy
 from shardtrain.trainer.fingerprints import Divergence
 from shardtrain.trainer.recovery import Recovery, RollBack, Rollbacks, Spikes
 from shardtrain.trainer.train import train
-from shardtrain.trainer.train import train as trainer
 
 SEQ, BATCH, SAMPLES = 8, 8, 400
 BAD = 31
@@ -87,7 +87,7 @@ def test_a_spike_goes_back_and_on_with_later_data(tmp_path):
     recovery = Recovery(spike=10, window=16)
     trained, printed, lines = start(tmp_path, Damaged(batch=18), loss=leaping, recovery=recovery)
     assert "WARNING: the loss of step 18 is" in printed
-    assert "a spike: back to step 17 or before" in printed
+    assert "a spike: rolling back to step 17 or before" in printed
     assert "resumed from step 15" in printed
     assert trained.step == 24
     assert [line["step"] for line in lines] == list(range(1, 25))
@@ -100,7 +100,7 @@ def test_a_spike_goes_back_and_on_with_later_data(tmp_path):
 
 def test_what_was_not_finite_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path):
     trained, printed, _ = start(tmp_path, Damaged(batch=7), loss=infinite, nonfinite="roll_back", steps=12)
-    assert "nonfinite is 'roll_back': back to step 6 or before" in printed
+    assert "nonfinite is 'roll_back': rolling back to step 6 or before" in printed
     assert "resumed from step 5" in printed
     assert trained.step == 12
     assert int(trained.state.step) == 12
@@ -135,7 +135,7 @@ def test_a_faulty_device_is_named_and_its_steps_are_done_again(tmp_path, monkeyp
 
         return find
 
-    monkeypatch.setattr(trainer, "make_find_divergence", make_find)
+    monkeypatch.setattr(loop_setup, "make_find_divergence", make_find)
     recovery = Recovery(fingerprint_every=4)
     if times == 5:
         # what is faulty again soon after may have been saved already

@@ -16,7 +16,6 @@ import optax
 import pytest
 from rich.console import Console
 
-import shardtrain.trainer.train
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow
 from shardtrain.data import Text
@@ -28,6 +27,7 @@ from shardtrain.pipeline.options import Pipeline
 from shardtrain.report.metrics import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.stop_signals import StopSignals
+from shardtrain.trainer import loop_setup
 from shardtrain.trainer.config import Run, StartFrom, Strategy
 from shardtrain.trainer.train import train
 
@@ -136,11 +136,10 @@ def test_the_short_last_batch_counts_its_rows_only(whole):
 
 def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, text, tmp_path, monkeypatch):
     """Its step is saved by then, and not done again: its line is, whole and once."""
-    trainer: Any = shardtrain.trainer.train
-    evaluation = trainer._evaluation
+    make_evaluation = loop_setup.make_evaluation
 
     def failing(*arguments: Any) -> Any:
-        evaluate, calls = evaluation(*arguments), []
+        evaluate, calls = make_evaluation(*arguments), []
 
         def evaluated(state: Any) -> dict[str, float]:
             calls.append(state)
@@ -151,10 +150,10 @@ def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, tex
         return evaluated
 
     run = make_run(text, tmp_path, checkpoints=CheckpointPolicy(every_steps=4))
-    monkeypatch.setattr(trainer, "_evaluation", failing)
+    monkeypatch.setattr(loop_setup, "make_evaluation", failing)
     with pytest.raises(FloatingPointError, match="the end of this life"):
         start(run)
-    monkeypatch.setattr(trainer, "_evaluation", evaluation)
+    monkeypatch.setattr(loop_setup, "make_evaluation", make_evaluation)
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 8))
     _, printed = start(run)
     assert "resumed from step 8" in printed
@@ -285,7 +284,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, text, tmp_path):
         tuned, optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-30), weight_decay=0)
     )
     after, printed = start(tuned)
-    assert "begins with the parameters of step 12" in printed
+    assert "starts from the parameters of step 12" in printed
     assert after.step == 1
     taken = 0
     for path, x in jax.tree.leaves_with_path(before.state.params):
@@ -299,7 +298,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, text, tmp_path):
     # its own checkpoint goes before the other's
     _, printed = start(dataclasses.replace(tuned, steps=2))
     assert "resumed from step 1" in printed
-    assert "begins with" not in printed
+    assert "starts from" not in printed
     for path, message in ((tmp_path / "nothing", "it has no finished one"), (folder, "it has steps")):
         step = None if path != folder else 99
         with pytest.raises(ValueError, match=message):
@@ -308,7 +307,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, text, tmp_path):
 
 def test_another_seed_in_the_same_folder_is_refused(whole, text):
     _, _, folder = whole
-    with pytest.raises(ValueError, match=r"seed is 4, but .* began with seed 3.* Use --seed 3, or another"):
+    with pytest.raises(ValueError, match=r"seed is 4, but .* started with seed 3.* Use --seed 3, or another"):
         start(make_run(text, folder, seed=4))
 
 
@@ -375,7 +374,7 @@ def test_parameters_that_are_not_finite_are_never_saved(text, tmp_path):
 
 
 def test_a_run_that_only_skips_ends(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardtrain.trainer.loop.MOST_SKIPPED", 3)
+    monkeypatch.setattr("shardtrain.trainer.metric_log.MOST_SKIPPED", 3)
     run = make_run(text, tmp_path, optimizer=BROKEN, checkpoints=CheckpointPolicy())
     with pytest.raises(FloatingPointError, match="these were 3 steps in a row"):
         start(run)
@@ -398,7 +397,7 @@ def test_an_evaluation_that_fails_comes_after_the_save(text, tmp_path, monkeypat
 
         return values
 
-    monkeypatch.setattr("shardtrain.trainer.train._evaluation", fail)
+    monkeypatch.setattr("shardtrain.trainer.loop_setup.make_evaluation", fail)
     with pytest.raises(OSError, match="held-out file is gone"):
         start(make_run(text, tmp_path, checkpoints=CheckpointPolicy(every_steps=4)))
     assert (tmp_path / "checkpoints/step_00000004/manifest.json").exists()

@@ -1,0 +1,56 @@
+"""Which options of a run may differ from those of the checkpoint that it resumes from.
+
+Options that change samples or the model may not, unless `Allow.changed` names them. Next: `resume.py`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardtrain.checkpoints.manifest import matches
+from shardtrain.errors.messages import problems_error
+from shardtrain.trainer.config import Run, differences
+
+FREE = (
+    *("batch", "steps", "strategy.*", "optimizer", "optimizer.*", "scaling.*", "nonfinite"),
+    *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with"),
+    *("checkpoints.*", "run_dir", "sample", "unit"),
+    *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
+)
+"""Options that may differ from those of the checkpoint; each change is reported. Data that differs is read
+from its beginning. Any other option must be the same, or be allowed by `Allow.changed`."""
+
+SEED = "seed"
+
+
+def check_options(
+    saved: Mapping[str, Any], description: Mapping[str, Any], run: Run, note: Callable[[str], None]
+) -> None:
+    """Report the options that differ from those of the checkpoint, and refuse those that may not.
+
+    Args:
+      saved: description of the run that saved, see `config.describe`.
+      description: of this run.
+      run: this run.
+      note: receives a line for each option that may differ, and does.
+
+    Raises:
+      ValueError: lists every option that may not differ, and does.
+    """
+    seed = saved.get(SEED)
+    if seed != run.seed and not matches(SEED, run.allow.changed):
+        raise ValueError(
+            f"seed is {run.seed}, but the run in {run.run_dir} started with seed {seed}: its order of samples"
+            f" would change. Use --seed {seed}, or another --run-dir"
+        )
+    # the saved description went through JSON
+    now = json.loads(json.dumps(dict(description)))
+    refused = []
+    for name in dict.fromkeys([*saved, *now]):
+        for line in differences(*({name: each[name]} if name in each else {} for each in (saved, now))):
+            if matches(name, (*FREE, *run.allow.changed)):
+                note(f"changed since then: {line}")
+            else:
+                refused.append(f"{line}; put it back, or allow it: --allow.changed {name}")
+    if refused:
+        raise problems_error(f"the checkpoint in {run.run_dir} is of another run", refused)

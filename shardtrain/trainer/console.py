@@ -1,0 +1,79 @@
+"""What a run prints: notes and warnings, kept while there is no progress display, and shown by it afterwards.
+
+How numbers and bars look is in `report/progress.py`. Next: `train.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Self
+
+import jax
+from rich.console import Console
+
+from shardtrain.islands.membership import Islands
+from shardtrain.report.metrics import Progress
+from shardtrain.system import terminal
+from shardtrain.system.terminal import printable
+
+
+def say(console: Console, text: str) -> None:
+    """Print text literally on any terminal; control characters are escaped."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+class RunConsole:
+    """The output of one process of a run; it stands for the progress display of the moment.
+
+    Only the first process of all prints. The others write their warnings to standard error, and nothing else.
+
+    Args:
+      console: where to print; None is the terminal.
+      islands: of the run; None for a run of one island.
+    """
+
+    def __init__(self, console: Console | None, islands: Islands | None) -> None:
+        is_first = jax.process_index() == 0 if islands is None else islands.is_first
+        self.console = (console or Console()) if is_first else Console(quiet=True)
+        self._name = None if is_first or islands is None else islands.control.names[islands.place.rank]
+        self._pending: list[str] = []
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._print_pending()
+
+    def say(self, text: str) -> None:
+        """Print text at once."""
+        say(self.console, text)
+
+    def note(self, text: str) -> None:
+        """Print a note or a warning without breaking the progress display, or once there is one."""
+        if self._name is not None:
+            if text.startswith("WARNING"):
+                terminal.err(f"{self._name}: {text}\n")
+        elif self._progress is None:
+            self._pending.append(text)
+        else:
+            self._progress.note(text)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the metrics of a step, see `report.metrics.Progress`."""
+        assert self._progress is not None
+        self._progress.update(step, values)
+
+    def attach(self, progress: Progress) -> None:
+        """Show what is pending, and all that follows, through a progress display."""
+        self._progress = progress
+        for text in self._pending:
+            progress.note(text)
+        self._pending.clear()
+
+    def detach(self) -> None:
+        """Keep notes for the next progress display, or for the end."""
+        self._progress = None
+
+    def _print_pending(self) -> None:
+        for text in self._pending:
+            self.say(text)
+        self._pending.clear()

@@ -1,0 +1,98 @@
+"""Evaluation on held-out data: the same rows each time, sharded over islands, as means by name.
+
+Every metric of the loss appears here as `heldout/NAME`, beside its `train/NAME`. Next: `train_step/step.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import jax
+
+from shardtrain.data import Batches, Loader
+from shardtrain.optim.optimizer_state import evaluated_params
+from shardtrain.report.metrics import Mean
+from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import make_evaluate
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.setup import RunSetup
+
+Evaluate = Callable[[State], dict[str, float]]
+"""state -> held-out values by name."""
+
+
+def make_evaluation(
+    run: Run,
+    setup: RunSetup,
+    coordination: Coordination,
+    heldout: Any,
+    island_step: IslandStep | None,
+) -> Evaluate:
+    """Make the function that evaluates a state on held-out data.
+
+    Args:
+      run: says how many batches, and which parameters.
+      setup: of this island.
+      coordination: with the other islands.
+      heldout: samples by number; None where there is no held-out data.
+      island_step: the step of several islands; None for a run of one island.
+
+    Returns:
+      state -> held-out values by name; {} without held-out data. All islands call it at the same time.
+    """
+    if heldout is None:
+        return lambda state: {}
+    in_stages = isinstance(island_step, StageStep)
+    evaluate = island_step.evaluate if in_stages else make_evaluate(setup.model, run.loss, setup.placement)
+    axes, mesh = run.strategy.layout.batch_axes, setup.mesh
+    # a pipeline needs microbatches to keep more than one stage busy
+    microbatches = run.strategy.accumulate if in_stages or setup.placement.stages else 1
+    shard = coordination.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
+    batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=shard.rows)
+    loader = Loader(batches, shard, mesh, axes, microbatches)
+    select = make_select_params(run, setup)
+
+    def values(state: State) -> dict[str, float]:
+        state = state._replace(params=select(state))
+        if coordination.transfer is not None:
+            # the state of a combiner across islands is not placed on the mesh
+            state = state._replace(combine_state=())
+        with closing(batches.iterate()) as loaded:
+            first = islice(loaded, run.evaluate_batches)
+            metrics = [evaluate(state, loader.place(batch)) for batch, _ in first]
+        means = _merge(jax.device_get(metrics))
+        sums = {name: (mean.sum, mean.count) for name, mean in means.items()}
+        sums = coordination.sum_over_islands("evaluation", sums)
+        means = {name: Mean(sum=total, count=count) for name, (total, count) in sums.items()}
+        return {f"heldout/{name}": mean.value for name, mean in means.items() if mean.value is not None}
+
+    return values
+
+
+def _merge(of_batches: Sequence[Mapping[str, Any]]) -> dict[str, Mean]:
+    """Merge the sums and counts of batches by name."""
+    means: dict[str, Mean] = {}
+    for metrics in of_batches:
+        pairs = {"loss": (metrics["loss_sum"], metrics["count"])}
+        pairs |= {name: pair for name, pair in metrics.items() if name not in ("loss_sum", "count")}
+        for name, (total, count) in pairs.items():
+            means[name] = means.get(name, Mean()) + Mean(sum=float(total), count=float(count))
+    return means
+
+
+def make_select_params(run: Run, setup: RunSetup) -> Callable[[State], Any]:
+    """Make the function that returns the parameters to evaluate and sample from, see `Run.evaluate_with`.
+
+    They are placed as those that are trained.
+    """
+    if run.evaluate_with is None:
+        return lambda state: state.params
+    select = jax.jit(
+        lambda opt_state, params: evaluated_params(run.evaluate_with, opt_state, params),
+        out_shardings=setup.placement.state.params,
+    )
+    return lambda state: select(state.opt_state, state.params)

@@ -1,0 +1,113 @@
+"""What the training loop is given: its parts, its options, and what a process votes for after a step.
+
+Next: `loop.py`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.report.metrics import Progress, Sink
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import Step
+from shardtrain.trainer.recovery import Spikes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """When the loop logs, evaluates, checks and ends.
+
+    Args:
+      steps: the last step.
+      log_every: steps between lines of metrics.
+      evaluate_every: steps between evaluations on held-out data; None evaluates only at the end.
+      nonfinite: "skip", "stop" or "roll_back", see `config.Run`.
+      unit: what the loss counts, such as tokens.
+      spikes: detects loss spikes; None disables detection.
+      check_every: steps between checks of the state; the state is also checked before every save.
+    """
+
+    steps: int
+    log_every: int = 10
+    evaluate_every: int | None = None
+    nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
+    unit: str = "tokens"
+    spikes: Spikes | None = None
+    check_every: int | None = None
+
+
+class StepVote(NamedTuple):
+    """What a process votes for after a step.
+
+    Args:
+      stop: the number of the signal that asked to stop, `TIME_OVER`, or 0.
+      save: a checkpoint is due.
+      saved: the newest step saved by this process; after the vote, by all processes.
+      bad: a step that was found to be bad, or 0.
+    """
+
+    stop: int
+    save: bool
+    saved: int | None = None
+    bad: int = 0
+
+
+class CheckpointWriter(Protocol):
+    """What the loop needs of a run's checkpoints; `RunCheckpoints` is one."""
+
+    def latest(self) -> int | None:
+        """Return the newest saved step."""
+        ...
+
+    def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
+        """Start saving a step in the background."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the save under way."""
+        ...
+
+    def confirm(self, step: int | None) -> None:
+        """Allow older steps to be deleted, as all writers have finished this one."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopParts:
+    """What the loop works with.
+
+    Args:
+      step: (state, batch) -> (state, metrics), compiled.
+      batches: yields (batch on the mesh, the data position after it).
+      evaluate: state -> held-out values by name; {} where there is no held-out data.
+      checkpoints: where to save.
+      policy: when to save.
+      sink: where metrics are written.
+      progress: shows metrics and notes to the user.
+      extra: what a checkpoint holds beside state and position.
+      vote: (step, own vote) -> the vote of all islands; a single island keeps its own.
+      any_rank: (question, own answer) -> whether the answer is yes on any rank.
+      before_save: state -> the state that is saved and trained further; islands synchronise theirs here.
+      labels: names of the entries of a metric of shape (L,).
+      activity: what this process is doing, for its watchdog.
+      check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
+      explain: step -> why the data of this step gives no finite loss; "" where the reason is unknown.
+    """
+
+    step: Step
+    batches: Iterator[tuple[Any, Any]]
+    evaluate: Callable[[State], dict[str, float]]
+    checkpoints: CheckpointWriter
+    policy: CheckpointPolicy
+    sink: Sink
+    progress: Progress
+    extra: Mapping[str, Any]
+    vote: Callable[[int, StepVote], StepVote] = lambda step, vote: vote
+    any_rank: Callable[[str, bool], bool] = lambda question, answer: answer
+    before_save: Callable[[State], State] = lambda state: state
+    labels: Sequence[str] = ()
+    activity: ActivityRecord = field(default_factory=ActivityRecord)
+    check: Callable[[int, State], None] | None = None
+    explain: Callable[[int], str] = lambda step: ""

@@ -1,0 +1,101 @@
+"""The parts and options of the training loop, made of a run.
+
+What the parts mean is in `loop_parts.py`. Next: `loop.py`.
+"""
+
+from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.report.metrics import Sinks
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import combined_labels, make_step
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.evaluation import make_evaluation
+from shardtrain.trainer.fingerprints import divergence_text, hardware, make_find_divergence
+from shardtrain.trainer.first_batch import class_problems
+from shardtrain.trainer.loop_parts import LoopOptions, LoopParts, StepVote
+from shardtrain.trainer.prepared_run import PreparedRun
+from shardtrain.trainer.recovery import RollBack, Spikes
+from shardtrain.trainer.resume import StartPoint
+from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.synchronisation import faulty_copies, synchronise
+
+
+def make_loop_parts(
+    prepared: PreparedRun, checkpoints: RunCheckpoints, output: RunConsole, activity: ActivityRecord
+) -> LoopParts:
+    """Make the parts of the loop that are the same in every segment of the run.
+
+    Batches, sink and `explain` depend on where a segment starts, and are set there.
+    """
+    run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
+    island_step, placement, local_steps = (
+        prepared.island_step,
+        setup.placement,
+        run.strategy.combine.local_steps,
+    )
+
+    def vote(step: int, own: StepVote) -> StepVote:
+        result, slow = coordination.vote(step, own, local_steps)
+        if slow is not None:
+            output.note(f"WARNING: {slow}")
+        return result
+
+    def before_save(state: State) -> State:
+        return synchronise(coordination, state, run.strategy.combine.on_deltas, output.note)
+
+    return LoopParts(
+        step=island_step or make_step(setup.model, run.loss, setup.optimizer, placement, setup.learning_rate),
+        batches=iter(()),
+        evaluate=make_evaluation(run, setup, coordination, prepared.heldout, island_step),
+        checkpoints=checkpoints,
+        policy=run.checkpoints,
+        sink=Sinks(),
+        progress=output,
+        extra={"run": prepared.description},
+        vote=vote,
+        any_rank=coordination.any_rank,
+        before_save=before_save,
+        labels=island_step.labels if island_step else combined_labels(placement),
+        activity=activity,
+        check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
+    )
+
+
+def _make_check(prepared: PreparedRun):
+    """Make the function that raises `RollBack` where copies of the parameters are not the same bits."""
+    setup, local_steps = prepared.setup, prepared.run.strategy.combine.local_steps
+    find = make_find_divergence(setup.mesh, setup.placement.state.params)
+    kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {dict(setup.mesh.shape)}"
+
+    def check(step: int, state: State) -> None:
+        # between the steps that combine, replicas have different parameters
+        if step % local_steps == 0:
+            found = find(state.params)
+            problem = divergence_text(step, found) if found else ""
+            if text := faulty_copies(prepared.coordination, step, problem, kind, state.params):
+                raise RollBack(step, text)
+
+    return check
+
+
+def make_loop_options(run: Run) -> LoopOptions:
+    """Make the options of the loop."""
+    local_steps = run.strategy.combine.local_steps
+    # evaluate only after steps that combine: in between, replicas have different parameters
+    every = run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
+    return LoopOptions(
+        steps=run.steps,
+        log_every=run.log_every,
+        evaluate_every=every,
+        nonfinite=run.nonfinite,
+        unit=run.unit,
+        spikes=None if run.recovery.spike is None else Spikes(run.recovery.spike, run.recovery.window),
+        check_every=run.recovery.fingerprint_every,
+    )
+
+
+def explain_step(prepared: PreparedRun, start: StartPoint, step: int) -> str:
+    """Return what is wrong with this process's rows of the batch of a step; "" where nothing is found."""
+    batches = prepared.loader.batches
+    position = batches.advance(start.position, step - start.step - 1)
+    return "; ".join(class_problems(prepared.expected, batches.load(position)))

@@ -1,0 +1,172 @@
+"""Metrics on their way from the device to the sinks: read some steps late, merged over a window, written.
+
+Losses that are not finite and loss spikes are detected here, where the host first sees them. Next: `loop.py`.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from shardtrain.report.metrics import Mean, Rate
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import Metrics
+from shardtrain.trainer.loop_parts import LoopOptions, LoopParts
+from shardtrain.trainer.recovery import RollBack
+
+MOST_SKIPPED = 100
+"""Consecutive skipped steps after which a run ends: it will not recover by itself."""
+
+STEPS_LATE = 2
+"""How many steps may be under way before the host reads the metrics of the first."""
+
+
+class MetricLog:
+    """Reads the metrics of steps, merges them until the next line is due, and writes it.
+
+    Args:
+      parts: of the loop; its sink and progress get the lines.
+      options: when lines are due, and what is done about losses that are not finite.
+
+    Attributes:
+      trained: a step was not skipped.
+      why_skipped: why the first skipped step was skipped.
+      fault: a bad step that asks for a rollback; None while there is none.
+      unlogged: metrics of a step that wait for its evaluation.
+    """
+
+    def __init__(self, parts: LoopParts, options: LoopOptions) -> None:
+        self._parts, self._options = parts, options
+        self._pending: deque[tuple[int, Metrics]] = deque()
+        self._means: dict[str, Mean] = {}
+        self._rate = Rate()
+        self._num_skipped = 0
+        self.trained, self.why_skipped = False, ""
+        self.fault: RollBack | None = None
+        self.unlogged: dict[str, float] | None = None
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Add the metrics of a step that may still be computing; reads those of earlier steps."""
+        self._pending.append((step, metrics))
+        while len(self._pending) > STEPS_LATE:
+            self._read()
+
+    def catch_up(self, *, keep_newest: bool) -> None:
+        """Read and write all metrics under way.
+
+        Args:
+          keep_newest: keep the line of the newest step in `unlogged`, for its evaluation.
+        """
+        while len(self._pending) > keep_newest:
+            self._read()
+        if keep_newest:
+            self._unlogged_step = self._pending[0][0]
+            self._read(keep=True)
+
+    def evaluate(self, evaluate: Callable[[State], dict[str, float]], state: State) -> None:
+        """Evaluate the newest step, and write its line with the held-out values."""
+        start_seconds = time.monotonic()
+        heldout = evaluate(state)
+        self._rate = self._rate.paused(time.monotonic() - start_seconds)
+        assert self.unlogged is not None
+        self._write(self._unlogged_step, {**self.unlogged, **heldout})
+        self.unlogged = None
+
+    def finish(self) -> None:
+        """Read and write what is left; the last step is always written."""
+        while self._pending:
+            self._read(always=len(self._pending) == 1)
+
+    def _read(self, *, always: bool = False, keep: bool = False) -> None:
+        step, metrics = self._pending.popleft()
+        with self._parts.activity.at(f"the metrics of step {step}", waits=True):
+            values = jax.device_get(metrics)
+        count = float(values.pop("count"))
+        skipped = bool(values.pop("skipped"))
+        loss = Mean(sum=float(values.pop("loss_sum")), count=count)
+        self._rate = self._rate.after(now_seconds=time.monotonic(), units=count)
+        if skipped:
+            self._handle_skipped(step, loss.value, values)
+        else:
+            self._num_skipped, self.trained = 0, True
+            self._detect_spike(step, loss.value)
+            self._merge(loss, values)
+        if step % self._options.log_every and not (always or keep):
+            return
+        line = self._line(values, skipped)
+        if keep:
+            self.unlogged = line
+        else:
+            self._write(step, line)
+
+    def _merge(self, loss: Mean, values: Metrics) -> None:
+        """Add a step's sums and counts to those since the last line."""
+        pairs = {
+            name: Mean(sum=float(value[0]), count=float(value[1]))
+            for name, value in values.items()
+            if isinstance(value, tuple)
+        }
+        for name, mean in {"loss": loss, **pairs}.items():
+            self._means[name] = self._means.get(name, Mean()) + mean
+
+    def _line(self, values: Metrics, skipped: bool) -> dict[str, float]:
+        """Return the line of metrics since the last one, and start the next."""
+        line = {f"train/{name}": mean.value for name, mean in self._means.items() if mean.value is not None}
+        line |= _plain(values, self._parts.labels)
+        line["skipped"] = float(skipped)
+        if self._rate.per_second is not None:
+            line[f"{self._options.unit}_per_second"] = self._rate.per_second
+        self._means = {}
+        return line
+
+    def _write(self, step: int, line: Mapping[str, float]) -> None:
+        self._parts.sink.write(step, line)
+        self._parts.progress.update(step, line)
+
+    def _detect_spike(self, step: int, loss: float | None) -> None:
+        spikes = self._options.spikes
+        if spikes is None or loss is None:
+            return
+        limit = spikes.limit()
+        if spikes.add(loss):
+            self._report(RollBack(step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike"))
+
+    def _report(self, fault: RollBack) -> None:
+        """Record a fault; all islands roll back together at their next vote."""
+        self.fault = self.fault or fault
+
+    def _handle_skipped(self, step: int, loss: float | None, values: Metrics) -> None:
+        self._num_skipped += 1
+        norm = float(values["grad_norm"])
+        text = f"step {step} was skipped: loss {loss}, gradient norm {norm} not finite"
+        # only the first of a row is explained: that loads its batch again
+        if self._num_skipped == 1 and (why := self._parts.explain(step)):
+            text = f"{text}; {why}"
+        self.why_skipped = self.why_skipped or text
+        if self._num_skipped >= MOST_SKIPPED:
+            raise FloatingPointError(
+                f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends. The first of all:"
+                f" {self.why_skipped}"
+            )
+        if self._options.nonfinite == "roll_back":
+            self._report(RollBack(step, f"{text}; nonfinite is 'roll_back'"))
+            return
+        if self._options.nonfinite == "stop":
+            raise FloatingPointError(f"{text}; nonfinite is 'stop', and nothing of this step was kept")
+        self._parts.progress.note(f"WARNING: {text}")
+
+
+def _plain(values: Metrics, labels: Sequence[str]) -> dict[str, float]:
+    """Return the metrics that are no sums: of an array the mean, and each entry by its label."""
+    line = {}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            continue
+        if np.ndim(value) == 0:
+            line[name] = float(value)
+        elif len(finite := value[np.isfinite(value)]):  # else it was not computed in this step
+            line[name] = float(np.mean(finite))
+            line |= {f"{name}/{label}": float(x) for label, x in zip(labels, value, strict=True)}
+    return line

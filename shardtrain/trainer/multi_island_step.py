@@ -1,0 +1,91 @@
+"""The step of several islands: each a replica of the model, or a stage of its pipeline.
+
+Next: `train_step/island_step.py`, `train_step/stage_step.py`.
+"""
+
+import jax
+
+from shardtrain.data import Loader
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.simulate import simulate
+from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
+from shardtrain.train_step.island_step import IslandStep, make_island_step
+from shardtrain.train_step.stage_step import StageStep
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
+from shardtrain.trainer.setup import RunSetup
+
+
+def pipeline_text(run: Run, setup: RunSetup) -> str | None:
+    """Return the partition of a pipeline and the figures of its schedule; None without a pipeline."""
+    stages = setup.placement.stages if setup.stage_model is None else setup.stage_model.stages
+    if stages is None:
+        return None
+    pipeline, microbatches = run.strategy.pipeline, run.strategy.accumulate
+    sizes = (stages.num_stages, microbatches, stages.num_chunks)
+    table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
+    found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
+    return f"{heading(table)}; blocks {','.join(map(str, stages.counts))}\n{found}"
+
+
+def make_multi_island_step(
+    run: Run, setup: RunSetup, coordination: Coordination, loader: Loader
+) -> IslandStep | None:
+    """Make the step of several islands, replicas or stages; None for a run of one island.
+
+    Args:
+      run: the run.
+      setup: of this island.
+      coordination: with the other islands.
+      loader: of this island's rows.
+    """
+    combine = run.strategy.combine
+    if coordination.transfer is None:
+        return None
+    if setup.stage_model is not None:
+        return _make_stage_step(run, setup, setup.stage_model, coordination, loader)
+    return make_island_step(
+        setup.model,
+        run.loss,
+        setup.optimizer,
+        setup.placement,
+        coordination.transfer,
+        combine,
+        setup.learning_rate,
+        loader.shard.start,
+        coordination.barrier,
+    )
+
+
+def _make_stage_step(
+    run: Run, setup: RunSetup, stage_model: StageModel, coordination: Coordination, loader: Loader
+) -> StageStep:
+    islands, seats, transfer = coordination.islands, setup.seats, coordination.transfer
+    assert islands is not None
+    assert seats is not None
+    assert transfer is not None
+    microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
+    sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
+    rows = loader.rows_of_microbatch
+    shapes = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+        for name, x in stage_model.traced.batch.items()
+    }
+    return StageStep(
+        held=stage_model,
+        flow=stage_model.flow(shapes),
+        table=make_table(pipeline.schedule, *sizes),
+        losses=forward_only(*sizes),
+        optimizer=setup.optimizer,
+        clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
+        placement=setup.placement,
+        crossing=transfer,
+        seats=seats,
+        mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
+        share=lambda name, value: islands.control.share(name, value, LONG_SECONDS),
+        combine=run.strategy.combine,
+        learning_rate=setup.learning_rate,
+        start_row=loader.shard.start,
+    )

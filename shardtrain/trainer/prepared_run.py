@@ -1,0 +1,228 @@
+"""A run before its first array: scaled, set up, checked on its first batch, and agreed on by all islands.
+
+Everything that can be refused is refused here. Next: `train.py`.
+"""
+
+import hashlib
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.data import Batches, Loader
+from shardtrain.errors.messages import problems_error
+from shardtrain.errors.user_code import user_code
+from shardtrain.functional.loss import guarded
+from shardtrain.islands.agreement import facts, program_fact
+from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
+from shardtrain.islands.watchdog.stragglers import Stragglers
+from shardtrain.optim.scaling import scaled
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.report.islands import binding_text
+from shardtrain.report.sharding import sharding_text
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.state import restorable_state
+from shardtrain.train_step.step import make_step
+from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
+from shardtrain.trainer.multi_island_step import make_multi_island_step, pipeline_text
+from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of
+
+
+class PreparedRun(NamedTuple):
+    """Everything that is made before the first array.
+
+    Args:
+      run: as it is trained: scaled, its loss guarded.
+      folder: of the run.
+      setup: model, optimizer, mesh and placement.
+      coordination: with the other islands.
+      loader: of this process's rows.
+      heldout: samples held out, None without any.
+      island_step: the step of several islands; None for a run of one island.
+      description: of the run, see `config.describe`.
+      expected: what batches should look like.
+    """
+
+    run: Run
+    folder: Path
+    setup: RunSetup
+    coordination: Coordination
+    loader: Loader
+    heldout: Any
+    island_step: IslandStep | None
+    description: dict[str, Any]
+    expected: Expected
+
+
+def prepare_run(
+    run: Run, folder: Path, islands: Islands | None, output: RunConsole, stack: ExitStack
+) -> PreparedRun:
+    """Set up a run, check it on its first batch, and verify that all islands have the same one.
+
+    Args:
+      run: as the user gave it.
+      folder: of the run.
+      islands: of the run; None for a run of one island.
+      output: receives tables, notes and warnings.
+      stack: closes what is opened here.
+
+    Raises:
+      ValueError: something in the run does not fit, or islands differ.
+    """
+    if islands is not None:
+        output.say(binding_text(binding(islands)))
+    # Scale the run to the number of replicas; its description is of the run as it is trained.
+    run = _scale(run, islands, output)
+    description, run = describe(run), replace(run, loss=guarded(run.loss))
+    # Open the data, and set up model, optimizer and mesh for it.
+    source, heldout = Coordination(islands).in_turn("data", lambda: _open_sources(run, folder))
+    setup = _make_setup(run, source, islands, output)
+    coordination = _make_coordination(run, setup, islands)
+    stack.callback(coordination.close)
+    # Compare what all islands must have in common.
+    description["data.fingerprint"] = getattr(source, "fingerprint", None)
+    coordination.check_agreement(_facts(run, setup, description))
+    # Check the first batch: one that cannot be split, or be learned from, is refused before anything is
+    # compiled.
+    loader = make_loader(run, setup, coordination, source)
+    first = loader.batches.load(FIRST_POSITION)
+    expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
+    problems = [*loss_problems(expected), *class_problems(expected, first)]
+    if problems:
+        raise problems_error("this run would learn nothing, or something else than it should", problems)
+    batch = loader.place(first)
+    if islands is not None and setup.stage_model is None:
+        coordination.check_agreement(_program(run, setup, batch))
+    # Show what will be trained.
+    output.say(sharding_text(setup.placement.specs, dict(setup.mesh.shape)))
+    if text := pipeline_text(run, setup):
+        output.note(text)
+    elif run.strategy.across.axis == "pipeline":
+        output.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
+    if summary := getattr(run.data, "summary", None):
+        output.note(summary(folder))
+    island_step = make_multi_island_step(run, setup, coordination, loader)
+    if isinstance(island_step, StageStep):
+        stack.callback(island_step.close)
+    return PreparedRun(run, folder, setup, coordination, loader, heldout, island_step, description, expected)
+
+
+def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
+    """Make the setup of this island, and warn of batch statistics that islands do not exchange."""
+    num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
+    setup = make_setup(run, num_islands, microbatch_of(run, source), island)
+    if num_islands > 1 and (name := setup.whole_model.axis_name):
+        output.note(
+            f"WARNING: batch statistics over the axis {name!r} are those of each island: islands do not"
+            " exchange them. Where that matters use one island, or a norm without them (GroupNorm, LayerNorm)"
+        )
+    return setup
+
+
+def _open_sources(run: Run, folder: Path) -> tuple[Any, Any]:
+    """Return the samples to train on, and those held out.
+
+    Raises:
+      ValueError: they have no length, or no samples by number.
+    """
+    with user_code(lambda error: f"the data ({type(run.data).__name__})"):
+        found = {"train": run.data.train(folder), "heldout": run.data.heldout(folder)}
+    problems = [
+        f"{name}(folder) gave a {type(source).__name__}; give something with a length and samples by number"
+        " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it"
+        for name, source in found.items()
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
+        and not (name == "heldout" and source is None)
+    ]
+    if problems:
+        raise problems_error("the data cannot be read", problems)
+    return found["train"], found["heldout"]
+
+
+def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
+    """Return the run scaled to the number of replicas, see `scaling.scaled`.
+
+    Raises:
+      ValueError: replicas would not be combined after the last step.
+    """
+    sizes = axis_sizes(run.strategy.layout.mesh, jax.device_count())
+    own = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
+    replicas = [own] if islands is None else islands.by_island("replicas", own)
+    if run.strategy.across.axis == "pipeline":
+        replicas = replicas[:: run.strategy.across.partitions or len(replicas)]
+    by = run.strategy.combine.by
+    # what is averaged before a combiner gets it: an island's devices, or on one island all axes but data
+    inside = max(replicas) if len(replicas) > 1 else max(own // sizes["data"], 1)
+    found = scaled(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
+    for line in found.notes:
+        output.note(line)
+    steps, each = found.run.steps, run.strategy.combine.local_steps
+    if rest := steps % each:
+        below = steps - rest
+        use = f"{below} or {below + each}" if below else f"{each}"
+        scaled_text = "" if steps == run.steps else " when scaled"
+        raise ValueError(
+            f"steps is {steps}{scaled_text}, and replicas are combined every {each} steps:"
+            f" {steps} % {each} = {rest}. Use {use}."
+        )
+    if len(replicas) == 1 and run.strategy.combine.inside == "sum":
+        raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
+    return found.run
+
+
+def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Coordination:
+    """Connect this island to the others."""
+    if islands is None:
+        return Coordination()
+    if islands.seat.num_islands == 1:
+        return Coordination(islands)
+    across, platform = run.strategy.across, jax.devices()[0].platform
+    on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
+    stage = 0 if setup.seats is None else setup.seats.stage
+    transfer = islands.crossing(setup.mesh, across, on_device, stage)
+    # the stages of a pipeline take different times by nature, so they are not compared
+    stragglers = None if setup.seats else Stragglers(islands.control.names, run.recovery.straggler)
+    return Coordination(islands, transfer, setup.seats, stragglers)
+
+
+def _facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts that all islands must have in common."""
+    trees = {"parameters": setup.placement.specs.abstract.params}
+    if (stage_model := setup.stage_model) is not None:
+        trees = {"parameters": stage_model.traced.params}
+        sizes = (stage_model.stages.num_stages, run.strategy.accumulate, stage_model.stages.num_chunks)
+        tasks = repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)
+        digest = hashlib.sha256(tasks.encode()).hexdigest()[:16]
+        description = {**description, "accumulate": run.strategy.accumulate, "pipeline.tasks": digest}
+    return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
+
+
+def _program(run: Run, setup: RunSetup, batch: Any) -> dict[str, str]:
+    """Return the hash of the compiled step; equal on islands of the same mesh and share of the batch."""
+    placement = setup.placement
+    step: Any = make_step(setup.model, run.loss, setup.optimizer, placement, setup.learning_rate)
+    return program_fact(
+        step.lower(restorable_state(placement), batch).as_text(),
+        mesh=dict(setup.mesh.shape),
+        batch=str(jax.tree.map(jnp.shape, batch)),
+        layout=str(describe(run.strategy.layout)),
+        platform=jax.devices()[0].platform,
+        processes=jax.process_count(),
+    )
+
+
+def make_loader(run: Run, setup: RunSetup, coordination: Coordination, source: Any) -> Loader:
+    """Make the loader of this process's rows of training batches."""
+    layout, mesh, microbatches = run.strategy.layout, setup.mesh, run.strategy.accumulate
+    shard = coordination.rows(run.batch, run.strategy.across.shares, mesh, layout.batch_axes, microbatches)
+    batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=shard.rows)
+    return Loader(batches, shard, mesh, layout.batch_axes, microbatches)

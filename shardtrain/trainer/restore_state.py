@@ -1,0 +1,181 @@
+"""The state of a run from a checkpoint of any layout: what is read, initialised, dropped and broadcast.
+
+Arrays that depend on the layout that saved them (the state of a combiner) return to the same layout only.
+Next: `resume.py`; how arrays are read is in `checkpoints/restore.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, Leaf
+from shardtrain.checkpoints.origins import KEPT, saved_part
+from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.checkpoints.restore import Allow, check_state, restore_arrays, widened
+from shardtrain.functional.model import path_text
+from shardtrain.train_step.state import State
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
+
+PARAMETERS = ("params/", "model_state/")
+
+
+def read_arrays(
+    run: Run,
+    checkpoints: RunCheckpoints,
+    reader: CheckpointReader,
+    wanted: State,
+    extra: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Read this island's arrays of a checkpoint; it may get those in common from another island later.
+
+    Args:
+      run: says what may be missing or unused.
+      checkpoints: of the run.
+      reader: of the checkpoint.
+      wanted: shapes and shardings of the state.
+      extra: of this run's own checkpoint; {} where the checkpoint is of another run, of which only
+        parameters are read.
+
+    Returns:
+      Path -> array on the mesh.
+
+    Raises:
+      ValueError: the checkpoint holds another state than this run has.
+    """
+    coordination = checkpoints.coordination
+    wanted = _readable(checkpoints, saved_part(wanted), reader, extra)
+    leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
+    origins = checkpoints.origins(wanted)
+    ignored = [path for path in reader.pieces if not extra and not path.startswith(PARAMETERS)]
+    unused = (*run.allow.unused, f"{KEPT}*", *ignored)
+    if coordination.seats is not None:
+        # A stage uses a part of what was saved. All stages together must use all of it, so the check is of
+        # the union of what they ask for.
+        gathered = coordination.gather_islands(
+            "arrays", lambda island: [_whole_shapes(leaves, origins), _whole_shapes(reader.leaves, {})]
+        )
+        asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
+        check_state(reader, widened(saved, asked), asked, Allow(missing=run.allow.missing, unused=unused))
+        unused = ("*",)
+    if not coordination.writes:
+        # the arrays in common come from island 0
+        own = _readable(checkpoints, saved_part(wanted, own=True), reader, extra)
+        own_paths = {path_text(path) for path, _ in jax.tree.leaves_with_path(own)}
+        leaves = {path: leaf for path, leaf in leaves.items() if checkpoints.has_own and path in own_paths}
+        unused = ("*",)
+    if not leaves:
+        return {}
+    try:
+        found = restore_arrays(
+            reader, leaves, origins, Allow(missing=run.allow.missing, unused=unused), checkpoints.note
+        )
+    except ValueError:
+        if coordination.writes:
+            raise
+        # this island has a disk of its own without its part; `synchronise_restored` handles that
+        return {}
+    _report_replicas(checkpoints, reader, origins)
+    return found
+
+
+def assemble(
+    wanted: State, arrays: Mapping[str, jax.Array], combine_state: Any, init: Callable[[], State]
+) -> State:
+    """Return the state made of the arrays that were read; arrays that were not read are initialised.
+
+    Args:
+      wanted: shapes of the state.
+      arrays: by path.
+      combine_state: the initial state of a combiner across islands, None without one.
+      init: makes the state before the first step.
+    """
+    if all(path_text(path) in arrays for path, _ in jax.tree.leaves_with_path(wanted)):
+        return jax.tree.map_with_path(lambda path, _: arrays[path_text(path)], wanted)
+    state = init()
+    state = state if combine_state is None else state._replace(combine_state=combine_state)
+    return jax.tree.map_with_path(lambda path, x: arrays.get(path_text(path), x), state)
+
+
+def synchronise_restored(
+    run: Run, checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array], *, resumed: bool
+) -> State:
+    """Broadcast what islands have in common from island 0, and verify that all have the same bits.
+
+    Args:
+      run: the run.
+      checkpoints: of the run.
+      state: of this island.
+      arrays: what this island has read, by path.
+      resumed: from a checkpoint of this run.
+
+    Raises:
+      RuntimeError: the islands have different bits after the broadcast.
+    """
+    coordination = checkpoints.coordination
+    is_lost = checkpoints.own_optimizers and resumed
+    is_lost = is_lost and not any(path.startswith("opt_state/") for path in arrays)
+    lost = coordination.all_gather("own state", is_lost)
+    own_optimizers = run.strategy.combine.on_deltas and not any(lost)
+    state = broadcast_state(coordination, state, own_optimizers)
+    if wrong := differing_arrays(coordination, state, own_optimizers):
+        raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
+    if any(lost):
+        checkpoints.note(
+            f"{sum(lost)} of {len(lost)} ranks found no checkpoint of their island's own of this step:"
+            " all continue with the optimizer's state of island 0"
+        )
+    return state
+
+
+def _readable(
+    checkpoints: RunCheckpoints, wanted: State, reader: CheckpointReader, extra: Mapping[str, Any]
+) -> State:
+    """Drop per-replica arrays, and arrays of another layout than that of the run, from what is wanted."""
+    coordination = checkpoints.coordination
+    if coordination.islands is not None and not checkpoints.own_optimizers and not coordination.writes:
+        wanted = wanted._replace(opt_state=())
+    # each island saved its own part, on a mesh that need not be that of the others
+    own = reader.manifests.get(checkpoints.island[0] if checkpoints.has_own else 0)
+    if not extra or (own.extra if own else extra).get("layout") == checkpoints.layout:
+        return wanted
+    if any(path.startswith(KEPT) for path in reader.pieces) and jax.tree.leaves(wanted.combine_state):
+        checkpoints.note(
+            "the residuals of compression are dropped: they depend on the buckets and devices of the layout"
+            " that was saved, and this layout differs"
+        )
+    return wanted._replace(combine_state=())
+
+
+def _whole_shapes(leaves: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> dict[str, Any]:
+    return {
+        path: [origins.get(path, COMMON).whole(tuple(x.shape)), getattr(x.dtype, "name", x.dtype)]
+        for path, x in leaves.items()
+        if not path.startswith(KEPT)
+    }
+
+
+def _union(of_islands: Sequence[Mapping[str, Any]]) -> dict[str, Leaf]:
+    return {
+        path: Leaf(shape=tuple(shape), dtype=dtype)
+        for each in of_islands
+        for path, (shape, dtype) in each.items()
+    }
+
+
+def _report_replicas(
+    checkpoints: RunCheckpoints, reader: CheckpointReader, origins: Mapping[str, ArrayOrigin]
+) -> None:
+    """Report which optimizer state each replica takes, where the number of replicas has changed."""
+    path = next((path for path in reader.pieces if path.startswith("opt_state/")), None)
+    if path is None:
+        return
+    before = reader.pieces[path][0].leaf.lie.num_replicas
+    now = origins.get(path, COMMON).num_replicas
+    if before != now:
+        checkpoints.note(
+            f"{before or 1} optimizer states were saved, and this run has {now or 1}: replica r continues"
+            f" with that of replica r % {before or 1}"
+        )

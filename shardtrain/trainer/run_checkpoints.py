@@ -1,0 +1,149 @@
+"""The checkpoints of a run, as one island reads and writes them: all of a step, a part of it, or none.
+
+What is read of them, and when, is in `resume.py`. Next: `checkpoints/checkpointer.py`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from shardtrain.checkpoints.checkpointer import Checkpoints, SaveFailed
+from shardtrain.checkpoints.manifest import WHOLE, ArrayOrigin, WriterPart
+from shardtrain.checkpoints.origins import lies, saved_part
+from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.state import Placement, State
+from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.setup import RunSetup
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in that of a run."""
+
+
+class RunCheckpoints:
+    """The checkpoints of a run, as one island reads and writes them.
+
+    Args:
+      run: the run.
+      folder: of the run.
+      coordination: with the other islands.
+      setup: of this island; says where arrays of its state belong in the whole model.
+      island_step: the step of several islands; None for a run of one island.
+      note: receives lines for the user.
+
+    Attributes:
+      has_own: each island saves something of its own.
+      own_optimizers: each island has an optimizer state of its own.
+      island: (number of this island, number of islands).
+      layout: the facts on which the arrays of a combiner depend.
+
+    Raises:
+      ValueError: an earlier shardtrain wrote the folder in a form that this one cannot read.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        coordination: Coordination,
+        setup: RunSetup,
+        island_step: IslandStep | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self.has_own = island_step is not None and (run.strategy.combine.on_deltas or island_step.keeps_state)
+        self.own_optimizers = run.strategy.combine.on_deltas and island_step is not None
+        self.coordination, self.placement, self.note = coordination, setup.placement, note
+        seat = None if coordination.islands is None else coordination.islands.seat
+        _refuse_old_parts(folder)
+        self.island = (0, 1) if seat is None else (seat.island, seat.num_islands)
+        self._part = self._find_part()
+        self.checkpoints = Checkpoints(
+            folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
+        )
+        self._origins = lies(setup.placement, setup.stage_model, self.island, self.own_optimizers)
+        self.layout = _layout_facts(run, setup.placement, self.island[1])
+        self._latest: int | None = None
+
+    def __enter__(self) -> Self:
+        self.checkpoints.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.checkpoints.__exit__(*exception)
+
+    def _find_part(self) -> WriterPart | None:
+        """Return which part of a step this island saves; None where another island saves all."""
+        seats = self.coordination.seats
+        if self.has_own:
+            return WriterPart(*self.island)
+        if self.coordination.writes:
+            return WHOLE if seats is None else WriterPart(seats.stage, seats.num_stages)
+        return None
+
+    def origins(self, state: State) -> dict[str, ArrayOrigin]:
+        """Return path -> which part of the whole model's array an array of this island is."""
+        return self._origins(state)
+
+    def latest(self) -> int | None:
+        """Return the step that was saved last."""
+        return self._latest if self._part is None else self.checkpoints.latest()
+
+    def save(self, step: int, state: State, extra: dict[str, Any]) -> None:
+        """Save this island's part of a step, see `Checkpoints.save`."""
+        self._latest = step
+        if self._part is not None:
+            part = saved_part(state, own=not self.coordination.writes)
+            if not (self.coordination.writes or self.own_optimizers):
+                part = part._replace(opt_state=())
+            self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self._origins(part))
+
+    def wait(self) -> None:
+        """Wait for the save under way, see `Checkpoints.wait`."""
+        if self._part is not None:
+            self.checkpoints.wait()
+
+    def settle(self) -> None:
+        """Wait for the save under way, and report if it failed."""
+        try:
+            self.wait()
+        except SaveFailed as failure:
+            self.note(f"WARNING: {failure}")
+
+    def drop_after(self, step: int) -> None:
+        """Delete this island's part of all later steps."""
+        if self._part is not None:
+            self.checkpoints.drop_after(step)
+
+    def confirm(self, step: int | None) -> None:
+        """Allow older steps to be deleted, see `Checkpoints.confirm`."""
+        if self._part is not None:
+            self.checkpoints.confirm(step)
+
+
+def _refuse_old_parts(folder: Path) -> None:
+    """Refuse a folder of before schema 2, where each stage had a folder of its own.
+
+    Raises:
+      ValueError: it is one.
+    """
+    if found := sorted(path.name for path in folder.glob("checkpoints-stage-*")):
+        raise ValueError(
+            f"{folder} has {', '.join(found)}, which an earlier shardtrain wrote and this one cannot read."
+            " Use that one, or another --run-dir"
+        )
+
+
+def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str, Any]:
+    """Return the facts on which the arrays of a combiner depend, as JSON holds them."""
+    strategy, stages = run.strategy, placement.stages
+    facts = {
+        "mesh": dict(placement.mesh.shape),
+        "islands": num_islands,
+        "blocks": None if stages is None else list(stages.counts),
+        **describe(strategy.layout, "layout"),
+        **describe(strategy.combine, "combine"),
+        **{name: getattr(strategy.across, name) for name in ("axis", "partitions", "bucket_bytes")},
+        "first_bucket_bytes": strategy.across.first_bucket_bytes,
+    }
+    return json.loads(json.dumps(facts))

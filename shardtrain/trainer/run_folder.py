@@ -1,0 +1,79 @@
+"""The folder of a run: its files beside the checkpoints, its lock, and the picture of its loss.
+
+Metrics are written by `report/metrics.py`. Next: `run_checkpoints.py`.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from shardtrain.report.metrics import JsonLines, Sinks, TensorBoard
+from shardtrain.report.plots import figure
+from shardtrain.report.plots.loss_curve import loss_curve
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.run_lock import Locked, locked
+from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.run_checkpoints import CHECKPOINTS
+
+RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
+TENSORBOARD = "tensorboard"
+
+
+@contextmanager
+def exclusive_folder(folder: Path) -> Iterator[None]:
+    """Make and lock a run's folder: two runs in one folder would delete each other's checkpoints.
+
+    The folder of checkpoints has a lock of its own: it may be a link, and `prune` may know it alone.
+
+    Raises:
+      ValueError: another process has the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(locked(folder))
+            (folder / CHECKPOINTS).mkdir(exist_ok=True)
+            stack.enter_context(locked(folder / CHECKPOINTS))
+            yield
+    except Locked:
+        raise ValueError(
+            f"another process is training in {folder}; wait for it, or use another --run-dir"
+        ) from None
+
+
+def open_sinks(folder: Path, resume_after: int | None, output: RunConsole) -> tuple[Sinks, int | None]:
+    """Open the sinks of a run.
+
+    Args:
+      folder: of the run.
+      resume_after: the restored step; later metrics are dropped. None starts empty files.
+      output: receives warnings.
+
+    Returns:
+      The sinks, and the step of the last line in `metrics.jsonl`.
+    """
+    lines = JsonLines(folder / METRICS, resume_after=resume_after, report=output.note)
+    if not TensorBoard.installed():
+        output.note("no TensorBoard files: install shardtrain[tensorboard]")
+        return Sinks(lines), lines.last_step
+    board = TensorBoard(folder / TENSORBOARD, resume_after=resume_after, report=output.note)
+    return Sinks(lines, board), lines.last_step
+
+
+def write_run_file(folder: Path, text: str, output: RunConsole) -> None:
+    """Write the description of the run; the run continues if that fails."""
+    try:
+        replace_file(folder / RUN_FILE, text.encode())
+    except OSError as error:
+        output.note(f"WARNING: {folder / RUN_FILE} cannot be written: {error}; the run continues")
+
+
+def draw_curve(folder: Path, output: RunConsole) -> None:
+    """Draw the loss of a run that is saved by now; a failure is only reported."""
+    if not figure.is_installed():
+        return
+    try:
+        if (folder / METRICS).stat().st_size:
+            loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
+    except (OSError, ValueError) as error:
+        output.say(f"WARNING: {folder / CURVE} is not drawn: {error}")

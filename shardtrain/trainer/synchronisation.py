@@ -1,0 +1,115 @@
+"""Copies of the state on several islands: compared by fingerprints, and broadcast from island 0.
+
+What is compared on the devices of one mesh is in `fingerprints.py`. Next: `resume.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardtrain.functional.model import path_text
+from shardtrain.train_step.state import State
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.fingerprints import fingerprints, minority
+
+
+def synchronise(
+    coordination: Coordination, state: State, own_optimizers: bool, note: Callable[[str], None]
+) -> State:
+    """Make the state that islands have in common equal to that of island 0, if it differs.
+
+    Unlike hosts round differently, so that their copies drift apart by the last bits.
+
+    Args:
+      coordination: with the other islands.
+      state: of this island.
+      own_optimizers: each island has an optimizer state of its own, which is left alone.
+      note: receives a line where the state differed.
+    """
+    paths = differing_arrays(coordination, state, own_optimizers)
+    if not paths:
+        return state
+    note(
+        f"{len(paths)} parameters were not the same bits on all islands, {paths[0]} among them;"
+        " all continue with those of island 0"
+    )
+    return broadcast_state(coordination, state, own_optimizers)
+
+
+def broadcast_state(coordination: Coordination, state: State, own_optimizers: bool) -> State:
+    """Return the state with everything that islands have in common as island 0 has it.
+
+    Args:
+      coordination: with the other islands.
+      state: of this island.
+      own_optimizers: each island has an optimizer state of its own, which is left alone.
+    """
+    if coordination.transfer is None:
+        return state
+    return state._replace(**coordination.transfer.map(_broadcast, _common(state, own_optimizers)))
+
+
+def differing_arrays(coordination: Coordination, state: State, own_optimizers: bool) -> list[str]:
+    """Return the paths of the common arrays that are not the same bits on all islands.
+
+    Args:
+      coordination: with the other islands.
+      state: of this island.
+      own_optimizers: each island has an optimizer state of its own, which is not compared.
+    """
+    if coordination.transfer is None:
+        return []
+    assert coordination.islands is not None
+    common = _common(state, own_optimizers)
+    paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(common)]
+    prints = coordination.islands.by_island("fingerprints", np.asarray(fingerprints(common)).tolist())
+    if coordination.seats is not None:
+        prints = prints[coordination.seats.stage :: coordination.seats.num_stages]
+    return [path for path, *found in zip(paths, *prints, strict=True) if len(set(found)) > 1]
+
+
+def faulty_copies(
+    coordination: Coordination, step: int, problem: str, hardware: str, params: Any
+) -> str | None:
+    """Return a message about faulty copies of the parameters on any rank; None where there are none.
+
+    Islands of the same hardware and mesh compute the same bits. Others drift apart by the last bits, which
+    `synchronise` removes at every save, so they are not compared.
+
+    Args:
+      coordination: with the other islands.
+      step: steps done.
+      problem: what was found on this island's own devices, or "".
+      hardware: equal for islands that compute the same bits.
+      params: of this island.
+    """
+    if coordination.islands is None:
+        return problem or None
+    prints = str(np.asarray(fingerprints(params)).tolist())
+    group = [hardware, 0 if coordination.seats is None else coordination.seats.stage]
+    gathered = coordination.all_gather(f"copies after step {step}", [problem, group, prints])
+    if problems := [each for each, _, _ in gathered if each]:
+        return problems[0]
+    names = coordination.islands.control.names
+    wrong = []
+    for group in {str(group) for _, group, _ in gathered}:
+        alike = [rank for rank, (_, other, _) in enumerate(gathered) if str(other) == group]
+        wrong += [names[rank] for rank in minority([gathered[rank][2] for rank in alike], alike)]
+    if not wrong:
+        return None
+    which = "has" if len(wrong) == 1 else "one of them has"
+    return (
+        f"after step {step} {', '.join(sorted(wrong))} {which} other parameters than islands of the same"
+        " hardware: a device, or its memory, is faulty"
+    )
+
+
+def _common(state: State, own_optimizers: bool) -> dict[str, Any]:
+    names = ("step", "seed", "params", "model_state", *(() if own_optimizers else ("opt_state",)))
+    return {name: getattr(state, name) for name in names}
+
+
+def _broadcast(arrays: Any, group: Any) -> Any:
+    return [group.broadcast(x) for x in arrays]
