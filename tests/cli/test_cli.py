@@ -95,7 +95,7 @@ def test_a_mesh_file_is_read_and_options_change_it():
         (
             ["train", GPT, "--shares", "2,1"],
             2,
-            "shares has 2 weights, and this run is alone: leave --shares",
+            "shares has 2 weights, and this run has one island: leave --shares",
         ),
         (["train", GPT, "--cpu-devices", "none"], 2, "--cpu-devices needs a number of devices from 1"),
         (["inspect", GPT, "--devices", "0"], 2, "--devices is 0; use 1 to 16777216"),
