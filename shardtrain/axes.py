@@ -33,24 +33,24 @@ CHANNELS_OUT = "channels_out"
 
 DIMS = {
     BATCH: "examples (B)",
-    SEQ: "positions of a sequence (T; S on the key side), where each device holds all of them",
-    RESIDUAL_SEQ: "the same positions between blocks, where they may be sharded over tensor",
+    SEQ: "positions of a sequence (T; S for keys), replicated: each device has all of them",
+    RESIDUAL_SEQ: "positions of a sequence between blocks, where they may be sharded over tensor",
     EMBED: "features of the residual stream (D)",
     HEADS: "query heads (H)",
     KV_HEADS: "key and value heads of grouped-query attention",
     HEAD_DIM: "features of one head (K)",
     MLP: "hidden features of a feed-forward block (F)",
     VOCAB: "tokens of the vocabulary, or classes (V)",
-    LAYERS: "stacked blocks that a scan walks over",
+    LAYERS: "stacked blocks that a scan iterates over",
     EXPERTS: "experts of a mixture (E)",
-    SEGMENTS: "kinds of token by the text that they stand in: the first or the second of a pair",
+    SEGMENTS: "token types: the first or the second text of a pair",
     HEIGHT: "rows of an image or of a convolution window",
     WIDTH: "columns of an image or of a convolution window",
     CHANNELS_IN: "features that a convolution reads",
     CHANNELS_OUT: "features that a convolution writes",
 }
-"""The glossary: dim name -> what it counts, with its suffix letter in function bodies.
+"""The glossary: dim name -> what it counts, with its suffix letter in names of arrays.
 
 Suffix letters name logical dims, never a layout: `q_BTHK` has dims batch, seq, heads, head_dim.
-Two more letters stand for no dim of a model: M microbatches, P stages.
+Two more letters name no dim of a model: M microbatches, P stages.
 """

@@ -138,7 +138,7 @@ OPTIONS = {
     "--mesh number.toml": "mesh is 3; give a dict",
     "--mesh text_rule.toml": "parameters.embed is 'fsdp'; write a list of axes, embed = ['fsdp']",
     "--mesh axis_rule.toml": "parameters.embed: axis 'fspd' (did you mean 'fsdp'?)",
-    "--mesh twice_rule.toml": "parameters.embed: axis 'fsdp' stands 2 times",
+    "--mesh twice_rule.toml": "parameters.embed: axis 'fsdp' occurs 2 times",
     "--mesh zero.toml": "zero.toml | zero is 4; allowed: 1, 2 or 3",
     "--zero 0": "zero is 0; allowed: 1, 2 or 3",
     "--unnamed shard": "unnamed is 'shard'; allowed: 'refuse' or 'replicate'",

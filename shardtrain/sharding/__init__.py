@@ -1,1 +1,1 @@
-"""How arrays are placed: mesh axes, layouts, and the specs that follow from them."""
+"""Layouts, the mesh, and the PartitionSpecs that follow from both."""

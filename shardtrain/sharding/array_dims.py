@@ -16,16 +16,16 @@ Dims = tuple[str | None, ...] | None
 
 
 JOINT = "+"
-"""Between the names of a dim that has several, as in PartitionSpec(("data", "fsdp")): `data+fsdp`."""
+"""Joins the names of a dim that has several, as in PartitionSpec(("data", "fsdp")): `data+fsdp`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """The dims and shape of one array: what `resolve` needs to know of it.
+    """The dim names and shape of one array, as `resolve` takes them.
 
     Args:
-      dims: a name for each dim; None for a dim that is not sharded, as dims without an entry at the end
-        are not. None instead of all names where the array has none.
+      dims: a name for each dim, None for a dim that is not sharded; trailing dims may be left out, which are
+        not sharded either. None if the array has no dim names at all.
       shape: sizes in elements.
     """
 
@@ -34,37 +34,37 @@ class Named:
 
 
 def is_dims(leaf: object) -> bool:
-    """Whether a leaf of a tree of dims has been reached, for `is_leaf`: the names of an array, or None."""
+    """Return whether this is a leaf of a dims tree (a tuple of names, or None), for `is_leaf` of jax.tree."""
     return leaf is None or isinstance(leaf, tuple)
 
 
 def unruled_names(arrays: Mapping[str, Named], rules: Rules) -> list[str]:
-    """The names of dims that have no rule, each once, in order."""
+    """Return the dim names that have no rule, each once, in order."""
     names = (dim for named in arrays.values() for dim in named.dims or () if dim is not None)
     return list(dict.fromkeys(dim for dim in names if dim not in rules))
 
 
 def unnamed_paths(arrays: Mapping[str, Named]) -> list[str]:
-    """The arrays whose dims have no names at all."""
+    """Return the paths of the arrays without any dim names; scalars need none."""
     return [path for path, named in arrays.items() if named.dims is None and named.shape]
 
 
 def dims_by_pattern(
     shapes: Mapping[str, Sequence[int]], names: Mapping[str, Sequence[str | None]]
 ) -> dict[str, tuple[str | None, ...]]:
-    """The dims that patterns of paths give to parameters, as `Run.names` asks.
+    """Assign dim names to parameters by patterns of their paths, see `Run.names`.
 
     Args:
       shapes: path -> shape of every parameter.
-      names: pattern (fnmatch, on the whole path) -> a name for each dim. Of several that match, the first
-        decides, so the special stands before the general.
+      names: pattern (fnmatch, on the whole path) -> a name for each dim. The first pattern that matches a
+        path is used, so put special patterns before general ones.
 
     Returns:
-      path -> names, of those that a pattern matches.
+      path -> dim names, for the paths that a pattern matches.
 
     Raises:
-      ValueError: lists every pattern that decides nothing, and every number of names that is not that of
-        the dims.
+      ValueError: lists every pattern that is never used, and every pattern with another number of names than
+        its arrays have dims.
 
     >>> dims_by_pattern({"up/kernel": (4, 8), "up/bias": (8,)}, {"*/kernel": ("embed", "mlp")})
     {'up/kernel': ('embed', 'mlp')}
@@ -89,7 +89,7 @@ def dims_by_pattern(
 
 
 def _idle_text(pattern: str, shapes: Mapping[str, Sequence[int]], found: Mapping[str, str]) -> str:
-    """Why a pattern names nothing."""
+    """Format the error for a pattern that is never used."""
     taken = [path for path in shapes if fnmatchcase(path, pattern)]
     if taken:
         return f"{pattern!r} matches only what {found[taken[0]]!r} before it has named; put it first"

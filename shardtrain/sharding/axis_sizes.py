@@ -15,7 +15,7 @@ MOST_DEVICES = 1 << 24
 
 
 BUILT_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
-"""Axes that may be larger than 1 today; the others are known words only."""
+"""Axes that may be larger than 1 today; the others are reserved names."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -43,7 +43,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
-    """What is wrong with these axis sizes, one sentence each."""
+    """List the problems of these axis sizes, one sentence each."""
     problems = [f"axis {near(axis, axes.AXES)}" for axis in mesh if axis not in axes.AXES]
     for axis, size in mesh.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
@@ -64,7 +64,7 @@ def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
 
 
 def axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """The size of every axis, with -1 replaced by what `num_devices` leaves.
+    """Return the size of every axis; -1 becomes the number of devices divided by the other sizes.
 
     Raises:
       ValueError: the sizes do not multiply to `num_devices`.
@@ -84,12 +84,12 @@ def axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def is_one_device(sizes: Mapping[str, int]) -> bool:
-    """Whether no axis is larger than 1, so that nothing needs a name."""
+    """Return whether all axes have size 1, so that no dim needs a name."""
     return all(size == 1 for size in sizes.values())
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, ascending.
+    """Return all divisors, ascending.
 
     >>> _divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -99,7 +99,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> str:
-    """The error for a mesh that does not use exactly the devices there are."""
+    """Format the error for axis sizes that do not multiply to the number of devices."""
     divisors = ", ".join(map(str, _divisors(num_devices)))
     change = f"make the sizes multiply to {num_devices} (its divisors: {divisors}), or let one size be -1"
     if has_rest:

@@ -15,20 +15,20 @@ from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Axis sizes, and the rules that give each dim its axes.
+    """Axis sizes, and rules that map each dim to the axes that shard it.
 
     Args:
-      mesh: axis -> size; axes that are not named have size 1, one size may be -1 (the rest).
-      zero: what `fsdp` shards. 3: parameters, gradients and optimizer state; 2: gradients and
+      mesh: axis -> size; axes that are left out have size 1, one size may be -1 (the remaining devices).
+      zero: what the axis fsdp shards. 3: parameters, gradients and optimizer state; 2: gradients and
         optimizer state; 1: optimizer state (Rajbhandari et al. 2020, ZeRO, section 5). 1 and 2 compile
-        to the same step: gradients are whole while they are added up, and in shards right after.
-      sequence_sharded: activations between blocks are sharded over tensor along the sequence
+        to the same step: gradients are replicated while they are accumulated, and sharded right after.
+      sequence_sharded: shard the activations between blocks over tensor along the sequence
         (Korthikanti et al. 2022, section 4.2.2).
-      parameters: dim -> axes for parameters, where they differ from `PARAMETER_RULES`.
-      activations: dim -> axes for activations, where they differ from `ACTIVATION_RULES`. A dim of one's
-        own that has a rule among the parameters alone has the same axes here, without data and fsdp.
-      unnamed: what to do, on a mesh of several devices, with arrays whose dims have no names and with
-        names that have no rule: "refuse" or "replicate".
+      parameters: dim -> axes for parameters, where they differ from the defaults in `sharding/rules.py`.
+      activations: dim -> axes for activations, where they differ from the defaults. A custom dim that has a
+        rule for parameters only has the same axes here, without data and fsdp.
+      unnamed: on several devices, "refuse" or "replicate" arrays whose dims have no names and dims whose
+        names have no rule.
 
     Short forms: axis sizes, as a dict or as the text `data=2,fsdp=-1`.
 
@@ -48,7 +48,7 @@ class Layout:
 
     @staticmethod
     def short(value: object) -> dict[str, object] | None:
-        """The fields that a bare value stands for; None: it is no short form."""
+        """Return the fields that a short form sets; None if the value is not a short form."""
         if isinstance(value, str):
             return {"mesh": parse_mesh(value)}
         return {"mesh": value} if isinstance(value, Mapping) else None
@@ -71,7 +71,7 @@ class Layout:
                     if axis not in axes.AXES
                 ]
                 problems += [
-                    f"rule {table}.{dim}: axis {a!r} stands {n} times" for a, n in repeated(dim_axes)
+                    f"rule {table}.{dim}: axis {a!r} occurs {n} times" for a, n in repeated(dim_axes)
                 ]
         if self.zero not in (1, 2, 3):
             problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
@@ -82,38 +82,39 @@ class Layout:
 
     @property
     def sharded_rules(self) -> Rules:
-        """dim -> axes of whatever is fully sharded: optimizer state, and parameters at zero=3."""
+        """Dim -> axes of fully sharded arrays: optimizer state, and parameters at zero=3."""
         return {**PARAMETER_RULES, **self.parameters}
 
     @property
     def parameter_rules(self) -> Rules:
-        """dim -> axes of the parameters as they are stored."""
+        """Dim -> axes of the parameters as they are stored between steps."""
         if self.zero == 3:
             return self.sharded_rules
         return {d: _without(dim_axes, (axes.FSDP,)) for d, dim_axes in self.sharded_rules.items()}
 
     @property
     def activation_rules(self) -> Rules:
-        """dim -> axes of activations, and of weights where they are used."""
+        """Dim -> axes of activations, and of weights where they are used."""
         residual = (axes.TENSOR,) if self.sequence_sharded else ()
         # weights are gathered over the axes that shard the batch, as `embed` is
         used = {dim: _without(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
+        # a model may also name a mesh axis, which stands for itself
         itself = {axis: (axis,) for axis in axes.AXES}
         return {**used, **itself, **ACTIVATION_RULES, axes.RESIDUAL_SEQ: residual, **self.activations}
 
     def rules_of_replica(self) -> Rules:
-        """`activation_rules` inside one replica: without the axes whose indices are replicas."""
+        """Return `activation_rules` inside one replica: without the replica axes."""
         replicas = self.replica_axes
         return {dim: _without(dim_axes, replicas) for dim, dim_axes in self.activation_rules.items()}
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that share out the examples of a batch."""
+        """The axes that shard the examples of a batch."""
         return self.activation_rules[axes.BATCH]
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The batch axes over which parameters are whole: each index computes a gradient of its own."""
+        """The batch axes over which parameters are replicated: each index computes its own gradient."""
         sharding = {axis for dim_axes in self.parameter_rules.values() for axis in dim_axes}
         return tuple(axis for axis in self.batch_axes if axis not in sharding)
 

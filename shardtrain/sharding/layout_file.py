@@ -11,7 +11,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.system.untrusted_files import read_text
 
 MOST_FILE_BYTES = 1 << 16
-"""Of a file in TOML, whose parser takes time and stack for what is nested deeply."""
+"""Limit for a TOML file, as its parser takes time and stack for deep nesting."""
 
 
 def read_layout(path: Path) -> Layout:
@@ -36,7 +36,7 @@ def read_layout(path: Path) -> Layout:
 
 
 def layout_text(layout: Layout) -> str:
-    """A layout as TOML that `read_layout` reads back to an equal one."""
+    """Format a layout as TOML, which `read_layout` reads back to an equal one."""
     lines = [
         f"zero = {layout.zero}",
         f"sequence_sharded = {str(layout.sequence_sharded).lower()}",
@@ -52,5 +52,5 @@ def layout_text(layout: Layout) -> str:
 
 
 def _key_text(name: str) -> str:
-    """A TOML key: bare where it can be."""
+    """Format a TOML key: bare where possible, else quoted."""
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)

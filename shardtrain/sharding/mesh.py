@@ -1,4 +1,4 @@
-"""From a layout to a jax Mesh over the devices of this island. Next: `specs.py`."""
+"""The jax Mesh of a layout over the devices of this island. Next: `specs.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from shardtrain.sharding.layout import Layout
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a layout: all six axes, slowest first, placed by the topology jax knows.
+    """Make the mesh of a layout: all six axes, slowest first, assigned to devices by their topology.
 
     Args:
-      layout: its `mesh` gives the sizes; -1 is what the devices leave.
-      devices: the devices to use, all of them; by default every device of this jax runtime.
+      layout: its `mesh` gives the axis sizes; -1 is the remaining devices.
+      devices: the devices to use, all of them; by default all devices of this jax runtime.
 
     Returns:
       A Mesh whose axes are all of type Auto: Flax modules work on it unchanged.

@@ -15,7 +15,7 @@ from shardtrain.sharding.rules import Rules, repeated
 def array_problems(
     path: str, named: Named, rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> list[str]:
-    """What keeps this array from being placed, one sentence each."""
+    """List the problems that keep one array from being placed, one sentence each."""
     if named.dims is None:
         is_refused = unnamed == "refuse" and named.shape
         return [f"{path} has shape {named.shape} but its dims have no names"] if is_refused else []
@@ -41,7 +41,7 @@ def array_problems(
 
 
 def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], total: int) -> str:
-    """The error for a dim whose size its axes do not divide.
+    """Format the error for a dim whose size is not divisible by its axes.
 
     >>> print(indivisible_text("q", "heads", 6, ["tensor"], 4).partition("Use ")[2])
     a total of 2, a size of 4 or 8, or the rule heads = []
@@ -58,7 +58,7 @@ def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], to
 def naming_text(
     arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> str:
-    """The ways out where names or rules are missing, ready to paste; empty where none are."""
+    """Format fixes for missing names and rules, ready to paste; empty if none are missing."""
     paths = unnamed_paths(arrays) if unnamed == "refuse" else []
     fitting = fitting_rules(arrays, rules, sizes)
     ways = []
@@ -72,16 +72,16 @@ def naming_text(
     return ways_text(ways) if ways else ""
 
 
-REPLICATE = 'whole on every device: --unnamed replicate, in Python Layout(unnamed="replicate")'
+REPLICATE = 'replicate them: --unnamed replicate, in Python Layout(unnamed="replicate")'
 
 
 def ways_text(ways: Iterable[str]) -> str:
-    """The ways out of missing names and rules, a line each."""
+    """Format the fixes for missing names and rules, one per line."""
     return "\n  one of these helps:" + "".join(f"\n    {way}" for way in (*ways, REPLICATE))
 
 
 def rules_text(table: str, rules: Rules) -> str:
-    """A rule table as Python.
+    """Format rules as Python code.
 
     >>> rules_text("parameters", {"kv": ("tensor",), "odd": ()})
     "Strategy(layout=Layout(parameters={'kv': ['tensor'], 'odd': []}))"
@@ -90,7 +90,7 @@ def rules_text(table: str, rules: Rules) -> str:
 
 
 def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> Rules:
-    """A rule for each name that has none: tensor or fsdp where all arrays allow it, else whole.
+    """Return a rule for each name without one: tensor or fsdp if all its arrays allow it, else replicated.
 
     >>> arrays = {"q": Named(dims=("embed", "kv", "odd"), shape=(8, 4, 3))}
     >>> fitting_rules(arrays, {"embed": ("fsdp",)}, {"fsdp": 2, "tensor": 2})
@@ -110,13 +110,13 @@ def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str,
 
 
 def _unplaceable(named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
-    """Problems of an array but for the names that have no rule yet."""
+    """List the problems of an array, ignoring names that have no rule yet."""
     known = tuple(dim if dim in rules else None for dim in named.dims or ())
     return array_problems("", Named(dims=known, shape=named.shape), rules, sizes)
 
 
 def fitting_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[str | None, ...]:
-    """Names of mesh axes for the dims of an array: tensor for the largest dim, fsdp for the next.
+    """Return mesh axes as names for the dims of an array: tensor for the largest dim, fsdp for the next.
 
     >>> fitting_dims((3, 64, 256), {"fsdp": 2, "tensor": 4})
     (None, 'fsdp', 'tensor')

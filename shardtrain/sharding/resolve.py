@@ -21,10 +21,10 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> Layout:
-    """The layout with a rule for each name of these arrays that stands for itself or is to be replicated.
+    """Return the layout with added rules for names that are mesh axes, joined names or to be replicated.
 
-    The name of a mesh axis stands for that axis, and joint names for the axes of both. Where arrays
-    without names are replicated, or there is one device, any other name without a rule is replicated too.
+    The name of a mesh axis is sharded over that axis, joined names (`data+fsdp`) over the axes of each. With
+    unnamed="replicate", or on one device, all other names without a rule get the empty rule.
 
     >>> arrays = {"up": Named(dims=("fsdp", "features"), shape=(64, 256))}
     >>> completed(Layout(unnamed="replicate"), arrays, {"fsdp": 2}).parameters
@@ -42,7 +42,8 @@ def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, i
 
 
 def unplaced_text(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> str | None:
-    """What is whole on every device for want of a name or a rule, as a line to read; None if nothing is."""
+    """Format one line about arrays that are replicated because names or rules are missing; None if there are
+    none."""
     paths = unnamed_paths(arrays)
     names = [
         name
@@ -54,13 +55,13 @@ def unplaced_text(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[st
     if not found:
         return None
     use = "on several devices they need them, or --unnamed replicate"
-    return f"{'; '.join(found)}: {use if is_one_device(sizes) else 'whole on every device'}"
+    return f"{'; '.join(found)}: {use if is_one_device(sizes) else 'replicated on every device'}"
 
 
 def resolve(
     arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], *, unnamed: str = "refuse"
 ) -> dict[str, Spec]:
-    """Join dims and rules: the axes of every dim of every array.
+    """Return the axes that shard each dim of each array, from dim names and rules.
 
     Args:
       arrays: path -> dims and shape.
@@ -69,12 +70,12 @@ def resolve(
       unnamed: "refuse" arrays without names, or "replicate" them.
 
     Returns:
-      path -> for each dim, the axes that shard it. On one device, where nothing can be sharded, an array
-      that does not fit is whole.
+      path -> for each dim, the axes that shard it. On one device, where nothing is sharded, arrays that do
+      not fit the rules are accepted.
 
     Raises:
-      ValueError: on several devices; lists every unknown dim, every axis used twice in an array, every size
-        that does not divide and every array without names, each with the change to make.
+      ValueError: on several devices; lists every dim without a rule, axis used twice in one array, size that
+        is not divisible and array without names, each with the change to make.
 
     >>> arrays = {"up": Named(dims=("embed", "mlp"), shape=(64, 256))}
     >>> resolve(arrays, {"embed": ("fsdp",), "mlp": ("tensor",)}, {"fsdp": 2, "tensor": 4})

@@ -27,7 +27,8 @@ PARAMETER_RULES: Rules = {
     axes.CHANNELS_IN: (axes.FSDP,),
     axes.CHANNELS_OUT: (axes.TENSOR,),
 }
-"""Parameters, gradients and optimizer state: Megatron's split over tensor, ZeRO's over fsdp."""
+"""Dim -> axes for parameters, gradients and optimizer state: Megatron's tensor parallelism, ZeRO over
+fsdp."""
 
 
 ACTIVATION_RULES: Rules = {
@@ -48,9 +49,10 @@ ACTIVATION_RULES: Rules = {
     axes.CHANNELS_IN: (),
     axes.CHANNELS_OUT: (axes.TENSOR,),
 }
-"""Activations, and weights where they are used: `embed` is whole there, so fsdp gathers it."""
+"""Dim -> axes for activations, and for weights where they are used: `embed` is replicated, so fsdp is
+gathered."""
 
 
 def repeated(names: Iterable[str]) -> list[tuple[str, int]]:
-    """The names that stand more than once, with their counts."""
+    """Return the names that occur more than once, with their counts."""
     return [(name, n) for name, n in Counter(names).items() if n > 1]

@@ -1,7 +1,7 @@
-"""Who gets how much: whole numbers in proportion to weights, that add up exactly. No jax.
+"""Split a whole number into integer shares in proportion to weights, exactly. No jax.
 
-Rows of a batch among islands (in multiples of what each can divide), layers among stages (each at
-least one). The same input gives the same shares on every host: the arithmetic is exact.
+Used for the rows of a batch over islands (in multiples that each island can shard) and for layers over
+stages (at least one each). The arithmetic is exact, so every host computes the same shares.
 """
 
 import math
@@ -23,23 +23,23 @@ def shares(
 ) -> list[int]:
     """Split a whole number in proportion to weights.
 
-    By largest remainder (Hamilton's method): each share is its proportional part rounded down, and
-    what is left goes one by one to the largest remainders, at equal remainders to the lower index.
-    This has the least squared distance from proportion, which is also what decides where the parts
-    have unequal multiples.
+    By largest remainder (Hamilton's method): each share is its proportional part rounded down, and the
+    remaining units go one by one to the largest remainders, ties to the lower index. This minimises the
+    squared distance from the proportional parts, which is also the criterion for unequal multiples.
 
     Args:
-      total: what to split, 0 or more.
-      weights: one a part, 0 or more; a part of weight 0 gets 0.
-      minimum: the least share of a part whose weight is not 0; the rest stays in proportion.
-      multiples: each share is a multiple of this; one number for all parts, or one each.
-      what: the name of what is split, for errors.
+      total: the number to split, 0 or more.
+      weights: one per part, 0 or more; a part of weight 0 gets 0.
+      minimum: least share of each part of positive weight; the others stay in proportion.
+      multiples: each share is a multiple of this; one number for all parts, or one per part.
+      what: what is counted, for error messages.
 
     Returns:
-      One whole number a part; they add up to `total`.
+      One whole number per part; their sum is `total`.
 
     Raises:
-      ValueError: lists all that is out of range; or there is no such split, with the totals that have one.
+      ValueError: lists all values out of range; or no such split exists, with the nearest totals that have
+        one.
 
     >>> shares(32, [3, 1])
     [24, 8]
@@ -63,7 +63,7 @@ def shares(
 
 
 def starts(shares: Sequence[int]) -> list[int]:
-    """Where each part begins, the parts lying one after the other.
+    """Return the offset of each part, the parts being consecutive.
 
     >>> starts([24, 0, 8])
     [0, 24, 24]
@@ -76,11 +76,11 @@ def parse_weights(text: str, num_parts: int | None = None, what: str = "islands"
 
     Args:
       text: numbers from 0, with commas.
-      num_parts: how many there must be; None takes any number.
-      what: the name of the parts, for errors.
+      num_parts: required number of weights; None allows any.
+      what: what the parts are, for error messages.
 
     Raises:
-      ValueError: lists every part that is no number, and a wrong count with a text that fits.
+      ValueError: lists every weight that is not a number, and a wrong count with a corrected text.
 
     >>> parse_weights("3, 1.5", num_parts=2)
     (3.0, 1.5)
@@ -104,7 +104,7 @@ def parse_weights(text: str, num_parts: int | None = None, what: str = "islands"
 
 
 def weight_problems(weights: Sequence[float]) -> list[str]:
-    """What is wrong with these weights, one sentence each.
+    """List the problems of these weights, one sentence each.
 
     >>> weight_problems([1, -2.5, 0])
     ['weight 1 is -2.5; use a number from 0']
@@ -120,7 +120,7 @@ def weight_problems(weights: Sequence[float]) -> list[str]:
 
 
 def _split(total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int]) -> list[int] | None:
-    """The nearest split, or None where there is none."""
+    """Return the nearest split, None if there is none."""
     least = [-(-minimum // m) * m if w else 0 for w, m in zip(weights, multiples, strict=True)]
     if sum(least) > total:
         return None
@@ -135,7 +135,7 @@ def _split(total: int, weights: Sequence[float], minimum: int, multiples: Sequen
 
 
 def _proportional(total: int, weights: Sequence[float], least: Sequence[int]) -> list[Fraction]:
-    """Exact proportional parts; those that would be too small get their least, the others share the rest."""
+    """Return exact proportional parts; parts below their minimum get it, the others split the remainder."""
     exact = [Fraction(weight) for weight in weights]
     fixed = {index for index, weight in enumerate(exact) if not weight}
     while True:
@@ -161,13 +161,13 @@ def _largest_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
 def _nearest(
     total: int, wanted: Sequence[Fraction], least: Sequence[int], multiples: Sequence[int]
 ) -> list[int] | None:
-    """The split of least squared distance whose shares are multiples, by dynamic programming.
+    """Return the split into multiples of least squared distance, by dynamic programming.
 
-    No share of it can be further from proportion than the least common multiple: two such could
-    exchange one.
+    No share is further from its proportional part than the least common multiple, as two such shares could
+    exchange one; so only shares in that window are tried.
     """
     window = math.lcm(*multiples)
-    # what the parts from one on can add up to -> (distance, share of the first of them)
+    # for each suffix of the parts: its possible sums -> (least distance, share of its first part)
     tables: list[dict[int, tuple[Fraction, int]]] = [{0: (Fraction(0), 0)}]
     for want, low, multiple in zip(*(reversed(x) for x in (wanted, least, multiples)), strict=True):
         first = max(low, math.ceil((want - window) / multiple) * multiple)
@@ -181,6 +181,7 @@ def _nearest(
                 if known is None or (candidate[0], -share) < (known[0], -known[1]):
                     table[after + share] = candidate
         tables.append(table)
+    # walk back from the first part: each table has the share of its part for the remaining total
     found = []
     for table in reversed(tables[1:]):
         if total not in table:
@@ -193,7 +194,7 @@ def _nearest(
 def _no_split_text(
     total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int], what: str
 ) -> str:
-    """The error where no split fits, with the nearest totals that have one."""
+    """Format the error for a total that cannot be split, with the nearest totals that can."""
     used = [multiple for weight, multiple in zip(weights, multiples, strict=True) if weight]
     same = len(set(used)) == 1
     least = sum(-(-minimum // multiple) * multiple for multiple in used)

@@ -1,6 +1,6 @@
-"""Layout and sizes -> PartitionSpecs of a pytree, and the table that people read.
+"""PartitionSpecs of a pytree from a layout and axis sizes, and the rows of the sharding table.
 
-Works on plain numbers: no device is touched, so a mesh that is not here can be inspected.
+Works on shapes alone: no device is used, so that any mesh can be inspected.
 Next: `train_step/state.py` (the whole train state).
 """
 
@@ -20,7 +20,7 @@ from shardtrain.sharding.rules import Rules
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """A jax PartitionSpec from the axes of each dim.
+    """Return the jax PartitionSpec for the axes of each dim.
 
     >>> partition_spec((("fsdp",), (), ("data", "tensor"))) == PartitionSpec("fsdp", None, ("data", "tensor"))
     True
@@ -31,7 +31,7 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 def partition_specs(
     arrays: Mapping[str, Named], like: Any, rules: Rules, sizes: Mapping[str, int], unnamed: str
 ) -> Any:
-    """The PartitionSpecs of a pytree.
+    """Return the PartitionSpecs of a pytree.
 
     Args:
       arrays: path -> dims and shape, in the order of the leaves of `like`.
@@ -44,14 +44,14 @@ def partition_specs(
       A pytree of PartitionSpec like `like`.
 
     Raises:
-      ValueError: everything that does not fit, see `resolve.resolve`.
+      ValueError: lists all problems, see `resolve.resolve`.
     """
     specs = resolve(arrays, rules, sizes, unnamed=unnamed)
     return jax.tree.unflatten(jax.tree.structure(like), [partition_spec(specs[path]) for path in arrays])
 
 
 def with_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
-    """The PartitionSpecs of arrays that got one more dim in front, sharded over these axes.
+    """Return the PartitionSpecs with one more dim in front, sharded over these axes.
 
     >>> with_leading_dim({"up": PartitionSpec("fsdp")}, "data")["up"] == PartitionSpec("data", "fsdp")
     True
@@ -64,11 +64,11 @@ def with_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
 def without_pipeline(
     spec: PartitionSpec, dim: int, shape: Sequence[int], sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """A spec with the axis pipeline on another dim, the first that it divides, or on none.
+    """Move the axis pipeline from one dim to the first other dim that it divides; remove it if there is none.
 
     Args:
       spec: of an array.
-      dim: which is to be whole on every stage.
+      dim: the dim that every stage needs unsharded.
       shape: of the array.
       sizes: axis -> size.
 
@@ -87,24 +87,24 @@ def without_pipeline(
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Every axis that a PartitionSpec names, in its order."""
+    """Return every axis of a PartitionSpec, in order."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
     return tuple(axis for entry in entries for axis in entry)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How one array lies on the mesh: a line of the table.
+    """The placement of one array: a row of the sharding table.
 
     Args:
-      path: where it stands in the state.
+      path: in the state.
       shape: its global shape in elements.
       dtype: its dtype's name.
       dims: its dim names, None where it has none.
       spec: its PartitionSpec.
-      num_bytes: all of it.
-      device_bytes: what one device holds of it.
-      copies: how many devices hold each byte of it; 1 is fully sharded.
+      num_bytes: bytes of the whole array.
+      device_bytes: bytes of one shard.
+      copies: number of replicas of each shard; 1 is fully sharded.
     """
 
     path: str
@@ -120,7 +120,7 @@ class Row:
 def sharding_rows(
     arrays: Mapping[str, Named], like: Any, specs: Any, sizes: Mapping[str, int]
 ) -> tuple[Row, ...]:
-    """The table's lines for a pytree of arrays (or shapes) and its specs, in the pytree's order."""
+    """Return a row for each array (or shape) of a pytree, in its order."""
     leaves = jax.tree.leaves(like)
     spec_leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return tuple(
@@ -145,13 +145,13 @@ def _row(path: str, named: Named, leaf: Any, spec: PartitionSpec, sizes: Mapping
 
 
 def spec_text(spec: PartitionSpec, sizes: Mapping[str, int]) -> str:
-    """A spec as the table shows it, without axes of size 1: `- x fsdp x tensor`, or `whole`."""
+    """Format a spec for the table, without axes of size 1: `- x fsdp x tensor`, or `replicated`."""
     entries = [((e,) if isinstance(e, str) else e or ()) for e in spec]
     words = ["+".join(axis for axis in entry if sizes[axis] > 1) for entry in entries]
-    return " x ".join(word or "-" for word in words) if any(words) else "whole"
+    return " x ".join(word or "-" for word in words) if any(words) else "replicated"
 
 
 def totals(rows: Sequence[Row]) -> tuple[int, int, int]:
-    """(bytes of all arrays, bytes that one device holds, bytes of arrays whole on every device)."""
-    whole = sum(row.num_bytes for row in rows if row.device_bytes == row.num_bytes)
-    return sum(row.num_bytes for row in rows), sum(row.device_bytes for row in rows), whole
+    """Return (bytes of all arrays, bytes per device, bytes of the arrays replicated on every device)."""
+    replicated = sum(row.num_bytes for row in rows if row.device_bytes == row.num_bytes)
+    return sum(row.num_bytes for row in rows), sum(row.device_bytes for row in rows), replicated

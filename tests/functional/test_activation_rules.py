@@ -74,7 +74,7 @@ def test_constraints_are_strict(mesh):
             f"\n  - ('btch', None, 'heads') ({two}): no rule for dim 'btch' (did you mean 'batch'?)"
             "\n  one of these helps:"
             "\n    rules for them, as Strategy(layout=Layout(activations={'xyz': [], 'btch': []}))"
-            '\n    whole on every device: --unnamed replicate, in Python Layout(unnamed="replicate")'
+            '\n    replicate them: --unnamed replicate, in Python Layout(unnamed="replicate")'
         )
     with pytest.raises(ValueError, match="occur more than once"):
         constrained(("seq", "seq", None), mesh)

@@ -29,14 +29,14 @@ def test_the_whole_text():
         "mesh: fsdp=4 tensor=2 (8 devices)\n"
         "  parameter   shape         dims               sharded over        bytes/device\n"
         " ───────────────────────────────────────────────────────────────────────────────\n"
-        "  free        3 x 5         (no names)         whole               60 B\n"
+        "  free        3 x 5         (no names)         replicated          60 B\n"
         "  gain        16            embed              fsdp                16 B\n"
-        "  scale       scalar        (no names)         whole               4 B\n"
+        "  scale       scalar        (no names)         replicated          4 B\n"
         "  up          2 x 16 x 64   layers embed mlp   - x fsdp x tensor   1.0 KiB\n"
         "parameters: 2,080, 8.1 KiB; 1.1 KiB per device\n"
         "optimizer state: 16.3 KiB; 2.2 KiB per device\n"
         "replicated on every device (64 B): free, scale\n"
-        "no names for the dims of free: whole on every device"
+        "no names for the dims of free: replicated on every device"
     )
 
 
@@ -46,7 +46,7 @@ def test_zero_1_shards_the_optimizer_state_alone():
         "parameters: 2,080, 8.1 KiB; 8.1 KiB per device",
         "optimizer state: 16.3 KiB; 2.1 KiB per device",
         "replicated on every device: all parameters",
-        "no names for the dims of free: whole on every device",
+        "no names for the dims of free: replicated on every device",
     ]
 
 

@@ -60,8 +60,8 @@ def test_all_problems_of_a_layout_at_once():
             "axes ['fsdp', 'tensor'] are all -1; at most one can be the rest",
             "rule parameters.mlp is 'tensor'; write a list of axes, mlp = ['fsdp'], or []",
             "rule parameters.embed: axis 'fsdb' (did you mean 'fsdp'?)",
-            "rule parameters.embed: axis 'data' stands 2 times",
-            "rule activations.seq: axis 'tensor' stands 3 times",
+            "rule parameters.embed: axis 'data' occurs 2 times",
+            "rule activations.seq: axis 'tensor' occurs 3 times",
             f"rule activations.vocab: axis 'xyz' (known: {KNOWN_AXES})",
             "zero is 4; allowed: 1, 2 or 3",
             "unnamed is 'ignore'; allowed: 'refuse' or 'replicate'",
@@ -192,8 +192,8 @@ def test_replica_axes_follow_the_rules():
     assert Layout(activations={"batch": ("data",)}, zero=1).replica_axes == ("data",)
     assert Layout(activations={"batch": ()}).replica_axes == ()
     assert Layout(parameters={"embed": ("data", "fsdp")}).replica_axes == ()
-    whole = {dim: () for dim, dim_axes in PARAMETER_RULES.items() if "fsdp" in dim_axes}
-    assert Layout(parameters=whole).replica_axes == ("data", "fsdp")
+    unsharded = {dim: () for dim, dim_axes in PARAMETER_RULES.items() if "fsdp" in dim_axes}
+    assert Layout(parameters=unsharded).replica_axes == ("data", "fsdp")
 
 
 def test_sequence_sharded():

@@ -16,7 +16,7 @@ from shardtrain.sharding.rules import PARAMETER_RULES
 SIZES = {"data": 2, "fsdp": 4, "tensor": 8}
 HELP = (
     "\n  one of these helps:{ways}"
-    '\n    whole on every device: --unnamed replicate, in Python Layout(unnamed="replicate")'
+    '\n    replicate them: --unnamed replicate, in Python Layout(unnamed="replicate")'
 )
 
 
@@ -65,12 +65,12 @@ def test_what_is_not_sharded_needs_no_name():
     arrays = {
         "partly": Named(dims=(None, "mlp", None), shape=(3, 16, 5)),
         "short": Named(dims=("embed",), shape=(8, 3)),
-        "whole": Named(dims=(), shape=(7,)),
+        "replicated": Named(dims=(), shape=(7,)),
     }
     assert resolve(arrays, PARAMETER_RULES, SIZES) == {
         "partly": ((), ("tensor",), ()),
         "short": (("fsdp",), ()),
-        "whole": ((),),
+        "replicated": ((),),
     }
 
 
@@ -86,9 +86,9 @@ ODD = {
 def test_one_device_needs_no_names():
     one = dict.fromkeys(SIZES, 1)
     layout = completed(Layout(), ODD, one)
-    whole = ((), ())
+    replicated = ((), ())
     assert resolve(ODD, layout.sharded_rules, one) == {
-        **dict.fromkeys(["nameless", "long", "twice"], whole),
+        **dict.fromkeys(["nameless", "long", "twice"], replicated),
         "unknown": ((), ("tensor",)),
         "good": (("fsdp",), ("tensor",)),
     }
@@ -109,7 +109,7 @@ def test_replicate_reaches_names_without_a_rule():
     assert specs["nameless"] == ((), ())
     assert layout.activation_rules["kv"] == ()
     text = unplaced_text(Layout(unnamed="replicate"), arrays, SIZES)
-    assert text == "no names for the dims of nameless; no rule for the dims 'kv': whole on every device"
+    assert text == "no names for the dims of nameless; no rule for the dims 'kv': replicated on every device"
     assert unplaced_text(Layout(), {"good": ODD["good"]}, SIZES) is None
 
 

@@ -54,9 +54,9 @@ def test_partition_specs_refuse():
 @pytest.mark.parametrize(
     ("spec", "axes", "text"),
     [
-        (P(), (), "whole"),
-        (P(None, None), (), "whole"),
-        (P("pipeline"), ("pipeline",), "whole"),
+        (P(), (), "replicated"),
+        (P(None, None), (), "replicated"),
+        (P("pipeline"), ("pipeline",), "replicated"),
         (P(None, "fsdp"), ("fsdp",), "- x fsdp"),
         (P("tensor", None), ("tensor",), "tensor x -"),
         (P(("data", "fsdp"), "tensor"), ("data", "fsdp", "tensor"), "data+fsdp x tensor"),
@@ -78,18 +78,18 @@ def row(**changes):
 
 def test_rows_and_totals():
     rows = sharding_rows(ARRAYS, LIKE, SPECS, SIZES)
-    whole = {"copies": 16}
+    replicated = {"copies": 16}
     assert rows == (
         row(
             path="block/gain", shape=(8,), dtype="bfloat16", dims=("seq",), spec=P(None),
-            num_bytes=16, device_bytes=16, **whole,
+            num_bytes=16, device_bytes=16, **replicated,
         ),
         row(),
         row(
             path="free", shape=(3, 5), dtype="int8", dims=None, spec=P(None, None),
-            num_bytes=15, device_bytes=15, **whole,
+            num_bytes=15, device_bytes=15, **replicated,
         ),
-        row(path="scale", shape=(), dims=None, spec=P(), num_bytes=4, device_bytes=4, **whole),
+        row(path="scale", shape=(), dims=None, spec=P(), num_bytes=4, device_bytes=4, **replicated),
     )  # fmt: skip
     assert totals(rows) == (16 + 192 + 15 + 4, 16 + 24 + 15 + 4, 16 + 15 + 4)
     assert totals([]) == (0, 0, 0)
