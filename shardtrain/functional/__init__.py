@@ -1,1 +1,1 @@
-"""Models, losses and randomness as pure functions."""
+"""Models, losses and random keys as pure functions; the boundary to Flax."""

@@ -1,4 +1,4 @@
-"""BatchNorm over replicas: the axis name of Flax norms, and a model called where that axis is not bound.
+"""BatchNorm over replicas: the axis name of Flax norms, and how a model is called outside that axis.
 
 Next: `nnx_model.py`, `linen_model.py`.
 """
@@ -13,7 +13,7 @@ from flax import nnx
 from shardtrain.errors.messages import problems_error
 
 REPLICAS = "replicas"
-"""The axis name of norms that are synchronised by request."""
+"""The axis name that sync_batch_norm gives to norms."""
 
 
 NO_BATCH_NORMS = (
@@ -23,10 +23,10 @@ NO_BATCH_NORMS = (
 
 
 def one_axis_name(modules: Iterable[Any]) -> str | None:
-    """The axis name over which modules average statistics of the batch; None if none does.
+    """Return the axis name over which modules average batch statistics; None if none does.
 
     Raises:
-      ValueError: there are several names, or a norm of single examples averages over them.
+      ValueError: several axis names, or one on a norm that does not use batch statistics.
     """
     having = [m for m in modules if isinstance(getattr(m, "axis_name", None), str)]
     names = sorted({m.axis_name for m in having})
@@ -44,7 +44,7 @@ def one_axis_name(modules: Iterable[Any]) -> str | None:
 
 
 def with_axis_bound(call: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
-    """A function that may be called where its axis name is not bound: there it averages over one replica."""
+    """Return a function that also works where its axis name is not bound, as with one replica."""
     if axis_name is None:
         return call
 

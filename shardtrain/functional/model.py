@@ -15,29 +15,30 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.sharding.array_dims import JOINT, Dims, Named, dims_by_pattern, is_dims
 
 Tree = dict[str, Any]
-"""A nested dict with string keys and arrays (or what stands for them) as leaves."""
+"""A nested dict with string keys and arrays (or shapes, specs, dims) as leaves."""
 
 
 BLOCKS = "blocks"
-"""Where the parameters of a chain's blocks stand."""
+"""The key of the blocks of a chain in its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chain:
-    """A model as blocks in a row, which a pipeline cuts: `apply` is first, run over all blocks, last.
+    """A model as a sequence of blocks, which a pipeline partitions: `apply` is first, run over all blocks,
+    last.
 
-    What goes from block to block is the stream: a tree of arrays, each with the rows of the batch first.
-    Every function may be given fewer parameters and less model state than the whole model has: those that
-    it uses.
+    The activations between blocks are a tree of arrays whose first dim is the batch. Each function accepts
+    a subset of the parameters and of the model state: those that it uses.
 
     Args:
-      num_blocks: how many blocks there are.
-      stacked: the parameters of all blocks stand in `params["blocks"]` along a first dim, so that any
-        block's fit any other; else block i has `params["blocks"][str(i)]`.
-      first: (params, model_state, rng, train, *inputs) -> (stream, model_state).
-      run: (params, model_state, rng, train, start, number, stream) -> (stream, model_state): the blocks
-        from `start` on. Stacked blocks are given as `number` rows, and `start` may be traced.
-      last: (params, model_state, rng, train, stream) -> (outputs, model_state).
+      num_blocks: number of blocks.
+      stacked: the parameters of all blocks are stacked along the first dim in `params["blocks"]`, so all
+        blocks have equal shapes; otherwise block i has `params["blocks"][str(i)]`.
+      first: (params, model_state, rng, train, *inputs) -> (activations, model_state).
+      run: (params, model_state, rng, train, start, number, activations) -> (activations, model_state): the
+        `number` blocks from `start` on. Stacked blocks are passed as their `number` rows; `start` may be
+        traced.
+      last: (params, model_state, rng, train, activations) -> (outputs, model_state).
     """
 
     num_blocks: int
@@ -52,13 +53,13 @@ class Model:
     """A model as pure functions over plain dicts of arrays; hashable, and equal to itself alone.
 
     Args:
-      init: key -> (params, model_state). model_state holds what is not trained but changes
-        (running statistics); it is {} for most models.
+      init: key -> (params, model_state). model_state has the arrays that change without being trained
+        (running statistics); {} for most models.
       apply: (params, model_state, rng, train, *inputs) -> (outputs, model_state).
-      dims: like params, with a tuple of dim names for each leaf, or None where it has no names.
-      chain: the same model as blocks in a row; None for one that does not say what its blocks are.
-      axis_name: under which it averages statistics over replicas, as BatchNorm(axis_name="batch") does;
-        None where each replica has its own. Where no such axis is bound, `apply` averages over one.
+      dims: like params, with a tuple of dim names for each leaf, None for a leaf without names.
+      chain: the same model as a sequence of blocks; None if it does not define its blocks.
+      axis_name: over which it averages batch statistics, as BatchNorm(axis_name="batch") does; None if each
+        replica has its own. Where the axis is not bound, `apply` runs as with one replica.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
@@ -69,11 +70,12 @@ class Model:
 
 
 def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:
-    """The names of an array's dims, whatever Flax was given: one a dim, None where it is not sharded.
+    """Return one name per dim of an array from any form that Flax accepts; None for a dim that is not
+    sharded.
 
     Args:
       given: names, tuples of names and None in a tuple, a PartitionSpec or a NamedSharding; None: no names.
-      shape: of the array. Dims without an entry at the end are not sharded.
+      shape: of the array. Trailing dims may be left out, which are not sharded.
       path: of the array, for errors.
 
     Raises:
@@ -98,17 +100,17 @@ def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether a spec may have this for a dim."""
+    """Return whether this is a valid entry of a spec."""
     if isinstance(entry, tuple | list):
         return all(isinstance(name, str) for name in entry)
     return entry is None or isinstance(entry, str) or entry is PartitionSpec.UNCONSTRAINED
 
 
 def same_structure(changed: Tree, before: Tree) -> Tree:
-    """The model state after a call.
+    """Return the model state after a call if it has the structure that it had before.
 
     Raises:
-      ValueError: it has arrays that it had not before, or others of another shape.
+      ValueError: lists every array that was added, is missing or has another shape.
     """
     shapes = [
         {path_text(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
@@ -129,10 +131,10 @@ def same_structure(changed: Tree, before: Tree) -> Tree:
 
 
 def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model:
-    """The model with dims named from outside, see `Run.names`; all others keep their own.
+    """Return the model with dim names given outside it, see `Run.names`; other parameters keep their own.
 
     Raises:
-      ValueError: the patterns do not fit, see `resolve.dims_by_pattern`.
+      ValueError: the patterns do not fit, see `array_dims.dims_by_pattern`.
     """
     if not names:
         return model
@@ -150,7 +152,7 @@ def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model
 
 
 def named_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
-    """path -> dims and shape of every parameter, for `layout.resolve`.
+    """Return path -> dim names and shape of every parameter, for `resolve`.
 
     Args:
       model: for its dims.
@@ -165,5 +167,5 @@ def named_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
 
 
 def path_text(path: Any) -> str:
-    """A jax key path as people write it: `blocks/attention/q`."""
+    """Format a jax key path: `blocks/attention/q`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

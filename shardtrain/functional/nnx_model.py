@@ -5,6 +5,7 @@ Next: `model.py` (what they are), `activation_rules.py` (under which they are tr
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import flax.linen as nn
@@ -20,7 +21,7 @@ from shardtrain.sharding.array_dims import is_dims
 
 
 def is_module(value: Any) -> bool:
-    """Whether this is a Flax module itself, which a run cannot use as it is (see `as_model`)."""
+    """Return whether this is a Flax module instance, which a run cannot use directly (see `as_model`)."""
     return isinstance(value, nn.Module | nnx.Module)
 
 
@@ -28,14 +29,14 @@ Factory = Callable[[nnx.Rngs], nnx.Module]
 
 
 def as_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None) -> Model:
-    """A `Model` as it is, and an nnx factory through `from_nnx`.
+    """Return a `Model` unchanged, and that of an nnx factory by `from_nnx`.
 
     Args:
       model: one of these.
-      names: dims that are named from outside, see `with_names`.
+      names: dim names given outside the model, see `with_names`.
 
     Raises:
-      ValueError: anything else; for a linen module the text says what to write.
+      ValueError: anything else; for a linen or nnx module the message says what to write.
     """
     if isinstance(model, Model):
         return with_names(model, names or {})
@@ -46,7 +47,7 @@ def as_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None
         )
     if isinstance(model, nnx.Module):
         raise ValueError(
-            f"model is an nnx module {type(model).__name__} that exists already, whole on one device;"
+            f"model is an nnx module {type(model).__name__} that is already initialised on one device;"
             " give the function that makes it: lambda rngs: MyModule(..., rngs=rngs)"
         )
     if callable(model):
@@ -55,37 +56,28 @@ def as_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None
 
 
 def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
-    """The pure functions of an nnx module.
+    """Return the pure functions of an nnx module.
 
     Args:
-      factory: makes the module from its Rngs; called under jit only, so that no parameter is ever
-        whole on one device. Dims come from the parameters' `out_sharding` metadata.
-      sync_batch_norm: every nnx.BatchNorm takes the statistics of a microbatch over all replicas, as one
-        with an axis_name does; else each replica has its own.
+      factory: makes the module from its Rngs; called only under jit, so that no parameter is ever stored
+        unsharded on one device. Dims come from the parameters' `out_sharding` metadata.
+      sync_batch_norm: every nnx.BatchNorm takes the statistics of a microbatch over all replicas, like one
+        with an axis_name; otherwise each replica has its own.
 
     Returns:
-      A `Model`. In training `deterministic` and `use_running_average` are False, else True, in
-      every submodule that has them, and so are arguments of `__call__` by the names in `mode_arguments`;
-      rngs are refilled from the step's key, and an argument `rngs` gets them too. What a module sows as
-      nnx.Intermediate is dropped. A module with `blocks` (an
-      nnx.List, or one module whose parameters are stacked), `first(*inputs)`, `run(blocks, stream, keys)`
-      and `last(stream)` has a chain; `keys` are the same share of what its `block_keys()` returns, if it
-      has that: anything with a first dim of blocks.
+      A `Model`. `deterministic` and `use_running_average` are False in training and True in evaluation, in
+      every submodule that has them and in arguments of `__call__` (see `mode_arguments`). Rng streams get
+      keys from the step's key, also as an argument `rngs`. Variables of type nnx.Intermediate are dropped.
+      A module with `blocks` (an nnx.List, or one module of stacked parameters), `first(*inputs)`,
+      `run(blocks, activations, keys)` and `last(activations)` has a chain. `keys` is the slice for these
+      blocks of what `block_keys()` returns (arrays whose first dim is the blocks), or None.
+
+    Raises:
+      ValueError: batch statistics or dim names of the module cannot be used.
     """
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
-    modules = [node for _, node in nnx.iter_graph(abstract) if isinstance(node, nnx.Module)]
-    own_name = one_axis_name(modules)
-    for module in modules:
-        if sync_batch_norm and isinstance(module, nnx.BatchNorm) and module.axis_name is None:
-            module.axis_name = own_name or REPLICAS
-    axis_name = one_axis_name(modules)
-    graphs = {}
-    for train in (True, False):
-        view = nnx.view(
-            abstract, deterministic=not train, use_running_average=not train, raise_if_not_found=False
-        )
-        graphs[train], variables, rngs, rest = nnx.split(view, nnx.Param, nnx.RngState, ...)
+    split = _split(abstract, _axis_name(abstract, sync_batch_norm))
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         with nnx.use_eager_sharding(False):
@@ -93,41 +85,88 @@ def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
         _, params, _, model_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
         return _plain(params), _plain(model_state)
 
-    def calling(method: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
+    def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
+        options: dict[str, Any] = mode_arguments(type(abstract).__call__, train)
+        if "rngs" in inspect.signature(type(abstract).__call__).parameters:
+            # a key that no stream of the module has
+            options["rngs"] = nnx.Rngs(jax.random.fold_in(rng, len(nnx.to_flat_state(split.rngs))))
+        call = split.pure(lambda module, *inputs: module(*inputs, **options))
+        return call(params, model_state, rng, train, *inputs)
+
+    dims = _nested(
+        (path, dim_names(v.get_metadata().get("out_sharding"), v.shape, "/".join(map(str, path))))
+        for path, v in nnx.to_flat_state(split.params)
+    )
+    chain = _chain(abstract, dims, split.pure)
+    return Model(init=init, apply=apply, dims=dims, chain=chain, axis_name=split.axis_name)
+
+
+def _axis_name(abstract: nnx.Module, sync_batch_norm: bool) -> str | None:
+    """Return the axis name of a module's norms, after setting that of all BatchNorms if asked to."""
+    modules = [node for _, node in nnx.iter_graph(abstract) if isinstance(node, nnx.Module)]
+    own_name = one_axis_name(modules)
+    for module in modules:
+        if sync_batch_norm and isinstance(module, nnx.BatchNorm) and module.axis_name is None:
+            module.axis_name = own_name or REPLICAS
+    return one_axis_name(modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SplitModule:
+    """An nnx module split into its graph and its variables, which are shapes only.
+
+    Args:
+      graphs: whether it trains -> its graph definition.
+      params: the parameters.
+      rngs: the rng streams.
+      model_state: all other variables.
+      axis_name: of its norms over replicas.
+    """
+
+    graphs: Mapping[bool, Any]
+    params: Any
+    rngs: Any
+    model_state: Any
+    axis_name: str | None
+
+    def pure(self, method: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
+        """Return a method of the module as (params, model_state, rng, train, *inputs) -> (outputs,
+        model_state)."""
+
         def call(
             params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any
         ) -> tuple[Any, Tree]:
             module = nnx.merge(
-                graphs[train], _filled(variables, params), _seeded(rngs, rng), _filled(rest, model_state)
+                self.graphs[train],
+                _filled(self.params, params),
+                _seeded(self.rngs, rng),
+                _filled(self.model_state, model_state),
             )
             outputs = method(module, *inputs)
             nnx.pop(module, nnx.Intermediate)
             _, _, _, changed = nnx.split(module, nnx.Param, nnx.RngState, ...)
             return outputs, same_structure(_plain(changed), model_state)
 
-        return with_axis_bound(call, axis_name)
+        return with_axis_bound(call, self.axis_name)
 
-    def whole(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
-        options: dict[str, Any] = mode_arguments(type(abstract).__call__, train)
-        if "rngs" in inspect.signature(type(abstract).__call__).parameters:
-            options["rngs"] = nnx.Rngs(jax.random.fold_in(rng, len(nnx.to_flat_state(rngs))))
-        return calling(lambda module, *inputs: module(*inputs, **options))(
-            params, model_state, rng, train, *inputs
+
+def _split(abstract: nnx.Module, axis_name: str | None) -> _SplitModule:
+    graphs, variables = {}, ()
+    for train in (True, False):
+        view = nnx.view(
+            abstract, deterministic=not train, use_running_average=not train, raise_if_not_found=False
         )
-
-    dims = _nested(
-        (path, dim_names(v.get_metadata().get("out_sharding"), v.shape, "/".join(map(str, path))))
-        for path, v in nnx.to_flat_state(variables)
-    )
-    chain = _chain(abstract, dims, calling)
-    return Model(init=init, apply=whole, dims=dims, chain=chain, axis_name=axis_name)
+        graphs[train], *variables = nnx.split(view, nnx.Param, nnx.RngState, ...)
+    params, rngs, model_state = variables
+    return _SplitModule(graphs=graphs, params=params, rngs=rngs, model_state=model_state, axis_name=axis_name)
 
 
-Calling = Callable[[Callable[..., Any]], Callable[..., tuple[Any, Tree]]]
+Pure = Callable[[Callable[..., Any]], Callable[..., tuple[Any, Tree]]]
+"""See `_SplitModule.pure`."""
 
 
-def _chain(module: Any, dims: Tree, calling: Calling) -> Chain | None:
-    """The chain of an nnx module, None where it has not all of its parts."""
+def _chain(module: Any, dims: Tree, pure: Pure) -> Chain | None:
+    """Return the chain of an nnx module, None unless it has all parts of one."""
     parts = ("first", "run", "last")
     if not hasattr(module, BLOCKS) or not all(callable(getattr(module, name, None)) for name in parts):
         return None
@@ -141,21 +180,21 @@ def _chain(module: Any, dims: Tree, calling: Calling) -> Chain | None:
         found = module.block_keys() if hasattr(module, "block_keys") else None
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, number), found)
 
-    def run(module: Any, start: Any, number: int, stream: Any) -> Any:
+    def run(module: Any, start: Any, number: int, activations: Any) -> Any:
         blocks = module.blocks if stacked else list(module.blocks)[start : start + number]
-        return module.run(blocks, stream, keys(module, start, number))
+        return module.run(blocks, activations, keys(module, start, number))
 
     return Chain(
         num_blocks=num_blocks,
         stacked=stacked,
-        first=calling(lambda module, *inputs: module.first(*inputs)),
-        run=calling(run),
-        last=calling(lambda module, stream: module.last(stream)),
+        first=pure(lambda module, *inputs: module.first(*inputs)),
+        run=pure(run),
+        last=pure(lambda module, activations: module.last(activations)),
     )
 
 
 def _nested(items: Any) -> Tree:
-    """(path, leaf) pairs as a nested dict; every key a string, also the positions of an nnx.List."""
+    """Return (path, leaf) pairs as a nested dict with string keys, also for positions in an nnx.List."""
     tree: Tree = {}
     for path, leaf in items:
         *parents, name = map(str, path)
@@ -167,12 +206,13 @@ def _nested(items: Any) -> Tree:
 
 
 def _plain(state: Any) -> Tree:
+    """Return the values of an nnx state as a nested dict, without variables that are shapes only."""
     flat = ((path, v.get_value()) for path, v in nnx.to_flat_state(state))
     return _nested((path, value) for path, value in flat if not isinstance(value, jax.ShapeDtypeStruct))
 
 
 def _filled(state: Any, tree: Tree) -> Any:
-    """The variables with values from a tree; what is not there stays the shape that it is."""
+    """Return the variables with values from a tree; variables that it lacks stay shapes."""
 
     def filled(path: Any, variable: Any) -> Any:
         node: Any = tree

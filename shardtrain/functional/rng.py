@@ -1,7 +1,7 @@
-"""Keys whose draws depend on the sample, not on where it is computed.
+"""Random keys whose draws depend on the row of the batch, not on the device that computes it.
 
-A draw whose first dim is the batch gives row r the numbers of global row `first_row + r`; so a
-dropout mask is the same for any mesh, microbatch count or share of the batch.
+A draw whose first dim is the batch gives row r the numbers of global row `first_row + r`, so a
+dropout mask is the same for any mesh, number of microbatches or batch shard.
 """
 
 import functools
@@ -13,23 +13,23 @@ from jax.extend.random import define_prng_impl
 
 
 def step_key(seed: jax.Array, step: jax.Array) -> jax.Array:
-    """The key of one step: a function of the seed and the step counter alone."""
+    """Return the key of one step, which depends on the seed and the step counter only."""
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
 def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Array:
-    """A key for the rows `first_row .. first_row + num_rows - 1` of a batch.
+    """Return a key for the rows `first_row .. first_row + num_rows - 1` of a batch.
 
     Args:
       key: an ordinary typed key (threefry).
-      first_row: uint32 scalar, the global row where these rows begin.
-      num_rows: how many rows a computation with this key holds.
+      first_row: uint32 scalar, global index of the first of these rows.
+      num_rows: number of rows in a computation with this key.
 
     Returns:
-      A typed key. Draws of shape `(num_rows, ...)` are keyed row by row with the global row; draws
-      of any other leading size are the same everywhere. `split` and `fold_in` keep the rows. So a
-      function that splits off a key for each row itself (`gamma`, `beta`, `dirichlet`, a vmap over
-      keys) gets the same numbers in each block of rows: let it draw `(num_rows, ...)` instead.
+      A typed key. Draws of shape `(num_rows, ...)` use a key per global row; draws of any other leading
+      size do not depend on the row. `split` and `fold_in` keep the rows. A function that splits a key per
+      row itself (`gamma`, `beta`, `dirichlet`, a vmap over keys) therefore gets the same numbers in each
+      block of rows: draw `(num_rows, ...)` instead.
     """
     data = jnp.append(jax.random.key_data(key), jnp.asarray(first_row, jnp.uint32))
     return jax.random.wrap_key_data(data, impl=_row_impl(num_rows))  # type: ignore[arg-type]
