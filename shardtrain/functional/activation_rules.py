@@ -1,12 +1,13 @@
-"""Make Flax's own sharding constraints follow a layout, strictly, while a model is traced.
+"""Make Flax's sharding constraints follow the rules of a layout, strictly, while a model is traced.
 
-Flax replicates what has no rule and drops what does not fit, silently; see docs/decisions/0003 and 0012.
+Flax itself silently replicates dims without a rule and drops conflicting axes (docs/decisions/0003, 0012).
 Next: `train_step/gradients.py`, which traces models under these rules.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from shardtrain.sharding.placement_problems import rules_text, ways_text
 from shardtrain.sharding.rules import Rules, repeated
 
 
-class _Ask:
-    """A dim name that is equal to none, and remembers the names that it was compared with."""
+class _NameRecorder:
+    """A dim name that equals no other, and records the names that it is compared with."""
 
     def __init__(self) -> None:
         self.names: list[Any] = []
@@ -37,42 +38,57 @@ class _Ask:
     __hash__ = object.__hash__
 
 
-class _StrictRules(tuple):
-    """(dim, axes) rules that note what Flax would pass over; a tuple, for Flax insists on one.
+@dataclass(frozen=True, kw_only=True)
+class _Findings:
+    """What is wrong with the constraints of a traced function, each problem once, in order.
 
-    Flax looks for each rule's name among the dims of the array in turn: the first, an `_Ask`, sees them
-    all. So each array is given rules for its own dims, and what is wrong with them is kept.
+    Args:
+      problems: messages, as keys.
+      unruled: dim names without a rule, as keys.
     """
 
-    problems: dict[str, None]
-    unknown: dict[str, None]
+    problems: dict[str, None] = field(default_factory=dict)
+    unruled: dict[str, None] = field(default_factory=dict)
+
+
+class _StrictRules(tuple):
+    """(dim, axes) rules for Flax that record what it would silently drop; Flax requires a tuple.
+
+    For each constraint Flax iterates over the rules, and compares the name of each with the dims of the
+    array. The first rule is a `_NameRecorder`, which so learns the dims; then follow rules for exactly
+    these dims.
+    """
+
+    findings: _Findings
     one_device: bool
     unnamed: str
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         rules: Rules = dict(super().__iter__())
-        ask = _Ask()
-        yield ask, None
-        dims = [name for name in ask.names if isinstance(name, str)]
+        recorder = _NameRecorder()
+        yield recorder, None
+        # Flax has now compared the recorder with every dim of the array
+        dims = [name for name in recorder.names if isinstance(name, str)]
         if not self.one_device:
-            self._note(rules, tuple(ask.names), dims)
+            self._check(rules, tuple(recorder.names), dims)
+        # each axis goes to the first dim that asks for it, so that Flax accepts what has been recorded
         taken: set[str] = set()
         for dim in dims:
             free = tuple(axis for axis in rules.get(dim, ()) if axis not in taken)
             taken.update(free)
             yield dim, free or None
 
-    def _note(self, rules: Rules, names: tuple[Any, ...], dims: list[str]) -> None:
-        unknown = [dim for dim in dims if dim not in rules] if self.unnamed == "refuse" else []
-        problems = [f"no rule for dim {near(dim, rules)}" for dim in unknown]
+    def _check(self, rules: Rules, names: tuple[Any, ...], dims: list[str]) -> None:
+        unruled = [dim for dim in dims if dim not in rules] if self.unnamed == "refuse" else []
+        problems = [f"no rule for dim {near(dim, rules)}" for dim in unruled]
         used = repeated(axis for dim in dims for axis in rules.get(dim, ()))
         problems += [f"axis {axis!r} shards {n} dims of one array" for axis, n in used]
-        self.unknown.update(dict.fromkeys(unknown))
-        self.problems.update(dict.fromkeys(f"{names} ({_line()}): {problem}" for problem in problems))
+        self.findings.unruled.update(dict.fromkeys(unruled))
+        self.findings.problems.update(dict.fromkeys(f"{names} ({_line()}): {text}" for text in problems))
 
 
 def _line() -> str:
-    """Where the model asks for a constraint."""
+    """Return the file and line of the model that has the constraint being traced."""
     frame = inspect.currentframe()
     while frame is not None and _is_machinery(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -80,28 +96,31 @@ def _line() -> str:
 
 
 def _is_machinery(module: str) -> bool:
+    """Return whether a frame of this module belongs to jax, Flax or this file, not to the model."""
     return module == __name__ or module.split(".")[0] in ("flax", "jax")
 
 
 _RULES_IN_USE: Any = jax.make_user_context(default_value=None)
-"""Part of the key of jax's trace caches: without it a block traced under one layout is used in another."""
+"""Part of the key of jax's trace caches; without it a block traced under one layout is reused under
+another."""
 
 
 @contextmanager
 def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "refuse") -> Iterator[None]:
-    """While a function is traced under this, its `nn.with_logical_constraint` follow these rules.
+    """Within this, `nn.with_logical_constraint` of traced functions follows these rules, strictly.
 
     Args:
       rules: dim -> axes for activations.
-      mesh: the mesh that has these axes. On one device anything goes.
+      mesh: of these axes. On one device every constraint is accepted.
       unnamed: "refuse" dims without a rule, or "replicate" them.
 
     Raises:
-      ValueError: (at the end) every constraint with a dim without a rule, or an axis used twice in one array.
+      ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
+        array.
     """
     pairs = tuple(rules.items())
     strict = _StrictRules(pairs)
-    strict.problems, strict.unknown, strict.unnamed = {}, {}, unnamed
+    strict.findings, strict.unnamed = _Findings(), unnamed
     strict.one_device = is_one_device(mesh.shape)
     key = (pairs, unnamed, strict.one_device)
     with (
@@ -112,28 +131,28 @@ def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "re
         try:
             yield
         except (ValueError, UserCodeFailed) as error:
-            # the model is called by the loss, whose exceptions are told as the user's
+            # the loss calls the model, and its exceptions are wrapped as those of user code
             found = str(error.__cause__ if isinstance(error, UserCodeFailed) else error)
             if "cannot appear in with_sharding_constraint spec" in found:
                 raise ValueError(own_constraint_text(found)) from error
             raise
-    if strict.problems:
-        # jax keeps traces in which these constraints would not be asked about again
+    if strict.findings.problems:
+        # jax caches these traces, and would not check their constraints again
         jax.clear_caches()
-        raise ValueError(constraints_text(list(strict.problems), list(strict.unknown)))
+        raise ValueError(constraints_text(list(strict.findings.problems), list(strict.findings.unruled)))
 
 
-def constraints_text(problems: list[str], unknown: list[str]) -> str:
-    """The error for constraints that cannot be followed, with rules that would do."""
+def constraints_text(problems: list[str], unruled: list[str]) -> str:
+    """Format the error for constraints that do not fit the rules, with rules that would."""
     text = str(problems_error("constraints on activations cannot be followed", problems))
-    if not unknown:
+    if not unruled:
         return text
-    rules = rules_text("activations", dict.fromkeys(unknown, ()))
+    rules = rules_text("activations", dict.fromkeys(unruled, ()))
     return text + ways_text([f"rules for them, as {rules}"])
 
 
 def own_constraint_text(found: str) -> str:
-    """The error for jax.lax.with_sharding_constraint over an axis whose indices are replicas."""
+    """Format the error for jax.lax.with_sharding_constraint over a replica axis."""
     return (
         "the model constrains an activation to a mesh axis over which each index has a batch of its own"
         f" ({found}); name the dims instead, as nn.with_logical_constraint(x, ('batch', None, 'embed')),"
@@ -145,10 +164,10 @@ NO_MESH = AbstractMesh((), ())
 
 
 def _outside_the_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Scope.param` that sees no mesh while a model is traced under our rules.
+    """Wrap `Scope.param` to see no mesh while a model is traced under our rules.
 
-    To compare shapes, Flax evaluates initialisers in `apply` too, and those of DenseGeneral unbox a kernel
-    that is still flat: with a mesh set, its names would be applied to the wrong dims.
+    Flax evaluates initialisers in `apply` too, to compare shapes, and that of DenseGeneral unboxes a kernel
+    before it is reshaped: with a mesh set, its names would be applied to the wrong dims.
     """
 
     @wraps(original)

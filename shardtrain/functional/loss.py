@@ -1,6 +1,6 @@
-"""Losses as (sum, count): summed over their examples or tokens, never averaged.
+"""Losses as (sum, count): summed over examples or tokens, never averaged.
 
-So the gradient of any split of a batch, uneven or with empty parts, adds up to that of the whole.
+So the gradients of any split of a batch, uneven or with empty parts, add up to that of the batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,14 +22,14 @@ Loss = Callable[[Apply, Batch], tuple[Any, ...]]
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax cross-entropy, summed.
+    """Return the summed softmax cross-entropy.
 
-    Written with a comparison instead of a gather, so that logits sharded over the vocabulary stay so.
+    Uses a comparison instead of a gather, so that logits sharded over the vocabulary stay sharded.
 
     Args:
       logits: float (..., V).
       targets: integer (...), from 0 to V - 1; any other makes the sum NaN, unless its weight is 0.
-      weights: float (...); 0 leaves a target out. By default all are 1.
+      weights: float (...); weight 0 ignores a target. By default all are 1.
 
     Returns:
       (sum in nats, count), float32 scalars; count is the sum of the weights.
@@ -40,26 +40,26 @@ def cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    # not only in the loss: a padding row may hold anything, and 0 times infinity is no gradient
+    # mask logits, not only losses: padding may be infinite, and the gradient would be 0 times infinity
     logits = jnp.where(weights[..., None] != 0, logits, 0)
-    targets = targets.astype(jnp.int32)  # their dtype may be too small to count all classes
+    targets = targets.astype(jnp.int32)  # its dtype may be too small for all classes
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     target_logits = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
     losses = jax.nn.logsumexp(logits, -1) - target_logits
-    # a target that is no class has no loss: NaN is noticed, a wrong number is not
+    # an invalid target gives NaN, which is noticed; a wrong number would not be
     no_class = ((targets < 0) | (targets >= logits.shape[-1])) & (weights != 0)
     return jnp.where(no_class.any(), jnp.nan, (losses * weights).sum()), weights.sum()
 
 
 RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
-"""Names that the step's own metrics have."""
+"""Names of metrics that the step itself logs."""
 
 
 def checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
-    """What a loss returned, as (sum, count, metrics).
+    """Return the result of a loss as (sum, count, metrics).
 
     Raises:
-      ValueError: it is not (sum, count) or (sum, count, metrics) of scalars; all problems at once.
+      ValueError: lists all problems of a result that is not (sum, count) or (sum, count, metrics) of scalars.
     """
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ValueError(
@@ -89,8 +89,8 @@ def _kind(value: Any) -> str:
     return f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
 
 
-class _Asked(BaseException):
-    """Not an error: how a loss is stopped once it has said what it gives to the model."""
+class _ModelCalled(BaseException):
+    """Stops a loss as soon as it calls the model; not an error."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -98,27 +98,27 @@ class _Asked(BaseException):
 
 
 def model_inputs(loss: Loss, batch: Batch) -> tuple[Any, ...]:
-    """What a loss gives to the model.
+    """Return the inputs that a loss passes to the model.
 
     Raises:
-      ValueError: it does not call the model.
+      ValueError: the loss does not call the model.
     """
 
-    def asked(*inputs: Any) -> Any:
-        raise _Asked(inputs)
+    def apply(*inputs: Any) -> Any:
+        raise _ModelCalled(inputs)
 
     try:
-        loss(asked, batch)
-    except _Asked as found:
-        return found.inputs
+        loss(apply, batch)
+    except _ModelCalled as call:
+        return call.inputs
     raise ValueError("the loss returned without calling the model; a pipeline needs one call, apply(inputs)")
 
 
 def once(last: Callable[..., Any]) -> Callable[..., Any]:
-    """A model that a loss may call once.
+    """Return the model as a function that can be called once.
 
     Raises:
-      ValueError: (at the second call).
+      ValueError: (when called a second time).
     """
     calls = []
 
@@ -135,10 +135,10 @@ def once(last: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guarded(loss: Loss) -> Loss:
-    """The same loss; what it raises is told together with the batch that it was given.
+    """Return a loss whose exceptions are reported with the shapes of its batch.
 
     Raises:
-      UserCodeFailed: (when called) the loss raised.
+      UserCodeFailed: (when called) the loss raised an exception.
     """
 
     def where(error: Exception, batch: Batch) -> str:
@@ -154,7 +154,7 @@ def guarded(loss: Loss) -> Loss:
 
 
 def batch_text(batch: Batch) -> str:
-    """The names of a batch, each with dtype and shape.
+    """Format the arrays of a batch: names, dtypes and shapes.
 
     >>> batch_text({"tokens": jnp.zeros((2, 3), jnp.int32)})
     "'tokens' int32 (2, 3)"
@@ -163,10 +163,10 @@ def batch_text(batch: Batch) -> str:
 
 
 def _ranked(batch: Batch, **ranks: int) -> None:
-    """Refuse arrays that have more or fewer dims than the rows of a batch should have.
+    """Refuse arrays with more or fewer dims than the loss expects.
 
     Raises:
-      ValueError: lists every array of another rank.
+      ValueError: lists every array of another number of dims.
     """
     problems = []
     for name, rank in ranks.items():
@@ -184,10 +184,11 @@ def _ranked(batch: Batch, **ranks: int) -> None:
 
 
 def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
-    """The weight of each target, float32 (B, T), from those of the batch.
+    """Return the weight of each target, float32 (B, T), from the weights of the batch.
 
     Args:
-      batch: its "weights" are of rows (B,), of targets (B, T), or of tokens (B, T + 1), the first unused.
+      batch: its "weights" are per row (B,), per target (B, T), or per token (B, T + 1), the first being
+        unused.
       targets: (B, T).
 
     Raises:
@@ -206,12 +207,12 @@ def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
 
 
 def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of each next token.
+    """Return the cross-entropy of next-token prediction.
 
     Args:
       apply: tokens int32 (B, T) -> logits (B, T, V).
-      batch: "tokens" int32 (B, T + 1); "weights" float32, of rows (B,), of targets (B, T) or of tokens
-        (B, T + 1). A token with weight 0 may be anything, such as -100.
+      batch: "tokens" int32 (B, T + 1); "weights" float32, per row (B,), per target (B, T) or per token
+        (B, T + 1). A token of weight 0 may have any value, such as -100.
 
     Returns:
       (sum in nats, number of tokens).
@@ -223,12 +224,12 @@ def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of the tokens that were hidden from a model that reads from both sides.
+    """Return the cross-entropy of masked tokens (BERT).
 
     Args:
       apply: tokens int32 (B, T), and if the batch has one of them mask and segments -> logits (B, T, V).
-      batch: "tokens" int32 (B, T), as the model reads them; "targets" int32 (B, T), as they were; "chosen"
-        (B, T), 1 where the target counts; "weights" float32 (B,) or (B, T); and, where there are any,
+      batch: "tokens" int32 (B, T), as the model reads them; "targets" int32 (B, T), the original tokens;
+        "chosen" (B, T), 1 where the target counts; "weights" float32 (B,) or (B, T); and, optionally,
         "mask" (B, T), 0 for padding, and "segments" int32 (B, T). See `shardtrain.data.MaskedTokens`.
 
     Returns:
@@ -245,7 +246,7 @@ def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]
 
 
 def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of each next token of a target sequence, given a source sequence.
+    """Return the cross-entropy of next-token prediction of a target sequence, given a source sequence.
 
     Args:
       apply: source int32 (B, S), target int32 (B, T) -> logits (B, T, V).
@@ -263,20 +264,20 @@ def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
 def classification_loss(
     apply: Apply, batch: Batch
 ) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
-    """Cross-entropy of each example's class, with the accuracy as a metric.
+    """Return the cross-entropy of classification, with the accuracy as a metric.
 
     Args:
       apply: image (B, ...) -> logits (B, V).
       batch: "image"; "label" int32 (B,); "weights" float32 (B,).
 
     Returns:
-      (sum in nats, number of examples, {"accuracy": (right ones, number of examples)}).
+      (sum in nats, number of examples, {"accuracy": (number of correct ones, number of examples)}).
     """
     _ranked(batch, label=1, weights=1)
     logits = apply(batch["image"])
     total, count = cross_entropy(logits, batch["label"], batch["weights"])
-    right = (jnp.argmax(logits, -1) == batch["label"]) * batch["weights"]
-    return total, count, {"accuracy": (right.sum(), count)}
+    correct = (jnp.argmax(logits, -1) == batch["label"]) * batch["weights"]
+    return total, count, {"accuracy": (correct.sum(), count)}
 
 
 CLASSES: dict[Any, Mapping[str, tuple[str, ...]]] = {
@@ -285,4 +286,4 @@ CLASSES: dict[Any, Mapping[str, tuple[str, ...]]] = {
     translation_loss: {"target": ("weights",)},
     classification_loss: {"label": ("weights",)},
 }
-"""Loss -> the arrays of a batch that hold classes of the model's last dim, and what leaves an entry out."""
+"""Loss -> the arrays of a batch that have class indices, each with the arrays of weights that mask them."""

@@ -1,1 +1,1 @@
-"""Optimizers and schedules of optax, and a run scaled to more replicas."""
+"""Optimizers and learning-rate schedules of optax, and scaling of a run to more replicas."""

@@ -11,17 +11,17 @@ from shardtrain.sharding.array_dims import is_dims
 
 
 def _features(names: tuple[str | None, ...]) -> list[int]:
-    """The dims of an array that make it a matrix: not its stacks, and heads with head_dim as one."""
+    """Return the dims that make an array a matrix: not stacked ones, and heads and head_dim as one."""
     has_heads = {axes.HEADS, axes.KV_HEADS} & set(names)
     skipped = {axes.LAYERS, axes.EXPERTS, *([axes.HEAD_DIM] if has_heads else [])}
     return [i for i, name in enumerate(names) if name not in skipped]
 
 
 def decayed(dims: Tree, params: Any) -> Any:
-    """Which parameters weight decay falls on: matrices and above, not biases, gains or scalars.
+    """Return which parameters are weight-decayed: arrays of two or more dims, not biases, gains or scalars.
 
     Args:
-      dims: the model's dims; an array without names is judged by how many dims it has.
+      dims: of the model; an array without names counts all of its dims.
       params: arrays or shapes.
 
     >>> import numpy as np
@@ -37,11 +37,11 @@ def decayed(dims: Tree, params: Any) -> Any:
 
 
 def muon_dims(dims: Tree) -> Any:
-    """Which parameters Muon takes, and which of their dims are the two sides of the matrix.
+    """Return the dims of the two sides of each matrix for Muon; None for parameters that AdamW updates.
 
-    Where `embed` comes first it is one side and all other dims together are the other, else the last
-    dim is; `layers` and `experts` are batch dims. Embeddings and heads (`vocab`), tables of positions
-    (`seq`) and vectors are left to AdamW.
+    If the first dim is `embed`, it is one side and all other dims are the other side; otherwise the last
+    dim is one side. `layers` and `experts` are batch dims. AdamW updates embeddings and output heads
+    (`vocab`), position tables (`seq`) and vectors.
     """
 
     def numbers(names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:

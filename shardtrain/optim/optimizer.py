@@ -95,7 +95,7 @@ class Optimizer:
     """Options of an optimizer.
 
     Args:
-      name: of `OPTIMIZERS`: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024;
+      name: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024;
         Muon for the matrices of the blocks, AdamW for all other parameters).
       learning_rate: its schedule; a number is a constant rate, a function maps the step to the rate.
       weight_decay: decoupled; applied to arrays of two or more dims, not counting `layers`.

@@ -1,6 +1,6 @@
-"""Optimizers as a step uses them: state in float32 and fit for a checkpoint, updates that are told the loss.
+"""Optimizers as a step uses them: state in float32 that can be saved, and updates that receive the loss.
 
-Also which parameters of a run are evaluated, where its optimizer keeps others beside those that it trains.
+Also the parameters that a run evaluates, such as an average in the state of its optimizer.
 Next: `train_step/state.py`, `train_step/step.py`.
 """
 
@@ -18,7 +18,7 @@ Choose = Callable[[Any, Any], Any]
 
 
 def float32(tree: Any) -> Any:
-    """Floats of fewer bits as float32; anything else as it is."""
+    """Return the tree with narrower floats as float32; other arrays are unchanged."""
 
     def wide(x: Any) -> Any:
         is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
@@ -32,13 +32,13 @@ def _is_key(x: Any) -> bool:
 
 
 def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same optimizer, whose state can be saved and does not round with the parameters.
+    """Return the optimizer with a state that is float32 and can be saved.
 
-    It sees parameters and gradients of fewer bits as float32, so that moments and averages are float32;
-    typed keys (of `optax.noisy_sgd`, `optax.add_noise`) stand in the state as their data.
+    Parameters and gradients of narrower floats are passed as float32, so that moments and averages are
+    float32; typed keys (of `optax.noisy_sgd`, `optax.add_noise`) are stored as their data.
 
     Args:
-      optimizer: any. Its update may be given more than gradients: `value`, `grad` and so on.
+      optimizer: any optax transformation; extra arguments such as `value` and `grad` are passed on.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -47,6 +47,7 @@ def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
         return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
     def with_keys(state: Any, params: Any) -> Any:
+        # which leaves are typed keys is known from a trace of init
         kinds: list[Any] = []
 
         def look(params: Any) -> None:
@@ -70,7 +71,8 @@ def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -> Callable[[Any], jax.Array]:
-    """parameters -> the mean loss of the batch, for line searches; its gradient is that of the step itself.
+    """Return the function parameters -> mean loss of the batch for line searches, with the gradient of the
+    step.
 
     Args:
       compute: parameters -> (mean loss, its gradient).
@@ -94,12 +96,12 @@ def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -
 def missing_arguments(
     optimizer: optax.GradientTransformation, params: Any, *, line_search: bool
 ) -> list[str]:
-    """What the optimizer wants to be given beside gradients, and no step gives it.
+    """Return the arguments that the update of an optimizer requires and a step does not pass.
 
     Args:
-      optimizer: any.
+      optimizer: any optax transformation.
       params: arrays or shapes.
-      line_search: the step can compute the loss at other parameters.
+      line_search: whether the step can compute the loss at other parameters.
     """
     extra: dict[str, Any] = {"value_fn": lambda params: jnp.float32(0)} if line_search else {}
     used = stored(optimizer)
@@ -117,10 +119,10 @@ def missing_arguments(
 
 
 class AverageState(NamedTuple):
-    """Of `parameter_average`.
+    """State of `parameter_average`.
 
     Args:
-      count: int32 scalar, updates so far.
+      count: int32 scalar, number of updates.
       ema: like params, float32.
     """
 
@@ -129,10 +131,10 @@ class AverageState(NamedTuple):
 
 
 def parameter_average(decay: float) -> optax.GradientTransformation:
-    """Keep an exponential moving average of the parameters, for evaluation; the last of a chain.
+    """Keep an exponential moving average of the parameters, for evaluation; use it last in a chain.
 
-    Early averages forget faster, ema = d * ema + (1 - d) * params with d = min(decay, (1 + n) / (10 + n)) at
-    update n, so that where the parameters began is soon forgotten.
+    At update n, ema = d * ema + (1 - d) * params with d = min(decay, (1 + n) / (10 + n)), so that the initial
+    parameters are soon forgotten.
 
     Args:
       decay: from 0 to 1, such as 0.999.
@@ -143,14 +145,16 @@ def parameter_average(decay: float) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
         count = state.count + 1
-        kept = jnp.minimum(decay, (1 + count) / (10 + count))
-        ema = jax.tree.map(lambda e, p, u: kept * e + (1 - kept) * (p + u), state.ema, params, updates)
+        used_decay = jnp.minimum(decay, (1 + count) / (10 + count))
+        ema = jax.tree.map(
+            lambda e, p, u: used_decay * e + (1 - used_decay) * (p + u), state.ema, params, updates
+        )
         return updates, AverageState(count, ema)
 
     return optax.GradientTransformation(init, update)
 
 
-KEEPERS: dict[str, tuple[type, Choose, str]] = {
+EVALUATED_PARAMS: dict[str, tuple[type, Choose, str]] = {
     "ema": (
         AverageState,
         lambda state, params: state.ema,
@@ -159,25 +163,26 @@ KEEPERS: dict[str, tuple[type, Choose, str]] = {
     ),
     "schedule_free": (ScheduleFreeState, schedule_free_eval_params, "optax.contrib.schedule_free(...)"),
 }
-"""What `Run.evaluate_with` names -> the state that keeps them, how they follow from it, and what makes it."""
+"""Value of `Run.evaluate_with` -> type of the state that has the parameters, how to read them, what makes
+it."""
 
 
 def evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> Any:
-    """The parameters that a run evaluates, samples and exports.
+    """Return the parameters that a run evaluates, samples and exports.
 
     Args:
       how: see `config.Run.evaluate_with`.
       opt_state: of the optimizer.
-      params: those that it trains.
+      params: the trained parameters.
 
     Raises:
-      ValueError: the optimizer does not keep them.
+      ValueError: the state of the optimizer does not have them.
     """
     if how is None:
         return params
     choose = how
     if isinstance(how, str):
-        kind, from_state, made_by = KEEPERS[how]
+        kind, from_state, made_by = EVALUATED_PARAMS[how]
         states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
         found = [x for x in states if isinstance(x, kind)]
         if len(found) != 1:

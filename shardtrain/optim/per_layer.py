@@ -1,6 +1,6 @@
-"""Optimizers that treat each layer of stacked blocks as an array of its own.
+"""Apply an optimizer to each layer of stacked parameters separately.
 
-Trust ratios, root mean squares and factored moments are of layers, not of all layers that a scan has stacked.
+Trust ratios, root mean squares and factored moments are per layer, not over all layers stacked for a scan.
 Next: `optimizer.py`.
 """
 
@@ -15,14 +15,14 @@ from shardtrain.sharding.array_dims import is_dims
 
 
 def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.GradientTransformation:
-    """The same optimizer, for which a stacked array is as many arrays as it has layers.
+    """Return an optimizer that treats each layer of a stacked array as an array of its own.
 
-    It is mapped over the first dim of arrays whose dims begin with `layers`; other arrays are left whole. Its
-    state has the paths that it has without this.
+    It is vmapped over the first dim of arrays whose dims begin with `layers`; other arrays are not split. The
+    paths of its state do not change.
 
     Args:
-      optimizer: one that updates each array by itself, such as `optax.lars(0.1)`; one that mixes arrays, as
-        clipping by the global norm does, stands outside, before it in an `optax.chain`.
+      optimizer: one that updates each array separately, such as `optax.lars(0.1)`. One that mixes arrays,
+        such as clipping by the global norm, belongs before it in an `optax.chain`.
       dims: of the model, `from_nnx(...).dims`.
 
     >>> import numpy as np
@@ -34,19 +34,19 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
     """
 
     def mapped(tree: Any, params: Any, size: int) -> Any:
-        """For `vmap`: 0 at each array of stacks of this size, None elsewhere."""
+        """Return in_axes for vmap: 0 for arrays stacked from this number of layers, None for others."""
         stacks = _stacks(params, dims)
 
         def dim(path: Any, _: Any) -> int | None:
             keys = path_text(path).split("/")
-            # the longest: `head/w` is not the stacked `w`
+            # the longest suffix that is a parameter: `head/w` is not the stacked `w`
             found = next((stacks[own] for i in range(len(keys)) if (own := "/".join(keys[i:])) in stacks), 0)
             return 0 if found == size > 0 else None
 
         return jax.tree.map_with_path(dim, tree)
 
     def merged(results: list[tuple[Any, Any]]) -> Any:
-        """Of each array the result that was mapped over its own layers."""
+        """Return for each array the result of the vmap over its own number of layers."""
         first, _ = results[0]
         for other, other_dims in results[1:]:
             flat_dims = jax.tree.leaves(other_dims, is_leaf=lambda x: x is None)
@@ -56,6 +56,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
             )
         return first
 
+    # one vmap for each number of layers among the stacks; its results for other arrays are discarded
     def init(params: Any) -> Any:
         results = []
         for size in sorted(set(_stacks(params, dims).values()) - {0}) or [0]:
@@ -78,7 +79,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
 
 def _stacks(params: Any, dims: Tree) -> dict[str, int]:
-    """Path of each array -> its number of layers, 0 where it is not stacked."""
+    """Return path -> number of layers of each array, 0 if it is not stacked."""
     names = jax.tree.leaves(dims, is_leaf=is_dims)
     leaves = jax.tree.leaves_with_path(params)
     return {

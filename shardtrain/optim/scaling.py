@@ -1,7 +1,7 @@
-"""A run that is written for one replica, scaled to N: learning rate, warmup, batch and steps.
+"""Scale a run written for one replica to N replicas: learning rate, warmup, batch and steps.
 
-`trainer/config.py` puts `Scaling` into a run; `scaled` gives the run that is carried out, and says in notes
-what it did and what speaks against it. Rates and schedules themselves are in `optimizer.py`.
+`scaled` returns the run to execute, with notes for the user on what changed and on doubtful combinations.
+Schedules are in `schedules.py`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ RATES: dict[str, Callable[[int], float]] = {"none": lambda n: 1.0, "linear": flo
 """Rule -> number of replicas -> factor of the learning rate."""
 
 GOYAL_WARMUP = 5 / 90
-"""The share of a run that Goyal et al. 2017 warmed up for: 5 of 90 epochs."""
+"""Warmup of Goyal et al. 2017 as a fraction of the run: 5 of 90 epochs."""
 
 ADASUM_MOST = 2.5
 """Horovod's Adasum guide: 2 to 2.5 times the best rate of one replica may help, and no more."""
@@ -27,16 +27,16 @@ ADASUM_MOST = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What to change in a run that is written for one replica when N replicas carry it out.
+    """What to change in a run that is written for one replica when N replicas execute it.
 
     Args:
       rate: none; linear: learning rate times N (Goyal et al. 2017, section 2.1, for SGD); sqrt: times
         the square root of N (Krizhevsky 2014; for Adam Malladi et al. 2022).
-      batch: the run's batch is that of one replica; N times as many examples make a step.
-      steps: the run's steps are those of one replica; N replicas do 1/N of them, at least 1. A warmup
-        of the run's own gets shorter in proportion.
+      batch: the run's batch is that of one replica; a step has N times as many examples.
+      steps: the run's steps are those of one replica; N replicas take 1/N of them, at least 1, and the
+        warmup of the schedule is divided by N too.
       warmup: steps of linear rise from the rate of one replica to the scaled one (Goyal et al. 2017,
-        section 2.2); None keeps the warmup of the run's schedule.
+        section 2.2); None keeps that of the schedule.
 
     Raises:
       ValueError: lists every value of a wrong kind or out of range.
@@ -61,7 +61,7 @@ class Scaling:
 
 
 class Scalable(Protocol):
-    """The fields of a run that are scaled; `config.Run` has them."""
+    """The fields of a run that are scaled, as `Run` has them."""
 
     @property
     def optimizer(self) -> Any: ...
@@ -75,7 +75,7 @@ R = TypeVar("R", bound=Scalable)
 
 
 class Scaled(NamedTuple, Generic[R]):
-    """A run for N replicas, and what people should read of it."""
+    """A run for N replicas, and notes for the user."""
 
     run: R
     notes: tuple[str, ...]
@@ -84,17 +84,17 @@ class Scaled(NamedTuple, Generic[R]):
 def scaled(
     run: R, scaling: Scaling, replicas: int, combiner: str = "mean", replicas_averaged: int = 1
 ) -> Scaled[R]:
-    """The run that N replicas carry out. With one replica, or the default scaling, it is the same run.
+    """Return the run that N replicas execute; unchanged for one replica or the default scaling.
 
-    How often to log, evaluate and save stays as it is. Nothing is refused that can be trained: what
-    speaks against a combination stands in the notes.
+    Intervals of logging, evaluation and saving stay the same. Doubtful combinations are not refused but
+    noted.
 
     Args:
       run: a `config.Run`, or any frozen dataclass with its fields optimizer, batch and steps.
       scaling: what to change.
-      replicas: N, how many gradients a step joins.
-      combiner: how they are joined, as in `combine`: "mean", "adasum", "int8+adasum:whole".
-      replicas_averaged: how many replicas are averaged before Adasum gets their mean (inside an island).
+      replicas: N, number of gradients that a step combines.
+      combiner: how they are combined, as in `combine`: "mean", "adasum", "int8+adasum:whole".
+      replicas_averaged: number of replicas that are averaged before Adasum (inside an island).
 
     Raises:
       ValueError: the rate is to be scaled, but the optimizer is a bare optax transformation.
@@ -150,10 +150,10 @@ def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
 
 
 def _unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -> Any:
-    """An optimizer whose rate only its author can scale.
+    """Return an optimizer given in Python, whose rate cannot be scaled.
 
     Raises:
-      ValueError: it is to be scaled.
+      ValueError: its rate is to be scaled.
     """
     if scaling.rate == "none":
         return optimizer
@@ -167,7 +167,7 @@ def _unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -> Any
 
 
 def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
-    """What was changed, in one line."""
+    """Format what changed as one line."""
     parts = [
         f"{name} {before} -> {after}"
         for name, before, after in (
@@ -187,13 +187,13 @@ def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
 
 
 def _schedule(run: Any) -> Schedule | None:
-    """The schedule of the run's optimizer; None where it is given in Python."""
+    """Return the schedule of the run's optimizer, None if it is given in Python."""
     schedule = run.optimizer.learning_rate if isinstance(run.optimizer, Optimizer) else None
     return None if schedule is None or schedule.function is not None else schedule
 
 
 def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
-    """Batch, steps and rate belong together."""
+    """Note settings of batch, steps and rate that do not fit each other."""
     notes = []
     if scaling.steps and not scaling.batch:
         notes.append(
@@ -214,7 +214,7 @@ def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
 
 
 def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> list[str]:
-    """What is known of the linear rule, and a warmup that does not fit."""
+    """Note doubtful uses of the linear rule, and a warmup that is too long."""
     schedule, notes = _schedule(result), []
     if schedule is None:
         return []
@@ -241,12 +241,12 @@ def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> 
 
 
 def _kind(combiner: str) -> str:
-    """The combiner without its codecs and options."""
+    """Return the name of a combiner without its codecs and options."""
     return combiner.split("+")[-1].partition(":")[0]
 
 
 def _combiner_notes(run: Any, scaling: Scaling, replicas: int, combiner: str, averaged: int) -> list[str]:
-    """Some combiners raise the step by themselves."""
+    """Note rates that do not fit a combiner which scales the step itself."""
     kind = _kind(combiner)
     factor = RATES[scaling.rate](replicas)
     schedule = _schedule(run)

@@ -58,7 +58,7 @@ class Schedule:
     """Options of a learning-rate schedule.
 
     Args:
-      name: of `SCHEDULES`: constant; cosine decay (Loshchilov and Hutter 2017); wsd: warmup, stable, decay
+      name: constant; cosine decay (Loshchilov and Hutter 2017); wsd: warmup, stable, decay
         (Hu et al. 2024, MiniCPM); inverse_sqrt: decays as 1/sqrt(step) (Vaswani et al. 2017).
       peak: the highest learning rate.
       warmup: number of steps of linear rise from `start` times the peak to the peak.
