@@ -34,8 +34,9 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import make_island_step
-from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
 Side = Callable[[], Any]

@@ -34,7 +34,8 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")

@@ -32,7 +32,8 @@ from shardtrain.report.progress import progress
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.stop_signals import StopSignals
-from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.loop import run_loop
 from shardtrain.trainer.loop_parts import LoopOptions, LoopParts

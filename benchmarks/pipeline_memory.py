@@ -23,7 +23,7 @@ from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import make_placement
+from shardtrain.train_step.placement import make_placement
 
 ONE_DEVICE = "accumulate"
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1}

@@ -37,9 +37,10 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table, Task
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms
-from shardtrain.train_step.state import init_state, make_placement
 
 Key = tuple[int, int, str]
 """Stage, chunk and kind of a task."""

@@ -20,7 +20,7 @@ from shardtrain.plan.hlo.collectives import by_axis
 from shardtrain.plan.traffic import StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import make_placement, state_specs
+from shardtrain.train_step.placement import make_placement, state_specs
 
 NUM_DEVICES = 8
 LAYOUTS: dict[str, tuple[Layout, int]] = {

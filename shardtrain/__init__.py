@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.checkpointer import Checkpoints
     from shardtrain.checkpoints.policy import CheckpointPolicy
     from shardtrain.checkpoints.restore import Allow
-    from shardtrain.combine.replicas import Combine
+    from shardtrain.combine.options import Combine
     from shardtrain.data import Batches, MaskedTokens, Text, Tokens, place
     from shardtrain.functional.linen_model import from_linen
     from shardtrain.functional.loss import (
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from shardtrain.sharding.layout import Layout
     from shardtrain.sharding.layout_file import read_layout
     from shardtrain.sharding.mesh import make_mesh
-    from shardtrain.train_step.state import init_state, make_placement, restorable_state
+    from shardtrain.train_step.initial_state import init_state, restorable_state
+    from shardtrain.train_step.placement import make_placement
     from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
     from shardtrain.trainer.config import Run, StartFrom, Strategy
     from shardtrain.trainer.recovery import Recovery
@@ -67,9 +68,10 @@ _ROOMS = {
     "pipeline.options": ("Pipeline",),
     "optim.scaling": ("Scaling",),
     "trainer.recovery": ("Recovery",),
-    "combine.replicas": ("Combine",),
+    "combine.options": ("Combine",),
     "checkpoints.restore": ("Allow",),
-    "train_step.state": ("init_state", "make_placement", "restorable_state"),
+    "train_step.initial_state": ("init_state", "restorable_state"),
+    "train_step.placement": ("make_placement",),
     "train_step.step": ("make_evaluate", "make_gradients", "make_step"),
     "trainer.trained_model": ("build", "load"),
     "trainer.train": ("train",),

@@ -16,7 +16,9 @@ from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin
 from shardtrain.functional.model import BLOCKS, Tree, path_text
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import without_pipeline
-from shardtrain.train_step.state import Placement, State, restorable_state
+from shardtrain.train_step.initial_state import restorable_state
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import State
 
 KEPT = "combine_state/"
 """What a combiner keeps lies by buckets and devices: it comes back to the same layout alone."""

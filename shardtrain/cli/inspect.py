@@ -29,7 +29,7 @@ from shardtrain.report.traffic import figures_text, traffic_text
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
-from shardtrain.train_step.state import state_specs
+from shardtrain.train_step.placement import state_specs
 from shardtrain.trainer.config import Run, Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}

@@ -1,94 +1,28 @@
-"""How replicas become one: by which combiner, on gradients or deltas, and the combiner run on a mesh.
+"""A combiner run over the data axis of a mesh.
 
-Layers that a scan stacks are cut apart first, so that "per leaf" means per layer.
+Stacked layers are split first, so that "per leaf" means per layer.
 Next: `train_step/state.py` (what a replica keeps for itself), `train_step/step.py`.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.combine import Combiner, MeshGroup, make_combiner
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.combine import Combiner, MeshGroup
 from shardtrain.functional.model import path_text
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.specs import spec_axes, with_leading_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class Combine:
-    """How the replicas of a run become one.
-
-    Replicas are the islands, where there are several (each of them the mean or sum of its own devices),
-    else the indices of the mesh's data axis.
-
-    Args:
-      by: a combiner by name, such as "mean", "adasum", "int8+adasum" (see `combine.make_combiner`), or
-        any `combine.Combiner`.
-      on: "gradients", or the "deltas" that each replica's own optimizer makes of its own gradient
-        (Horovod's Adasum). The optimizer's state then belongs to the replica.
-      local_steps: steps that a replica takes alone before its delta is combined; more than 1 needs deltas.
-      inside: what an island makes of its own devices' gradients before they cross: their mean, or their
-        sum, the mean times the number of its replicas.
-
-    Short form: what `by` takes.
-
-    Raises:
-      ValueError: lists every value of a wrong kind, and everything that does not fit together.
-    """
-
-    by: str | Combiner = "mean"
-    on: Literal["gradients", "deltas"] = "gradients"
-    local_steps: int = 1
-    inside: Literal["mean", "sum"] = "mean"
-
-    @staticmethod
-    def short(value: Any) -> dict[str, Any] | None:
-        """The fields that a bare value stands for; None: it is no short form."""
-        return {"by": value} if isinstance(value, str | Combiner) else None
-
-    def __post_init__(self) -> None:
-        problems = wrong_types(self)
-        if self.local_steps < 1:
-            problems.append(f"local_steps is {self.local_steps}; use 1 or more")
-        if self.local_steps > 1 and self.on == "gradients":
-            problems.append(
-                f"local_steps is {self.local_steps}, but gradients are combined in every step; use deltas"
-            )
-        if self.inside == "sum" and self.on == "deltas":
-            problems.append("inside is 'sum', but deltas are of an island's own mean gradient; use mean")
-        if problems:
-            raise problems_error("replicas cannot be combined like this", problems)
-        if isinstance(self.by, str):
-            make_combiner(self.by)
-
-    @property
-    def combiner(self) -> Combiner:
-        """The combiner itself."""
-        return make_combiner(self.by) if isinstance(self.by, str) else self.by
-
-    @property
-    def is_mean(self) -> bool:
-        """The ordinary step: one gradient, the mean over all examples."""
-        return self.by == "mean" and self.on == "gradients"
-
-    @property
-    def on_deltas(self) -> bool:
-        """Each replica has an optimizer of its own."""
-        return self.on == "deltas"
-
-
 def stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
-    """The arrays whose first dim counts layers, all of which each device holds.
+    """Return the paths of arrays that stack layers along their first dim, unsharded along it.
 
-    The axis pipeline is none that would keep layers together: a mesh where it is above 1 has no combiner.
+    The axis pipeline does not count: a mesh where it is above 1 has no combiner.
 
     Args:
       arrays: path -> dims and shape, in the order of the leaves of `specs`.
@@ -104,42 +38,42 @@ def stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
     )
 
 
-def cut(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
-    """A tree as path -> array, stacked layers apart: blocks/up becomes blocks/up/0, blocks/up/1.
+def split_layers(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
+    """Return a tree as path -> array, with stacked layers split: blocks/up becomes blocks/up/0, blocks/up/1.
 
     Args:
       tree: of arrays or shapes.
       stacked: paths of arrays whose first dim counts layers.
 
-    >>> cut({"up": jax.ShapeDtypeStruct((2, 3), jnp.float32)}, frozenset({"up"}))["up/1"].shape
+    >>> split_layers({"up": jax.ShapeDtypeStruct((2, 3), jnp.float32)}, frozenset({"up"}))["up/1"].shape
     (3,)
     """
-    pieces = {}
+    layers = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = path_text(path)
         if name not in stacked:
-            pieces[name] = leaf
+            layers[name] = leaf
             continue
         for i, label in enumerate(_layers(name, leaf.shape[0])):
             abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-            pieces[label] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if abstract else leaf[i]
-    return pieces
+            layers[label] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if abstract else leaf[i]
+    return layers
 
 
-def joined(pieces: Mapping[str, Any], like: Any, stacked: frozenset[str]) -> Any:
-    """The tree again that `cut` took apart.
+def stack_layers(layers: Mapping[str, Any], like: Any, stacked: frozenset[str]) -> Any:
+    """Return the tree that `split_layers` split.
 
     Args:
-      pieces: path -> array.
-      like: a tree of the same paths and shapes.
-      stacked: as for `cut`.
+      layers: path -> array.
+      like: a tree of the paths and shapes of that tree.
+      stacked: as for `split_layers`.
     """
 
     def leaf(path: Any, leaf: Any) -> Any:
         name = path_text(path)
         if name not in stacked:
-            return pieces[name]
-        return jnp.stack([pieces[label] for label in _layers(name, leaf.shape[0])])
+            return layers[name]
+        return jnp.stack([layers[label] for label in _layers(name, leaf.shape[0])])
 
     return jax.tree.map_with_path(leaf, like)
 
@@ -150,7 +84,7 @@ def _layers(name: str, number: int) -> list[str]:
 
 
 def shard_shapes(abstract: Any, specs: Any, sizes: Mapping[str, int]) -> Any:
-    """The shapes of what one device holds.
+    """Return the shapes of the shards that one device holds.
 
     Args:
       abstract: a tree of shapes.
@@ -171,11 +105,12 @@ def combine_replicas(
     tree: Any,
     counts: jax.Array,
     state: Any,
+    *,
     specs: Any,
     stacked: frozenset[str],
     mesh: Mesh,
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Combine over the data axis of a mesh, inside jit: each device works on its own shards.
+    """Combine over the data axis of a mesh, inside jit; each device combines its own shards.
 
     Args:
       combiner: any.
@@ -183,12 +118,12 @@ def combine_replicas(
       counts: float32 (data,), their numbers of examples.
       state: the combiner's, each leaf (devices, ...).
       specs: the PartitionSpec of each leaf without its first dim; it may not name the data axis.
-      stacked: see `cut`.
+      stacked: see `split_layers`.
       mesh: the mesh.
 
     Returns:
-      (the combined tree, without the first dim; the new state; metrics, as the combiner gives them,
-      arrays (L,) in the order of `sorted(cut(tree))`).
+      (the combined tree, without the first dim; the new state; the combiner's metrics, arrays (L,) in the
+      order of `sorted(split_layers(tree))`).
     """
     replica_specs = with_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
@@ -200,13 +135,18 @@ def combine_replicas(
 
     def combine_shard(tree: Any, counts: jax.Array, state: Any) -> Any:
         tree, state = jax.tree.map(lambda x: x[0], (tree, state))
-        pieces = cut(tree, stacked)
+        layers = split_layers(tree, stacked)
+        # a layer is sharded like the array that it was stacked in
         of_leaf = [
-            leaf_axes.get(label) or leaf_axes.get(label.rpartition("/")[0], ()) for label in sorted(pieces)
+            leaf_axes.get(label) or leaf_axes.get(label.rpartition("/")[0], ()) for label in sorted(layers)
         ]
         group = MeshGroup(axes.DATA, mesh.shape[axes.DATA], of_leaf, shard_axes)
-        found = combiner.combine(pieces, counts[0], state, group)
-        return joined(found.value, tree, stacked), jax.tree.map(lambda x: x[None], found.state), found.metrics
+        found = combiner.combine(layers, counts[0], state, group)
+        return (
+            stack_layers(found.value, tree, stacked),
+            jax.tree.map(lambda x: x[None], found.state),
+            found.metrics,
+        )
 
     return jax.shard_map(
         combine_shard,

@@ -19,7 +19,8 @@ from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
 from shardtrain.plan.hlo.collectives import Collective, collectives
-from shardtrain.train_step.state import Placement, restorable_state
+from shardtrain.train_step.initial_state import restorable_state
+from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.step import make_step
 
 PLUGIN = "jax_cuda12_plugin"

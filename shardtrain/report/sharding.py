@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import mesh_line, table_text
 from shardtrain.sharding.specs import Row, sharding_rows, spec_axes, spec_text, totals
-from shardtrain.train_step.state import Specs
+from shardtrain.train_step.placement import Specs
 
 
 def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:

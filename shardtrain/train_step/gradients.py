@@ -26,7 +26,8 @@ from shardtrain.pipeline.sums import Sums
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
-from shardtrain.train_step.state import Placement, State
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import State
 
 
 class Gradients(NamedTuple):

@@ -16,13 +16,15 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine import Combiner, MeshGroup, make_combiner
-from shardtrain.combine.replicas import Combine, cut, joined, stacked_paths
+from shardtrain.combine.options import Combine
+from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.gradients import Gradients, make_gradients
-from shardtrain.train_step.state import Placement, State
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, compiled, unless_skipped
 
 
@@ -34,7 +36,7 @@ class _Bucket(NamedTuple):
     metrics: dict[str, jax.ShapeDtypeStruct]
 
     def pieces(self, stacked: frozenset[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        return cut(self.like, stacked)
+        return split_layers(self.like, stacked)
 
 
 class Crossed(NamedTuple):
@@ -73,7 +75,7 @@ class Combining:
         self._buckets = []
         for number, bucket in enumerate(crossing.buckets([leaf for _, leaf in leaves], together)):
             like = dict(leaves[i] for i in bucket)
-            shapes = _state_and_metrics(combiner, cut(like, self._stacked))
+            shapes = _state_and_metrics(combiner, split_layers(like, self._stacked))
             state, metrics = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
             )
@@ -126,8 +128,8 @@ class Combining:
 
     def _combine(self, arrays: Any, group: Any) -> Any:
         tree, count, kept = arrays
-        found = self._combiner.combine(cut(tree, self._stacked), count, kept, group)
-        return joined(found.value, tree, self._stacked), found.state, found.metrics
+        found = self._combiner.combine(split_layers(tree, self._stacked), count, kept, group)
+        return stack_layers(found.value, tree, self._stacked), found.state, found.metrics
 
 
 def _state_and_metrics(combiner: Combiner, pieces: Any) -> Any:

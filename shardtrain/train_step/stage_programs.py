@@ -24,8 +24,8 @@ from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.gradients import constrained
+from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.stage_executor import Arrays
-from shardtrain.train_step.state import Placement
 
 
 class Sums(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import step_key
@@ -34,9 +34,10 @@ from shardtrain.train_step.island_step import (
     like_paths,
     total_model_state,
 )
+from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms, Sums
-from shardtrain.train_step.state import Placement, State
+from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.combine.replicas import combine_replicas, cut, stacked_paths
+from shardtrain.combine.replicas import combine_replicas, split_layers, stacked_paths
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.loss import Batch, Loss, checked
 from shardtrain.functional.model import Model
@@ -29,7 +29,8 @@ from shardtrain.train_step.gradients import (
     make_pipeline_losses,
     make_replica_means,
 )
-from shardtrain.train_step.state import Local, Placement, State
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import Local, State
 
 Metrics = dict[str, Any]
 Step = Callable[[State, Batch], tuple[State, Metrics]]
@@ -159,7 +160,13 @@ def _make_gradient_update(
     def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
         found, means, counts, _ = replica_means(state, batch)
         grads, combine_state, extra = combine_replicas(
-            combiner, means, counts, state.combine_state, specs.sharded, stacked, mesh
+            combiner,
+            means,
+            counts,
+            state.combine_state,
+            specs=specs.sharded,
+            stacked=stacked,
+            mesh=mesh,
         )
         new, metrics = apply_gradients(optimizer, placement, state, found._replace(grads=grads))
         return new._replace(combine_state=combine_state), {**metrics, **extra}
@@ -204,7 +211,13 @@ def _make_delta_update(
         def merge(inputs: Any) -> Any:
             params, local, combine_state = inputs
             combined, combine_state, extra = combine_replicas(
-                combine.combiner, local.drift, local.count, combine_state, specs.sharded, stacked, mesh
+                combine.combiner,
+                local.drift,
+                local.count,
+                combine_state,
+                specs=specs.sharded,
+                stacked=stacked,
+                mesh=mesh,
             )
             params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
             return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
@@ -236,7 +249,7 @@ def _zeros(tree: Any) -> Any:
 def combined_labels(placement: Placement) -> list[str]:
     """What the entries of a combiner's metric (L,) are of: a parameter, or a layer of a stacked one."""
     specs = placement.specs
-    return sorted(cut(specs.abstract.params, stacked_paths(specs.arrays, specs.sharded)))
+    return sorted(split_layers(specs.abstract.params, stacked_paths(specs.arrays, specs.sharded)))
 
 
 def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[State, Batch], Metrics]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import Loss, next_token_loss

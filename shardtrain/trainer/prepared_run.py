@@ -25,9 +25,9 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_step import StageStep
-from shardtrain.train_step.state import restorable_state
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole

@@ -12,7 +12,8 @@ from shardtrain.checkpoints.checkpointer import Checkpoints, SaveFailed
 from shardtrain.checkpoints.manifest import WHOLE, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.origins import lies, saved_part
 from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.state import Placement, State
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.setup import RunSetup

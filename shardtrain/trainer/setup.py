@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardtrain.axes import PIPELINE
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.data import Batch, Batches, Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model
@@ -23,8 +23,8 @@ from shardtrain.optim.separable import coupling_problems
 from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.stage_step import Seats
-from shardtrain.train_step.state import Placement, make_placement
 from shardtrain.trainer.config import Run
 
 FIRST_POSITION = Position(epoch=0, index=0)
@@ -97,7 +97,13 @@ def make_setup(
     ):
         raise ValueError(missing_text(missing))
     placement = make_placement(
-        model, optimizer, run.strategy.layout, mesh, combine, stages, pipeline.schedule
+        model,
+        optimizer,
+        run.strategy.layout,
+        mesh,
+        combine=combine,
+        stages=stages,
+        schedule=pipeline.schedule,
     )
     _check_evaluated(run, placement)
     return RunSetup(model, optimizer, learning_rate, mesh, placement)

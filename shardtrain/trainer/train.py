@@ -15,7 +15,8 @@ from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.metrics import Sinks
 from shardtrain.report.progress import progress
 from shardtrain.system.stop_signals import StopSignals
-from shardtrain.train_step.state import State, init_state
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.loop import finish_evaluation, run_loop

@@ -11,14 +11,15 @@ from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.origins import in_order, lies, saved_part, wanted_state
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow, restore_arrays
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
 
 MODEL = from_nnx(DecoderConfig(vocab=32, seq=8, embed=16, num_layers=5, num_heads=2, mlp=32))
 OPTIMIZER = optax.adam(1e-3)
@@ -27,7 +28,7 @@ OPTIMIZER = optax.adam(1e-3)
 def placed(sizes, stages=None, optimizer=OPTIMIZER, combine=Combine()):
     layout = Layout(mesh=sizes)
     mesh = make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))])
-    placement = make_placement(MODEL, optimizer, layout, mesh, combine, stages=stages)
+    placement = make_placement(MODEL, optimizer, layout, mesh, combine=combine, stages=stages)
     return placement, init_state(MODEL, optimizer, placement, seed=3)
 
 

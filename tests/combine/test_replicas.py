@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from shardtrain.cli.run_file import load_combiner
-from shardtrain.combine.replicas import Combine, cut, joined, stacked_paths
+from shardtrain.combine.options import Combine
+from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
 from shardtrain.functional.nnx_model import from_nnx
@@ -18,7 +19,8 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import init_state, make_placement, state_specs
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement, state_specs
 from shardtrain.train_step.step import combined_labels, make_step
 
 ROWS, SGD_RATE = 16, 0.5
@@ -39,7 +41,7 @@ def steps(combine, optimizer, mesh, num_steps=1, zero=3, microbatches=1, batch=B
     layout = Layout(mesh=mesh, zero=zero)
     num_devices = int(np.prod(list(mesh.values())))
     made = make_mesh(layout, jax.devices()[:num_devices])
-    placement = make_placement(MODEL, optimizer, layout, made, combine)
+    placement = make_placement(MODEL, optimizer, layout, made, combine=combine)
     state = init_state(MODEL, optimizer, placement, 7)
     step = make_step(MODEL, classification_loss, optimizer, placement)
     states = [jax.device_get(state)]
@@ -90,7 +92,7 @@ def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
     squares = jax.tree.map(lambda *g: sum((x**2).sum() for x in g), *replica_gradients())
     ratios = jax.tree.map(lambda e, s: (e**2).sum() / s, expected, squares)
     by_label = dict(zip(combined_labels(placement), metrics["orthogonality"], strict=True))
-    for path, ratio in cut(ratios, frozenset()).items():
+    for path, ratio in split_layers(ratios, frozenset()).items():
         np.testing.assert_allclose(by_label[path], ratio, 1e-4, err_msg=path)
 
 
@@ -193,10 +195,10 @@ def test_layers_are_combined_one_by_one():
         lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), specs.abstract.params
     )
     stacked = stacked_paths(specs.arrays, specs.params)
-    pieces = cut(tree, stacked)
+    pieces = split_layers(tree, stacked)
     labels = [label for label in sorted(pieces) if label.startswith("blocks/mlp/up/kernel")]
     assert labels == [f"blocks/mlp/up/kernel/{i:02d}" for i in range(11)]
-    jax.tree.map(np.testing.assert_array_equal, joined(pieces, tree, stacked), tree)
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(pieces, tree, stacked), tree)
 
 
 def test_what_does_not_fit_together_is_refused():

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.data import Text
 from shardtrain.islands.options import Across
 from shardtrain.islands.watchdog.diagnosis import Watch

@@ -17,7 +17,7 @@ from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE, by_axis
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import make_placement
+from shardtrain.train_step.placement import make_placement
 
 ROWS, SEQ, EMBED = 4, 16, 16
 MODEL = from_nnx(DecoderConfig(vocab=32, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=32))

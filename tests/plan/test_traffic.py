@@ -21,7 +21,7 @@ from shardtrain.plan.traffic import Key, StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.specs import sharding_rows
-from shardtrain.train_step.state import make_placement, state_specs
+from shardtrain.train_step.placement import make_placement, state_specs
 
 ROWS, SEQ = 64, 32
 TIED = DecoderConfig(vocab=256, seq=SEQ, embed=64, num_layers=4, num_heads=8)

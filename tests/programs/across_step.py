@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from shardtrain.combine import mean
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
 from shardtrain.functional.model import path_text
@@ -22,8 +22,9 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
+from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import Combining, make_island_step
-from shardtrain.train_step.state import init_state, make_placement
+from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
 ROWS = 12

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.data.batches import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join

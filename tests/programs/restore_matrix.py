@@ -28,7 +28,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.state import init_state
+from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer import setup as setup_module
 from shardtrain.trainer.config import Run, Strategy, describe

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
 from shardtrain.functional.model import path_text
@@ -28,8 +28,9 @@ from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.stage_step import Seats, StageStep
-from shardtrain.train_step.state import init_state, make_placement
 from shardtrain.train_step.step import make_evaluate, make_step
 
 ROWS, SEQ, VOCAB = 40, 16, 32

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.replicas import Combine
+from shardtrain.combine.options import Combine
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across

@@ -7,7 +7,7 @@ from shardtrain.functional.model import Model
 from shardtrain.report.sharding import sharding_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.state import state_specs
+from shardtrain.train_step.placement import state_specs
 
 MODEL = Model(
     init=lambda key: (

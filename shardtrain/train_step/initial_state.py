@@ -1,0 +1,56 @@
+"""The state before the first step, created by one compiled program on the mesh, never whole on the host.
+
+Next: `step.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.functional.model import Model, path_text
+from shardtrain.sharding.specs import without_pipeline
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import State, in_stage_order, new_state, with_replicas
+
+
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, placement: Placement, seed: int = 0
+) -> State:
+    """Create the state before the first step on the mesh; it has the same values on any mesh.
+
+    Args:
+      model: the model.
+      optimizer: the optimizer.
+      placement: of these two, see `make_placement`.
+      seed: from 0 to 2**32 - 1.
+    """
+    specs, combine, sizes = placement.specs, placement.combine, dict(placement.mesh.shape)
+
+    by_path = {
+        path_text(path): spec
+        for path, spec in jax.tree.leaves_with_path(
+            specs.params, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+    }
+
+    def whole(path: Any, x: jax.Array) -> jax.Array:
+        spec = without_pipeline(by_path[path_text(path)], 0, x.shape, sizes)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
+
+    def create(seed: jax.Array) -> State:
+        state = new_state(model, optimizer, seed, in_stage_order(placement.stages, whole))
+        return with_replicas(state, combine, sizes, specs.arrays, specs.sharded)
+
+    return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
+
+
+def restorable_state(placement: Placement) -> State:
+    """Return the shapes, dtypes and shardings of the state, as `Checkpoints.restore` needs them."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        placement.specs.abstract,
+        placement.state,
+    )

@@ -1,0 +1,240 @@
+"""Where a state lies on a mesh: the specs of its arrays, joined with the mesh as shardings.
+
+Next: `initial_state.py`, `step.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardtrain import axes
+from shardtrain.combine.options import Combine
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.functional.model import Model, Tree, named_arrays, path_text
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.resolve import completed, unplaced_text
+from shardtrain.sharding.rules import PARAMETER_RULES
+from shardtrain.sharding.specs import partition_specs, spec_axes, with_leading_dim
+from shardtrain.train_step.state import Local, State, abstract_state, with_replicas
+
+
+class Specs(NamedTuple):
+    """The specs of a state on a mesh of certain sizes, without devices.
+
+    Args:
+      abstract: the state's shapes and dtypes.
+      arrays: path -> dims and shape of each parameter.
+      params: like params, the PartitionSpec of each parameter as it is stored.
+      sharded: like params, the PartitionSpec of what ZeRO shards: optimizer state, reduced gradients,
+        and parameters at zero=3.
+      state: a `State` of PartitionSpec.
+      layout: the layout, with a rule for every name of the model, see `resolve.completed`.
+      unplaced: a line that lists the arrays replicated for lack of a name or a rule; None if there are none.
+    """
+
+    abstract: State
+    arrays: Mapping[str, Named]
+    params: Any
+    sharded: Any
+    state: State
+    layout: Layout
+    unplaced: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The shardings of a state and of batches: a layout joined with a model, an optimizer and a mesh.
+
+    Args:
+      mesh: the jax mesh.
+      layout: the layout it was made from, completed for the model.
+      combine: how the replicas of this mesh are combined.
+      specs: of the state.
+      state: a `State` of NamedSharding.
+      stages: the partition of the model's blocks into stages of this mesh; None without a pipeline.
+      schedule: of the pipeline, see `pipeline.schedule.make_table`.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    combine: Combine
+    specs: Specs
+    state: State
+    stages: Partition | None = None
+    schedule: str = "1f1b"
+
+    @property
+    def batch(self) -> NamedSharding:
+        """The sharding of every array of a batch, shape (microbatches, rows, ...)."""
+        return NamedSharding(self.mesh, PartitionSpec(None, self.layout.batch_axes))
+
+
+def make_placement(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    combine: Combine = Combine(),
+    stages: Partition | None = None,
+    schedule: str = "1f1b",
+) -> Placement:
+    """Join a layout with a model, an optimizer and a mesh.
+
+    Args:
+      model: the model.
+      optimizer: the optimizer.
+      layout: the rules.
+      mesh: the mesh.
+      combine: how the replicas of this mesh are combined.
+      stages: the partition of the model's blocks into stages; a mesh with an axis pipeline above 1 needs it.
+      schedule: of the pipeline, see `pipeline.schedule.make_table`.
+
+    Raises:
+      ValueError: everything in which the layout does not fit the model.
+    """
+    _check_stages(model, dict(mesh.shape), combine, stages)
+    specs = state_specs(model, optimizer, layout, dict(mesh.shape), combine, stages)
+    state = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    return Placement(
+        mesh=mesh,
+        layout=specs.layout,
+        combine=combine,
+        specs=specs,
+        state=state,
+        stages=stages,
+        schedule=schedule,
+    )
+
+
+def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stages: Partition | None) -> None:
+    """Check that a pipeline inside the mesh can run this model and combiner.
+
+    Raises:
+      ValueError: the partition does not fit the mesh; or everything that such a pipeline cannot do.
+    """
+    num_stages = sizes[axes.PIPELINE]
+    if (1 if stages is None else stages.num_stages) != num_stages:
+        raise ValueError(
+            f"the mesh has pipeline={num_stages}, and the model is cut into"
+            f" {'no stages' if stages is None else f'{stages.num_stages} stages'}; make them with"
+            f" pipeline.costs.make_partition(model, Pipeline(), {num_stages}, loss, microbatch)"
+        )
+    if stages is None:
+        return
+    problems = []
+    if not combine.is_mean:
+        problems.append(
+            f"it sums the gradients of its replicas, and combine is {combine.by!r} on {combine.on};"
+            " combine by 'mean', or join replicas as islands (--across)"
+        )
+    if model.chain is None or not model.chain.stacked:
+        problems.append(
+            "all its stages run one program, so blocks must be alike, their parameters stacked along the dim"
+            f" {axes.LAYERS!r}, and this model's are not; stack them, or use --across pipeline"
+        )
+    state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
+    if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:
+        problems.append(
+            f"it hands on no running statistics, and the model has {', '.join(kept)}; use a norm without"
+            " them, or --across pipeline"
+        )
+    if problems:
+        raise problems_error(f"pipeline={num_stages} inside a mesh cannot run this", problems)
+
+
+def state_specs(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    combine: Combine = Combine(),
+    stages: Partition | None = None,
+) -> Specs:
+    """Return the specs of the state of a model and an optimizer on a mesh of these sizes.
+
+    Args:
+      model: for its dims and shapes.
+      optimizer: for the shapes of its state. An array of the state that stands under the path of
+        a parameter and has its shape is sharded like it; any other is replicated.
+      layout: the rules.
+      sizes: axis -> size, see `layout.axis_sizes`.
+      combine: how the replicas of this mesh are combined.
+      stages: the partition of the model's blocks into stages; None without a pipeline.
+
+    Raises:
+      ValueError: everything in which the layout does not fit the model.
+    """
+    abstract = abstract_state(model, optimizer, stages)
+    arrays = named_arrays(model, abstract.params)
+    dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
+    known = sorted(dims | set(PARAMETER_RULES))
+    if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
+        raise problems_error("the layout has rules for parameters that the model does not have", useless)
+    unplaced = unplaced_text(layout, arrays, sizes)
+    layout = completed(layout, arrays, sizes)
+    params, sharded = (
+        partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
+        for rules in (layout.parameter_rules, layout.sharded_rules)
+    )
+    if not combine.is_mean:
+        _check_data_axis(sharded)
+    whole, by_replica = PartitionSpec(), PartitionSpec(axes.DATA)
+    like_params = _specs_like_params(abstract.opt_state, abstract.params, sharded)
+
+    abstract = jax.eval_shape(lambda s: with_replicas(s, combine, sizes, arrays, sharded), abstract)
+    state = State(
+        step=whole,
+        seed=whole,
+        params=params,
+        model_state=jax.tree.map(lambda _: whole, abstract.model_state),
+        opt_state=with_leading_dim(like_params, axes.DATA) if combine.on_deltas else like_params,
+        combine_state=jax.tree.map(lambda _: PartitionSpec(tuple(sizes)), abstract.combine_state),
+        local=Local(with_leading_dim(sharded, axes.DATA), by_replica) if combine.local_steps > 1 else (),
+    )
+    return Specs(abstract, arrays, params, sharded, state, layout, unplaced)
+
+
+def _check_data_axis(sharded: Any) -> None:
+    """Check that no parameter is sharded over the data axis: a combiner needs whole replicas.
+
+    Raises:
+      ValueError: parameters are sharded over the data axis.
+    """
+    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if wrong := [path_text(path) for path, spec in specs if axes.DATA in spec_axes(spec)]:
+        raise problems_error(
+            "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
+            " use fsdp for that, or combine by 'mean'",
+            wrong,
+        )
+
+
+def _specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
+    """Return the spec of each array of an optimizer's state: that of its parameter, if it has one."""
+    by_path = {
+        path_text(path): (leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree.leaves_with_path(params),
+            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)),
+            strict=True,
+        )
+    }
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        keys = path_text(path).split("/")
+        for start in range(len(keys)):
+            shape, found = by_path.get("/".join(keys[start:]), (None, None))
+            if found is not None and shape == leaf.shape:
+                return found
+        return PartitionSpec()
+
+    return jax.tree.map_with_path(spec, opt_state)
