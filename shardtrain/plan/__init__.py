@@ -1,1 +1,2 @@
-"""Looking ahead: what a compiled step moves, needs and costs, before it runs. Only `compile.py` has jax."""
+"""Memory and communication of a step, compiled and by theory, before it runs. Only `compile.py` imports
+jax."""

@@ -1,7 +1,7 @@
-"""A training step compiled ahead of time, also for devices that are not here, and its figures.
+"""Compile a training step ahead of time, also for absent devices, and read its memory and collectives.
 
-Only shapes go in: nothing is placed, nothing runs. GPUs that are not here need the extra `ahead-of-time`.
-What the program moves is read in `plan/hlo/collectives.py`; what it should move is in `traffic.py`.
+From shapes alone: no array is allocated, nothing runs. Absent GPUs need the extra `ahead-of-time`.
+Collectives are read in `plan/hlo/collectives.py`; their theory is in `traffic.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ GPUS_PER_HOST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a compiled program needs and moves, by its compiler; all bytes are those of one device.
+    """Memory and collectives of a compiled program, by its compiler; bytes are per device.
 
     Args:
-      argument_bytes: what goes in: of a step its state and its batch.
-      output_bytes: what comes out.
-      alias_bytes: the part of the output that takes the place of arguments: the donated state.
-      temp_bytes: what is held in between, beside these.
-      collectives: what moves between devices.
+      argument_bytes: arguments; of a step its state and its batch.
+      output_bytes: outputs.
+      alias_bytes: outputs in the memory of donated arguments, as the state of a step.
+      temp_bytes: temporary memory beside arguments and outputs.
+      collectives: of the program.
     """
 
     argument_bytes: int
@@ -47,11 +47,11 @@ class Figures:
 
 
 def figures(compiled: jax.stages.Compiled, axis_sizes: Mapping[str, int]) -> Figures:
-    """Read a compiled program.
+    """Read the figures of a compiled program.
 
     Args:
       compiled: the program.
-      axis_sizes: of the mesh it was compiled for, `dict(mesh.shape)`.
+      axis_sizes: of the mesh that it was compiled for, `dict(mesh.shape)`.
 
     Raises:
       ValueError: see `collectives.collectives`.
@@ -106,18 +106,18 @@ def compile_step(
 
 
 def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
-    """Devices to compile for; for GPUs a description, so that none has to be here.
+    """Return devices to compile for; GPUs are descriptions and need not be present.
 
     Args:
       kind: "cpu": simulated devices of this process (`--cpu-devices`, or `jax_num_cpu_devices` before jax
         starts); "h100" or "a100": hosts of 8 such GPUs.
-      num_devices: how many; for GPUs at most 8, or a multiple of 8.
+      num_devices: for GPUs at most 8, or a multiple of 8.
 
     Returns:
       The devices, for `make_mesh`.
 
     Raises:
-      ValueError: an unknown kind, or a number that cannot be had.
+      ValueError: an unknown kind, or an unavailable number of devices.
       ImportError: the extra `ahead-of-time` is not installed.
     """
     if kind == "cpu":
@@ -141,7 +141,7 @@ def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
 
 
 def too_few_text(num_devices: int, num_here: int) -> str:
-    """The error for more CPU devices than this process simulates.
+    """Format the error for more CPU devices than this process simulates.
 
     >>> too_few_text(16, 8)
     '16 CPU devices were asked for and 8 are simulated; give --cpu-devices 16'
@@ -151,7 +151,7 @@ def too_few_text(num_devices: int, num_here: int) -> str:
 
 
 def host_text(kind: str, num_devices: int) -> str:
-    """The error for a number of GPUs that does not fill its hosts.
+    """Format the error for a number of GPUs that does not fill its hosts.
 
     >>> host_text("h100", 12)
     "12 devices of kind 'h100' do not fill hosts of 8: 12 % 8 = 4. Use 8 or 16, or fewer than 8."
@@ -167,7 +167,7 @@ def host_text(kind: str, num_devices: int) -> str:
 
 
 def missing_plugin_text(kind: str) -> str:
-    """The error where jax has no CUDA compiler."""
+    """Format the error for a missing CUDA compiler of jax."""
     return (
         f"compiling for {kind!r} without a GPU needs the module {PLUGIN}, which is not installed;"
         " install the extra: uv sync --extra ahead-of-time, or pip install 'shardtrain[ahead-of-time]'"

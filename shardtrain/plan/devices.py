@@ -1,6 +1,6 @@
-"""What hardware there is: for now the table of known devices, and MFU, which is measured against it.
+"""The table of known devices: peak flops, memory and bandwidth; and MFU, a fraction of that peak.
 
-Plain numbers by the name that jax gives a device (`device_kind`); no jax. Next: `sharding/layout.py`.
+Keyed by the name that jax gives a device (`device_kind`). No jax.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ GB, GIB, TERA = 10**9, 2**30, 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, as its vendor states it; "GB" is taken as 10**9 bytes, so memory is a lower bound.
+    """One device by its data sheet; "GB" is read as 10**9 bytes, so memory is a lower bound.
 
     Args:
-      kind: what jax calls it, `device_kind`.
+      kind: the `device_kind` of jax.
       matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity.
       memory_bytes: device memory.
       memory_bytes_per_second: peak bandwidth of that memory.
@@ -115,11 +115,11 @@ DEVICES = (
 )
 
 OTHER_NAMES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
-"""A second name that jax has for the same device."""
+"""Other `device_kind` of the same device -> its name in `DEVICES`."""
 
 
 def known_device(device_kind: str) -> Device | None:
-    """The device of this name; None where the table has none, for a guess would make a wrong MFU.
+    """Return the device of this name; None if unknown, as a guess would give a wrong MFU.
 
     >>> known_device("NVIDIA H200").memory_bytes
     141000000000
@@ -131,17 +131,17 @@ def known_device(device_kind: str) -> Device | None:
 
 
 def mfu(flops_per_second: float, device: Device, num_devices: int = 1) -> float:
-    """Model flops utilization: model flops per second over the peak of all devices.
+    """Return the model flops utilization: model flops per second over the peak of all devices.
 
     Args:
-      flops_per_second: what the model needs for the examples of one second, forward and backward,
-        recomputation not counted; for a decoder tokens per second times
+      flops_per_second: model flops of the examples of one second, forward and backward, without
+        recomputation; for a decoder tokens per second times
         `models.decoder.flops_per_token`.
-      device: the device, all alike.
-      num_devices: how many; 1 or more.
+      device: all devices are equal.
+      num_devices: 1 or more.
 
     Returns:
-      A share of 1.
+      A fraction of the peak.
 
     Raises:
       ValueError: there is no device.

@@ -1,6 +1,6 @@
-"""What XLA must know of a GPU to compile for it where there is none.
+"""Descriptions of GPUs, from which XLA compiles for them in their absence.
 
-The numbers are NVIDIA's published ones: data sheets of the SXM boards with 80 GB, and the table of compute
+The numbers are published by NVIDIA: data sheets of the SXM boards with 80 GB, and the table of compute
 capabilities in the CUDA programming guide. Used by `compile.py`; no jax.
 """
 
@@ -24,7 +24,7 @@ SAME: Mapping[str, int | float] = MappingProxyType(
         "device_memory_size": 80 * 10**9,
     }
 )
-"""Alike in every GPU below; bytes, and what XLA calls a core is a streaming multiprocessor."""
+"""Equal for all GPUs below; in bytes; a core of XLA is a streaming multiprocessor."""
 
 GPU_TARGETS: Mapping[str, tuple[str, tuple[int, int], Mapping[str, int | float]]] = MappingProxyType(
     {
@@ -56,11 +56,11 @@ GPU_TARGETS: Mapping[str, tuple[str, tuple[int, int], Mapping[str, int | float]]
         ),
     }
 )
-"""kind -> name, compute capability, and the numbers in which it differs."""
+"""Kind -> name, compute capability, and the numbers of this GPU."""
 
 
 def target_config(kind: str) -> str:
-    """One GPU in the text form of XLA's message GpuTargetConfigProto.
+    """Format one GPU as the text of XLA's message GpuTargetConfigProto.
 
     >>> print(target_config("h100").splitlines()[-1])
     device_description_str: "NVIDIA H100 80GB HBM3"

@@ -1,7 +1,8 @@
-"""What a step of a decoder-like model has to move: bytes by collective and axes, from sizes alone. No jax.
+"""Communication of a training step by theory: bytes by collective and axes, from sizes alone. No jax.
 
-The laws are those of data parallelism, ZeRO (Rajbhandari et al. 2020), Megatron's tensor split (Shoeybi et
-al. 2019) and its sharded sequence (Korthikanti et al. 2022). What a program moves: `plan/hlo/collectives.py`.
+For decoder-like models; the formulas are those of data parallelism, ZeRO (Rajbhandari et al. 2020),
+Megatron's tensor split (Shoeybi et al. 2019) and sequence sharding (Korthikanti et al. 2022). Of a compiled
+program: `plan/hlo/collectives.py`.
 """
 
 import math
@@ -17,33 +18,33 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.rules import Rules
 
 GRADIENT_BYTES = 4
-"""Gradients are summed over microbatches and replicas, and parameters updated, in float32."""
+"""Gradients are accumulated and reduced, and parameters updated, in float32."""
 LOSS_SUMS = 3
-"""What a softmax over a sharded vocabulary reduces for each token: largest logit, sum, target's logit."""
+"""Numbers that a softmax over a sharded vocabulary reduces per token: largest logit, sum, target's logit."""
 
 
 class Key(NamedTuple):
-    """One kind of traffic."""
+    """Which traffic: collective, mesh axes, and whether it belongs to the blocks."""
 
     kind: str
     """As in `collectives.KINDS`."""
     axes: tuple[str, ...]
     """The mesh axes it runs over, slowest first."""
     in_blocks: bool
-    """Whether it belongs to the blocks, once for each, or to what stands outside: embedding, head, update."""
+    """Whether it occurs in each block, or outside of them: embedding, head, update."""
 
 
 Traffic = Mapping[Key, float]
-"""Bytes that each device sends in a step, with ring algorithms."""
+"""Bytes that each device sends per step, with ring algorithms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter as traffic sees it.
+    """Size and sharding of a parameter.
 
     Args:
-      num_elements: of the whole array, with all stacked blocks.
-      axes: the axes that shard it where everything is sharded (`Layout.sharded_rules`).
+      num_elements: of the unsharded array, with all stacked blocks.
+      axes: the axes that shard it when fully sharded (`Layout.sharded_rules`).
       in_blocks: whether it is stacked over the blocks.
     """
 
@@ -53,10 +54,10 @@ class Weight:
 
 
 def weights(arrays: Mapping[str, Named], rules: Rules) -> tuple[Weight, ...]:
-    """A model's parameters as traffic sees them.
+    """Return size and sharding of the parameters of a model.
 
     Args:
-      arrays: path -> dims and shape; what has the dim layers lies in the blocks.
+      arrays: path -> dims and shape; those with the dim `layers` are in the blocks.
       rules: dim -> axes, `Layout.sharded_rules`. Dims without a name are not sharded.
 
     >>> weights({"up": Named(dims=("layers", "embed"), shape=(2, 8))}, {"layers": (), "embed": ("fsdp",)})
@@ -74,17 +75,17 @@ def weights(arrays: Mapping[str, Named], rules: Rules) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """What a step computes.
+    """Sizes of a training step.
 
     Args:
-      weights: the parameters. One that tensor shards and that lies outside the blocks is a vocabulary.
-      num_tokens: of the whole batch, over all microbatches: B T.
+      weights: the parameters. One outside the blocks that tensor shards is a vocabulary.
+      num_tokens: of the global batch, over all microbatches: B T.
       embed: features of the residual stream: D.
-      num_blocks: blocks, each with two halves that split a product over tensor.
-      microbatches: parts of the batch that the step handles one after the other.
-      compute_bytes: of an element where it is computed with: 4, or 2 for bfloat16.
-      block_gathers: how often a block's weight is gathered in a microbatch: 2 (forward and backward), or 1
-        if it is kept in between (remat "none").
+      num_blocks: number of blocks, each with two tensor-parallel halves (attention and feed-forward).
+      microbatches: number of microbatches that a step accumulates.
+      compute_bytes: bytes of an element in computations: 4, or 2 for bfloat16.
+      block_gathers: all-gathers of a block's weight per microbatch: 2 (forward and backward), or 1 if it is
+        stored in between (remat "none").
     """
 
     weights: tuple[Weight, ...]
@@ -97,7 +98,8 @@ class StepSizes:
 
 
 def sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
-    """Bytes that each of n devices sends by a ring: (n - 1) / n of the whole array, an all-reduce twice that.
+    """Return the bytes that each of n devices sends in a ring: (n - 1) / n of the array, twice for
+    all-reduce.
 
     >>> sent_bytes("all-gather", 8, 800), sent_bytes("all-reduce", 8, 800)
     (700.0, 1400.0)
@@ -107,20 +109,20 @@ def sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
 
 
 def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> Traffic:
-    """The bytes that each device has to send in one step.
+    """Return the bytes that each device has to send in one step.
 
-    Not counted are scalars (loss, norm of the gradient), and that norms are computed in float32. Counted
-    once is the gradient of an embedding table that is also the head, as if its two parts were added before
-    they are reduced. Counted for each microbatch is the gather of what lies outside the blocks, though a
-    compiler may keep it. Recomputation repeats no reduction, as with remat "none", "weights" or "outputs".
+    Ignores scalars (loss, gradient norm) and that norms are computed in float32. The gradient of an embedding
+    that is also the head counts once, as if its two parts were added before the reduction. Gathers outside
+    the blocks count for each microbatch, though a compiler may keep the result. Recomputation repeats no
+    reduction, as with remat "none", "weights" or "outputs".
 
     Args:
-      work: what is computed.
-      layout: for `zero` and `sequence_sharded`; its rules are in the weights.
-      sizes: axis -> size, see `layout.axis_sizes`.
+      work: sizes of the step.
+      layout: for `zero` and `sequence_sharded`; its rules are already in the weights.
+      sizes: axis -> size, see `axis_sizes`.
 
     Returns:
-      Bytes of a device by collective, axes and place; what is 0 is left out.
+      Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
 
     >>> work = StepSizes(weights=(Weight(num_elements=100, axes=frozenset(), in_blocks=True),),
     ...             num_tokens=1, embed=1, num_blocks=1)
@@ -128,6 +130,7 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
     {Key(kind='all-reduce', axes=('data',), in_blocks=False): 400.0}
     """
     of_parameters = _parameters(work, layout, sizes)
+    # with a sharded sequence, weights that tensor does not shard get partial gradients
     sequence = [_sequence_gradient(weight, work) for weight in work.weights if axes.TENSOR not in weight.axes]
     parts = [_activations(work, layout, sizes), of_parameters, *(sequence if layout.sequence_sharded else [])]
     return _summed((flow for part in parts for flow in part), sizes)
@@ -136,18 +139,18 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
 def parameter_traffic(
     weights: tuple[Weight, ...], layout: Layout, sizes: Mapping[str, int], microbatches: int
 ) -> Traffic:
-    """The bytes that each device has to send for parameters and gradients in one step of any model.
+    """Return the bytes that each device has to send for parameters and gradients in one step of any model.
 
-    They depend on the layout alone, not on what the model computes. Elements have 4 bytes; a model that
+    They depend on the layout only, not on the model's computation. Elements have 4 bytes; a model that
     computes in bfloat16 gathers half as much. A pipeline with fsdp gathers in every tick, which is more.
 
     Args:
       weights: the parameters.
       layout, sizes: as in `step_traffic`.
-      microbatches: parts of the batch that the step handles one after the other.
+      microbatches: number of microbatches that a step accumulates.
 
     Returns:
-      Bytes of a device by collective, axes and place; what is 0 is left out.
+      Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
 
     >>> weights = (Weight(num_elements=100, axes=frozenset({"fsdp"}), in_blocks=False),)
     >>> for key, num_bytes in parameter_traffic(weights, Layout(mesh={"fsdp": 2}), {"fsdp": 2}, 4).items():
@@ -160,6 +163,7 @@ def parameter_traffic(
 
 
 def _summed(flows: "_Flows", sizes: Mapping[str, int]) -> Traffic:
+    """Return the sent bytes of all flows by key, without axes of size 1."""
     sums: dict[Key, float] = defaultdict(float)
     for kind, over, in_blocks, payload_bytes in flows:
         present = tuple(axis for axis in over if sizes.get(axis, 1) > 1)
@@ -169,19 +173,22 @@ def _summed(flows: "_Flows", sizes: Mapping[str, int]) -> Traffic:
 
 
 _Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
-"""Kind, axes, whether in the blocks, and bytes of the whole array over all runs."""
+"""Collective, axes, whether in the blocks, and bytes of the unsharded array over all runs."""
 
 
 def _parameters(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
     for weight in work.weights:
-        yield from _gathered_weight(weight, work, sizes) if layout.zero == 3 else _whole_weight(weight, sizes)
-        if not weight.in_blocks:  # all stages of a pipeline have it, and each has a part of its gradient
+        yield from (
+            _gathered_weight(weight, work, sizes) if layout.zero == 3 else _replicated_weight(weight, sizes)
+        )
+        if not weight.in_blocks:  # replicated over pipeline stages, each of which adds to its gradient
             stored = weight.num_elements / _total(sizes, weight.axes)
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
 
 
 def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> _Flows:
-    """ZeRO-3: fsdp gathers a weight for each use and scatters its gradient; data reduces the shards once."""
+    """ZeRO-3: all-gather over fsdp at each use, reduce-scatter of gradients; one all-reduce of shards over
+    data."""
     local = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     used_bytes = work.microbatches * local * work.compute_bytes
     if axes.FSDP in weight.axes:
@@ -194,8 +201,9 @@ def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) 
     yield ALL_REDUCE, (axes.DATA,), False, stored * GRADIENT_BYTES
 
 
-def _whole_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
-    """ZeRO-1 and 2: once a step the gradient is scattered over fsdp, and the new parameter gathered."""
+def _replicated_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
+    """ZeRO-1 and 2: one reduce-scatter of the gradient and one all-gather of the parameter over fsdp per
+    step."""
     stored_bytes = GRADIENT_BYTES * weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     if axes.FSDP not in weight.axes:
         yield ALL_REDUCE, (axes.FSDP,), False, stored_bytes
@@ -207,13 +215,14 @@ def _whole_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
 
 
 def _sequence_gradient(weight: Weight, work: StepSizes) -> _Flows:
-    """A weight that every device of tensor holds whole and uses for its share of the sequence only."""
+    """A weight replicated over tensor, each device of which has gradients from its part of the sequence."""
     used_bytes = work.microbatches * weight.num_elements * work.compute_bytes
     yield ALL_REDUCE, (axes.TENSOR,), weight.in_blocks, used_bytes
 
 
 def _activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
-    """Tensor: each half of a block reduces a residual stream forward and one backward; a vocabulary too."""
+    """Tensor: each half of a block, and a vocabulary, reduces one residual stream forward and one
+    backward."""
     tokens = work.num_tokens / _total(sizes, layout.batch_axes)
     stream_bytes = tokens * work.embed * work.compute_bytes
     has_vocab = any(axes.TENSOR in weight.axes and not weight.in_blocks for weight in work.weights)

@@ -1,4 +1,1 @@
-"""What a person reads of a run: the progress bar, tables, the loss curve.
-
-Each file stands alone and is imported by itself; none imports jax.
-"""
+"""What a user reads of a run: metrics, progress, tables, plots and timelines."""

@@ -1,6 +1,6 @@
-"""Checkpoints as tables for people: what a folder has, what one holds, in what two differ.
+"""Checkpoints as text: the list of a folder, the contents of one, the differences of two.
 
-What lies in a checkpoint is told by `checkpoints/reader.py`; who asks is `cli/checkpoint.py`.
+Read by `checkpoints/reader.py`, printed by `cli/checkpoint.py`.
 """
 
 import math
@@ -25,13 +25,13 @@ CHUNK_ITEMS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """In what the values of an array differ.
+    """The difference of the values of an array in two checkpoints.
 
     Args:
       path: of the array.
-      max_abs: the largest difference.
-      relative: the norm of the difference over that of the first.
-      norms: of the first and of the second.
+      max_abs: largest absolute difference.
+      relative: norm of the difference over the norm of the first.
+      norms: norms of the first and the second.
     """
 
     path: str
@@ -41,30 +41,30 @@ class Change:
 
 
 def list_text(readers: list[CheckpointReader], unfinished: list[Path]) -> str:
-    """A line for each step: when it was saved, its size, the mesh, and what is wrong at a first look.
+    """Format a row per checkpoint: step, time, size, mesh and state.
 
-    Sizes of files are compared with the manifest, their contents are not (`shardtrain checkpoint verify`).
+    File sizes are compared with the manifest, contents are not (see `shardtrain checkpoint verify`).
     """
-    rows = [_list_row(archive) for archive in readers]
+    rows = [_list_row(reader) for reader in readers]
     rows += [("", path.name, "", "", "", "unfinished: being saved, or interrupted") for path in unfinished]
     return table_text(("step", "saved", "size", "parts", "mesh", "state"), rows)
 
 
-def show_text(archive: CheckpointReader) -> str:
-    """One step: every array, the run that saved it, and how far it had read."""
+def show_text(reader: CheckpointReader) -> str:
+    """Format one checkpoint: its arrays, the options of its run, and its position in the data."""
     rows = [
-        (path, _shape(leaf), leaf.dtype, bytes_text(leaf.num_bytes)) for path, leaf in archive.leaves.items()
+        (path, _shape(leaf), leaf.dtype, bytes_text(leaf.num_bytes)) for path, leaf in reader.leaves.items()
     ]
-    leaves = archive.leaves.values()
+    leaves = reader.leaves.values()
     num_items = sum(math.prod(leaf.shape) for leaf in leaves)
     num_bytes = sum(leaf.num_bytes for leaf in leaves)
     lines = [
-        f"step {archive.step}, saved {_saved(next(iter(archive.manifests.values())), archive)}",
+        f"step {reader.step}, saved {_saved(next(iter(reader.manifests.values())), reader)}",
         table_text(("array", "shape", "dtype", "size"), rows)
         + f"{len(rows)} arrays, {num_items:,} numbers, {bytes_text(num_bytes)}; on the disk"
-        f" {bytes_text(archive.num_bytes)} in {_parts(archive)}",
+        f" {bytes_text(reader.num_bytes)} in {_parts(reader)}",
     ]
-    extra = dict(archive.extra)
+    extra = dict(reader.extra)
     for name, value in (extra.pop("run", None) or {}).items():
         lines.append(f"  {name} = {value!r}")
     lines += [f"{name}: {value}" for name, value in extra.items()]
@@ -72,7 +72,7 @@ def show_text(archive: CheckpointReader) -> str:
 
 
 def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
-    """In what two steps differ: arrays that one lacks or has in another shape, values, options of the run."""
+    """Format the differences of two checkpoints: arrays, shapes, values, options of the run."""
     a, b = first.leaves, second.leaves
     lines = [f"{path}: only in the first, {a[path]}" for path in a if path not in b]
     lines += [f"{path}: only in the second, {b[path]}" for path in b if path not in a]
@@ -94,49 +94,49 @@ def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
 
 
 def change(path: str, first: np.ndarray, second: np.ndarray) -> Change:
-    """How far the values of two arrays of one shape are apart; NaN in the same places is no difference.
+    """Return the difference of two arrays of one shape; NaN in the same places is no difference.
 
     >>> change("w", np.array([3.0, 4.0]), np.array([3.0, 4.5]))
     Change(path='w', max_abs=0.5, relative=0.1, norms=(5.0, 5.408326913195984))
     """
     largest, sums = 0.0, np.zeros(3)
     for a, b in _chunks(first, second):
-        apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b)
-        if apart.size:
-            found = np.abs(apart).max()
+        difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b)
+        if difference.size:
+            found = np.abs(difference).max()
             largest = found if math.isnan(found) else max(largest, float(found))
-        sums += [np.square(apart).sum(), np.square(a).sum(), np.square(b).sum()]
-    apart_norm, *norms = (float(norm) for norm in np.sqrt(sums))
-    relative = apart_norm / norms[0] if norms[0] else (0.0 if apart_norm == 0 else math.inf)
+        sums += [np.square(difference).sum(), np.square(a).sum(), np.square(b).sum()]
+    difference_norm, *norms = (float(norm) for norm in np.sqrt(sums))
+    relative = difference_norm / norms[0] if norms[0] else (0.0 if difference_norm == 0 else math.inf)
     return Change(path=path, max_abs=largest, relative=relative, norms=(norms[0], norms[1]))
 
 
 def _chunks(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both as float64, some at a time: the arrays may fill half of the memory."""
+    """Yield both arrays as float64 in chunks, as they may fill half of the memory."""
     a, b = first.reshape(-1), second.reshape(-1)
     for start in range(0, max(1, a.size), CHUNK_ITEMS):
-        piece = slice(start, start + CHUNK_ITEMS)
-        yield a[piece].astype(np.float64), b[piece].astype(np.float64)
+        chunk = slice(start, start + CHUNK_ITEMS)
+        yield a[chunk].astype(np.float64), b[chunk].astype(np.float64)
 
 
-def _list_row(archive: CheckpointReader) -> tuple[Any, ...]:
-    read = {part: read_manifest(folder) for part, folder in sorted(archive.folders.items())}
+def _list_row(reader: CheckpointReader) -> tuple[Any, ...]:
+    read = {part: read_manifest(folder) for part, folder in sorted(reader.folders.items())}
     manifests = [manifest for manifest, _ in read.values() if manifest is not None]
     problems = [reason for _, reason in read.values() if reason]
     problems += [
         f"{name} is not as it was saved"
         for part, (manifest, _) in read.items()
-        for name in (_other_sizes(archive.folders[part], manifest) if manifest else [])
+        for name in (_other_sizes(reader.folders[part], manifest) if manifest else [])
     ]
-    if archive.missing:
-        verb = "is" if len(archive.missing) == 1 else "are"
-        problems.append(f"part {some(archive.missing)} {verb} missing")
+    if reader.missing:
+        verb = "is" if len(reader.missing) == 1 else "are"
+        problems.append(f"part {some(reader.missing)} {verb} missing")
     num_bytes = sum(file.num_bytes for manifest in manifests for file in manifest.files.values())
     return (
-        archive.step,
-        _saved(manifests[0], archive) if manifests else "",
+        reader.step,
+        _saved(manifests[0], reader) if manifests else "",
         bytes_text(num_bytes),
-        archive.num_parts,
+        reader.num_parts,
         _mesh((manifests[0].extra.get("run") or {}) if manifests else {}),
         "; ".join(problems) or "finished",
     )
@@ -146,21 +146,21 @@ def _other_sizes(folder: Path, manifest: Manifest) -> list[str]:
     return [name for name, file in manifest.files.items() if size_of(folder, name) != file.num_bytes]
 
 
-def _saved(manifest: Manifest, archive: CheckpointReader) -> str:
-    seconds = manifest.saved_seconds or next(iter(archive.folders.values())).stat().st_mtime
+def _saved(manifest: Manifest, reader: CheckpointReader) -> str:
+    seconds = manifest.saved_seconds or next(iter(reader.folders.values())).stat().st_mtime
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
 def _mesh(run: Mapping[str, Any]) -> str:
-    """As it was asked for; -1 is what was left."""
+    """Format the mesh of the options of a run, in which -1 is the remaining devices."""
     sizes = {name.removeprefix(MESH): size for name, size in run.items() if name.startswith(MESH)}
     return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def _parts(archive: CheckpointReader) -> str:
-    kinds = Counter(len(manifest.files) for manifest in archive.manifests.values())
+def _parts(reader: CheckpointReader) -> str:
+    kinds = Counter(len(manifest.files) for manifest in reader.manifests.values())
     files = sum(number * count for number, count in kinds.items())
-    return f"{files} files" if archive.num_parts == 1 else f"{archive.num_parts} parts, {files} files"
+    return f"{files} files" if reader.num_parts == 1 else f"{reader.num_parts} parts, {files} files"
 
 
 def _alike(a: Leaf, b: Leaf) -> bool:

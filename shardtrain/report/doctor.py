@@ -1,4 +1,4 @@
-"""The doctor's table: what was found, its verdict and what to do, and one line that sums it up."""
+"""The table of doctor: findings, verdicts and fixes, and a summary line."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,17 @@ from rich.text import Text
 from shardtrain.system.terminal import printable
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold red"}
-"""Verdict -> its colour."""
+"""Verdict -> rich style."""
 
 HEADER = ("check", "found", "verdict", "what to do")
 
 
 def doctor_table(rows: Sequence[tuple[str, str, str, str, str]], seconds: Mapping[str, float]) -> Group:
-    """For a rich console.
+    """Return the table of all rows and the summary, for a rich console.
 
     Args:
-      rows: (check, which part of it, found, verdict, what to do).
-      seconds: check -> how long it took.
+      rows: (check, part of the check, finding, verdict, fix).
+      seconds: check -> its duration.
     """
     table = Table(box=box.SIMPLE_HEAD)
     for name, share in zip(HEADER, (None, 3, None, 3), strict=True):
@@ -42,7 +42,7 @@ def doctor_table(rows: Sequence[tuple[str, str, str, str, str]], seconds: Mappin
 
 
 def summary(verdicts: Sequence[str]) -> str:
-    """How many rows have which verdict, the worst first.
+    """Format the number of rows of each verdict, the worst first.
 
     >>> summary(["ok", "warning", "ok"]), summary(["ok"]), summary(["wrong", "wrong"])
     ('1 warning, 2 ok', 'nothing is wrong: 1 ok', '2 wrong')
@@ -53,7 +53,8 @@ def summary(verdicts: Sequence[str]) -> str:
 
 
 def times_text(seconds: Mapping[str, float]) -> str:
-    """
+    """Format the durations of the checks.
+
     >>> times_text({"names": 0.04, "mpi": 2.31})
     'took 2.4 s: names 0.0, mpi 2.3'
     """
@@ -64,7 +65,7 @@ def times_text(seconds: Mapping[str, float]) -> str:
 def doctor_text(
     rows: Sequence[tuple[str, str, str, str, str]], seconds: Mapping[str, float], width: int = 140
 ) -> str:
-    """The same as text, without colours."""
+    """Return the table as text, without colours."""
     import io
 
     file = io.StringIO()

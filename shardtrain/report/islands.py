@@ -1,4 +1,4 @@
-"""Which process of which island runs where, as the table that is shown once at the start."""
+"""The table of ranks that is printed at the start: island, host, process, devices and cores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from shardtrain.report.tables import table_text
 
 
 def binding_text(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A line per rank.
+    """Format a row per rank.
 
     Args:
       ranks: from `islands.membership.binding`.

@@ -1,6 +1,6 @@
-"""Progress of a run on the terminal: a live bar, or plain lines where there is no terminal.
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere.
 
-Owns how numbers and times look there. Files of metrics are in `metrics.py`.
+Numbers are formatted in `quantities.py`; files of metrics are in `metrics.py`.
 """
 
 import math
@@ -27,19 +27,19 @@ def progress(
     plain_every_seconds: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """Choose the bar on a terminal, plain lines elsewhere.
+    """Return a progress bar on a terminal, plain lines elsewhere.
 
     Args:
         total_steps: steps of the whole run.
         start_step: steps done before a resume.
-        unit: what is counted per second; the values hold it as `<unit>_per_second`.
-        console: where to write; None is standard output. `Console(quiet=True)` silences a rank.
-        plain_every_seconds: plain lines are at least so far apart, but for the first, the last and those with
-            a held-out loss; 0 writes each update.
-        clock: seconds, never backwards.
+        unit: of the throughput, which the values have as `<unit>_per_second`.
+        console: to write to; None is standard output. `Console(quiet=True)` silences a rank.
+        plain_every_seconds: least interval of plain lines, except the first, the last and those with a
+            held-out loss; 0 writes each update.
+        clock: monotonic, in seconds.
 
     Returns:
-        A `Progress` to be entered with `with`.
+        A `Progress`, a context manager.
     """
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
@@ -86,7 +86,7 @@ class Bar:
         self._clock = clock
         self._status = _Status(total_steps, unit)
         self._rich = RichProgress(
-            # Where the terminal is narrow the bar gives way, not the numbers.
+            # on a narrow terminal the bar shrinks, not the numbers
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),

@@ -4,7 +4,7 @@ import math
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Bytes for people, in units of 1024.
+    """Format bytes in units of 1024.
 
     >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**30)
     ('512 B', '1.5 KiB', '3.0 GiB')
@@ -17,7 +17,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """A count or a rate with three digits and a letter for its thousands.
+    """Format a count or a rate with three digits and an SI letter.
 
     Examples:
         >>> count_text(12_345), count_text(999.9), count_text(5)
@@ -32,7 +32,7 @@ def count_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in its two largest units.
+    """Format a duration in its two largest units.
 
     Examples:
         >>> duration_text(42), duration_text(80), duration_text(7_500), duration_text(273_600)
@@ -51,7 +51,7 @@ def duration_text(seconds: float) -> str:
 
 
 def loss_text(value: float) -> str:
-    """A loss with four decimals, or in powers of ten where those would hide it.
+    """Format a loss with four decimals, or with an exponent if it is very small or large.
 
     Examples:
         >>> loss_text(2.34117), loss_text(0.00001234), loss_text(float("nan"))

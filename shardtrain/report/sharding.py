@@ -1,4 +1,4 @@
-"""How a state lies on a mesh, as the text that `train` and `inspect` show."""
+"""The sharding of a state on a mesh, as the text that `train` and `inspect` print."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,14 @@ from shardtrain.train_step.placement import Specs
 
 
 def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
-    """The mesh, every parameter, the totals, and what is replicated.
+    """Format the mesh, the sharding of each parameter, the totals, and the replicated parameters.
 
     Args:
       specs: of the state, see `state.state_specs`.
       sizes: axis -> size.
 
     Returns:
-      Lines; bytes are per device unless they say otherwise.
+      Lines of text.
     """
     rows = sharding_rows(specs.arrays, specs.abstract.params, specs.params, sizes)
     lines = [
@@ -61,11 +61,11 @@ def _state_bytes(tree: object, specs: object, sizes: Mapping[str, int]) -> tuple
 
 
 def _replicated(rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:
-    """One line that names the parameters of which every device holds a whole copy."""
-    whole = [row for row in rows if row.device_bytes == row.num_bytes]
-    if all(size == 1 for size in sizes.values()) or not whole:
+    """Format one line with the parameters that are replicated on every device."""
+    replicated = [row for row in rows if row.device_bytes == row.num_bytes]
+    if all(size == 1 for size in sizes.values()) or not replicated:
         return []
-    if len(whole) == len(rows):
+    if len(replicated) == len(rows):
         return ["replicated on every device: all parameters"]
-    num_bytes = bytes_text(sum(row.num_bytes for row in whole))
-    return [f"replicated on every device ({num_bytes}): {', '.join(row.path for row in whole)}"]
+    num_bytes = bytes_text(sum(row.num_bytes for row in replicated))
+    return [f"replicated on every device ({num_bytes}): {', '.join(row.path for row in replicated)}"]

@@ -1,7 +1,4 @@
-"""Small tables and lines for people: of shardings, of meshes, of anything with a header and rows.
-
-What is in them is the caller's. `console.print(table(...))` shows a table, `table_text` makes it a string.
-"""
+"""Tables of a header and rows, for a rich console or as text, and the line that describes a mesh."""
 
 import io
 import math
@@ -16,18 +13,18 @@ from shardtrain.system.terminal import printable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:
-    """A table for a rich console; columns of numbers stand to the right.
+    """Return a table for a rich console; columns of numbers are aligned right.
 
     Args:
         header: the name of each column.
-        rows: as many cells as columns in each; written with `str`, never read as markup.
-        title: a line above the table.
+        rows: one cell per column each; formatted with `str`, never read as markup.
+        title: line above the table.
 
     Returns:
         A rich table, for `console.print` or `table_text`.
 
     Raises:
-        ValueError: rows have more or fewer cells than the header; all of them are named.
+        ValueError: lists all rows with more or fewer cells than the header.
     """
     wrong = [(number, len(row)) for number, row in enumerate(rows) if len(row) != len(header)]
     if wrong:
@@ -42,15 +39,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str
 
 
 def table_text(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> str:
-    """The same table as text, as wide as it needs to be, without colours.
+    """Return a table as text, as wide as its cells, without colours.
 
     Args:
         header: the name of each column.
-        rows: as many cells as columns in each.
-        title: a line above the table.
+        rows: one cell per column each.
+        title: line above the table.
 
     Returns:
-        Lines without trailing blanks, the last one ended.
+        Lines without trailing blanks, each with a newline.
 
     Raises:
         ValueError: rows have more or fewer cells than the header.
@@ -63,13 +60,13 @@ def table_text(header: Sequence[str], rows: Sequence[Sequence[object]], *, title
 
 
 def mesh_line(sizes: Mapping[str, int]) -> str:
-    """A mesh in one line: the axes that are longer than 1, and the devices.
+    """Format a mesh in one line: axes above size 1 and number of devices.
 
     Args:
         sizes: the size of each axis, slowest first.
 
     Returns:
-        The line, without its end.
+        The line, without a newline.
 
     Examples:
         >>> mesh_line({"pipeline": 1, "data": 2, "fsdp": 1, "tensor": 4})

@@ -1,6 +1,6 @@
-"""The timeline of a schedule in a terminal: a line per stage, a cell per tick, and what follows from it.
+"""The timeline of a pipeline schedule as text: a line per stage, a cell per tick, and the bubble.
 
-The same as a picture is `plots.timeline`. Any table is shown, one of ours or a user's own.
+The same as a picture: `plots/timeline.py`.
 """
 
 from collections import defaultdict
@@ -13,12 +13,12 @@ IDLE = "."
 
 
 def unit_seconds(table: Table) -> dict[str, float]:
-    """Times by kind for a look at a table: a forward 1, a backward 2, or 1 for each of its halves."""
+    """Return unit times by kind of task: forward 1, backward 2, or 1 for each half of a split backward."""
     return {"forward": 1.0, "backward": 1.0 if table.has_weight else 2.0, "weight": 1.0}
 
 
 def task_text(task: Task, num_chunks: int = 1) -> str:
-    """A task in a cell: kind, microbatch, and the chunk as a letter where there are several.
+    """Format a task: kind, microbatch, and the chunk as a letter if there are several.
 
     >>> task_text(Task(5, 0, 1, 12, "backward"), num_chunks=2)
     'B12b'
@@ -27,14 +27,14 @@ def task_text(task: Task, num_chunks: int = 1) -> str:
 
 
 def timeline_text(table: Table, width: int | None = None) -> str:
-    """A table as text.
+    """Format the table of a schedule as text.
 
     Args:
       table: one that can run.
-      width: columns of the terminal; the last ticks that do not fit are left out, and counted. None: all.
+      width: columns of the terminal; ticks that do not fit are counted instead. None shows all.
 
     Returns:
-      Lines without trailing blanks, the last one ended.
+      Lines without trailing blanks, each with a newline.
 
     >>> from shardtrain.pipeline.schedule import make_table
     >>> print(timeline_text(make_table("1f1b", 2, 2)), end="")
@@ -64,7 +64,7 @@ def timeline_text(table: Table, width: int | None = None) -> str:
 
 
 def heading(table: Table) -> str:
-    """A table's name, sizes and form in one line."""
+    """Format name, sizes and form of a table in one line."""
     sizes = [_counted(table.num_stages, "stage"), _counted(table.num_microbatches, "microbatch")]
     sizes += [f"{table.num_chunks} chunks a stage"] if table.num_chunks > 1 else []
     form = "lock-step" if table.lockstep else "one task a tick"
@@ -72,12 +72,12 @@ def heading(table: Table) -> str:
 
 
 def figures(table: Table, found: Simulated, times: str) -> str:
-    """Ticks, bubble and live microbatches in one line.
+    """Format ticks, bubble and live microbatches in one line.
 
     Args:
       table: one that can run.
-      found: the table in time.
-      times: which times those are.
+      found: its simulation.
+      times: description of the task times.
     """
     what = "microbatches" if table.num_chunks == 1 else "(chunk, microbatch)"
     live = " ".join(map(str, found.live))
@@ -86,13 +86,13 @@ def figures(table: Table, found: Simulated, times: str) -> str:
 
 
 def unit_times(table: Table) -> str:
-    """`unit_seconds` in words."""
+    """Describe the times of `unit_seconds`."""
     seconds = unit_seconds(table)
     return "where " + ", ".join(f"{LETTERS[kind]} takes {seconds[kind]:g}" for kind in table.kinds)
 
 
 def _cells(table: Table) -> list[list[str]]:
-    """A line of tick numbers, then one per stage."""
+    """Return the cells: a line of tick numbers, then one per stage."""
     texts: defaultdict[tuple[int, int], str] = defaultdict(str)
     for task in table.tasks:
         texts[task.stage, task.tick] += task_text(task, table.num_chunks)
@@ -113,7 +113,7 @@ def _legend(table: Table) -> str:
 
 
 def _chunk_text(chunk: int, num_chunks: int) -> str:
-    """A letter, or a number behind a dot where the letters do not suffice."""
+    """Format a chunk as a letter, or as a number after a dot if there are more than 26."""
     if num_chunks == 1:
         return ""
     return chr(ord("a") + chunk) if num_chunks <= 26 else f".{chunk}"

@@ -1,6 +1,6 @@
-"""What a step moves between devices, as the text that `inspect` shows.
+"""Communication and memory of a step, as the text that `inspect` prints.
 
-The bytes are those of `plan.traffic` (theory) or `plan.compile` (a compiled program).
+From `plan.traffic` (theory) or `plan.compile` (a compiled program).
 """
 
 from collections import defaultdict
@@ -13,13 +13,13 @@ from shardtrain.report.tables import table_text
 
 
 def traffic_text(traffic: Traffic) -> str:
-    """The bytes of parameters and gradients that a device sends in a step, by collective and mesh axis.
+    """Format the bytes of parameters and gradients that a device sends per step, by collective and mesh axis.
 
     Args:
-      traffic: of `plan.traffic.parameter_traffic`.
+      traffic: from `plan.traffic.parameter_traffic`.
 
     Returns:
-      A table; one line where nothing is sent.
+      A table; one line if nothing is sent.
     """
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for key, num_bytes in traffic.items():
@@ -33,15 +33,15 @@ def traffic_text(traffic: Traffic) -> str:
 
 
 def figures_text(found: Figures, kind: str) -> str:
-    """What the compiled step moves and holds, from its compiler.
+    """Format memory and collectives of the compiled step, by its compiler.
 
     Args:
       found: of the step.
-      kind: of the devices that it was compiled for.
+      kind: of the devices that it is compiled for.
     """
-    held = found.argument_bytes + found.temp_bytes
+    total_bytes = found.argument_bytes + found.temp_bytes
     return (
-        f"compiled for {kind}: {bytes_text(held)} per device"
+        f"compiled for {kind}: {bytes_text(total_bytes)} per device"
         f" (state and batch {bytes_text(found.argument_bytes)}, temporary {bytes_text(found.temp_bytes)})\n"
         f"{_collectives_text(found.collectives)}\n"
     )

@@ -1,1 +1,1 @@
-"""The text of a compiled XLA program, read: collectives, their axes, counts and bytes. No jax."""
+"""Read the text of a compiled XLA program: collectives, their axes, counts and bytes. No jax."""

@@ -1,7 +1,7 @@
-"""What a compiled step moves between devices: each collective with its axes, count and bytes.
+"""The collectives of a compiled program: each with its axes, count and bytes.
 
-Reads the text of the compiled program, so it tells what XLA made of a layout and not what was meant.
-The syntax is in `text.py`, loops and values in `dataflow.py`, groups of devices in `replica_groups.py`.
+Read from the text of the program, so they are what XLA made of a layout, not what was intended.
+Syntax is in `text.py`, loops and values in `dataflow.py`, groups of devices in `replica_groups.py`.
 """
 
 import math
@@ -43,18 +43,18 @@ class Collective:
     kind: str
     """One of `KINDS`. An all-reduce of which each device keeps only its own slice is a reduce-scatter."""
     axes: tuple[str, ...]
-    """Mesh axes along which data moves, in the mesh's order."""
+    """Mesh axes along which data moves, in the order of the mesh."""
     group_size: int
-    """Devices that exchange data with each other; for a permutation, devices along `axes`."""
+    """Number of devices that exchange data with each other; for a permutation, of devices along `axes`."""
     count: int
-    """How often it runs in one call of the program: once for each round of the `loops` around it."""
+    """Number of runs in one call of the program: once per iteration of the `loops` around it."""
     payload_bytes: int
-    """Bytes of the whole array in one run: what is reduced, what a gather makes, what a device exchanges."""
+    """Bytes of the array in one run: reduced, gathered, or exchanged by a device."""
     wire_bytes_per_device: float
-    """Bytes that a device sends over all runs, on average over all devices, with the best known (ring)
-    algorithm. In a permutation only the sources send."""
+    """Bytes that a device sends over all runs, averaged over all devices, with ring algorithms. In a
+    permutation only the sources send."""
     dtype: str
-    """Element type on the wire, in HLO's words: `f32`, `bf16`."""
+    """Element type on the wire, as in HLO: `f32`, `bf16`."""
     loops: tuple[Loop, ...]
     """The loops around it, the outermost first."""
     source: str
@@ -67,21 +67,21 @@ class Collective:
 
 
 def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """What a compiled program moves between devices.
+    """Return the collectives of a compiled program.
 
-    Combined operations are split by kind and dtype. Of a conditional's branches the dearest counts, kind
-    by kind and axes by axes, so the result is an upper bound there. Axes of size 1 never appear.
+    Combined operations are split by kind and dtype. Of the branches of a conditional the most expensive one
+    counts, for each kind and axes, so there the result is an upper bound. Axes of size 1 never appear.
 
     Args:
         hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
         axis_sizes: size of each mesh axis, slowest first, as in `dict(mesh.shape)`.
 
     Returns:
-        The collectives in the order of the program.
+        Collectives in the order of the program.
 
     Raises:
-        ValueError: if the axis sizes do not make the devices of the program, or if the text does not
-            tell how often a loop that holds a collective runs.
+        ValueError: the axis sizes do not multiply to the devices of the program, or the trip count of a loop
+            that contains a collective is unknown.
     """
     module = parse(hlo_text)
     num_devices = math.prod(axis_sizes.values())
@@ -95,7 +95,7 @@ def by_axis(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tu
     """Sum collectives of one kind over the same axes.
 
     Args:
-        found: what `collectives` returns, or a part of it.
+        found: from `collectives`.
 
     Returns:
         (kind, axes) -> (runs, bytes sent per device).
@@ -109,10 +109,10 @@ def by_axis(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tu
 
 
 def table(found: Iterable[Collective]) -> str:
-    """A text table of collectives for people, the dearest first, with what runs inside loops apart.
+    """Format collectives as a table, the most expensive first, those in loops in separate rows.
 
     Args:
-        found: what `collectives` returns, or a part of it.
+        found: from `collectives`.
 
     Returns:
         Lines of text; bytes are per device, in MB of 10^6 bytes.
@@ -147,27 +147,28 @@ def table(found: Iterable[Collective]) -> str:
 class _Reader:
     axis_sizes: Mapping[str, int]
     fused_channels: set[str] = field(default_factory=set)
-    """Channels read inside fusions: XLA for TPU repeats an asynchronous collective in each fusion that
-    carries it on, some of them in loops, under one channel; the first in the program starts it."""
+    """Channels read inside fusions. XLA for TPU repeats an asynchronous collective, with the same channel, in
+    each fusion that continues it, some of them in loops; only the first in the program starts it."""
 
     def read(self, frame: Frame) -> Iterator[Collective]:
-        """The collectives of one run of a frame."""
+        """Yield the collectives of one run of a frame."""
         is_fused = frame.caller is not None and frame.caller.opcode == "fusion"
         for instruction in frame.computation.instructions.values():
             inner = frame.callee(instruction)
             if instruction.opcode.removesuffix("-start") in KINDS:
-                if not (is_fused and self._carries_on(instruction)):
-                    yield from self._moved(frame, instruction)
+                if not (is_fused and self._continues(instruction)):
+                    yield from self._split_parts(frame, instruction)
             elif instruction.opcode == "while":
                 yield from self._repeated(frame, instruction)
             elif instruction.opcode == "conditional":
-                yield from self._dearest(frame, instruction)
+                yield from self._most_expensive(frame, instruction)
             elif inner is not None:
                 yield from self.read(inner)
             elif instruction.opcode == "send" and _leaves_the_host(instruction):
                 raise ValueError(_unreadable_send(instruction))
 
-    def _carries_on(self, instruction: Instruction) -> bool:
+    def _continues(self, instruction: Instruction) -> bool:
+        """Return whether a collective in a fusion continues one that has been read."""
         channel = instruction.attribute("channel_id")
         if channel is None or channel in self.fused_channels:
             return channel is not None
@@ -175,6 +176,7 @@ class _Reader:
         return False
 
     def _repeated(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
+        """Yield the collectives of a loop, multiplied by its trip count."""
         body = tuple(self.read(frame.body(loop)))
         condition = tuple(self.read(frame.condition(loop)))
         if not body and not condition:
@@ -182,6 +184,7 @@ class _Reader:
         rounds = trip_count(frame, loop)
         if rounds is None:
             raise ValueError(_unknown_trip_count(loop, body + condition))
+        # the condition is evaluated once more than the body
         around = Loop(name=loop.name, trip_count=rounds, source=loop.source)
         for times, part in ((rounds, body), (rounds + 1, condition)):
             for collective in part:
@@ -192,15 +195,16 @@ class _Reader:
                     loops=(around, *collective.loops),
                 )
 
-    def _dearest(self, frame: Frame, conditional: Instruction) -> Iterator[Collective]:
+    def _most_expensive(self, frame: Frame, conditional: Instruction) -> Iterator[Collective]:
+        """Yield, for each kind and axes, the collectives of the branch that sends most."""
         branches = [tuple(self.read(branch)) for branch in frame.branches(conditional)]
         sums = [by_axis(branch) for branch in branches]
         for key in dict.fromkeys(key for branch in sums for key in branch):
-            dearest = max(range(len(branches)), key=lambda branch: sums[branch].get(key, (0, 0.0))[1])
-            yield from (found for found in branches[dearest] if (found.kind, found.axes) == key)
+            branch = max(range(len(branches)), key=lambda index: sums[index].get(key, (0, 0.0))[1])
+            yield from (found for found in branches[branch] if (found.kind, found.axes) == key)
 
-    def _moved(self, frame: Frame, instruction: Instruction) -> Iterator[Collective]:
-        """One collective instruction, split by what becomes of each part and by dtype."""
+    def _split_parts(self, frame: Frame, instruction: Instruction) -> Iterator[Collective]:
+        """Yield the parts of one collective instruction, by kind (all-reduce or reduce-scatter) and dtype."""
         kind = instruction.opcode.removesuffix("-start")
         groups = device_groups(instruction, frame.module.num_devices)
         axes = axes_of(groups, self.axis_sizes)
@@ -208,6 +212,7 @@ class _Reader:
             return
         group_size = max(len(group) for group in groups)
         senders = sum(len(set(group)) > 1 for group in groups) / frame.module.num_devices
+        # operands of a combined all-reduce of which each device keeps a slice count as reduce-scatter
         parts: dict[tuple[str, str], int] = {}
         for part, array in enumerate(_operand_arrays(frame, instruction)):
             scattered = kind == ALL_REDUCE and is_scattered(frame, instruction, part, array, groups)
@@ -233,13 +238,13 @@ class _Reader:
 
 
 def _wire_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
-    """Bytes that a device of a group sends in one run; a broadcast is handed on from each to the next."""
+    """Return the bytes that a device of a group sends in one run; a broadcast goes along a ring."""
     passes = 2 if kind == ALL_REDUCE else 1
     return passes * (group_size - 1) / group_size * payload_bytes
 
 
 def _operand_arrays(frame: Frame, instruction: Instruction) -> list[Array]:
-    """The arrays that a device puts in; buffers that are only written to are left out."""
+    """Return the arrays that a device contributes, without buffers that are only written."""
     instructions = frame.computation.instructions
     first = instructions[instruction.operands[0]].arrays
     slices = instruction.braced("slice_sizes")
@@ -251,6 +256,7 @@ def _operand_arrays(frame: Frame, instruction: Instruction) -> list[Array]:
 
 
 def _leaves_the_host(instruction: Instruction) -> bool:
+    """Return whether a send goes to another device or slice, not to its own host."""
     return "megascale" in instruction.attributes or "is_host_transfer=true" not in instruction.attributes
 
 
@@ -263,10 +269,10 @@ def _wrong_devices(axis_sizes: Mapping[str, int], num_devices: int) -> str:
 
 
 def _unknown_trip_count(loop: Instruction, inside: tuple[Collective, ...]) -> str:
-    held = ", ".join(sorted({f"{found.kind} over {'+'.join(found.axes)}" for found in inside}))
+    contained = ", ".join(sorted({f"{found.kind} over {'+'.join(found.axes)}" for found in inside}))
     return (
-        f"loop {loop.name} ({loop.source or 'no source noted'}) holds {held}, and the text does not tell "
-        "how often it runs. Counted are loops with a fixed number of rounds: use lax.scan, or "
+        f"loop {loop.name} ({loop.source or 'no source noted'}) contains {contained}, and the text does "
+        "not tell how often it runs. Counted are loops with a fixed number of iterations: use lax.scan, or "
         "lax.fori_loop with Python integers as bounds, in place of lax.while_loop."
     )
 

@@ -1,7 +1,7 @@
-"""Where the values of a compiled program come from: frames, origins and integers per device.
+"""Data flow of a compiled program: the origin of a value, and the integer that each device has in a scalar.
 
-Looks through copies, fusions, calls and values that a loop hands on unchanged. Serves two questions:
-how often a loop runs (`trip_count.py`), and which slice each device keeps (`reduce_scatter.py`).
+Follows values through copies, fusions, calls and loops that pass them on unchanged. Used for trip counts of
+loops (`trip_count.py`) and for the slice that each device keeps (`reduce_scatter.py`).
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 from shardtrain.plan.hlo.text import Computation, Instruction, Module
 
 COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"})
-"""Operations that pass the value of their first operand on."""
+"""Operations whose value is that of their first operand."""
 
 _CALLEES = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
@@ -38,10 +38,10 @@ _COMPARISONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A computation as one instruction runs it.
+    """A computation as called by one instruction, like a frame of a call stack.
 
-    `arguments` name the values of its parameters in the parent frame. In a loop `carry` is the loop's
-    body: only what the body hands on unchanged still has the value that it had before the loop.
+    `arguments` name the values of its parameters in the parent frame. In a loop `carry` is the body of the
+    loop: only values that the body passes on unchanged still have their value from before the loop.
     """
 
     module: Module
@@ -52,21 +52,22 @@ class Frame:
     carry: Computation | None = None
 
     def callee(self, instruction: Instruction) -> "Frame | None":
-        """The computation that a fusion, call or async-start runs, None for other instructions."""
+        """Return the frame of the computation that a fusion, call or async-start runs; None for other
+        instructions."""
         key = _CALLEES.get(instruction.opcode)
         name = instruction.attribute(key) if key else None
         return self._child(instruction, name, instruction.operands) if name else None
 
     def body(self, loop: Instruction) -> "Frame":
-        """One round of a while loop."""
+        """Return the frame of one iteration of a while loop."""
         return self._loop(loop, "body")
 
     def condition(self, loop: Instruction) -> "Frame":
-        """The test that a while loop makes before each round."""
+        """Return the frame of the condition that a while loop evaluates before each iteration."""
         return self._loop(loop, "condition")
 
     def branches(self, conditional: Instruction) -> tuple["Frame", ...]:
-        """The alternatives of a conditional, of which a device runs one."""
+        """Return the frames of the branches of a conditional, of which a device runs one."""
         listed = conditional.braced("branch_computations")
         if listed is None:
             names = [conditional.attribute(f"{side}_computation") for side in ("true", "false")]
@@ -99,7 +100,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The instruction that made a value, its frame, and which tuple elements of it to take (last first)."""
+    """The instruction that computes a value, its frame, and the tuple elements to take of it (last first)."""
 
     frame: Frame
     instruction: Instruction
@@ -107,16 +108,17 @@ class Origin:
 
 
 def origin(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> Origin:
-    """Follow a value back through copies, tuples, parameters and calls to what made it.
+    """Follow a value back through copies, tuples, parameters and calls to the instruction that computes it.
 
     Args:
         frame: where the value is used.
-        name: the instruction that holds it there.
-        elements: which tuple element of it is meant, the innermost first.
+        name: the instruction whose value it is there.
+        elements: indices of the tuple element, the innermost first.
 
     Returns:
-        The origin; it may lie in another frame.
+        The origin, which may be in another frame.
     """
+    # each step moves to an operand, into a called computation, or out to the caller
     while True:
         instruction = frame.computation.instructions[name]
         inner = frame.callee(instruction)
@@ -128,14 +130,19 @@ def origin(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> Origin:
             name, elements = instruction.operands[elements[-1]], elements[:-1]
         elif inner is not None and instruction.opcode != "async-start":
             frame, name = inner, inner.computation.root.name
-        elif instruction.opcode == "parameter" and frame.parent is not None and _kept(frame, elements):
+        elif (
+            instruction.opcode == "parameter"
+            and frame.parent is not None
+            and _is_loop_invariant(frame, elements)
+        ):
             frame, name = frame.parent, frame.arguments[int(instruction.arguments)]
         else:
             return Origin(frame=frame, instruction=instruction, elements=elements)
 
 
-def _kept(frame: Frame, elements: tuple[int, ...]) -> bool:
-    """Whether a value that enters the frame is the same in every round of its loop, if it is one."""
+def _is_loop_invariant(frame: Frame, elements: tuple[int, ...]) -> bool:
+    """Return whether a parameter of the frame has the same value in every iteration, if the frame is a
+    loop."""
     if frame.carry is None:
         return True
     if not elements:
@@ -146,15 +153,15 @@ def _kept(frame: Frame, elements: tuple[int, ...]) -> bool:
 
 
 def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray | None:
-    """The integer that each device holds in a scalar.
+    """Return the integer that each device has in a scalar.
 
     Args:
         frame: where the value is used.
-        name: the instruction that holds it there.
-        elements: which tuple element of it is meant, the innermost first.
+        name: the instruction whose value it is there.
+        elements: indices of the tuple element, the innermost first.
 
     Returns:
-        int64 array of shape (num_devices,), or None where the text does not tell.
+        int64 array of shape (num_devices,), or None if the text does not determine it.
     """
     made = origin(frame, name, elements)
     if made.elements:
@@ -175,14 +182,14 @@ def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray
 
 
 def values(frame: Frame, names: Sequence[str]) -> list[np.ndarray] | None:
-    """The integers of several scalars as in `value`, None unless all are known."""
+    """Return the integers of several scalars as `value` does, None unless all are known."""
     found = [value(frame, name) for name in names]
     known = [array for array in found if array is not None]
     return known if len(known) == len(found) else None
 
 
 def _looked_up(made: Origin) -> np.ndarray | None:
-    """One number of a constant table, at an index that may differ between devices."""
+    """Return one number of a constant table per device, at an index that may differ between devices."""
     of_table, *indices = made.instruction.operands
     source = origin(made.frame, of_table).instruction
     if source.opcode != "constant" or made.instruction.arrays[0].num_elements != 1 or len(indices) != 1:
@@ -194,10 +201,10 @@ def _looked_up(made: Origin) -> np.ndarray | None:
 
 
 def _table(constant: Instruction, num_devices: int) -> np.ndarray | None:
-    """The integers of a constant.
+    """Return the integers of a constant, None if they are not printed.
 
-    XLA prints `{...}` for more than ten. Its tables of one entry per device give the device's position
-    among the shards, so the devices' own numbers, which differ just as much, stand in for it.
+    XLA prints `{...}` for more than ten. Its tables of one entry per device have the device's position among
+    the shards; the device numbers, which are just as distinct, are used instead.
     """
     sizes = constant.arrays[0].sizes
     if constant.arguments == "{...}" and sizes == (num_devices,):

@@ -1,7 +1,6 @@
-"""Which all-reduces are reduce-scatters in all but name.
+"""Detect all-reduces that are reduce-scatters: each device keeps only its own slice of the result.
 
-XLA for CPU has no reduce-scatter and XLA for TPU writes it so too: an all-reduce of which each device
-then keeps only its own slice.
+XLA for CPU has no reduce-scatter, and XLA for TPU too writes it as an all-reduce followed by slices.
 """
 
 import numpy as np
@@ -14,25 +13,25 @@ _PASS_ON = COPIES | {"all-reduce-done", "convert", "transpose"}
 
 
 def is_scattered(frame: Frame, all_reduce: Instruction, part: int, array: Array, groups: Groups) -> bool:
-    """Whether each device keeps only its own 1/n of one part of an all-reduce, wherever that is used.
+    """Return whether each device uses only its own 1/n of one operand of an all-reduce.
 
     Args:
         frame: where the all-reduce is.
         all_reduce: the instruction, which may combine several arrays.
-        part: which of its operands is meant.
-        array: that operand's dtype and sizes.
-        groups: the devices that reduce together, n to a group.
+        part: index of the operand.
+        array: dtype and sizes of that operand.
+        groups: groups of n devices that reduce together.
 
     Returns:
-        True if every use, through copies, fusions and calls, is a slice of 1/n that starts elsewhere on
-        each device of a group; False also where the text does not tell.
+        True if every use, through copies, fusions and calls, is a slice of 1/n with a different start on each
+        device of a group; False also if the text does not determine it.
     """
     element = part if len(all_reduce.operands) > 1 else None
     return _only_sliced(frame, all_reduce.name, element, array, groups)
 
 
 def _only_sliced(frame: Frame, name: str, element: int | None, array: Array, groups: Groups) -> bool:
-    """The same for any value; `element` is None where the value is no tuple."""
+    """Return whether all uses of a value are such slices; `element` is None unless the value is a tuple."""
     uses = [
         _slices(frame, user, name, element, array, groups)
         for user in frame.computation.users.get(name, ())
@@ -44,7 +43,7 @@ def _only_sliced(frame: Frame, name: str, element: int | None, array: Array, gro
 
 
 def _only_sliced_outside(frame: Frame, element: int | None, array: Array, groups: Groups) -> bool:
-    """The same for the result of a fusion or a call; what a loop or a branch returns counts as whole."""
+    """Return the same for the result of a fusion or call; False for results of loops and branches."""
     if frame.parent is None or frame.caller is None or frame.parent.callee(frame.caller) is None:
         return False
     return _only_sliced(frame.parent, frame.caller.name, element, array, groups)
@@ -53,7 +52,7 @@ def _only_sliced_outside(frame: Frame, element: int | None, array: Array, groups
 def _slices(
     frame: Frame, user: Instruction, name: str, element: int | None, array: Array, groups: Groups
 ) -> bool:
-    """Whether one use takes a slice of 1/n, itself or further on."""
+    """Return whether one use takes such a slice, directly or after passing the value on."""
     if user.opcode == "get-tuple-element":
         return _only_sliced(frame, user.name, None, array, groups)
     if user.opcode in _PASS_ON:
@@ -72,7 +71,7 @@ def _slices(
 
 
 def _slices_differ(frame: Frame, user: Instruction, array: Array, groups: Groups) -> bool:
-    """Whether the devices of each group take n different slices of 1/n."""
+    """Return whether the devices of each group take n different slices of 1/n."""
     if any(user.arrays[0].num_elements * len(group) != array.num_elements for group in groups):
         return False
     starts = values(frame, user.operands[1:])

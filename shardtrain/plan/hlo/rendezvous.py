@@ -1,7 +1,8 @@
-"""Whether a compiled program can wait for ever: all devices meet at a collective-permute, whoever sends.
+"""Deadlocks of a compiled program: collectives that not all of their devices reach, or not in one order.
 
-Other collectives meet in groups. In a branch that only some devices take, as the stages of a pipeline do, a
-permute therefore never ends, while a reduction among devices that take the same branch does.
+All devices take part in a collective-permute, whoever sends; other collectives are within groups. So in a
+branch that only some devices take, as pipeline stages do, a permute never ends, while a reduction within the
+devices of that branch does.
 """
 
 from collections.abc import Iterator
@@ -12,13 +13,13 @@ from shardtrain.plan.hlo.text import Instruction, parse
 
 
 def permutes_in_branches(hlo_text: str) -> list[str]:
-    """The collective-permutes that a branch of a conditional contains.
+    """Return the collective-permutes inside branches of conditionals.
 
     Args:
       hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
 
     Returns:
-      For each its name, with the traced operation it came from; empty where none can be left waiting.
+      Name and traced operation of each; empty if none can deadlock.
 
     Raises:
       ValueError: the text is not HLO.
@@ -36,7 +37,7 @@ def _found(frame: Frame, in_branch: bool) -> Iterator[str]:
 
 
 def _inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
-    """What an instruction runs: the parts of a loop, the branches of a conditional, what it calls."""
+    """Return the frames that an instruction runs: body and condition, branches, or callee."""
     if instruction.opcode == "while":
         return frame.body(instruction), frame.condition(instruction)
     if instruction.opcode == "conditional":
@@ -46,17 +47,17 @@ def _inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
 
 
 def unordered(hlo_text: str) -> list[tuple[str, str]]:
-    """Pairs of operations that move data between devices, where the second waits for nothing of the first.
+    """Return pairs of communicating operations of which the second does not depend on the first.
 
-    XLA's runtime for CPUs begins with collectives in the order of the program. But a loop or conditional has
-    begun before the collectives in it have: a device may then come to the second operation before these,
-    another device after, and both wait, for ever once no thread is free.
+    XLA's runtime for CPUs starts collectives in program order. But a loop or conditional starts before the
+    collectives inside it do, so one device may reach the second operation before them and another device
+    after them: both wait, forever once no thread is free.
 
     Args:
       hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
 
     Returns:
-      (name, name) of each pair, of which the first is a loop or conditional; empty where all are in order.
+      (name, name) of each pair, the first being a loop or conditional; empty if all are ordered.
 
     Raises:
       ValueError: the text is not HLO.
@@ -67,24 +68,26 @@ def unordered(hlo_text: str) -> list[tuple[str, str]]:
 
 def _unordered(frame: Frame) -> Iterator[tuple[str, str]]:
     instructions = frame.computation.instructions
+    # name -> all names that its value depends on
     needed: dict[str, set[str]] = {}
-    begun: list[str] = []
+    started: list[str] = []
     for name, instruction in instructions.items():
         operands = [operand for operand in instruction.operands if operand in instructions]
         needed[name] = {*operands}.union(*(needed[operand] for operand in operands))
         inner = _inner(frame, instruction)
         for child in inner:
             yield from _unordered(child)
-        holds = any(map(_meets, inner))
-        if holds or instruction.opcode.removesuffix("-start") in KINDS:
-            yield from ((earlier, name) for earlier in begun if earlier not in needed[name])
-        if holds:
-            begun.append(name)
+        communicates = any(map(_communicates, inner))
+        if communicates or instruction.opcode.removesuffix("-start") in KINDS:
+            yield from ((earlier, name) for earlier in started if earlier not in needed[name])
+        if communicates:
+            started.append(name)
 
 
-def _meets(frame: Frame) -> bool:
-    """Whether anything in a frame moves data between devices."""
+def _communicates(frame: Frame) -> bool:
+    """Return whether any instruction of a frame is a collective."""
     return any(
-        instruction.opcode.removesuffix("-start") in KINDS or any(map(_meets, _inner(frame, instruction)))
+        instruction.opcode.removesuffix("-start") in KINDS
+        or any(map(_communicates, _inner(frame, instruction)))
         for instruction in frame.computation.instructions.values()
     )

@@ -1,4 +1,4 @@
-"""Which devices a collective joins, and the mesh axes that they differ on.
+"""The groups of devices of a collective, and the mesh axes along which they differ.
 
 Reads XLA's three spellings of replica groups and the pairs of a permutation.
 Devices count in C order of the axis sizes: device = np.ravel_multi_index(position, sizes).
@@ -23,7 +23,7 @@ _SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> Groups:
-    """The groups of devices among which a collective moves data.
+    """Return the groups of devices within which a collective moves data.
 
     Args:
         instruction: a collective; a permutation's pairs count as groups of two.
@@ -33,7 +33,7 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
         Groups of device numbers.
 
     Raises:
-        ValueError: if the groups are spelled in a way that this reader does not know.
+        ValueError: the groups have an unknown spelling.
     """
     pairs = instruction.braced("source_target_pairs")
     if pairs is not None:
@@ -54,14 +54,14 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
 
 
 def axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes on which members of a group differ, in the mesh's order.
+    """Return the mesh axes along which members of a group differ, in the order of the mesh.
 
     Args:
         groups: device numbers, group by group.
         axis_sizes: size of each mesh axis, slowest first.
 
     Returns:
-        Names of axes; empty where no group has two devices.
+        Names of axes; empty if no group has two devices.
 
     Examples:
         >>> axes_of(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
@@ -76,7 +76,7 @@ def axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def listed(text: str) -> Groups:
-    """Read numbers in braces.
+    """Parse groups of numbers in braces.
 
     Args:
         text: numbers in braces, as they stand between the braces of an attribute.
@@ -93,7 +93,7 @@ def listed(text: str) -> Groups:
 
 
 def _arrange(match: re.Match[str]) -> np.ndarray:
-    """The second spelling: `[4,2]<=[2,4]T(1,0)`, all numbers in the right sizes, transposed, reshaped."""
+    """Parse the second spelling, `[4,2]<=[2,4]T(1,0)`: iota of the right sizes, transposed, then reshaped."""
     left, right, permutation = match.groups()
     sizes = _integers(right or left)
     devices = np.arange(math.prod(sizes)).reshape(sizes)
@@ -103,11 +103,12 @@ def _arrange(match: re.Match[str]) -> np.ndarray:
 
 
 def _over_mesh(match: re.Match[str]) -> np.ndarray:
-    """The third spelling: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}`."""
+    """Parse the third spelling, `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}`."""
     axes_text, ids_text, joined = match.groups()
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes_text)}
     position = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
     devices = _device_order(ids_text, math.prod(sizes.values()))
+    # split off the joined sub-axes: `inside` numbers devices within a group, the rest numbers the groups
     inside = np.zeros_like(devices)
     for name, before, size in _SUB_AXIS.findall(joined):
         size_before, size_joined = (int(before), int(size)) if size else (1, sizes[name])
@@ -121,7 +122,7 @@ def _over_mesh(match: re.Match[str]) -> np.ndarray:
 
 
 def _device_order(ids_text: str | None, num_devices: int) -> np.ndarray:
-    """Device numbers in C order of XLA's own mesh, which need not be the caller's."""
+    """Return the device numbers in C order of XLA's mesh, which may differ from the caller's."""
     if not ids_text:
         return np.arange(num_devices)
     arranged = _ARRANGED.match(ids_text)
@@ -140,5 +141,5 @@ def _unknown_spelling(name: str, text: str) -> str:
     return (
         f"collective {name} has replica groups that are spelled in an unknown way: {text[:60]!r}. "
         "Known are {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] {'a'} and source_target_pairs; "
-        "add the new spelling to shardtrain/plan/replica_groups.py."
+        "add the new spelling to shardtrain/plan/hlo/replica_groups.py."
     )

@@ -1,7 +1,6 @@
-"""The text of a compiled XLA program, read into computations and instructions.
+"""Parse the text of a compiled XLA program into computations and instructions.
 
-Owns the syntax only: what instructions mean for values and loops is in `dataflow.py`,
-what they move between devices in `collectives.py`.
+Syntax only: values and loops are in `dataflow.py`, collectives in `collectives.py`.
 """
 
 import math
@@ -19,19 +18,19 @@ _BRACKETS = re.compile(r"[()\[\]{}]")
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
-    """One array of an instruction's result, in HLO's own words: dtype `f32`, sizes (8, 64)."""
+    """One array of the result of an instruction, as HLO writes it: dtype `f32`, sizes (8, 64)."""
 
     dtype: str
     sizes: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Elements of the array; 1 for a scalar."""
+        """Number of elements; 1 for a scalar."""
         return math.prod(self.sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, rounded up where elements are smaller than one."""
+        """Bytes of the array, rounded up for elements below one byte."""
         bits = re.search(r"\d+", self.dtype)
         bits_per_element = 8 if self.dtype == "pred" else int(bits.group()) if bits else 0
         return math.ceil(self.num_elements * bits_per_element / 8)
@@ -39,7 +38,7 @@ class Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One line: `%name = type opcode(arguments), attributes`."""
+    """One instruction: `%name = type opcode(arguments), attributes`."""
 
     name: str
     type: str
@@ -50,24 +49,24 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the instructions whose values this one takes."""
+        """Names of the instructions that are its operands."""
         return tuple(re.findall(r"%([\w.\-]+)", self.arguments))
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of the result; one unless it is a tuple."""
+        """The arrays of its result; one unless it is a tuple."""
         return tuple(
             Array(dtype=dtype, sizes=tuple(int(size) for size in re.findall(r"\d+", sizes)))
             for dtype, sizes in _ARRAY.findall(self.type)
         )
 
     def attribute(self, key: str) -> str | None:
-        """The text of attribute `key` when it is a name or a number, None where it is absent."""
+        """Return the attribute `key` if it is a name or a number, None if it is absent."""
         found = re.search(rf"(?:^|[ ,]){key}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else None
 
     def braced(self, key: str) -> str | None:
-        """The text between the braces of attribute `key={...}`, None where it is absent."""
+        """Return the text between the braces of attribute `key={...}`, None if it is absent."""
         start = self.attributes.find(f"{key}={{")
         if start < 0:
             return None
@@ -76,12 +75,12 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Which element a get-tuple-element takes."""
+        """The tuple index of a get-tuple-element."""
         return int(self.attribute("index") or 0)
 
     @property
     def source(self) -> str:
-        """The traced operation it came from, as jax names it; empty where XLA kept none."""
+        """The traced operation it came from, as jax names it; empty if XLA kept none."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -105,7 +104,7 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """For each name that is used, the instructions that take it."""
+        """Name -> the instructions that have it as an operand."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -115,7 +114,7 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A program: its computations, the one it starts in, and the number of devices it runs on."""
+    """A program: its computations, the entry computation, and the number of devices."""
 
     computations: Mapping[str, Computation]
     entry: Computation
@@ -123,7 +122,7 @@ class Module:
 
 
 def parse(hlo_text: str) -> Module:
-    """Read the text of a compiled program.
+    """Parse the text of a compiled program.
 
     Args:
         hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
@@ -132,7 +131,7 @@ def parse(hlo_text: str) -> Module:
         The module. `num_devices` is 1 where the text names neither partitions nor replicas.
 
     Raises:
-        ValueError: if the text has no entry computation, so is not HLO.
+        ValueError: the text has no entry computation, so it is not HLO.
     """
     computations: dict[str, Computation] = {}
     entry = None
@@ -172,7 +171,7 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes."""
+    """Return the position of the bracket that closes the one at `start`."""
     depth = 0
     for bracket in _BRACKETS.finditer(text, start):
         depth += 1 if bracket.group() in "([{" else -1

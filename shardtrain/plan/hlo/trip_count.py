@@ -1,6 +1,6 @@
-"""How many rounds a loop of a compiled program makes.
+"""Trip counts of loops of a compiled program.
 
-XLA notes it for CPU and GPU; for TPU it follows from the loop's counter: start, step and limit.
+XLA prints them for CPU and GPU; for TPU they follow from the loop counter: start, step and limit.
 """
 
 import re
@@ -14,19 +14,19 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | None:
-    """How many rounds a while loop makes.
+    """Return the number of iterations of a while loop.
 
     Args:
-        frame: where the loop is.
+        frame: of the loop.
         loop: the `while` instruction.
 
     Returns:
-        What XLA noted, else what follows from the loop's counter (start, step, limit); None where
-        neither tells.
+        The count that XLA prints, else from the loop counter (start, step, limit); None if neither is known.
     """
-    noted = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
-    if noted:
-        return int(noted.group(1))
+    printed = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
+    if printed:
+        return int(printed.group(1))
+    # the condition must compare a carried counter with a limit
     condition, body = frame.condition(loop), frame.body(loop)
     test = origin(condition, condition.computation.root.name)
     direction = test.instruction.attribute("direction")
@@ -39,22 +39,23 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
         counter = _counter(test.frame, left, condition)
     if counter is None:
         return None
+    # the counter starts before the loop, and the body adds a constant step
     start, limit = _same(value(frame, loop.operands[0], (counter,))), _same(value(test.frame, right))
     step = _step(body, counter)
     if start is None or limit is None or not step:
         return None
-    return _rounds(start, limit, step, direction)
+    return _iterations(start, limit, step, direction)
 
 
 def _counter(frame: Frame, name: str, condition: Frame) -> int | None:
-    """Which element of what the loop carries `name` is, if it is one."""
+    """Return the index of `name` in the tuple that the loop carries, None if it is not an element of it."""
     made = origin(frame, name)
     is_carried = made.instruction.opcode == "parameter" and made.frame.computation is condition.computation
     return made.elements[0] if is_carried and len(made.elements) == 1 else None
 
 
 def _step(body: Frame, counter: int) -> int | None:
-    """What a round adds to the counter."""
+    """Return the number that an iteration adds to the counter."""
     update = origin(body, body.computation.root.name, (counter,))
     if update.instruction.opcode != "add":
         return None
@@ -67,13 +68,13 @@ def _step(body: Frame, counter: int) -> int | None:
 
 
 def _same(per_device: np.ndarray | None) -> int | None:
-    """The one number that all devices hold, if they do."""
+    """Return the number that all devices have, None if they differ."""
     if per_device is None or (per_device != per_device[0]).any():
         return None
     return int(per_device[0])
 
 
-def _rounds(start: int, limit: int, step: int, direction: str) -> int | None:
+def _iterations(start: int, limit: int, step: int, direction: str) -> int | None:
     if direction in ("LT", "LE") and step > 0:
         return len(range(start, limit + (direction == "LE"), step))
     if direction in ("GT", "GE") and step < 0:

@@ -19,7 +19,7 @@ GRID = "#e6e8eb"
 
 
 def is_installed() -> bool:
-    """Whether the extra `plots` is there."""
+    """Return whether the extra `plots` is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

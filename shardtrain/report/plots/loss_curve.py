@@ -1,4 +1,4 @@
-"""The training and held-out losses of a run, drawn over its steps."""
+"""The plot of the training and held-out losses of a run over its steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure
 
 Series = tuple[np.ndarray, np.ndarray]
-"""Steps int64 (N,) and values float64 (N,), nan where a value was not finite."""
+"""Steps int64 (N,) and values float64 (N,), NaN for values that were not finite."""
 
 
 TRAIN_COLOUR = "#2f6db3"
@@ -24,21 +24,21 @@ HELDOUT_COLOUR = "#d1495b"
 
 
 def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> Path:
-    """Draw the training and held-out losses of a run over its steps.
+    """Plot the training and held-out losses of a run over its steps.
 
-    Training is a light line with a smoothed one over it. Where losses span decades the axis is logarithmic;
-    the first hundredth of the steps may lie above the picture.
+    Training losses are a light line under a smoothed one. The axis is logarithmic if losses span decades; the
+    first hundredth of the steps may be above its range.
 
     Args:
-        jsonl_path: what `metrics.JsonLines` wrote, with `train/loss`, `heldout/loss` or both.
-        png_path: the picture to write; its folder is made.
-        title: the line on top.
+        jsonl_path: written by `metrics.JsonLines`, with `train/loss`, `heldout/loss` or both.
+        png_path: file to write; its folder is created.
+        title: of the plot.
 
     Returns:
-        The picture's path.
+        The path of the file.
 
     Raises:
-        ValueError: no line has a loss, a line is no record, or matplotlib is not installed.
+        ValueError: no line has a loss, a line is invalid, or matplotlib is not installed.
     """
     records = read_jsonl(jsonl_path)
     train, heldout = series(records, "train/loss"), series(records, "heldout/loss")
@@ -47,8 +47,8 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     figure = new_figure("a loss curve")
     axes = figure.add_axes((0.085, 0.115, 0.885, 0.68))
     _draw_losses(axes, train, heldout)
-    _scale(axes, train, heldout)
-    _dress(axes)
+    _set_scale(axes, train, heldout)
+    _style_axes(axes)
     figure.text(0.085, 0.935, title, fontsize=14, fontweight="bold", color=INK, parse_math=False)
     subtitle = final_values(train, heldout)
     figure.text(0.085, 0.875, subtitle, fontsize=min(10, 1000 / len(subtitle)), color=QUIET_INK)
@@ -58,11 +58,11 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
 
 
 def series(records: Sequence[dict[str, float]], name: str) -> Series:
-    """The steps and values of one metric, in order of step; what is not finite becomes nan.
+    """Return the steps and values of one metric, in order of step; values that are not finite become NaN.
 
     Args:
-        records: as `metrics.read_jsonl` returns them.
-        name: the metric; lines without it are passed over.
+        records: from `metrics.read_jsonl`.
+        name: of the metric; records without it are skipped.
 
     Returns:
         steps int64 (N,), values float64 (N,).
@@ -75,17 +75,17 @@ def series(records: Sequence[dict[str, float]], name: str) -> Series:
 
 
 def smooth(values: np.ndarray, half_window: int) -> np.ndarray:
-    """A centred running mean over the finite values.
+    """Return a centred running mean over the finite values.
 
-    The window reaches no further than a quarter of the way back to the start, so that the steep first steps
-    are not flattened; at the end it keeps its past half.
+    Near the start the window is at most a quarter of the steps before, so that the steep first steps are not
+    flattened; at the end only its past half remains.
 
     Args:
-        values: float64 (N,), nan where there is none.
-        half_window: values to each side; 0 changes nothing.
+        values: float64 (N,), NaN for missing ones.
+        half_window: number of values to each side; 0 disables smoothing.
 
     Returns:
-        float64 (N,), nan where `values` is.
+        float64 (N,), NaN where `values` is.
     """
     index = np.arange(values.size)
     half = np.minimum(half_window, index // 4)
@@ -98,19 +98,19 @@ def smooth(values: np.ndarray, half_window: int) -> np.ndarray:
 
 
 def spans_decades(values: np.ndarray) -> bool:
-    """Whether values ask for a logarithmic axis: all positive, the largest over 20 times the smallest."""
+    """Return whether a logarithmic axis fits: all positive, the largest over 20 times the smallest."""
     finite = values[np.isfinite(values)]
     return bool(finite.size and finite.min() > 0 and finite.max() > 20 * finite.min())
 
 
 def limits(values: np.ndarray) -> tuple[float, float]:
-    """The lower and upper end of an axis that shows all finite values, with room around them.
+    """Return the limits of an axis that shows all finite values with a margin.
 
     Args:
-        values: float64 (N,), of which any may be nan; they are multiplied apart where `spans_decades`.
+        values: float64 (N,), any may be NaN; the margin is a factor if they span decades.
 
     Returns:
-        (low, high), low < high; (0, 1) where nothing is finite.
+        (low, high), low < high; (0, 1) if nothing is finite.
     """
     finite = values[np.isfinite(values)]
     if not finite.size:
@@ -123,7 +123,8 @@ def limits(values: np.ndarray) -> tuple[float, float]:
 
 
 def final_values(train: Series, heldout: Series) -> str:
-    """The line under the title: first and last losses, the lowest held-out one, how many were not finite.
+    """Format the subtitle: first and last losses, the lowest held-out one, number of losses that were not
+    finite.
 
     Args:
         train: steps (N,) and losses (N,).
@@ -137,8 +138,8 @@ def final_values(train: Series, heldout: Series) -> str:
         parts.append(f"training {_first_to_last(train[1])}")
     if heldout[0].size:
         parts.append(f"held-out {_first_to_last(heldout[1])}{_lowest(*heldout)}")
-    num_lost = int(np.isnan(train[1]).sum())
-    parts += [f"not finite: {num_lost:,} of {train[1].size:,}"] if num_lost else []
+    num_not_finite = int(np.isnan(train[1]).sum())
+    parts += [f"not finite: {num_not_finite:,} of {train[1].size:,}"] if num_not_finite else []
     return "  ·  ".join(parts)
 
 
@@ -156,7 +157,7 @@ def _lowest(steps: np.ndarray, losses: np.ndarray) -> str:
 def _draw_losses(axes: "Axes", train: Series, heldout: Series) -> None:
     steps, losses = train
     half_window = losses.size // 50
-    # A line through one point is invisible, so short runs have markers.
+    # a line through one point is invisible, so short runs have markers
     marker = "o" if losses.size <= 30 else None
     if half_window:
         axes.plot(steps, losses, color=TRAIN_COLOUR, alpha=0.25, linewidth=0.9)
@@ -171,11 +172,11 @@ def _draw_losses(axes: "Axes", train: Series, heldout: Series) -> None:
         axes.plot(*heldout, color=HELDOUT_COLOUR, linewidth=1.2, label="held-out", zorder=3, **style)
 
 
-def _scale(axes: "Axes", train: Series, heldout: Series) -> None:
+def _set_scale(axes: "Axes", train: Series, heldout: Series) -> None:
     from matplotlib.ticker import LogLocator
 
     steps = np.concatenate([train[0], heldout[0]])
-    # The first hundredth falls so steeply that it would squeeze all else; the subtitle has its value.
+    # the first hundredth is so steep that it would flatten the rest; its value is in the subtitle
     shown = np.concatenate([train[1][train[1].size // 100 :], heldout[1]])
     low, high = limits(shown)
     if spans_decades(shown):
@@ -191,7 +192,7 @@ def _scale(axes: "Axes", train: Series, heldout: Series) -> None:
     axes.set_xlim(steps.min() - margin, steps.max() + margin)
 
 
-def _dress(axes: "Axes") -> None:
+def _style_axes(axes: "Axes") -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel("step")
@@ -204,7 +205,7 @@ def _dress(axes: "Axes") -> None:
     axes.tick_params(which="both", colors=QUIET_INK, length=0, labelsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
-    # Above the picture, where it covers no curve.
+    # above the plot, where it covers no curve
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=2, frameon=False, fontsize=9.5, labelcolor=INK
     )

@@ -1,6 +1,6 @@
-"""The timeline of a pipeline schedule, drawn: a row per stage, a box per task.
+"""The plot of a pipeline schedule: a row per stage, a box per task.
 
-The same as text is `report/timeline.py`.
+The same as text: `report/timeline.py`.
 """
 
 from collections import defaultdict
@@ -21,19 +21,19 @@ TASK_COLOURS = {"forward": "#2f6db3", "backward": "#d1495b", "weight": "#4c956c"
 def timeline(
     table: Table, path: Path | str, *, seconds: Seconds | None = None, transfer_seconds: Transfer = 0.0
 ) -> Path:
-    """Draw a schedule: a row per stage, a box per task as long as it takes, gaps where a stage waits.
+    """Plot a schedule: a row per stage, a box per task as long as its time, gaps where a stage waits.
 
     Args:
         table: one that can run.
-        path: the picture to write, .svg or .png; its folder is made.
-        seconds: of each task, see `simulate`; by default a forward 1, a backward 2 or 1 for each half.
-        transfer_seconds: between parts, see `simulate`.
+        path: file to write, .svg or .png; its folder is created.
+        seconds: of each task, see `simulate`; by default forward 1, backward 2, or 1 for each half.
+        transfer_seconds: between chunks, see `simulate`.
 
     Returns:
-        The picture's path.
+        The path of the file.
 
     Raises:
-        ValueError: another kind of file, times that do not fit, or matplotlib is not installed.
+        ValueError: another kind of file, invalid times, or matplotlib is not installed.
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
@@ -46,39 +46,39 @@ def timeline(
     figure = new_figure("a timeline", (width, height))
     axes = figure.add_axes((0.75 / width, 0.6 / height, 1 - 1 / width, 1 - 1.6 / height))
     _draw_tasks(axes, table, found, points=72 * (width - 1))
-    _dress_timeline(axes, table, found, "seconds" if seconds is not None else "time")
+    _style_axes(axes, table, found, "seconds" if seconds is not None else "time")
     lines = (
         (0.4, 13, INK, "bold", heading(table)),
         (0.7, 9.5, QUIET_INK, "normal", figures(table, found, times)),
     )
     for down, most, colour, weight, text in lines:
         size = min(most, 72 * (width - 1) / (0.62 * len(text)))
-        place = {"x": 0.75 / width, "y": 1 - down / height, "parse_math": False}
-        figure.text(s=text, fontsize=size, fontweight=weight, color=colour, **place)
+        position = {"x": 0.75 / width, "y": 1 - down / height, "parse_math": False}
+        figure.text(s=text, fontsize=size, fontweight=weight, color=colour, **position)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
 
 
 def _draw_tasks(axes: "Axes", table: Table, found: Simulated, points: float) -> None:
-    """A box a task; `points` is the width of the axes, so that text is drawn where it fits."""
+    """Draw a box per task; `points` is the width of the axes, and text is drawn where it fits."""
     rows: defaultdict[tuple[int, int, str], list[tuple[float, float]]] = defaultdict(list)
     for task in table.tasks:
-        begin, length = found.start[task], found.end[task] - found.start[task]
-        rows[task.stage, task.chunk, task.kind].append((begin, length))
+        start, length = found.start[task], found.end[task] - found.start[task]
+        rows[task.stage, task.chunk, task.kind].append((start, length))
         text = task_text(task, table.num_chunks)
         size = min(8.0, points * length / max(found.makespan, 1e-300) / (0.72 * len(text)))
         if size >= 3:
-            place = {"ha": "center", "va": "center", "color": "white", "clip_on": True}
-            axes.text(begin + length / 2, task.stage, text, fontsize=size, **place)
+            alignment = {"ha": "center", "va": "center", "color": "white", "clip_on": True}
+            axes.text(start + length / 2, task.stage, text, fontsize=size, **alignment)
     for (stage, chunk, kind), boxes in rows.items():
         # later chunks are darker, so that the rounds of an interleaved schedule can be seen
         alpha = 0.55 + 0.45 * (chunk + 1) / table.num_chunks
-        look = {"facecolor": TASK_COLOURS[kind], "edgecolor": "white", "linewidth": 0.6, "alpha": alpha}
-        axes.broken_barh(boxes, (stage - 0.43, 0.86), **look)
+        style = {"facecolor": TASK_COLOURS[kind], "edgecolor": "white", "linewidth": 0.6, "alpha": alpha}
+        axes.broken_barh(boxes, (stage - 0.43, 0.86), **style)
 
 
-def _dress_timeline(axes: "Axes", table: Table, found: Simulated, unit: str) -> None:
+def _style_axes(axes: "Axes", table: Table, found: Simulated, unit: str) -> None:
     from matplotlib.patches import Patch
 
     axes.set_xlim(0, found.makespan or 1)

@@ -370,7 +370,7 @@ class TestTripCounts:
             return lax.while_loop(lambda x: x.sum() < 10, lambda x: lax.psum(x, "data"), x)
 
         with pytest.raises(
-            ValueError, match=r"loop while\S* \(.*while\) holds all-reduce over data"
+            ValueError, match=r"loop while\S* \(.*while\) contains all-reduce over data"
         ) as error:
             read_shard(body_shard, make_mesh(data=8), (8, 16))
         assert "use lax.scan" in str(error.value)
