@@ -27,8 +27,8 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.schedules import Schedule
-from shardtrain.report.metrics import JsonLines
 from shardtrain.report.progress import progress
+from shardtrain.report.sinks.json_lines import JsonLines
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.stop_signals import StopSignals

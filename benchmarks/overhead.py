@@ -23,7 +23,7 @@ from paired import Block, Spread, ratios, rounds
 from shardtrain.data import Tokens, write_tokens
 from shardtrain.models.decoder import DecoderConfig, flops_per_token, gpt2
 from shardtrain.plan.devices import known_device, mfu
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.metric_log import STEPS_LATE
 
 MODELS = {

@@ -33,7 +33,7 @@ from shardtrain.data import Batches
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 
 ROOT = Path(__file__).parents[1]

@@ -130,7 +130,7 @@ def _train(run: Any) -> list[float]:
     from rich.console import Console
 
     from shardtrain import train
-    from shardtrain.report.metrics import read_jsonl
+    from shardtrain.report.sinks.json_lines import read_jsonl
 
     train(run, Console(file=io.StringIO()))
     return [row["train/loss"] for row in read_jsonl(run.run_dir / "metrics.jsonl")]

@@ -20,7 +20,7 @@ from shardtrain.cli.run_file import load_run
 from shardtrain.cli.run_options import parse_run
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.report.timeline import timeline_text
 from shardtrain.trainer.train import train
 

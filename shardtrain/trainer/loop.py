@@ -14,7 +14,7 @@ import optax
 
 from shardtrain.checkpoints.checkpointer import SaveFailed
 from shardtrain.checkpoints.policy import due
-from shardtrain.report.metrics import strict
+from shardtrain.report.sinks.json_lines import strict
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.loop_parts import LoopOptions, LoopParts, StepVote

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.report.metrics import Progress, Sink
+from shardtrain.report.metrics import Progress
+from shardtrain.report.sinks.sink import Sink
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Step
 from shardtrain.trainer.recovery import Spikes

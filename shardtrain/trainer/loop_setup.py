@@ -4,7 +4,7 @@ What the parts mean is in `loop_parts.py`. Next: `loop.py`.
 """
 
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.report.metrics import Sinks
+from shardtrain.report.sinks.sink import Sinks
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import combined_labels, make_step
 from shardtrain.trainer.config import Run

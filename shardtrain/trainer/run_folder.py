@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from shardtrain.report.metrics import JsonLines, Sinks, TensorBoard
 from shardtrain.report.plots import figure
 from shardtrain.report.plots.loss_curve import loss_curve
+from shardtrain.report.sinks.json_lines import METRICS
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.run_lock import Locked, locked
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS
 
-RUN_FILE, METRICS, CURVE = "run.txt", "metrics.jsonl", "loss.png"
-TENSORBOARD = "tensorboard"
+RUN_FILE, CURVE = "run.txt", "loss.png"
 
 
 @contextmanager
@@ -39,25 +38,6 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
         raise ValueError(
             f"another process is training in {folder}; wait for it, or use another --run-dir"
         ) from None
-
-
-def open_sinks(folder: Path, resume_after: int | None, output: RunConsole) -> tuple[Sinks, int | None]:
-    """Open the sinks of a run.
-
-    Args:
-      folder: of the run.
-      resume_after: the restored step; later metrics are dropped. None starts empty files.
-      output: receives warnings.
-
-    Returns:
-      The sinks, and the step of the last line in `metrics.jsonl`.
-    """
-    lines = JsonLines(folder / METRICS, resume_after=resume_after, report=output.note)
-    if not TensorBoard.installed():
-        output.note("no TensorBoard files: install shardtrain[tensorboard]")
-        return Sinks(lines), lines.last_step
-    board = TensorBoard(folder / TENSORBOARD, resume_after=resume_after, report=output.note)
-    return Sinks(lines, board), lines.last_step
 
 
 def write_run_file(folder: Path, text: str, output: RunConsole) -> None:

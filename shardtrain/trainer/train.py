@@ -12,8 +12,9 @@ from rich.console import Console
 from shardtrain.data import Position
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.report.metrics import Sinks
 from shardtrain.report.progress import progress
+from shardtrain.report.sinks import open_sinks
+from shardtrain.report.sinks.sink import Sinks
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.state import State
@@ -26,7 +27,7 @@ from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.run_folder import draw_curve, exclusive_folder, open_sinks, write_run_file
+from shardtrain.trainer.run_folder import draw_curve, exclusive_folder, write_run_file
 from shardtrain.trainer.sample import sample_text
 
 
@@ -161,7 +162,9 @@ def _train_segment(
     is_first = prepared.coordination.is_first
     with ExitStack() as stack:
         # The first process writes metrics and the description of the run.
-        sinks, last_step = open_sinks(folder, start.step or None, output) if is_first else (Sinks(), None)
+        sinks, last_step = (
+            open_sinks(folder, start.step or None, output.note) if is_first else (Sinks(), None)
+        )
         stack.callback(sinks.close)
         if is_first:
             write_run_file(folder, run_text(prepared.description), output)

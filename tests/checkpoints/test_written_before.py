@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from shardtrain import cli
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.run_options import parse_run
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.train import train
 
 FOLDER = Path(__file__).parent / "written_before"

@@ -13,7 +13,7 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 RUN = """
 import os

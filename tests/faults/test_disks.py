@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.checkpoints.reader import find_readers
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 FULL = "No space left on device"

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
 GONE_SECONDS = 30

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardtrain.checkpoints.manifest import Leaf
 from shardtrain.checkpoints.reader import find_readers
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
 # each island has an optimizer of its own, and saves a part of each step

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.checkpoints.reader import find_readers
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.system.run_lock import LOCK
 
 KILLS = int(os.environ.get("KILLS", "100"))

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 LISTENS = "0A"
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")

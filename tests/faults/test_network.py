@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 GONE_SECONDS = 30
 

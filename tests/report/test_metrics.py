@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
 
-from shardtrain.report.metrics import JsonLines, Mean, Rate, Sinks, TensorBoard, read_jsonl
+from shardtrain.report.metrics import Mean, Rate
+from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
+from shardtrain.report.sinks.sink import Sinks
+from shardtrain.report.sinks.tensorboard import TensorBoard
 
 # Whole numbers are added without rounding, so that the laws hold to the last bit.
 MEANS = st.builds(
@@ -305,7 +308,7 @@ def test_sinks_close_all_even_if_one_fails():
 def test_metrics_and_reports_import_neither_jax_nor_an_extra():
     code = """
 import sys
-import shardtrain.report.metrics, shardtrain.report.progress
+import shardtrain.report.metrics, shardtrain.report.progress, shardtrain.report.sinks
 import shardtrain.report.tables, shardtrain.report.plots.timeline
 loaded = {name.partition(".")[0] for name in sys.modules}
 sys.exit(", ".join(sorted(loaded & {"jax", "jaxlib", "flax", "matplotlib", "tensorboardX"})) or 0)

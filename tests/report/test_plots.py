@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from shardtrain.report.metrics import JsonLines
 from shardtrain.report.plots.loss_curve import (
     HELDOUT_COLOUR,
     TRAIN_COLOUR,
@@ -20,6 +19,7 @@ from shardtrain.report.plots.loss_curve import (
     smooth,
     spans_decades,
 )
+from shardtrain.report.sinks.json_lines import JsonLines
 
 
 def write_metrics(path, train, heldout=()):

@@ -23,7 +23,7 @@ from shardtrain.islands.watchdog.stragglers import WINDOW, Stragglers
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer import loop_setup
 from shardtrain.trainer.config import Run, Strategy

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_stages.py"
 

@@ -24,7 +24,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.report.metrics import read_jsonl
+from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.trainer import loop_setup

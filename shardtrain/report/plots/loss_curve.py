@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardtrain.report.metrics import read_jsonl
 from shardtrain.report.quantities import loss_text
+from shardtrain.report.sinks.json_lines import read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

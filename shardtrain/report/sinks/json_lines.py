@@ -1,0 +1,136 @@
+"""The sink `metrics.jsonl`: one line of strict JSON for each step, and its reader."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.log_file import LogFile
+from shardtrain.system.untrusted_files import open_regular
+
+_LOG = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+"""The file in the folder of a run."""
+
+NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+def open_json_lines(folder: Path, resume_after: int | None, report: Callable[[str], None]) -> "JsonLines":
+    """Open the metrics of a run."""
+    return JsonLines(folder / METRICS, resume_after=resume_after, report=report)
+
+
+class JsonLines:
+    """A sink of one JSON object per line, `{"step": 3, "train/loss": 2.5}`, on the disk after each write.
+
+    Strict JSON: what is not finite is written as the strings "NaN", "Infinity" and "-Infinity", which `float`
+    reads. Opening cuts the file back to the restored step by writing it anew beside itself and renaming, so a
+    crash leaves the old file or the new one, and each step stands once.
+
+    Args:
+        path: the file; its folder is made.
+        resume_after: the restored step; later lines are dropped, as is a torn last line. None: nothing was
+            restored, and the file starts empty.
+        report: told when it cannot be written any more, see `LogFile`.
+
+    Attributes:
+        last_step: of the last line that was kept; None where none was.
+
+    Raises:
+        ValueError: a line before the last is no record; or (`write`) a value is named `step`.
+    """
+
+    def __init__(
+        self, path: Path | str, *, resume_after: int | None, report: Callable[[str], None] = _LOG.warning
+    ) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.last_step: int | None = None
+        if resume_after is not None and path.exists():
+            self.last_step = _cut(path, resume_after)
+        self._file = LogFile(path, append=resume_after is not None, report=report)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if "step" in values:
+            raise ValueError(
+                "a metric named 'step' was written, but each line has that key. Give it another name."
+            )
+        record = {"step": int(step)} | {name: strict(float(value)) for name, value in values.items()}
+        self._file.write(f"{json.dumps(record, allow_nan=False)}\n".encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: Path | str) -> list[dict[str, float]]:
+    """Read what `JsonLines` wrote.
+
+    Args:
+        path: the file, of a finished, running or crashed run.
+
+    Returns:
+        One dict per line in the file's order: `step` an int, the other values floats ("NaN", "Infinity",
+        "-Infinity" as what they say, null as nan). A torn last line is left out.
+
+    Raises:
+        ValueError: a line before the last is no record.
+    """
+    return [record for _, record in _records(Path(path))]
+
+
+def strict(value: float) -> float | str:
+    """A number as strict JSON has it; `float` reads it."""
+    return value if math.isfinite(value) else NOT_FINITE.get(value, "NaN")
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
+    unreadable = 0
+    with open_regular(path) as file:
+        for number, line in enumerate(file, start=1):
+            if unreadable:
+                raise ValueError(_unreadable_line(path, unreadable))
+            record = _parse(line)
+            if record is None:
+                unreadable = number
+            else:
+                yield line.rstrip(b"\r\n") + b"\n", record
+
+
+def _parse(line: bytes) -> dict[str, float] | None:
+    try:
+        record = json.loads(line)
+        step = record.pop("step")
+        values = {name: math.nan if value is None else float(value) for name, value in record.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return {"step": step} | values if type(step) is int else None
+
+
+def _cut(path: Path, resume_after: int) -> int | None:
+    """Drop the lines of later steps; returns the step of the last line that is left."""
+    left = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resume_after]
+    kept, last_step = b"".join(line for line, _ in left), int(left[-1][1]) if left else None
+    is_own = not path.is_symlink() and path.stat().st_nlink == 1
+    if is_own and kept == path.read_bytes():
+        # nothing to write, on a disk that may be full
+        return last_step
+    try:
+        # a new file, so that what has another name elsewhere is not added to
+        replace_file(path, kept)
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be cut back to step {resume_after}, from where the run goes on: {error}. Free"
+            " space, or make the folder writable"
+        ) from error
+    return last_step
+
+
+def _unreadable_line(path: Path, number: int) -> str:
+    return (
+        f"metrics were read from {path}, but line {number} is no record. Each line is one JSON object with "
+        f"an integer 'step' and numbers; only the last may be torn. Delete line {number}, "
+        "or move the file away."
+    )

@@ -1,0 +1,47 @@
+"""The contract of metric sinks, held against every entry of the registry."""
+
+import math
+
+import pytest
+
+from shardtrain.report.sinks import SINKS, open_sinks
+from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
+
+VALUES = {"train/loss": 2.5, "heldout/loss": math.inf, "grad_norm": math.nan}
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write(open_sink, folder, resume_after, steps):
+    """Open, write and close; the warnings that were reported."""
+    warnings = []
+    sink = open_sink(folder, resume_after, warnings.append)
+    assert sink is not None
+    for step in steps:
+        sink.write(step, VALUES)
+    sink.close()
+    return warnings
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_sink_writes_into_the_run_folder_whatever_the_values_and_resumes(name, tmp_path):
+    assert write(SINKS[name], tmp_path, None, [1, 2]) == []
+    first = size_of(tmp_path)
+    assert first > 0
+    # a run that is restored at step 1 writes step 2 again
+    assert write(SINKS[name], tmp_path, 1, [2, 3, 4]) == []
+    assert size_of(tmp_path) > first
+
+
+def test_a_run_writes_to_all_sinks_and_knows_its_last_step(tmp_path):
+    sinks, last_step = open_sinks(tmp_path, None, print)
+    assert last_step is None
+    sinks.write(3, VALUES)
+    sinks.close()
+    assert read_jsonl(tmp_path / METRICS)[0]["train/loss"] == 2.5
+    assert len(list(tmp_path.iterdir())) == len(SINKS)
+    again, last_step = open_sinks(tmp_path, 3, print)
+    again.close()
+    assert last_step == 3
