@@ -75,16 +75,16 @@ def main(arguments: Sequence[str]) -> int:
         " was asked.",
     )
     # as `train` does it: the doctor sees what a run would see
-    place = find_rank_environment(os.environ)
-    os.environ.update(device_environment(place, os.environ))
+    environment = find_rank_environment(os.environ)
+    os.environ.update(device_environment(environment, os.environ))
     given = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    if cores := bind_cpus(place):
+    if cores := bind_cpus(environment):
         os.sched_setaffinity(0, cores)
     # a process watches MPI's start, and is made before threads are
     from shardtrain.doctor.start import start
 
-    started = start(place, os.environ, 1 + len(options.names), options.patience)
-    if started.problem is not None and place.rank > 0:
+    started = start(environment, os.environ, 1 + len(options.names), options.patience)
+    if started.problem is not None and environment.rank > 0:
         # each rank would be alone and print a table of its own; an error here would end the first one
         return 0
     from shardtrain.doctor.check import RankContext
@@ -95,9 +95,9 @@ def main(arguments: Sequence[str]) -> int:
     chosen = {n: check for n, check in chosen.items() if not (options.quick and check.measures)}
     heres = [
         RankContext(
-            place=place,
+            environment=environment,
             hosts=started.hosts,
-            meeting=meeting,
+            control=control,
             comm=started.comm,
             environ=os.environ,
             run_dir=options.run_dir,
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
             problem=started.problem,
             seats_problem=started.seats_problem,
         )
-        for meeting in started.meetings[: 1 + len(chosen)]
+        for control in started.controls[: 1 + len(chosen)]
     ]
     return _end(examine(chosen, heres), heres[0], options.as_json)
 
@@ -123,7 +123,7 @@ def _end(found: "Examined", here, as_json: bool) -> int:
         return code
     # what hangs would keep this process, or MPI's end in all of them, waiting
     sys.stdout.flush()
-    if here.meeting.size > 1:
+    if here.control.size > 1:
         import time
 
         from shardtrain.islands.bridge import end_all
@@ -149,7 +149,7 @@ def json_text(found: "Examined", here) -> str:
     """The verdict, the rows and the facts behind them, as JSON."""
     data = {
         "verdict": found.verdict,
-        "ranks": [{"name": n, "host": h} for n, h in zip(here.meeting.names, here.hosts, strict=True)],
+        "ranks": [{"name": n, "host": h} for n, h in zip(here.control.names, here.hosts, strict=True)],
         "present": found.present,
         "rows": [asdict(row) for row in found.rows],
         "seconds": found.seconds,

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
 
     marks = activity_record()
     try:
-        islands = join(report=_to_stderr, marks=marks)
+        islands = join(report=_to_stderr, activity=marks)
     except RankTimeout as missing:
         _end_missing(missing)
     stacks = (run.run_dir or Path("runs/run")) / STACKS
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
                 trained = train(run, None, islands, marks, stop)
                 if islands is not None:
                     # a launcher that sees one rank end may end the others: none may still be saving
-                    islands.control.share("the end", timeout_seconds=run.watch.limit(long=True))
+                    islands.control.all_gather("the end", timeout_seconds=run.watch.limit(long=True))
             except RankTimeout as missing:
                 watchdog.end(str(missing))
     except (FloatingPointError, SaveFailed) as failure:

@@ -38,7 +38,7 @@ class Row:
         assert self.do or self.verdict in ("ok", "note"), self
 
 
-class Meeting(Protocol):
+class ControlChannel(Protocol):
     """Named messages between all ranks, as `islands.bridge.Control` has them."""
 
     names: list[str]
@@ -47,7 +47,7 @@ class Meeting(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def share(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]: ...
+    def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class RankContext:
     """What a check knows of the rank that it looks from.
 
     Args:
-      place: what the launcher said.
+      environment: what the launcher said.
       hosts: rank -> host, of the ranks that can talk to each other.
-      meeting: to talk to them; a check has one of its own, which a check that hangs cannot disturb.
+      control: to talk to them; a check has one of its own, which a check that hangs cannot disturb.
       comm: of all ranks, as mpi4py has it; None where this process is alone.
       environ: the environment.
       run_dir: the folder that runs shall be in.
@@ -67,9 +67,9 @@ class RankContext:
       seats_problem: why they do not make up islands; None where they do.
     """
 
-    place: RankEnvironment
+    environment: RankEnvironment
     hosts: tuple[str, ...]
-    meeting: Meeting
+    control: ControlChannel
     comm: Any
     environ: Mapping[str, str]
     run_dir: Path
@@ -81,7 +81,7 @@ class RankContext:
     @property
     def rank(self) -> int:
         """Among those that can talk to each other."""
-        return self.meeting.rank
+        return self.control.rank
 
     @property
     def is_first_on_host(self) -> bool:

@@ -62,7 +62,7 @@ def examine(
 
     Args:
       checks: by name, in order.
-      heres: of the examination itself, then of each check: a meeting of its own each.
+      heres: of the examination itself, then of each check: a control of its own each.
       slack_seconds: see `SLACK_SECONDS`.
 
     Returns:
@@ -72,13 +72,13 @@ def examine(
     rows: list[Row] = []
     seconds: dict[str, float] = {}
     kept: dict[str, dict[str, Facts]] = {}
-    present, hung = list(range(here.meeting.size)), False
+    present, hung = list(range(here.control.size)), False
     for (name, check), own in zip(checks.items(), others, strict=True):
         mine = attempt(check, own)
         answers, missing = _gather(here, name, mine, check.limit_seconds + slack_seconds)
         hung = hung or any(answer["hung"] for answer in answers.values())
         seconds[name] = max(answer["seconds"] for answer in answers.values())
-        kept[name] = {here.meeting.names[rank]: answer["facts"] for rank, answer in answers.items()}
+        kept[name] = {here.control.names[rank]: answer["facts"] for rank, answer in answers.items()}
         rows += judged(name, check, here, answers)
         if missing is not None:
             left = list(checks)[list(checks).index(name) + 1 :]
@@ -117,17 +117,17 @@ def _gather(
     here: RankContext, name: str, mine: Facts, patience_seconds: float
 ) -> tuple[dict[int, Facts], Any]:
     """Rank -> answer, and the error that names who did not come."""
-    if here.meeting.size == 1:
+    if here.control.size == 1:
         return {0: mine}, None
     try:
-        return dict(enumerate(here.meeting.share(name, mine, patience_seconds))), None
+        return dict(enumerate(here.control.all_gather(name, mine, patience_seconds))), None
     except RankTimeout as missing:
         return missing.found, missing
 
 
 def judged(name: str, check: Check, here: RankContext, answers: Mapping[int, Facts]) -> list[Row]:
     """The rows of a check: of its judge, and of the ranks where it failed."""
-    called = here.meeting.names
+    called = here.control.names
     told = [
         RankFacts(rank=rank, name=called[rank], host=here.hosts[rank], facts=answer["facts"])
         for rank, answer in sorted(answers.items())

@@ -47,7 +47,7 @@ def mount_of(path: Path, mounts: str) -> Facts:
         source, where, kind, options, *_ = line.split(" ")
         # spaces and tabs are written in octal
         where = where.encode().decode("unicode_escape")
-        # of two on one place the later one is seen
+        # of two mounts on one path the later one is visible
         if path.is_relative_to(where) and len(where) >= longest:
             longest = len(where)
             found = {"type": kind, "source": source, "read_only": "ro" in options.split(",")}
@@ -98,7 +98,7 @@ def attempt(one: Callable[[Path], Facts], folder: Path) -> Facts:
 
 
 def rename(folder: Path) -> Facts:
-    """Whether a new file takes the place of an old one at once, and a whole folder gets its final name."""
+    """Whether a new file replaces an old one at once, and a whole folder can be renamed."""
     old, new = folder / "old", folder / "new"
     old.write_text("old")
     new.write_text("new")

@@ -84,14 +84,14 @@ def _open(here: RankContext) -> tuple[Facts, Path | None]:
 
 def _together(here: RankContext, mine: Path | None) -> Facts:
     """Rank 0 holds a lock in its folder; the others look for it and leave a file, which rank 0 looks for."""
-    if here.meeting.size == 1:
+    if here.control.size == 1:
         return {}
     first = here.rank == 0
     held = (mine / "held").open("w") if first and mine is not None else None
     try:
         if held is not None:
             _lock(held)
-        theirs = here.meeting.share("files", str(mine) if mine is not None else None)[0]
+        theirs = here.control.all_gather("files", str(mine) if mine is not None else None)[0]
         if theirs is None:
             return {}
         facts: Facts = {}
@@ -99,15 +99,15 @@ def _together(here: RankContext, mine: Path | None) -> Facts:
             facts["sees_seconds"] = wait_for(Path(theirs) / "held")
             facts["sees_lock"] = facts["sees_seconds"] is not None and _sees_lock(Path(theirs) / "held")
             attempt(lambda folder: (folder / f"seen-by-{here.rank}").touch() or {}, Path(theirs))
-        here.meeting.share("files are seen")
+        here.control.all_gather("files are seen")
         if first:
             began = time.monotonic()
-            names = {rank: Path(theirs) / f"seen-by-{rank}" for rank in range(1, here.meeting.size)}
+            names = {rank: Path(theirs) / f"seen-by-{rank}" for rank in range(1, here.control.size)}
             left = lambda: SEEN_SECONDS - (time.monotonic() - began)  # noqa: E731
             facts["unseen"] = [
                 rank for rank, path in names.items() if wait_for(path, max(left(), 0.0)) is None
             ]
-        here.meeting.share("files are counted")
+        here.control.all_gather("files are counted")
         return facts
     finally:
         if held is not None:

@@ -43,7 +43,7 @@ def look(here: RankContext) -> Facts:
         "pairs": {f"{a} - {b}": permute(devices, a, b, num_bytes) for a, b in sampled(len(devices))},
         "all_reduce": all_reduce(devices, num_bytes) if len(devices) > 1 else None,
     }
-    here.meeting.share("devices are measured")
+    here.control.all_gather("devices are measured")
     if here.comm is None:
         return facts
     facts["partners"] = _ranks(here)

@@ -45,13 +45,15 @@ tell(moved=bool((x == y).all()))
 def look(here: RankContext) -> Facts:
     """What started this rank; on the first of each host also which MPIs there are, and whether they work."""
     facts: Facts = {
-        "launcher": here.place.launcher,
-        "told": [here.place.rank, here.place.size],
+        "launcher": here.environment.launcher,
+        "told": [here.environment.rank, here.environment.size],
         "problem": here.problem,
         "seats_problem": here.seats_problem,
         "pmi": pmi_interface(here.environ),
-        "strange": [n for n in OTHER_LAUNCHERS if n in here.environ] if here.place.launcher == "none" else [],
-        "tasks_of_job": _tasks_of_job(here.environ) if here.place.launcher == "none" else 1,
+        "strange": [n for n in OTHER_LAUNCHERS if n in here.environ]
+        if here.environment.launcher == "none"
+        else [],
+        "tasks_of_job": _tasks_of_job(here.environ) if here.environment.launcher == "none" else 1,
     }
     if here.is_first_on_host and (absent := not_installed()):
         facts["absent"] = absent

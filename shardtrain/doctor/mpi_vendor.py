@@ -35,7 +35,7 @@ def fit(launcher: str, library: str) -> bool:
     return library == "other" or (launcher == "openmpi") == (library == "openmpi")
 
 
-def launch_problem(place: RankEnvironment, environ: Mapping[str, str]) -> str | None:
+def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> str | None:
     """Why MPI would not start in this rank, or leave it alone; None where nothing speaks against it.
 
     The library is asked in a child that no launcher started: in a rank of another MPI it may end the process.
@@ -45,12 +45,12 @@ def launch_problem(place: RankEnvironment, environ: Mapping[str, str]) -> str | 
     if "library" not in told:
         return f"mpi4py does not start: {told['died']}"
     # srun and flux start the ranks of any MPI
-    launcher = LAUNCHERS[place.launcher].mpi_vendor
+    launcher = LAUNCHERS[environment.launcher].mpi_vendor
     if launcher is None or fit(launcher, flavour(told["library"])):
         return None
     version = told["library"].splitlines()[0]
     return (
-        f"the ranks were started by {place.launcher}, and mpi4py belongs to another MPI"
+        f"the ranks were started by {environment.launcher}, and mpi4py belongs to another MPI"
         f" ({version.strip()}): it"
-        f" would not start, or each of {place.size} ranks would be alone"
+        f" would not start, or each of {environment.size} ranks would be alone"
     )

@@ -24,13 +24,13 @@ def look(here: RankContext) -> Facts:
     machine = Path("/proc/sys/kernel/random/boot_id")
     mine = {
         "name": name,
-        "launcher_name": here.place.host,
+        "launcher_name": here.environment.host,
         "machine": machine.read_text().strip() if machine.exists() else "",
         "own": resolve(name),
     }
-    names = [other for other in dict.fromkeys(here.meeting.share("names", name)) if other != name]
+    names = [other for other in dict.fromkeys(here.control.all_gather("names", name)) if other != name]
     others = {other: resolve(other) for other in names[:MOST_HOSTS]} if here.is_first_on_host else {}
-    here.meeting.share("names are looked up")
+    here.control.all_gather("names are looked up")
     # all ranks come out of this within milliseconds
     return mine | {"others": others, "clock": time.time()}
 

@@ -24,8 +24,8 @@ def look(here: RankContext) -> Facts:
     """Listen on a port that the system chooses, and connect to those of the other hosts."""
     facts: Facts = {"listens": None, "connects": {}}
     if not here.is_first_on_host:
-        here.meeting.share("ports", None)
-        here.meeting.share("ports are tried")
+        here.control.all_gather("ports", None)
+        here.control.all_gather("ports are tried")
         return facts
     with socket.socket() as server:
         try:
@@ -36,13 +36,13 @@ def look(here: RankContext) -> Facts:
             facts["listens"], port = str(error), 0
         alone = len(here.first_ranks) == 1
         mine = {"address": "127.0.0.1" if alone else socket.gethostname(), "port": port}
-        everyone = here.meeting.share("ports", mine)
+        everyone = here.control.all_gather("ports", mine)
         for host in partners(list(here.first_ranks), here.hosts[here.rank]):
             there = everyone[here.first_ranks[host]]
             if there["port"]:
                 facts["connects"][host] = connect(there["address"], there["port"])
         # nobody closes a port that another still tries
-        here.meeting.share("ports are tried")
+        here.control.all_gather("ports are tried")
     return facts
 
 

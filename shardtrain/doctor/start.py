@@ -11,20 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardtrain.doctor.check import Meeting
+from shardtrain.doctor.check import ControlChannel
 from shardtrain.doctor.mpi_vendor import launch_problem
 from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes, seat_problem
 
 
 class Alone:
-    """A meeting of one."""
+    """The control channel of a process that is alone."""
 
     def __init__(self, name: str) -> None:
         self.names = [name]
         self.rank, self.size = 0, 1
 
-    def share(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
+    def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
         """The value."""
         return [value]
 
@@ -34,14 +34,14 @@ class Started:
     """What became of the start.
 
     Args:
-      meetings: one for `examine`, and one for each check.
+      controls: one for `examine`, and one for each check.
       hosts: rank -> host.
       comm: of all ranks; None: alone.
       problem: why ranks that were launched cannot talk.
       seats_problem: why they do not make up islands.
     """
 
-    meetings: tuple[Meeting, ...]
+    controls: tuple[ControlChannel, ...]
     hosts: tuple[str, ...]
     comm: Any
     problem: str | None = None
@@ -49,26 +49,26 @@ class Started:
 
 
 def start(
-    place: RankEnvironment, environ: Mapping[str, str], num_meetings: int, patience_seconds: float
+    environment: RankEnvironment, environ: Mapping[str, str], num_controls: int, patience_seconds: float
 ) -> Started:
     """Bring the ranks together.
 
     Args:
-      place: what the launcher said.
+      environment: what the launcher said.
       environ: the environment.
-      num_meetings: how many are needed.
+      num_controls: how many are needed.
       patience_seconds: how long the others may take to come, and MPI to start.
 
     Raises:
       bridge.RankTimeout: a rank did not come, although MPI started on it.
     """
-    name = f"rank {place.rank} (host {place.host})" if place.size > 1 else place.host
-    alone = Started(meetings=(Alone(name),) * num_meetings, hosts=(place.host,), comm=None)
-    if place.size == 1:
+    name = f"rank {environment.rank} (host {environment.host})" if environment.size > 1 else environment.host
+    alone = Started(controls=(Alone(name),) * num_controls, hosts=(environment.host,), comm=None)
+    if environment.size == 1:
         return alone
-    if problem := launch_problem(place, environ):
+    if problem := launch_problem(environment, environ):
         return _with(alone, problem)
-    who = f"rank {place.rank} of {place.size} (host {place.host})"
+    who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
     with last_words(who, 2 * patience_seconds):
         from shardtrain.islands.bridge import Control, world
         from shardtrain.islands.membership import other_mpi_text, rank_name
@@ -77,27 +77,27 @@ def start(
             comm = world()
         except ValueError as problem:
             return _with(alone, str(problem))
-        if (comm.rank, comm.size) != (place.rank, place.size):
-            return _with(alone, other_mpi_text(place, comm.rank, comm.size))
-        meetings = tuple(Control(comm) for _ in range(num_meetings))
-        hosts = meetings[0].share("start", place.host, patience_seconds)
+        if (comm.rank, comm.size) != (environment.rank, environment.size):
+            return _with(alone, other_mpi_text(environment, comm.rank, comm.size))
+        controls = tuple(Control(comm) for _ in range(num_controls))
+        hosts = controls[0].all_gather("start", environment.host, patience_seconds)
     problem, names = None, [f"rank {rank} (host {host})" for rank, host in enumerate(hosts)]
     try:
         processes = parse_processes(environ.get(PROCESSES, "1"))
-        problem = seat_problem(place.size, processes)
+        problem = seat_problem(environment.size, processes)
     except ValueError as error:
         problem, processes = str(error), 1
     if problem is None:
-        seats = [find_seat(rank, place.size, processes) for rank in range(place.size)]
+        seats = [find_seat(rank, environment.size, processes) for rank in range(environment.size)]
         names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
-    for meeting in meetings:
-        meeting.names = names
-        meeting.patience_seconds = patience_seconds
-    return Started(meetings=meetings, hosts=tuple(hosts), comm=comm, seats_problem=problem)
+    for control in controls:
+        control.names = names
+        control.patience_seconds = patience_seconds
+    return Started(controls=controls, hosts=tuple(hosts), comm=comm, seats_problem=problem)
 
 
 def _with(alone: Started, problem: str) -> Started:
-    return Started(meetings=alone.meetings, hosts=alone.hosts, comm=None, problem=problem)
+    return Started(controls=alone.controls, hosts=alone.hosts, comm=None, problem=problem)
 
 
 def late_text(who: str, after_seconds: float) -> str:

@@ -24,7 +24,7 @@ def share(things: Sequence, index: int, parts: int) -> list:
 
 
 def device_environment(
-    place: RankEnvironment, environ: Mapping[str, str], num_gpus: int | None = None
+    environment: RankEnvironment, environ: Mapping[str, str], num_gpus: int | None = None
 ) -> dict[str, str]:
     """Return the variables to set before jax starts, so that the ranks on one host share its GPUs.
 
@@ -34,42 +34,42 @@ def device_environment(
     than ranks, ranks share one, and its memory.
 
     Args:
-      place: of this rank; nothing is set if its local rank is None.
+      environment: of this rank; nothing is set if its local rank is None.
       environ: the environment.
       num_gpus: number of GPUs on this host; None counts them.
 
     Returns:
       CUDA_VISIBLE_DEVICES, and the fraction of memory per process where ranks share a GPU.
 
-    >>> place = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
-    >>> device_environment(place, {}, num_gpus=4)
+    >>> environment = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
+    >>> device_environment(environment, {}, num_gpus=4)
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     """
-    if place.local_rank is None or place.local_size in (None, 1) or environ.get(BIND) == "no":
+    if environment.local_rank is None or environment.local_size in (None, 1) or environ.get(BIND) == "no":
         return {}
-    if environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu" or _gpus_are_bound(place, environ):
+    if environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu" or _gpus_are_bound(environment, environ):
         return {}
-    assert place.local_size is not None
+    assert environment.local_size is not None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         gpus = [str(i) for i in range(_count_gpus() if num_gpus is None else num_gpus)]
     else:
         gpus = [name for name in visible.split(",") if name]
-        if len(gpus) < place.local_size:
+        if len(gpus) < environment.local_size:
             return {}
     if not gpus:
         return {}
-    if len(gpus) >= place.local_size:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(share(gpus, place.local_rank, place.local_size))}
-    sharing = -(-place.local_size // len(gpus))
+    if len(gpus) >= environment.local_size:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(share(gpus, environment.local_rank, environment.local_size))}
+    sharing = -(-environment.local_size // len(gpus))
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.75 / sharing:.3f}"}
-    return {"CUDA_VISIBLE_DEVICES": gpus[place.local_rank % len(gpus)]} | {
+    return {"CUDA_VISIBLE_DEVICES": gpus[environment.local_rank % len(gpus)]} | {
         name: value for name, value in memory.items() if name not in environ
     }
 
 
-def _gpus_are_bound(place: RankEnvironment, environ: Mapping[str, str]) -> bool:
-    names = LAUNCHERS[place.launcher].gpu_binding if place.launcher in LAUNCHERS else ()
+def _gpus_are_bound(environment: RankEnvironment, environ: Mapping[str, str]) -> bool:
+    names = LAUNCHERS[environment.launcher].gpu_binding if environment.launcher in LAUNCHERS else ()
     return any(environ.get(name, "none") != "none" for name in names)
 
 
@@ -78,7 +78,7 @@ def _count_gpus() -> int:
 
 
 def bind_cpus(
-    place: RankEnvironment, environ: Mapping[str, str] | None = None, usable: set[int] | None = None
+    environment: RankEnvironment, environ: Mapping[str, str] | None = None, usable: set[int] | None = None
 ) -> set[int] | None:
     """Return the cores for this rank: an even share, by local rank, of those that it may use.
 
@@ -86,7 +86,7 @@ def bind_cpus(
     Hardware threads of a core stay together.
 
     Args:
-      place: of this rank.
+      environment: of this rank.
       environ: the environment; None: of this process.
       usable: cores of the host or of its container; None asks the system.
 
@@ -95,22 +95,22 @@ def bind_cpus(
       are fewer cores than ranks, or SHARDTRAIN_BIND=no.
     """
     environ = os.environ if environ is None else environ
-    if place.local_rank is None or place.local_size in (None, 1) or environ.get(BIND) == "no":
+    if environment.local_rank is None or environment.local_size in (None, 1) or environ.get(BIND) == "no":
         return None
-    assert place.local_size is not None
+    assert environment.local_size is not None
     if not hasattr(os, "sched_getaffinity"):
         return None
     mine = os.sched_getaffinity(0)
-    if _cores_are_bound(place, environ, mine, _usable() if usable is None else usable):
+    if _cores_are_bound(environment, environ, mine, _usable() if usable is None else usable):
         return None
-    cores = share(sorted(mine, key=_core), place.local_rank, place.local_size)
-    return set(cores) if len(mine) >= place.local_size else None
+    cores = share(sorted(mine, key=_core), environment.local_rank, environment.local_size)
+    return set(cores) if len(mine) >= environment.local_size else None
 
 
 def _cores_are_bound(
-    place: RankEnvironment, environ: Mapping[str, str], mine: set[int], usable: set[int]
+    environment: RankEnvironment, environ: Mapping[str, str], mine: set[int], usable: set[int]
 ) -> bool:
-    name = LAUNCHERS[place.launcher].cpu_binding if place.launcher in LAUNCHERS else None
+    name = LAUNCHERS[environment.launcher].cpu_binding if environment.launcher in LAUNCHERS else None
     if name is not None:
         return environ.get(name, "none") not in ("", "none")
     return mine < usable

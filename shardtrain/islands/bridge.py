@@ -143,7 +143,7 @@ class Control:
       names: rank -> how people call it, such as "island 1 (host b)".
       patience_seconds: how long to wait for the others, unless a call says otherwise.
       report: called once with a line when a wait takes longer than `REPORT_SECONDS`.
-      marks: where this process is; the meeting is marked there.
+      activity: where this process is; the meeting is marked there.
     """
 
     REPORT_SECONDS = 30.0
@@ -154,10 +154,10 @@ class Control:
         names: Sequence[str] | None = None,
         patience_seconds: float = 1800.0,
         report: Callable[[str], None] = lambda text: None,
-        marks: ActivityRecord | None = None,
+        activity: ActivityRecord | None = None,
     ) -> None:
         self._comm = comm.Dup()
-        self.marks = marks or ActivityRecord()
+        self.activity = activity or ActivityRecord()
         self.names = list(names or (f"rank {rank}" for rank in range(comm.size)))
         self.patience_seconds = patience_seconds
         self.report = report
@@ -173,7 +173,7 @@ class Control:
         """How many ranks there are."""
         return self._comm.size
 
-    def share(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
+    def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
         """Give every rank's value to every rank; nobody goes on before all have come.
 
         Args:
@@ -193,17 +193,17 @@ class Control:
         message = json.dumps([name, value]).encode()
         sent = [self._comm.Isend(message, rank, tag) for rank in range(self.size) if rank != self.rank]
         found: dict[int, Any] = {self.rank: [name, json.loads(message)[1]]}
-        self.marks.meetings += 1
-        with self.marks.at(name, waits=True):
+        self.activity.num_collectives += 1
+        with self.activity.at(name, waits=True):
             self._receive(name, tag, found, patience)
         elsewhere = {rank: there for rank, (there, _) in sorted(found.items()) if there != name}
         if elsewhere:
             places = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
             here = _values(name, found)
             raise RankTimeout(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere), here)
-        with self.marks.at(f"{name}: sending", waits=True):
+        with self.activity.at(f"{name}: sending", waits=True):
             MPI.Request.Waitall(sent)
-        self.marks.last_met = name
+        self.activity.last_collective = name
         return [found[rank][1] for rank in range(self.size)]
 
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
@@ -219,7 +219,7 @@ class Control:
             waited = time.monotonic() - began
             missing = [rank for rank in range(self.size) if rank not in found]
             if waited > KNOWN_SECONDS:
-                self.marks.missing(tuple(missing))
+                self.activity.awaits(tuple(missing))
             if waited > patience:
                 text = missing_text(name, [self.names[rank] for rank in missing], waited)
                 raise RankTimeout(text, missing, _values(name, found))

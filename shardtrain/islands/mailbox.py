@@ -27,8 +27,8 @@ class Mailbox:
       names: rank -> how people call it.
       patience_seconds: how long to wait for a message.
       report: called with a line when a wait takes longer than `REPORT_SECONDS`.
-      marks: where this process is; every wait is marked there.
-      ranks: stage -> its rank among all, for the marks.
+      activity: where this process is; every wait is marked there.
+      ranks: stage -> its rank among all, for the activity.
     """
 
     REPORT_SECONDS = 30.0
@@ -39,10 +39,10 @@ class Mailbox:
         names: Sequence[str],
         patience_seconds: float = 1800.0,
         report: Callable[[str], None] = lambda text: None,
-        marks: ActivityRecord | None = None,
+        activity: ActivityRecord | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        self._marks, self._ranks = marks or ActivityRecord(), tuple(ranks)
+        self._activity, self._ranks = activity or ActivityRecord(), tuple(ranks)
         self._comm = comm.Dup()
         self._names, self.patience_seconds, self._report = list(names), patience_seconds, report
         self._largest_tag = self._comm.Get_attr(MPI.TAG_UB) or 32767
@@ -85,7 +85,7 @@ class Mailbox:
           RankTimeout: it did not come in time.
           RuntimeError: what was to be sent from here could not be computed.
         """
-        with self._marks.at(what, waits=True, waits_for=self._ranks[source : source + 1]):
+        with self._activity.at(what, waits=True, waits_for=self._ranks[source : source + 1]):
             return self._received(shape, dtype, source, tag, what)
 
     def _received(self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str) -> np.ndarray:

@@ -43,7 +43,7 @@ class Islands:
 
     Args:
       seat: of this process.
-      place: what the launcher said.
+      environment: what the launcher said.
       control: named messages between all ranks.
       comm: of all ranks; what is sent goes through duplicates of it.
       first_ranks: island -> the rank of its first process.
@@ -52,7 +52,7 @@ class Islands:
     """
 
     seat: Seat
-    place: RankEnvironment
+    environment: RankEnvironment
     control: "Control"
     comm: "MPI.Comm"
     first_ranks: tuple[int, ...]
@@ -62,18 +62,18 @@ class Islands:
     @property
     def is_first(self) -> bool:
         """This is the process that speaks and writes for all."""
-        return self.place.rank == 0
+        return self.environment.rank == 0
 
-    def from_first(self, name: str, value: Any = None) -> Any:
+    def broadcast(self, name: str, value: Any = None) -> Any:
         """What rank 0 says, on every rank."""
-        return self.control.share(name, value if self.is_first else None)[0]
+        return self.control.all_gather(name, value if self.is_first else None)[0]
 
-    def by_island(self, name: str, value: Any) -> list[Any]:
+    def all_gather_islands(self, name: str, value: Any) -> list[Any]:
         """What the first process of each island says."""
-        values = self.control.share(name, value)
+        values = self.control.all_gather(name, value)
         return [values[rank] for rank in self.first_ranks]
 
-    def crossing(
+    def transfer(
         self, mesh: Mesh, across: Across = Across(), on_device: bool = False, stage: int = 0
     ) -> Transfer:
         """The way from this island's mesh to the others; all ranks must make it together.
@@ -89,14 +89,14 @@ class Islands:
         from shardtrain.islands.bridge import MpiGroup
 
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
-        num_lanes = min(self.control.share("devices", len(devices)))
+        num_lanes = min(self.control.all_gather("devices", len(devices)))
         groups = []
         for device in devices[:num_lanes]:
             mine = device.process_index == jax.process_index()
             comm = self.comm.Split(stage if mine else MPI.UNDEFINED, self.seat.island)
             groups.append(MpiGroup(comm, across.reduce) if mine else None)
         caps = (across.bucket_bytes, across.first_bucket_bytes)
-        return Transfer(mesh, groups, *caps, on_device, self.control.marks)
+        return Transfer(mesh, groups, *caps, on_device, self.control.activity)
 
     def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
         """Messages between the stages of a pipeline; all ranks must make it together.
@@ -109,25 +109,25 @@ class Islands:
         from shardtrain.islands.mailbox import Mailbox
 
         comm = self.comm.Split(replica, stage)
-        ranks = comm.allgather(self.place.rank)
+        ranks = comm.allgather(self.environment.rank)
         names = [self.control.names[rank] for rank in ranks]
         control = self.control
-        return Mailbox(comm, names, patience_seconds, control.report, control.marks, ranks)
+        return Mailbox(comm, names, patience_seconds, control.report, control.activity, ranks)
 
 
 def join(
     environ: Mapping[str, str] | None = None,
     report: Callable[[str], None] | None = None,
-    marks: ActivityRecord | None = None,
+    activity: ActivityRecord | None = None,
 ) -> Islands | None:
-    """Find this process's place among those that were launched, before jax starts.
+    """Join the processes that were launched with this one, before jax starts; return their membership.
 
     Where an island has several processes, `jax.distributed` joins them.
 
     Args:
       environ: by default that of this process.
       report: told when the start takes long, and who is missing.
-      marks: where this process is, for its watchdog.
+      activity: where this process is, for its watchdog.
 
     Returns:
       None where this process is alone.
@@ -137,30 +137,33 @@ def join(
       bridge.RankTimeout: a rank did not come.
     """
     environ = os.environ if environ is None else environ
-    place = find_rank_environment(environ)
-    if place.size == 1:
+    environment = find_rank_environment(environ)
+    if environment.size == 1:
         return None
     from shardtrain.islands.bridge import Control, world
 
     comm = world()
-    if (comm.rank, comm.size) != (place.rank, place.size):
-        raise ValueError(other_mpi_text(place, comm.rank, comm.size))
+    if (comm.rank, comm.size) != (environment.rank, environment.size):
+        raise ValueError(other_mpi_text(environment, comm.rank, comm.size))
     processes = parse_processes(environ.get(PROCESSES, "1"))
-    seats = [find_seat(rank, place.size, processes) for rank in range(place.size)]
-    control = Control(comm, report=report or (lambda text: None), marks=marks)
-    found = control.share("start", [place.host, os.getpid()], START_SECONDS)
+    seats = [find_seat(rank, environment.size, processes) for rank in range(environment.size)]
+    control = Control(comm, report=report or (lambda text: None), activity=activity)
+    found = control.all_gather("start", [environment.host, os.getpid()], START_SECONDS)
     hosts, pids = zip(*found, strict=True)
     control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
     unlink_shared_memory()
-    seat = seats[place.rank]
-    if place.local_rank is None:
-        local = {"local_rank": hosts[: place.rank].count(place.host), "local_size": hosts.count(place.host)}
-        os.environ.update(device_environment(replace(place, **local), environ))
-    _join_processes(seat, comm, place.host)
+    seat = seats[environment.rank]
+    if environment.local_rank is None:
+        local = {
+            "local_rank": hosts[: environment.rank].count(environment.host),
+            "local_size": hosts.count(environment.host),
+        }
+        os.environ.update(device_environment(replace(environment, **local), environ))
+    _join_processes(seat, comm, environment.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
     return Islands(
         seat=seat,
-        place=place,
+        environment=environment,
         control=control,
         comm=comm,
         first_ranks=first_ranks,
@@ -180,22 +183,22 @@ def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def make_watchdog(watch: Watch, marks: ActivityRecord, stacks: Path, islands: Islands | None) -> Watchdog:
+def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands: Islands | None) -> Watchdog:
     """The watchdog of this process; all ranks must make it together.
 
     Args:
       watch: the limits.
-      marks: where this process is.
+      activity: where this process is.
       stacks: the file for stacks.
       islands: None for one that is alone.
     """
     if islands is None:
         host = socket.gethostname()
-        return Watchdog(watch, marks, stacks, [Peer(f"the run on host {host}", host, os.getpid())])
+        return Watchdog(watch, activity, stacks, [Peer(f"the run on host {host}", host, os.getpid())])
     from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel
 
     peers = [Peer(*each) for each in zip(islands.control.names, islands.hosts, islands.pids, strict=True)]
-    return Watchdog(watch, marks, stacks, peers, HeartbeatChannel(islands.comm))
+    return Watchdog(watch, activity, stacks, peers, HeartbeatChannel(islands.comm))
 
 
 def _join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
@@ -256,18 +259,18 @@ def rank_name(seat: Seat, host: str) -> str:
     return f"island {seat.island}{process} (host {host})"
 
 
-def other_mpi_text(place: RankEnvironment, rank: int, size: int) -> str:
-    """The launcher and mpi4py do not know each other.
+def other_mpi_text(environment: RankEnvironment, rank: int, size: int) -> str:
+    """Return the message for a launcher and an mpi4py that belong to different MPIs.
 
-    >>> place = RankEnvironment(launcher="openmpi", rank=1, size=4, local_rank=1, local_size=4, host="a")
-    >>> other_mpi_text(place, 0, 1)[:64]
+    >>> numbers = {"rank": 1, "size": 4, "local_rank": 1, "local_size": 4}
+    >>> other_mpi_text(RankEnvironment(launcher="openmpi", host="a", **numbers), 0, 1)[:64]
     'the launcher (openmpi) says rank 1 of 4, but MPI says rank 0 of '
     """
     return (
-        f"the launcher ({place.launcher}) says rank {place.rank} of {place.size}, but MPI says rank {rank} of"
-        f" {size}: mpi4py and the launcher belong to different MPIs. Use the mpiexec that stands beside this"
-        " Python, or install mpi4py and mpi4jax for the launcher's MPI (README, Installing);"
-        " srun needs --mpi=pmi2 or --mpi=pmix"
+        f"the launcher ({environment.launcher}) says rank {environment.rank} of {environment.size}, but MPI"
+        f" says rank {rank} of {size}: mpi4py and the launcher belong to different MPIs. Use the mpiexec"
+        " that stands beside this Python, or install mpi4py and mpi4jax for the launcher's MPI (README,"
+        " Installing); srun needs --mpi=pmi2 or --mpi=pmix"
     )
 
 
@@ -276,16 +279,16 @@ def binding(islands: Islands) -> list[dict[str, Any]]:
     devices = jax.local_devices()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     mine = {
-        "rank": islands.place.rank,
+        "rank": islands.environment.rank,
         "island": islands.seat.island,
         "process": islands.seat.process,
-        "host": islands.place.host,
+        "host": islands.environment.host,
         "pid": os.getpid(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "ids": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         "cores": cores,
     }
-    return islands.control.share("binding", mine)
+    return islands.control.all_gather("binding", mine)
 
 
 PROBE = """
@@ -334,7 +337,7 @@ def decide_device_memory(
     # of several processes, two could start a gather of jax and a message of MPI in opposite orders
     possible = wanted != "host" and platform == "gpu" and islands.seat.num_processes == 1
     able = possible and probe()
-    all_able = islands.control.share("device memory", able)
+    all_able = islands.control.all_gather("device memory", able)
     if wanted == "device" and not all(all_able):
         names = [name for name, able in zip(islands.control.names, all_able, strict=True) if not able]
         raise ValueError(

@@ -44,7 +44,7 @@ class Transfer:
       cap_bytes: a bucket is closed when it holds as much.
       first_bytes: the same, of the first bucket, which should leave early.
       on_device: MPI is given device memory; else arrays go through the host's.
-      marks: where this process is; every bucket is marked there.
+      activity: where this process is; every bucket is marked there.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Transfer:
         cap_bytes: int = CAP_BYTES,
         first_bytes: int = FIRST_BYTES,
         on_device: bool = False,
-        marks: ActivityRecord | None = None,
+        activity: ActivityRecord | None = None,
     ) -> None:
-        self._marks = marks or ActivityRecord()
+        self._activity = activity or ActivityRecord()
         self.mesh = mesh
         self._caps = (cap_bytes, first_bytes)
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
@@ -114,7 +114,7 @@ class Transfer:
         return self._thread.submit(lambda: self._crossed(what, compiled, mine))
 
     def _crossed(self, what: str, compiled: Any, arrays: Any) -> Any:
-        with self._marks.on_bridge(what):
+        with self._activity.on_bridge(what):
             return jax.block_until_ready(compiled(arrays))
 
     def land(self, number: int, arrays: Any, like: Any) -> Any:

@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not program:
         parser.error("the program is missing: LOGS -- python -m shardtrain train ...")
     try:
-        place = find_rank_environment(os.environ)
+        environment = find_rank_environment(os.environ)
         processes = parse_processes(os.environ.get(PROCESSES, "1"))
-        seat = find_seat(place.rank, place.size, processes)
+        seat = find_seat(environment.rank, environment.size, processes)
     except ValueError as mistake:
         terminal.err(f"shardtrain.launch.rank: {mistake}\n")
         return MISTAKE
-    return Keeper(options.logs, place, seat, signal.Signals[f"SIG{options.usr1}"]).run(program)
+    return Keeper(options.logs, environment, seat, signal.Signals[f"SIG{options.usr1}"]).run(program)
 
 
 def _split(arguments: Sequence[str]) -> list:
@@ -65,14 +65,14 @@ def _split(arguments: Sequence[str]) -> list:
     return [arguments[:at], *arguments[at + 1 :]]
 
 
-def prefix(place: RankEnvironment, seat: Seat) -> str:
+def prefix(environment: RankEnvironment, seat: Seat) -> str:
     """What stands before the lines of a rank; nothing at the first, whose output stays as it is.
 
-    >>> place = RankEnvironment(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
-    >>> prefix(place, Seat(island=1, num_islands=2, process=0, num_processes=2))
+    >>> environment = RankEnvironment(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
+    >>> prefix(environment, Seat(island=1, num_islands=2, process=0, num_processes=2))
     '[island 1.0] '
     """
-    if place.rank == 0:
+    if environment.rank == 0:
         return ""
     return f"[island {island_name(seat.island, seat.process, seat.num_processes)}] "
 
@@ -85,21 +85,21 @@ def island_name(island: int, process: int, num_processes: int) -> str:
 class Keeper:
     """Runs one program: its output into the log, signals on to it, its end into a record."""
 
-    def __init__(self, logs: Path, place: RankEnvironment, seat: Seat, usr1: signal.Signals) -> None:
-        self._place, self._usr1 = place, usr1
+    def __init__(self, logs: Path, environment: RankEnvironment, seat: Seat, usr1: signal.Signals) -> None:
+        self._environment, self._usr1 = environment, usr1
         logs.mkdir(parents=True, exist_ok=True)
-        self._log = logs / f"rank-{place.rank}.log"
-        self._record_path = logs / f"rank-{place.rank}.json"
+        self._log = logs / f"rank-{environment.rank}.log"
+        self._record_path = logs / f"rank-{environment.rank}.json"
         self._step_file = step_file_path(self._record_path).resolve()
         self._lost = self._record_path.with_suffix(LOST)
         for of_an_earlier_start in (self._step_file, self._lost):
             of_an_earlier_start.unlink(missing_ok=True)
         self._log.touch()
         names = ("rank", "size", "host")
-        self._record: dict[str, Any] = {name: getattr(place, name) for name in names} | vars(seat)
+        self._record: dict[str, Any] = {name: getattr(environment, name) for name in names} | vars(seat)
         self._record |= dict.fromkeys(("asked", "code", "signal", "end_seconds"))
         self._record["log_from"] = self._log.stat().st_size
-        self._prefix = prefix(place, seat)
+        self._prefix = prefix(environment, seat)
         self._asked: list[signal.Signals] = []
         self._asked_path = logs / ASKED
         self._child: subprocess.Popen | None = None
@@ -125,7 +125,7 @@ class Keeper:
         while child.poll() is None:
             follow.look()
             # its launcher died and could not end it
-            if self._place.launcher != "none" and os.getppid() != parent:
+            if self._environment.launcher != "none" and os.getppid() != parent:
                 self._record["orphaned"] = True
                 _kill_group(child.pid)
             time.sleep(LOOK_EVERY_SECONDS)

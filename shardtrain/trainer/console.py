@@ -33,7 +33,7 @@ class RunConsole:
     def __init__(self, console: Console | None, islands: Islands | None) -> None:
         is_first = jax.process_index() == 0 if islands is None else islands.is_first
         self.console = (console or Console()) if is_first else Console(quiet=True)
-        self._name = None if is_first or islands is None else islands.control.names[islands.place.rank]
+        self._name = None if is_first or islands is None else islands.control.names[islands.environment.rank]
         self._pending: list[str] = []
         self._progress: Progress | None = None
 

@@ -84,7 +84,7 @@ class Coordination:
                 )
             return batch_shard([batch], 0, mesh, batch_axes, microbatches)
         unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
-        found = self.islands.by_island("rows", [mesh.devices.size, unit])
+        found = self.islands.all_gather_islands("rows", [mesh.devices.size, unit])
         replica = self.islands.seat.island
         if (seats := self.seats) is not None:
             # all stages of a pipeline work on the same rows
@@ -103,7 +103,7 @@ class Coordination:
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
-        return [value] if self.islands is None else self.islands.control.share(name, value)
+        return [value] if self.islands is None else self.islands.control.all_gather(name, value)
 
     def gather_islands(self, name: str, find: Callable[[int], Any]) -> list[Any]:
         """Return what the first process of each island finds, by island, on every rank.
@@ -116,7 +116,7 @@ class Coordination:
             return alone(name, find)
         seat = self.islands.seat
         found = find(seat.island) if seat.process == 0 else None
-        values = self.islands.control.share(name, found, LONG_SECONDS)
+        values = self.islands.control.all_gather(name, found, LONG_SECONDS)
         return [values[rank] for rank in self.islands.first_ranks]
 
     def any_rank(self, question: str, answer: bool) -> bool:
@@ -128,13 +128,13 @@ class Coordination:
         """
         if self.islands is None:
             return answer
-        return any(self.islands.control.share(question, answer, LONG_SECONDS))
+        return any(self.islands.control.all_gather(question, answer, LONG_SECONDS))
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks before a compiled program with MPI, which could not name a missing rank."""
         if self.islands is not None:
             self.timer.end()
-            self.islands.control.share(name, timeout_seconds=LONG_SECONDS)
+            self.islands.control.all_gather(name, timeout_seconds=LONG_SECONDS)
 
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Compare the facts of all ranks, see `agreement.facts`.
@@ -144,7 +144,7 @@ class Coordination:
         """
         if self.islands is not None:
             control = self.islands.control
-            check_agreement(control.share, control.names[control.rank], facts, AGREEMENT_SECONDS)
+            check_agreement(control.all_gather, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
     def vote(self, step: int, own: StepVote, local_steps: int = 1) -> tuple[StepVote, str | None]:
         """All-gather the votes of all ranks after a step.
@@ -163,7 +163,8 @@ class Coordination:
             return StepVote(stop=0, save=False), None
         if self.islands is None:
             return own, None
-        gathered = self.islands.control.share(f"after step {step}", [own, self.timer.take()], LONG_SECONDS)
+        mine = [own, self.timer.take()]
+        gathered = self.islands.control.all_gather(f"after step {step}", mine, LONG_SECONDS)
         self.timer.begin()
         votes = [StepVote(*vote) for vote, _ in gathered]
         saved = [-1 if vote.saved is None else vote.saved for vote in votes]
@@ -178,7 +179,7 @@ class Coordination:
         """Add up (sum, count) pairs, by name, over islands."""
         if self.islands is None or self.seats is not None:
             return dict(sums)  # the stages of a pipeline have added theirs up already
-        by_island = self.islands.by_island(name, {key: list(pair) for key, pair in sums.items()})
+        by_island = self.islands.all_gather_islands(name, {key: list(pair) for key, pair in sums.items()})
         return {
             key: (sum(found[key][0] for found in by_island), sum(found[key][1] for found in by_island))
             for key in by_island[0]
@@ -189,13 +190,13 @@ class Coordination:
         if self.islands is None:
             return work()
         control = self.islands.control
-        hosts = control.share(f"{name}: hosts", self.islands.place.host)
+        hosts = control.all_gather(f"{name}: hosts", self.islands.environment.host)
         turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
         result = None
         for turn in range(max(turns) + 1):
             if turns[control.rank] == turn:
                 result = work()
-            control.share(f"{name}: turn {turn}", timeout_seconds=LONG_SECONDS)
+            control.all_gather(f"{name}: turn {turn}", timeout_seconds=LONG_SECONDS)
         return result
 
     def close(self) -> None:

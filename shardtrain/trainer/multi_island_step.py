@@ -84,7 +84,7 @@ def _make_stage_step(
         crossing=transfer,
         seats=seats,
         mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
-        share=lambda name, value: islands.control.share(name, value, LONG_SECONDS),
+        share=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
         combine=run.strategy.combine,
         learning_rate=setup.learning_rate,
         start_row=loader.shard.start,

@@ -156,7 +156,7 @@ def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     """
     sizes = axis_sizes(run.strategy.layout.mesh, jax.device_count())
     own = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
-    replicas = [own] if islands is None else islands.by_island("replicas", own)
+    replicas = [own] if islands is None else islands.all_gather_islands("replicas", own)
     if run.strategy.across.axis == "pipeline":
         replicas = replicas[:: run.strategy.across.partitions or len(replicas)]
     by = run.strategy.combine.by
@@ -188,7 +188,7 @@ def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Co
     across, platform = run.strategy.across, jax.devices()[0].platform
     on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
     stage = 0 if setup.seats is None else setup.seats.stage
-    transfer = islands.crossing(setup.mesh, across, on_device, stage)
+    transfer = islands.transfer(setup.mesh, across, on_device, stage)
     # the stages of a pipeline take different times by nature, so they are not compared
     stragglers = None if setup.seats else Stragglers(islands.control.names, run.recovery.straggler)
     return Coordination(islands, transfer, setup.seats, stragglers)

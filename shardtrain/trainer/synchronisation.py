@@ -64,7 +64,8 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
     assert coordination.islands is not None
     common = _common(state, own_optimizers)
     paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(common)]
-    prints = coordination.islands.by_island("fingerprints", np.asarray(fingerprints(common)).tolist())
+    mine = np.asarray(fingerprints(common)).tolist()
+    prints = coordination.islands.all_gather_islands("fingerprints", mine)
     if coordination.seats is not None:
         prints = prints[coordination.seats.stage :: coordination.seats.num_stages]
     return [path for path, *found in zip(paths, *prints, strict=True) if len(set(found)) > 1]

@@ -75,7 +75,7 @@ def train(
     folder = run.run_dir or Path("runs/run")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
-    activity = activity or (ActivityRecord() if islands is None else islands.control.marks)
+    activity = activity or (ActivityRecord() if islands is None else islands.control.activity)
     with ExitStack() as stack:
         output = stack.enter_context(RunConsole(console, islands))
         # Set up the run; all islands agree that it is the same, or it ends here.

@@ -121,7 +121,7 @@ def test_help_names_all_launchers_and_the_options_of_one(kind, capsys):
     named = LAUNCHERS[kind[0] if kind else "local"]
     for launcher in LAUNCHERS.values():
         for each in fields(launcher.options):
-            shown = f"--{each.name.replace('_', '-')} " in text
+            shown = re.search(rf"(?m)^\W+--{each.name.replace('_', '-')}[ ,]", text) is not None
             assert shown == (each.name in {own.name for own in fields(named.options)}), each.name
 
 

@@ -15,7 +15,7 @@ from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.report.doctor import doctor_text
 
 ALONE = RankContext(
-    place=find_rank_environment({}), hosts=("a",), meeting=Alone("a"), comm=None, environ={},
+    environment=find_rank_environment({}), hosts=("a",), control=Alone("a"), comm=None, environ={},
     run_dir=Path("runs"), quick=True, given_cores=(),
 )  # fmt: skip
 
@@ -94,13 +94,13 @@ from shardtrain.doctor.check import Check, RankContext
 from shardtrain.doctor.examine import examine
 from shardtrain.doctor.start import start
 from shardtrain.islands.rank_environment import find_rank_environment
-place = find_rank_environment(os.environ)
-started = start(place, os.environ, 3, 30.0)
+environment = find_rank_environment(os.environ)
+started = start(environment, os.environ, 3, 30.0)
 
 def look(here):
     if here.rank == 1 and here.quick:
         raise ValueError("only here")
-    return {"all": here.meeting.share("x", here.rank * 10)}
+    return {"all": here.control.all_gather("x", here.rank * 10)}
 
 def late(here):
     return {}
@@ -114,11 +114,12 @@ def never(told):
 
 one = Check(about="", look=look, judge=judge, limit_seconds=20.0, if_it_hangs="")
 two = dataclasses.replace(one, look=late, judge=never, limit_seconds=0.5)
-heres = [RankContext(place=place, hosts=started.hosts, meeting=meeting, comm=started.comm, environ=os.environ,
-              run_dir=Path("runs"), quick=False, given_cores=()) for meeting in started.meetings]
+heres = [RankContext(environment=environment, hosts=started.hosts, control=control, comm=started.comm,
+              environ=os.environ, run_dir=Path("runs"), quick=False, given_cores=())
+         for control in started.controls]
 examined = examine({"one": one}, heres[:2])
 assert examined.rows == () and examined.present == (0, 1, 2), examined
-if place.rank == 1:
+if environment.rank == 1:
     time.sleep(4.0)
     found = None
 else:

@@ -41,7 +41,7 @@ def rank(probes=None, **changes):
 def here(folder, quick=True):
     alone = Alone("a")
     return RankContext(
-        place=find_rank_environment({}), hosts=("a",), meeting=alone, comm=None, environ={},
+        environment=find_rank_environment({}), hosts=("a",), control=alone, comm=None, environ={},
         run_dir=folder, quick=quick, given_cores=(),
     )  # fmt: skip
 

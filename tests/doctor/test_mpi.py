@@ -140,8 +140,8 @@ def test_a_child_is_no_rank_of_the_run():
 
 def test_a_launcher_of_another_mpi_is_found_before_mpi_starts():
     def problem(launcher):
-        place = RankEnvironment(launcher=launcher, rank=1, size=2, local_rank=1, local_size=2, host="a")
-        return launch_problem(place, os.environ)
+        environment = RankEnvironment(launcher=launcher, rank=1, size=2, local_rank=1, local_size=2, host="a")
+        return launch_problem(environment, os.environ)
 
     assert problem("srun") is None
     problems = [problem("openmpi"), problem("hydra")]

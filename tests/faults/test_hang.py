@@ -37,7 +37,7 @@ def test_of_three_ranks_one_is_stopped(folder, mpirun, started, until):
     named = r"shardtrain watchdog: island 1 \(host \S+\) has not been heard of for \d+ s: its process "
     assert len(re.findall(named, err)) == 1, err
     assert re.search(rf"{named}{pid} is stopped \(by SIGSTOP\)\n", err), err
-    assert re.search(r"its last beat: at (step \d+|the start), in '.*' for", err)
+    assert re.search(r"its last heartbeat: at (step \d+|the start), in '.*' for", err)
     assert re.search(r"island 2 \(host \S+\): at step \d+, in '", err)
     assert "--watch.silence-seconds 1" in err
     stacks = Path("run/stacks.txt").read_text()

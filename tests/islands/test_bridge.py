@@ -28,7 +28,7 @@ for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32, jnp.u
     assert (got[1] == jnp.stack([jnp.full((3, 2), r + 1, dtype) for r in range(size)])).all()
     assert (got[2] == jnp.full((3, 2), size, dtype)).all()
 control = Control(comm, [f"island {r}" for r in range(size)])
-assert control.share("hello", {"rank": rank}) == [{"rank": r} for r in range(size)]
+assert control.all_gather("hello", {"rank": rank}) == [{"rank": r} for r in range(size)]
 print("done")
 """
 
@@ -37,18 +37,18 @@ import time
 from shardtrain.islands.bridge import Control, RankTimeout, world
 comm = world()
 control = Control(comm, ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"])
-control.share("both are here")
+control.all_gather("both are here")
 if comm.rank == 1:
     time.sleep(3)
 else:
     try:
-        control.share("agreement", timeout_seconds=1)
+        control.all_gather("agreement", timeout_seconds=1)
     except RankTimeout as missing:
         print(missing, missing.ranks)
 comm.Barrier()
 late = Control(comm, ["zero", "one", "two"])
 try:
-    late.share("save" if comm.rank == 2 else "evaluate")
+    late.all_gather("save" if comm.rank == 2 else "evaluate")
 except RankTimeout as missing:
     print(missing)
 """

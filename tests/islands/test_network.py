@@ -61,10 +61,10 @@ SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}
     ],
 )
 def test_the_gpus_that_a_process_sees_are_those_it_uses(environ, local, seen):
-    place = RankEnvironment(
+    environment = RankEnvironment(
         launcher="srun", rank=1, size=8, local_rank=local[0], local_size=local[1], host="a"
     )
-    assert device_environment(place, environ, num_gpus=4).get("CUDA_VISIBLE_DEVICES") == seen
+    assert device_environment(environment, environ, num_gpus=4).get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_memory_loses_its_name_and_nothing_else_does(tmp_path):

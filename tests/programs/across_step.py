@@ -69,7 +69,7 @@ def check(comm, got, expected, case) -> None:
     got = jax.device_get(got)
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-6, err_msg=f"{case}: {jax.tree_util.keystr(path)}")
-    digests = Control(comm).share("bits", [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(got)])
+    digests = Control(comm).all_gather("bits", [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(got)])
     assert all(digest == digests[0] for digest in digests), case
 
 
@@ -165,7 +165,7 @@ def an_empty_island(comm, crossing, layout, mesh, batch, start) -> None:
     change = jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), before)
     assert max(np.abs(x).max() for x in jax.tree.leaves(change)) < 2e-2
     bits = [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(jax.device_get(state.params))]
-    assert Control(comm).share("bits", bits) == [bits] * comm.size
+    assert Control(comm).all_gather("bits", bits) == [bits] * comm.size
 
 
 main()

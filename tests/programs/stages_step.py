@@ -184,7 +184,7 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
         mailbox=Mailbox(
             comm.Split(seats.replica, seats.stage), [f"stage {i}" for i in range(num_stages)], 60
         ),
-        share=Control(comm).share,
+        share=Control(comm).all_gather,
         combine=combine,
         start_row=start,
     )

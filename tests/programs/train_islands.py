@@ -56,10 +56,10 @@ def bits(tree) -> list[bytes]:
 def lose_the_last(name: str, other: str) -> None:
     """Copy the folder of a run as it was before its last checkpoint."""
     assert ISLANDS is not None
-    ISLANDS.by_island(f"{name} is there", None)
+    ISLANDS.all_gather_islands(f"{name} is there", None)
     if ISLANDS.is_first:
         shutil.copytree(FOLDER / name, FOLDER / other, ignore=shutil.ignore_patterns("step_00000006*"))
-    ISLANDS.by_island(f"{other} is there", None)
+    ISLANDS.all_gather_islands(f"{other} is there", None)
 
 
 def interrupted(name: str, combine: Combine):
@@ -82,7 +82,7 @@ if ISLANDS is not None:
     state = interrupted("own", own)
     # each island has an optimizer of its own, and all have the same parameters
     digest = [[x.hex() for x in bits(tree)] for tree in (state.params, state.opt_state)]
-    shared = ISLANDS.by_island("digests", digest)
+    shared = ISLANDS.all_gather_islands("digests", digest)
     assert all(params == shared[0][0] for params, _ in shared)
     assert all(opt != shared[0][1] for _, opt in shared[1:])
 parts = (FOLDER / "own-whole" / "checkpoints").glob("step_00000006.*")

@@ -32,24 +32,24 @@ class Activity(NamedTuple):
 
 
 class ActivityRecord:
-    """The marks of a process; its main thread sets them, and the bridge's thread its own.
+    """The activity of a process; its main thread sets them, and the bridge's thread its own.
 
     Args:
       step_file: told of every step, if somebody wants to know it after this process is gone.
 
-    >>> marks = ActivityRecord()
-    >>> with marks.at("reading a batch"):
-    ...     marks.now().operation
+    >>> activity = ActivityRecord()
+    >>> with activity.at("reading a batch"):
+    ...     activity.now().operation
     'reading a batch'
-    >>> marks.now().operation
+    >>> activity.now().operation
     'setting up'
     """
 
     def __init__(self, step_file: StepFile | None = None) -> None:
         self.step_file = step_file
         self.step = 0
-        self.meetings = 0
-        self.last_met = "nothing yet"
+        self.num_collectives = 0
+        self.last_collective = "nothing yet"
         self.failed_at: str | None = None
         self.main = Activity("setting up", time.monotonic(), long=True)
         self.bridge: Activity | None = None
@@ -84,10 +84,10 @@ class ActivityRecord:
         try:
             yield
         finally:
-            self.last_met = operation
+            self.last_collective = operation
             self.bridge = None
 
-    def missing(self, ranks: tuple[int, ...]) -> None:
+    def awaits(self, ranks: tuple[int, ...]) -> None:
         """The main thread knows by now for whom it waits."""
         if ranks != self.main.waits_for:
             self.main = self.main._replace(waits_for=ranks)

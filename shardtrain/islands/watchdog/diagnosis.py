@@ -1,6 +1,6 @@
 """Who keeps a run from going on, judged by what ranks told of themselves, and the sentence about it.
 
-Values only: no thread, no clock, no MPI. Next: `watchdog.py`, which collects beats and acts.
+Values only: no thread, no clock, no MPI. Next: `watchdog.py`, which collects heartbeats and acts.
 """
 
 import json
@@ -69,14 +69,14 @@ class Heartbeat(NamedTuple):
 
     Args:
       step: the step that it is doing, from 1; 0 before the first.
-      meetings: how many meetings of all ranks it has come to.
+      num_collectives: number of collectives of all ranks (all-gathers, barriers) that it has joined.
       operation: where it is.
       seconds: for how long.
-      waits, long, waits_for: see `marks.Activity`.
+      waits, long, waits_for: see `activity.Activity`.
     """
 
     step: int
-    meetings: int
+    num_collectives: int
     operation: str
     seconds: float
     waits: bool = False
@@ -84,16 +84,18 @@ class Heartbeat(NamedTuple):
     waits_for: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, marks: ActivityRecord, now_seconds: float) -> Self:
-        """That of this process.
+    def of(cls, record: ActivityRecord, now_seconds: float) -> Self:
+        """Return the heartbeat of this process.
 
         Args:
-          marks: where it is.
+          record: its activity.
           now_seconds: by `time.monotonic`.
         """
-        mark = marks.now()
-        seconds = now_seconds - mark.since_seconds
-        return cls(marks.step, marks.meetings, mark.operation, seconds, mark.waits, mark.long, mark.waits_for)
+        now = record.now()
+        seconds = now_seconds - now.since_seconds
+        return cls(
+            record.step, record.num_collectives, now.operation, seconds, now.waits, now.long, now.waits_for
+        )
 
     def encode(self) -> bytes:
         """As bytes."""
@@ -102,18 +104,18 @@ class Heartbeat(NamedTuple):
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """The reverse of `encode`."""
-        beat = cls(*json.loads(data))
-        return beat._replace(waits_for=tuple(beat.waits_for))
+        heartbeat = cls(*json.loads(data))
+        return heartbeat._replace(waits_for=tuple(heartbeat.waits_for))
 
 
-def stalled(beats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
+def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
     """The ranks that keep the others from going on; [] while nobody takes too long.
 
     Whoever waits for others is not to blame while one of these is at work of its own, within the limit
     of that work.
 
     Args:
-      beats: rank -> where it is now.
+      heartbeats: rank -> where it is now.
       watch: the limits.
 
     >>> working = Heartbeat(5, 8, "reading a batch", 700.0)
@@ -121,51 +123,51 @@ def stalled(beats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
     >>> stalled({0: waiting, 1: working}, Watch()), stalled({0: waiting, 1: working}, Watch(stall_seconds=0))
     ([1], [])
     """
-    working = [rank for rank, beat in beats.items() if not beat.waits]
-    if over := [rank for rank in working if beats[rank].seconds > watch.limit(beats[rank].long)]:
+    working = [rank for rank, heartbeat in heartbeats.items() if not heartbeat.waits]
+    if over := [rank for rank in working if heartbeats[rank].seconds > watch.limit(heartbeats[rank].long)]:
         return over
     if working:
         # at work for ever, a little at a time
-        waiting = max(beat.seconds for beat in beats.values()) > watch.limit(True)
+        waiting = max(heartbeat.seconds for heartbeat in heartbeats.values()) > watch.limit(True)
         return working if waiting else []
-    if not all(beat.seconds > watch.limit(beat.long) for beat in beats.values()):
+    if not all(heartbeat.seconds > watch.limit(heartbeat.long) for heartbeat in heartbeats.values()):
         return []
-    return _hold_up(beats)
+    return _hold_up(heartbeats)
 
 
-def _hold_up(beats: Mapping[int, Heartbeat]) -> list[int]:
-    """Where all wait: those that have come to the fewest meetings; of these, those for whom others wait."""
-    fewest = min(beat.meetings for beat in beats.values())
-    behind = [rank for rank, beat in beats.items() if beat.meetings == fewest]
-    awaited = {other for rank in behind for other in beats[rank].waits_for}
-    waited_for = [rank for rank in behind if rank in awaited and not beats[rank].waits_for]
+def _hold_up(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+    """Where all wait: the ranks that joined the fewest collectives; of these, those for whom others wait."""
+    fewest = min(heartbeat.num_collectives for heartbeat in heartbeats.values())
+    behind = [rank for rank, heartbeat in heartbeats.items() if heartbeat.num_collectives == fewest]
+    awaited = {other for rank in behind for other in heartbeats[rank].waits_for}
+    waited_for = [rank for rank in behind if rank in awaited and not heartbeats[rank].waits_for]
     return waited_for or behind
 
 
-def place_text(beat: Heartbeat | None) -> str:
+def place_text(heartbeat: Heartbeat | None) -> str:
     """Where a rank is.
 
     >>> place_text(Heartbeat(12, 30, "combine gradients", 21.4))
     "at step 12, in 'combine gradients' for 21 s"
     """
-    if beat is None:
+    if heartbeat is None:
         return "nothing was heard of it yet"
-    step = f"step {beat.step}" if beat.step else "the start"
-    return f"at {step}, in {beat.operation!r} for {beat.seconds:.0f} s"
+    step = f"step {heartbeat.step}" if heartbeat.step else "the start"
+    return f"at {step}, in {heartbeat.operation!r} for {heartbeat.seconds:.0f} s"
 
 
 def stall_text(
-    culprits: Sequence[int], beats: Mapping[int, Heartbeat], names: Sequence[str], watch: Watch
+    culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str], watch: Watch
 ) -> str:
     """The sentence about ranks that take too long."""
-    lines = [f"{names[rank]} does not go on: {place_text(beats[rank])}" for rank in culprits[:8]]
-    if len(culprits) == len(beats) > 1:
+    lines = [f"{names[rank]} does not go on: {place_text(heartbeats[rank])}" for rank in culprits[:8]]
+    if len(culprits) == len(heartbeats) > 1:
         lines.append("all ranks wait for each other: a message was lost, or they take different ways")
-    lines += _others(culprits, beats, names)
-    slowest = max(culprits, key=lambda rank: beats[rank].seconds)
-    field = "long" if beats[slowest].long else "stall"
+    lines += _others(culprits, heartbeats, names)
+    slowest = max(culprits, key=lambda rank: heartbeats[rank].seconds)
+    field = "long" if heartbeats[slowest].long else "stall"
     limit = getattr(watch, f"{field}_seconds")
-    more = math.ceil(2 * max(beats[slowest].seconds, limit))
+    more = math.ceil(2 * max(heartbeats[slowest].seconds, limit))
     lines.append(f"allowed are {limit:g} s; if it was only slow: --watch.{field}-seconds {more}")
     return told(lines)
 
@@ -173,33 +175,33 @@ def stall_text(
 def silence_text(
     silent: Mapping[int, float],
     causes: Mapping[int, str],
-    beats: Mapping[int, Heartbeat],
+    heartbeats: Mapping[int, Heartbeat],
     names: Sequence[str],
     watch: Watch,
 ) -> str:
     """The sentence about ranks that are not heard of.
 
     Args:
-      silent: rank -> seconds since its last beat.
+      silent: rank -> seconds since its last heartbeat.
       causes: rank -> what is known of its process.
-      beats: rank -> its last one, as it was then.
+      heartbeats: rank -> its last one, as it was then.
       names: of all ranks.
       watch: the limits.
     """
     lines = []
     for rank, seconds in list(silent.items())[:8]:
         lines.append(f"{names[rank]} has not been heard of for {seconds:.0f} s: {causes[rank]}")
-        lines.append(f"  its last beat: {place_text(beats.get(rank))}")
-    lines += _others(list(silent), beats, names)
+        lines.append(f"  its last heartbeat: {place_text(heartbeats.get(rank))}")
+    lines += _others(list(silent), heartbeats, names)
     more = math.ceil(2 * max(silent.values()))
     allowed = f"allowed are {watch.silence_seconds:g} s"
     lines.append(f"{allowed}; if it was only slow: --watch.silence-seconds {more}")
     return told(lines)
 
 
-def _others(culprits: Sequence[int], beats: Mapping[int, Heartbeat], names: Sequence[str]) -> list[str]:
-    others = [rank for rank in sorted(beats) if rank not in culprits]
-    lines = [f"  {names[rank]}: {place_text(beats[rank])}" for rank in others[:8]]
+def _others(culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str]) -> list[str]:
+    others = [rank for rank in sorted(heartbeats) if rank not in culprits]
+    lines = [f"  {names[rank]}: {place_text(heartbeats[rank])}" for rank in others[:8]]
     return [*lines, *([f"  and {len(others) - 8} more"] if len(others) > 8 else [])]
 
 

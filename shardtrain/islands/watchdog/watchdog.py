@@ -70,26 +70,32 @@ class Watchdog:
 
     Args:
       watch: the limits.
-      marks: where this process is.
+      activity: where this process is.
       stacks: the file for the stacks.
       peers: by rank; one where this process is alone.
-      beats: to the others, None for one that is alone.
+      heartbeats: to the others, None for one that is alone.
       write: takes the message.
     """
 
     def __init__(
         self,
         watch: Watch,
-        marks: ActivityRecord,
+        activity: ActivityRecord,
         stacks: Path,
         peers: Sequence[Peer],
-        beats: "HeartbeatChannel | None" = None,
+        heartbeats: "HeartbeatChannel | None" = None,
         write: Callable[[str], object] | None = None,
     ) -> None:
-        self._watch, self._marks, self._stacks, self._peers, self._beats = watch, marks, stacks, peers, beats
+        self._watch, self._activity, self._stacks, self._peers, self._heartbeats = (
+            watch,
+            activity,
+            stacks,
+            peers,
+            heartbeats,
+        )
         self._write = write or _to_stderr
-        self._rank = 0 if beats is None else beats.rank
-        self._partners = [] if beats is None else beats.partners
+        self._rank = 0 if heartbeats is None else heartbeats.rank
+        self._partners = [] if heartbeats is None else heartbeats.partners
         self._every_seconds = min(BEAT_SECONDS, watch.silence_seconds / 5 or BEAT_SECONDS)
         self._leave, self._ending = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -104,16 +110,16 @@ class Watchdog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """The others hear that this rank leaves in order, and no longer wait for its beats."""
+        """The others hear that this rank leaves in order, and no longer wait for its heartbeats."""
         self._leave.set()
         self._thread.join(timeout=LAST_SECONDS)
         faulthandler.cancel_dump_traceback_later()
-        if self._beats is None or self._thread.is_alive():
+        if self._heartbeats is None or self._thread.is_alive():
             return
         deadline = time.monotonic() + 1
         for rank in self._partners:
-            self._beats.send(rank, LEAVE)
-        while not self._beats.all_sent() and time.monotonic() < deadline:
+            self._heartbeats.send(rank, LEAVE)
+        while not self._heartbeats.all_sent() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _run(self) -> None:
@@ -133,21 +139,21 @@ class Watchdog:
             self._awake_seconds = now
             self._heard_seconds = dict.fromkeys(self._heard_seconds, now)
             self._last = {}
-        if self._beats is not None and self._watch.silence_seconds:
+        if self._heartbeats is not None and self._watch.silence_seconds:
             # a thread that needs no Python: where Python itself is stuck, the stack goes to the rank's log
             faulthandler.dump_traceback_later(0.9 * self._watch.silence_seconds, file=2)
 
     def _mine(self, now: float) -> Heartbeat:
-        beat = Heartbeat.of(self._marks, now)
-        return beat._replace(seconds=min(beat.seconds, now - self._awake_seconds))
+        heartbeat = Heartbeat.of(self._activity, now)
+        return heartbeat._replace(seconds=min(heartbeat.seconds, now - self._awake_seconds))
 
     def _tell_and_hear(self, now: float) -> None:
-        if self._beats is None:
+        if self._heartbeats is None:
             return
         for rank in self._partners:
             if rank not in self._left:
-                self._beats.send(rank, BEAT, self._mine(now).encode())
-        for rank, tag, data in self._beats.received():
+                self._heartbeats.send(rank, BEAT, self._mine(now).encode())
+        for rank, tag, data in self._heartbeats.received():
             self._heard_seconds[rank] = now
             if tag == BEAT:
                 self._last[rank] = Heartbeat.decode(data), now
@@ -170,8 +176,8 @@ class Watchdog:
     def _beats_now(self, now: float) -> dict[int, Heartbeat]:
         """Rank -> where it is, of those that this one knows of and that have not left."""
         found = {
-            rank: beat._replace(seconds=beat.seconds + now - came)
-            for rank, (beat, came) in self._last.items()
+            rank: heartbeat._replace(seconds=heartbeat.seconds + now - came)
+            for rank, (heartbeat, came) in self._last.items()
             if rank not in self._left
         }
         return {self._rank: self._mine(now), **found} if self._rank == 0 else {self._rank: self._mine(now)}
@@ -212,45 +218,45 @@ class Watchdog:
         threading.Thread(target=_exit_after, args=(LAST_SECONDS,), daemon=True).start()
         # should Python itself be stuck
         faulthandler.dump_traceback_later(2 * LAST_SECONDS, exit=True, file=2)
-        if self._marks.step_file is not None:
-            self._marks.step_file.write_hung()
+        if self._activity.step_file is not None:
+            self._activity.step_file.write_hung()
         if text is not None:
             self._write(f"\n{text}(stacks of the ranks that could write them: {self._stacks})\n")
         others = self._tell_verdict() if said_by is None else set()
         writing = threading.Thread(target=self._write_stacks, daemon=True)
         writing.start()
         writing.join(timeout=WRITE_SECONDS)
-        if self._beats is not None:
+        if self._heartbeats is not None:
             with contextlib.suppress(Exception):
-                self._wait_for_stacks(self._beats, others, said_by)
-            self._beats.end_all(COME_AGAIN)
+                self._wait_for_stacks(self._heartbeats, others, said_by)
+            self._heartbeats.end_all(COME_AGAIN)
         os._exit(COME_AGAIN)
 
     def _tell_verdict(self) -> set[int]:
         """The ranks that are told of the end."""
         others = set(range(len(self._peers))) - {self._rank} - self._left - self._lost
-        if self._beats is not None:
+        if self._heartbeats is not None:
             with contextlib.suppress(Exception):
                 for rank in others:
-                    self._beats.send(rank, VERDICT)
+                    self._heartbeats.send(rank, VERDICT)
         return others
 
-    def _wait_for_stacks(self, beats: "HeartbeatChannel", others: set[int], said_by: int | None) -> None:
+    def _wait_for_stacks(self, heartbeats: "HeartbeatChannel", others: set[int], said_by: int | None) -> None:
         """Until those that were told have written theirs; such a one is ended by the rank that told it."""
         if said_by is not None:
-            beats.send(said_by, WRITTEN)
+            heartbeats.send(said_by, WRITTEN)
             time.sleep(LAST_SECONDS)
         deadline = time.monotonic() + OTHERS_SECONDS
         while others and time.monotonic() < deadline:
-            others -= {rank for rank, tag, _ in beats.received() if tag == WRITTEN}
-            beats.all_sent()
+            others -= {rank for rank, tag, _ in heartbeats.received() if tag == WRITTEN}
+            heartbeats.all_sent()
             time.sleep(0.02)
 
     def _write_stacks(self) -> None:
         peer, mark = self._peers[self._rank], self._mine(time.monotonic())
         head = (
             f"=== {peer.name}, rank {self._rank}, process {peer.pid}, {datetime.now():%Y-%m-%d %H:%M:%S}:"
-            f" {place_text(mark)}; last meeting of all: {self._marks.last_met!r} ===\n"
+            f" {place_text(mark)}; last collective of all ranks: {self._activity.last_collective!r} ===\n"
         )
         with contextlib.suppress(OSError):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
@@ -285,14 +291,14 @@ def cause_text(peer: Peer, here: str) -> str:
 
 
 def is_at_work(peer: Peer, here: str, seconds: float, watch: Watch) -> bool:
-    """Whether a silent rank's process is well: a library may keep Python's lock there, and so its beats.
+    """Whether a silent rank's process is well: a library may keep Python's lock there, and so its heartbeats.
 
     That is work, not silence, and has a limit of its own.
 
     Args:
       peer: the rank.
       here: the host of this process.
-      seconds: since its last beat.
+      seconds: since its last heartbeat.
       watch: the limits.
     """
     if peer.host != here or seconds > watch.silent_work_seconds:

@@ -9,16 +9,16 @@ WATCH = Watch(silence_seconds=20, stall_seconds=100, long_seconds=1000)
 NAMES = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]
 
 
-def at(operation, seconds, meetings=5, **options):
-    return Heartbeat(7, meetings, operation, seconds, **options)
+def at(operation, seconds, num_collectives=5, **options):
+    return Heartbeat(7, num_collectives, operation, seconds, **options)
 
 
-def waits(seconds, *waits_for, meetings=6, operation="combine gradients"):
-    return at(operation, seconds, meetings, waits=True, waits_for=waits_for)
+def waits(seconds, *waits_for, num_collectives=6, operation="combine gradients"):
+    return at(operation, seconds, num_collectives, waits=True, waits_for=waits_for)
 
 
 @pytest.mark.parametrize(
-    ("beats", "culprits"),
+    ("heartbeats", "culprits"),
     [
         # who is at work too long, not those that wait for it
         ([waits(150, 1), at("reading a batch", 101), waits(150, 1)], [1]),
@@ -28,9 +28,9 @@ def waits(seconds, *waits_for, meetings=6, operation="combine gradients"):
         ([waits(150, 1), at("saving", 1001, long=True), waits(150, 1)], [1]),
         # at work for ever, in little pieces
         ([waits(1001, 2), waits(1001, 2), at("the training loop", 1)], [2]),
-        # all wait: the one that came to fewer meetings
-        ([waits(101, 1), waits(101, meetings=5, operation="the metrics of step 5"), waits(101)], [1]),
-        ([waits(99, 1), waits(101, meetings=5), waits(101)], []),
+        # all wait: the one that came to fewer num_collectives
+        ([waits(101, 1), waits(101, num_collectives=5, operation="the metrics of step 5"), waits(101)], [1]),
+        ([waits(99, 1), waits(101, num_collectives=5), waits(101)], []),
         # all at the same one: those that others miss, and that miss nobody
         ([waits(101, 2), waits(101, 2), waits(101)], [2]),
         # a stage waits for a stage
@@ -41,18 +41,18 @@ def waits(seconds, *waits_for, meetings=6, operation="combine gradients"):
         ([at("the step", 999, waits=True, long=True), waits(101), waits(101)], []),
     ],
 )
-def test_who_is_to_blame(beats, culprits):
-    assert stalled(dict(enumerate(beats)), WATCH) == culprits
+def test_who_is_to_blame(heartbeats, culprits):
+    assert stalled(dict(enumerate(heartbeats)), WATCH) == culprits
 
 
 def test_nothing_is_too_long_where_it_is_switched_off():
-    beats = {0: at("reading a batch", 1e9), 1: waits(1e9, 0)}
-    assert stalled(beats, Watch(stall_seconds=0, long_seconds=0)) == []
+    heartbeats = {0: at("reading a batch", 1e9), 1: waits(1e9, 0)}
+    assert stalled(heartbeats, Watch(stall_seconds=0, long_seconds=0)) == []
 
 
 def test_the_sentence_about_a_stall():
-    beats = dict(enumerate([waits(150, 1), at("reading a batch", 101.2), waits(149, 1)]))
-    assert stall_text([1], beats, NAMES, WATCH) == (
+    heartbeats = dict(enumerate([waits(150, 1), at("reading a batch", 101.2), waits(149, 1)]))
+    assert stall_text([1], heartbeats, NAMES, WATCH) == (
         "shardtrain watchdog: island 1 (host b) does not go on: at step 7, in 'reading a batch' for 101 s\n"
         "    island 0 (host a): at step 7, in 'combine gradients' for 150 s\n"
         "    island 2 (host c): at step 7, in 'combine gradients' for 149 s\n"
@@ -67,16 +67,16 @@ def test_the_sentence_about_a_stall():
 
 
 def test_the_sentence_about_silence():
-    beats = {0: waits(19, 1), 1: at("the step", 0.4)}
-    text = silence_text({1: 21.4}, {1: "its process 12 is stopped"}, beats, NAMES, WATCH)
+    heartbeats = {0: waits(19, 1), 1: at("the step", 0.4)}
+    text = silence_text({1: 21.4}, {1: "its process 12 is stopped"}, heartbeats, NAMES, WATCH)
     first, last, other, allowed, again = text.splitlines()
     assert first.endswith("island 1 (host b) has not been heard of for 21 s: its process 12 is stopped")
-    assert last == "    its last beat: at step 7, in 'the step' for 0 s"
+    assert last == "    its last heartbeat: at step 7, in 'the step' for 0 s"
     assert other == "    island 0 (host a): at step 7, in 'combine gradients' for 19 s"
     assert allowed == "  allowed are 20 s; if it was only slow: --watch.silence-seconds 43"
     assert "exit code 75" in again
     never = silence_text({2: 21.0}, {2: "x"}, {}, NAMES, WATCH)
-    assert "its last beat: nothing was heard of it yet" in never
+    assert "its last heartbeat: nothing was heard of it yet" in never
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_limits_that_cannot_be(changes, text):
 
 
 def test_a_beat_travels_as_bytes_and_says_where_its_process_is():
-    marks = ActivityRecord()
-    with marks.at("the step", waits=True, long=True):
-        marks.begin_step(3)
-        began = marks.now().since_seconds
-        beat = Heartbeat.of(marks, began + 5)
-        assert beat == Heartbeat(3, 0, "the step", 5.0, True, True, ())
-        marks.missing((1, 2))
-        assert Heartbeat.decode(Heartbeat.of(marks, began).encode()).waits_for == (1, 2)
-        with marks.on_bridge("bucket 4 (combine)"):
-            assert marks.now().operation == "bucket 4 (combine)"
-        assert marks.last_met == "bucket 4 (combine)"
-        with marks.at("saving"), marks.on_bridge("bucket 5"):
+    activity = ActivityRecord()
+    with activity.at("the step", waits=True, long=True):
+        activity.begin_step(3)
+        began = activity.now().since_seconds
+        heartbeat = Heartbeat.of(activity, began + 5)
+        assert heartbeat == Heartbeat(3, 0, "the step", 5.0, True, True, ())
+        activity.awaits((1, 2))
+        assert Heartbeat.decode(Heartbeat.of(activity, began).encode()).waits_for == (1, 2)
+        with activity.on_bridge("bucket 4 (combine)"):
+            assert activity.now().operation == "bucket 4 (combine)"
+        assert activity.last_collective == "bucket 4 (combine)"
+        with activity.at("saving"), activity.on_bridge("bucket 5"):
             # at work of its own
-            assert marks.now().operation == "saving"
+            assert activity.now().operation == "saving"
         # it has come a step further
-        assert marks.now().since_seconds >= began
-    assert marks.now().operation == "setting up"
+        assert activity.now().since_seconds >= began
+    assert activity.now().operation == "setting up"

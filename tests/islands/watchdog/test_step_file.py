@@ -9,9 +9,9 @@ from shardtrain.islands.watchdog.step_file import NOTHING, STEP_FILE, LastStep, 
 PROGRAM = """
 import os, signal, sys
 from shardtrain.islands.watchdog.activity import activity_record
-marks = activity_record()
-for step in range(1, 8): marks.begin_step(step)
-if sys.argv[1] == "hung": marks.step_file.write_hung()
+activity = activity_record()
+for step in range(1, 8): activity.begin_step(step)
+if sys.argv[1] == "hung": activity.step_file.write_hung()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -26,8 +26,8 @@ def test_the_step_of_a_killed_process_is_known(tmp_path):
 
 
 def test_a_file_that_cannot_be_is_none(tmp_path):
-    marks = activity_record({STEP_FILE: str(tmp_path / "no" / "folder")})
-    marks.begin_step(3)
-    assert (marks.step, marks.step_file) == (3, None)
+    activity = activity_record({STEP_FILE: str(tmp_path / "no" / "folder")})
+    activity.begin_step(3)
+    assert (activity.step, activity.step_file) == (3, None)
     (tmp_path / "short").write_bytes(b"12")
     assert read_step_file(tmp_path / "short") == NOTHING
