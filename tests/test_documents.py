@@ -101,6 +101,20 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_files_and_names_of_the_recipes_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Recipes")[2]
+    recipes = dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL))
+    kinds = ("combiner", "schedule", "launcher", "metric sink", "evaluation metric", "mesh axis")
+    assert [heading.split(maxsplit=1)[1] for heading in recipes] == list(kinds)
+    for heading, recipe in recipes.items():
+        paths = re.findall(r"`((?:shardtrain|tests|docs)/[\w/.]+)`", recipe)
+        assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == [], heading
+        assert any(path.startswith("tests/") for path in paths), heading
+        # a registry stands in the file that is named behind it
+        for name, path in re.findall(r"`([A-Z_]{4,})`[^`]*? (?:of|in) `(shardtrain/[\w/]+\.py)`", recipe):
+            assert re.search(rf"^{name}\b", (ROOT / path).read_text(), re.MULTILINE), (heading, name, path)
+
+
 def test_ci_runs_the_readmes_test_command():
     command = re.search(r"^(pip install uv && uv run pytest)", README, re.MULTILINE)
     assert command is not None
