@@ -95,15 +95,20 @@ def _place_problems(table: Table) -> list[str]:
 
 def _order_problems(table: Table) -> list[str]:
     """Tasks that stand before what they need; of what is missing or twice something else is said."""
-    ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in table.tasks}
+    tasks = [
+        task
+        for task in table.tasks
+        if 0 <= task.stage < table.num_stages and 0 <= task.chunk < table.num_chunks
+    ]
+    ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in tasks}
     problems = []
-    for task in table.tasks:
+    for task in tasks:
         for kind, part in needs(table, task):
             made = ticks.get((kind, part, task.microbatch))
             same_tick = table.lockstep and part == table.part(task)
             if made is None or made < task.tick or (same_tick and made == task.tick):
                 continue
-            chunk, stage = divmod(part, table.num_stages)
+            stage, chunk = table.part_placement.stage(part), table.part_placement.chunk(part)
             source = _text(Task(made, stage, chunk, task.microbatch, kind), table.num_chunks)
             problems.append(
                 f"{_text(task, table.num_chunks)} is in tick {task.tick}, but needs {source},"

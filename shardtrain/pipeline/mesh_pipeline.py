@@ -124,38 +124,56 @@ class _Walk:
             stream=_zeros(stream),
             error=_zeros(error),
             inputs=make_slots(self.ticks.num_inputs, stream),
-            errors=make_slots(self.ticks.num_errors, error),
+            errors=make_slots(self.ticks.num_cotangents, error),
             sums=self._pinned(sums),
         )
 
     def _tick(self, carry: _Carry, row: dict[str, jax.Array]) -> _Carry:
         mine = {name: lax.dynamic_index_in_dim(x, self.work.stage, 0, False) for name, x in row.items()}
         forward, backward, weight = (self._task(mine, kind) for kind in KINDS)
-        stream, error = self._handed_on(carry.stream, 1), self._handed_on(carry.error, -1)
-        if self.work.train:
-            stream = stream._replace(floats=_after(stream.floats, error, forward.never))
-        carry = carry._replace(
-            inputs=put(carry.inputs, stream, mine["arriving_input"]),
-            errors=put(carry.errors, error, mine["arriving_error"]),
-        )
+        carry = self._received(carry, mine, forward.never)
         carry = self._forward(forward, carry)
         if self.work.train:
             carry = self._backward(backward, carry)
         return self._weight(weight, carry) if self.table.has_weight else carry
 
+    def _received(self, carry: _Carry, mine: dict[str, jax.Array], never: jax.Array) -> _Carry:
+        """Permute what all stages computed in the last tick, and put what arrives here into its slots.
+
+        A stage sends over every hop of the placement, and keeps what the table says is for it. Each permute
+        is made to wait for the one before, so that the forward, which reads the slots, waits for all.
+        """
+        before: list[Any] | None = None
+
+        def ordered(floats: list[Any]) -> list[Any]:
+            nonlocal before
+            found = floats if before is None else _after(floats, before, never)
+            before = found if self.work.train else None
+            return found
+
+        inputs, errors = carry.inputs, carry.errors
+        for hop, pairs in self.table.part_placement.hops.items():
+            back = tuple((to, origin) for origin, to in pairs)
+            error = ordered(_permuted(carry.error, hop, back))
+            stream = _permuted(carry.stream, hop, pairs)
+            stream = stream._replace(floats=ordered(stream.floats))
+            inputs = put(inputs, stream, mine[f"arriving_input_{hop}"])
+            errors = put(errors, error, mine[f"arriving_cotangent_{hop}"])
+        return carry._replace(inputs=inputs, errors=errors)
+
     def _task(self, mine: dict[str, jax.Array], kind: str) -> _Task:
         # where a stage has one chunk its number is known, and slices of its blocks are the blocks
         chunk = 0 if self.table.num_chunks == 1 else jnp.maximum(mine[f"{kind}_chunk"], 0)
-        stage, is_there = self.work.stage, mine[kind] >= 0
+        stage, is_there, placement = self.work.stage, mine[kind] >= 0, self.table.part_placement
         return _Task(
             never=mine[kind] < NONE,
             is_there=is_there,
-            is_first=is_there & (stage == 0) & (chunk == 0),
-            is_last=is_there & (stage == self.table.num_stages - 1) & (chunk == self.table.num_chunks - 1),
+            is_first=is_there & (stage == placement.stage(0)) & (chunk == 0),
+            is_last=is_there & (stage == placement.last_stage) & (chunk == self.table.num_chunks - 1),
             microbatch=jnp.maximum(mine[kind], 0),
             chunk=chunk,
             input=mine[f"{kind}_input"],
-            error=mine[f"{kind}_error"],
+            error=mine[f"{kind}_cotangent"],
         )
 
     def _forward(self, task: _Task, carry: _Carry) -> _Carry:
@@ -309,11 +327,10 @@ class _Walk:
 
         return jax.tree.map(pinned, result, is_leaf=lambda x: isinstance(x, Sums))
 
-    def _handed_on(self, arrays: Any, by: int) -> Any:
-        """To the next stage (by 1) or the one before (by -1); round the ring where parts go round."""
-        size, goes_round = self.table.num_stages, self.table.num_chunks > 1
-        pairs = [(i, (i + by) % size) for i in range(size) if goes_round or 0 <= i + by < size]
-        return jax.tree.map(lambda x: lax.ppermute(x, axes.PIPELINE, pairs), arrays)
+
+def _permuted(arrays: Any, hop: int, pairs: Sequence[tuple[int, int]]) -> Any:
+    """Send arrays along the pipeline axis; a hop of 0 stays on its stage, without a message."""
+    return jax.tree.map(lambda x: lax.ppermute(x, axes.PIPELINE, pairs), arrays) if hop else arrays
 
 
 def _after(values: list[jax.Array], others: list[jax.Array], never: jax.Array) -> list[jax.Array]:

@@ -107,11 +107,12 @@ def _work_seconds(seconds: Seconds, key: Key) -> float | None:
 
 
 def _hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
-    """A forward goes to the next part, a backward to the one before, a weight task nowhere."""
+    """Seconds of sending what a task computes: forward to the next part, backward to the previous."""
     stage, chunk, kind = key
-    part = chunk * table.num_stages + stage
+    placement = table.part_placement
+    part = placement.part(stage, chunk)
     to = {"forward": part + 1, "backward": part - 1}.get(kind, part)
-    if not 0 <= to < table.num_parts or to % table.num_stages == stage:
+    if not 0 <= to < table.num_parts or placement.stage(to) == stage:
         return 0.0
     return transfer(part, to, kind) if callable(transfer) else transfer
 

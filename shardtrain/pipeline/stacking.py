@@ -13,14 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from shardtrain.pipeline.part_placement import PartPlacement
+
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A model's blocks cut into num_chunks * num_stages parts; part v * num_stages + s is chunk v of stage s.
+    """A model's blocks cut into num_chunks * num_stages parts, and the stages that hold them.
 
     Args:
       num_stages: S.
       num_chunks: V, virtual stages of a stage.
+      placement: which part each chunk of a stage is, a name of `part_placement.PLACEMENTS`.
       counts: blocks of each part, in the order of the model.
 
     >>> Partition(num_stages=2, num_chunks=1, counts=(1, 2)).rows
@@ -29,10 +32,16 @@ class Partition:
 
     num_stages: int
     num_chunks: int = 1
+    placement: str = "loop"
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.counts) == self.num_stages * self.num_chunks
+        assert len(self.counts) == self.part_placement.num_parts
+
+    @cached_property
+    def part_placement(self) -> PartPlacement:
+        """Which part each chunk of a stage is."""
+        return PartPlacement(num_stages=self.num_stages, num_chunks=self.num_chunks, name=self.placement)
 
     @property
     def depth(self) -> int:
@@ -52,9 +61,7 @@ class Partition:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """The block of each stored row; -1 where a row is filled up with zeros."""
-        parts = [
-            chunk * self.num_stages + s for s in range(self.num_stages) for chunk in range(self.num_chunks)
-        ]
+        parts = [part for s in range(self.num_stages) for part in self.part_placement.parts(s)]
         return tuple(
             self.starts[part] + k if k < self.counts[part] else -1
             for part in parts

@@ -103,7 +103,9 @@ class StageCompute:
 
     def of_part(self, numbers: Sequence[int], chunk: Any) -> jax.Array:
         """That of a list with a number for each part which is for a chunk of this stage."""
-        return jnp.asarray(numbers)[chunk * self.stages.num_stages + self.stage]
+        placement = self.stages.part_placement
+        by_stage = [[numbers[part] for part in placement.parts(s)] for s in range(placement.num_stages)]
+        return jnp.asarray(by_stage)[self.stage, chunk]
 
     def loss_of(self, rest: Any, stream: Parted, number: Any) -> tuple[jax.Array, Any]:
         """(loss sum, (count, metrics)) of what leaves the blocks."""

@@ -38,7 +38,7 @@ class StageModel:
     @property
     def parts(self) -> list[int]:
         """The parts of this stage, in order."""
-        return [v * self.stages.num_stages + self.stage for v in range(self.stages.num_chunks)]
+        return list(self.stages.part_placement.parts(self.stage))
 
     @property
     def last_part(self) -> int:
@@ -49,7 +49,7 @@ class StageModel:
     def users(self) -> dict[str, list[int]]:
         """Path of a parameter outside the blocks, or of a model state (`model_state/...`) -> its stages."""
         first, last = self.traced.first_paths, self.traced.last_paths
-        last_stage = self.stages.num_stages - 1
+        last_stage = self.stages.part_placement.last_stage
         found = {}
         for path in self._paths():
             stages = {0} if path in first else set()
@@ -210,7 +210,7 @@ class StageModel:
                     model=self.model,
                     stages=self.stages,
                     traced=self.traced,
-                    stage=number % self.stages.num_stages,
+                    stage=self.stages.part_placement.stage(number),
                 )
                 taken = held.taken(
                     {**params, BLOCKS: held.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})}, number

@@ -1,14 +1,15 @@
-"""A lock-step table as the arrays that a mesh walks over, one row a tick: what to do, and where values lie.
+"""A lock-step table as arrays that a mesh scans over, one row per tick: what to compute, in which slots.
 
-Values wait in slots: a part's input from its arrival until it is needed no more, and the error of its
-output likewise. As many slots are made as live at once. Next: `mesh_pipeline.py`.
+Values wait in slots: the input of a part from its arrival until its last task, and the cotangent of its
+output likewise. There are as many slots as values live at once. Next: `mesh_pipeline.py`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardtrain.pipeline.part_placement import PartPlacement
 from shardtrain.pipeline.table import KINDS, Table
 
 NONE = -1
@@ -16,94 +17,95 @@ NONE = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ticks:
-    """A table for a program that all stages run in step.
+    """A table for a program that all stages run in lock-step.
 
     Args:
-      columns: name -> int32 (ticks, stages); -1 is nothing. For each kind of task the microbatch, the
-        chunk and the slots of its input and of its error: forward, forward_chunk, forward_input, ...;
-        and the slots into which what arrives at the start of a tick goes: arriving_input, arriving_error.
+      columns: name -> int32 (ticks, stages); -1 is nothing. For each kind of task the microbatch, the chunk
+        and the slots of its input and of its cotangent: forward, forward_chunk, forward_input, ...; and for
+        each hop of the placement (see `PartPlacement.hops`) the slots for what arrives over it at the start
+        of a tick: arriving_input_1, arriving_cotangent_1, ...
       num_inputs: slots for inputs.
-      num_errors: slots for errors.
+      num_cotangents: slots for cotangents.
     """
 
     columns: Mapping[str, np.ndarray]
     num_inputs: int
-    num_errors: int
+    num_cotangents: int
 
 
-def make_ticks(table: Table) -> Ticks:
-    """The arrays of a table.
-
-    Args:
-      table: checked; one of the lock-step form, or any that has one task a stage and tick.
-    """
-    at = {(t.kind, t.chunk * table.num_stages + t.stage, t.microbatch): t.tick for t in table.tasks}
-    columns = {
-        name: np.full((table.num_ticks, table.num_stages), NONE, np.int32)
-        for name in (
-            *(f"{kind}{what}" for kind in KINDS for what in ("", "_chunk", "_input", "_error")),
-            "arriving_input",
-            "arriving_error",
-        )
-    }
-    inputs, errors = _lives(table, at)
-    input_slots, num_inputs = _slots(inputs, table.num_stages)
-    error_slots, num_errors = _slots(errors, table.num_stages)
-    for task in table.tasks:
-        part, where = task.chunk * table.num_stages + task.stage, (task.tick, task.stage)
-        columns[task.kind][where] = task.microbatch
-        columns[f"{task.kind}_chunk"][where] = task.chunk
-        columns[f"{task.kind}_input"][where] = input_slots[part, task.microbatch]
-        columns[f"{task.kind}_error"][where] = error_slots.get((part, task.microbatch), NONE)
-    for name, lives, slots, made in (
-        ("arriving_input", inputs, input_slots, 0),
-        ("arriving_error", errors, error_slots, table.num_parts - 1),
-    ):
-        for (part, microbatch), (begin, _) in lives.items():
-            if part != made:
-                columns[name][begin, part % table.num_stages] = slots[part, microbatch]
-    return Ticks(columns=columns, num_inputs=num_inputs, num_errors=num_errors)
-
-
-Lives = dict[tuple[int, int], tuple[int, int]]
+LiveRanges = dict[tuple[int, int], tuple[int, int]]
 """(part, microbatch) -> first and last tick in which a value is needed."""
 
 
-def _lives(table: Table, at: Mapping[tuple[str, int, int], int]) -> tuple[Lives, Lives]:
-    """When the input and the error of each part and microbatch live."""
-    inputs: Lives = {}
-    errors: Lives = {}
+def make_ticks(table: Table) -> Ticks:
+    """Return the arrays of a table.
+
+    Args:
+      table: checked; of the lock-step form, or any with at most one task per stage and tick.
+    """
+    placement = table.part_placement
+    inputs, cotangents = _live_ranges(table)
+    input_slots, num_inputs = _slots(inputs, placement)
+    cotangent_slots, num_cotangents = _slots(cotangents, placement)
+    columns = {
+        name: np.full((table.num_ticks, table.num_stages), NONE, np.int32)
+        for name in (
+            *(f"{kind}{what}" for kind in KINDS for what in ("", "_chunk", "_input", "_cotangent")),
+            *(f"arriving_{what}_{hop}" for hop in placement.hops for what in ("input", "cotangent")),
+        )
+    }
+    for task in table.tasks:
+        key, cell = (table.part(task), task.microbatch), (task.tick, task.stage)
+        columns[task.kind][cell] = task.microbatch
+        columns[f"{task.kind}_chunk"][cell] = task.chunk
+        columns[f"{task.kind}_input"][cell] = input_slots[key]
+        columns[f"{task.kind}_cotangent"][cell] = cotangent_slots.get(key, NONE)
+    # the first part makes its own inputs, the last one its own cotangents; all others arrive
+    for (part, microbatch), (begin, _) in inputs.items():
+        if part > 0:
+            column = columns[f"arriving_input_{placement.hop(part - 1)}"]
+            column[begin, placement.stage(part)] = input_slots[part, microbatch]
+    for (part, microbatch), (begin, _) in cotangents.items():
+        if part < table.num_parts - 1:
+            column = columns[f"arriving_cotangent_{placement.hop(part)}"]
+            column[begin, placement.stage(part)] = cotangent_slots[part, microbatch]
+    return Ticks(columns=columns, num_inputs=num_inputs, num_cotangents=num_cotangents)
+
+
+def _live_ranges(table: Table) -> tuple[LiveRanges, LiveRanges]:
+    """Live ranges of the input and of the cotangent of each part and microbatch."""
+    ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in table.tasks}
+    inputs: LiveRanges = {}
+    cotangents: LiveRanges = {}
     last = table.num_parts - 1
-    for (kind, part, microbatch), tick in at.items():
+    for (kind, part, microbatch), tick in ticks.items():
         if kind != "forward":
             continue
-        ends = [at.get((other, part, microbatch), tick) for other in KINDS]
-        begin = at["forward", part - 1, microbatch] + 1 if part else tick
+        ends = [ticks.get((other, part, microbatch), tick) for other in KINDS]
+        begin = ticks["forward", part - 1, microbatch] + 1 if part else tick
         inputs[part, microbatch] = (begin, max(ends))
-        backward = at.get(("backward", part, microbatch))
+        backward = ticks.get(("backward", part, microbatch))
         if backward is not None and (part < last or table.has_weight):
-            # the last part's error is made in its own backward, and only a later weight task needs it
-            made = at["backward", part + 1, microbatch] + 1 if part < last else backward
-            errors[part, microbatch] = (made, max(backward, at.get(("weight", part, microbatch), backward)))
-    return inputs, errors
+            # the last part computes its cotangent in its own backward; only a later weight task needs it
+            begin = ticks["backward", part + 1, microbatch] + 1 if part < last else backward
+            end = max(backward, ticks.get(("weight", part, microbatch), backward))
+            cotangents[part, microbatch] = (begin, end)
+    return inputs, cotangents
 
 
-def _slots(lives: Lives, num_stages: int) -> tuple[dict[tuple[int, int], int], int]:
-    """A slot for each value, none for two at once on one stage; and how many that takes."""
+def _slots(ranges: LiveRanges, placement: PartPlacement) -> tuple[dict[tuple[int, int], int], int]:
+    """Give each value a slot that no other live value of its stage has; also return how many that takes."""
     found: dict[tuple[int, int], int] = {}
-    most = 0
-    for stage in range(num_stages):
-        mine = sorted((life, key) for key, life in lives.items() if key[0] % num_stages == stage)
+    for stage in range(placement.num_stages):
+        own = sorted((live, key) for key, live in ranges.items() if placement.stage(key[0]) == stage)
         busy: list[tuple[int, int]] = []
-        for (begin, end), key in mine:
+        for (begin, end), key in own:
             busy = [(until, slot) for until, slot in busy if until >= begin]
-            slot = _first_free(slot for _, slot in busy)
-            busy.append((end, slot))
-            found[key] = slot
-            most = max(most, slot + 1)
-    return found, most
+            found[key] = _first_free(slot for _, slot in busy)
+            busy.append((end, found[key]))
+    return found, max(found.values(), default=-1) + 1
 
 
 def _first_free(taken: Iterable[int]) -> int:
-    used: Sequence[int] = list(taken)
+    used = set(taken)
     return next(slot for slot in range(len(used) + 1) if slot not in used)

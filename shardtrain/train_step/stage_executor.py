@@ -120,7 +120,7 @@ class StageExecutor:
         self, programs: Programs, array: Any, to: int, value: Value, reader: int, microbatch: int, kind: str
     ) -> None:
         """Hand a value, or the error that a reader found for it, to a part."""
-        stage = to % self._table.num_stages
+        stage = self._table.part_placement.stage(to)
         if stage == self._mailbox.stage:
             self._here[kind, value, reader, microbatch] = array
         else:
@@ -130,7 +130,7 @@ class StageExecutor:
     def _taken(self, programs: Programs, value: Value, reader: int, microbatch: int, kind: str) -> Any:
         """What `_given` handed on, here."""
         maker = value.part if kind == "stream" else reader
-        stage = maker % self._table.num_stages
+        stage = self._table.part_placement.stage(maker)
         if stage == self._mailbox.stage:
             return self._here.pop((kind, value, reader, microbatch))
         shape = self._flow.shapes[value]

@@ -261,11 +261,11 @@ class StageStep(IslandStep):
 
     def _told(self, name: str, counted: dict[str, Any]) -> list[dict[str, Any]]:
         """Pipeline -> the sums of its loss, which its last stage knows."""
-        seats = self.seats
-        is_last = seats.stage == seats.num_stages - 1
+        seats, last_stage = self.seats, self.held.stages.part_placement.last_stage
+        is_last = seats.stage == last_stage
         mine = jax.tree.map(float, jax.device_get(counted)) if is_last else None
         found = self._share(name, mine)
-        return [seats.of_replica(found, replica)[-1] for replica in range(seats.num_replicas)]
+        return [seats.of_replica(found, replica)[last_stage] for replica in range(seats.num_replicas)]
 
     def _combined(self, grads: Tree, kept: Any, count: np.float32, model_state: Tree) -> tuple[Any, ...]:
         """What the same stage of all pipelines has made."""

@@ -21,8 +21,9 @@ CUTS = st.integers(1, 4).flatmap(
 def test_every_stage_holds_the_blocks_of_its_parts_and_zeros(stages):
     rows = np.asarray(stages.rows).reshape(stages.num_stages, stages.num_chunks, stages.depth)
     for part, (start, count) in enumerate(zip(stages.starts, stages.counts, strict=True)):
-        held = rows[part % stages.num_stages, part // stages.num_stages]
-        assert held.tolist() == [*range(start, start + count), *[-1] * (stages.depth - count)]
+        placement = stages.part_placement
+        own = rows[placement.stage(part), placement.chunk(part)]
+        assert own.tolist() == [*range(start, start + count), *[-1] * (stages.depth - count)]
     assert sorted(row for row in stages.rows if row >= 0) == list(range(stages.num_blocks))
 
 

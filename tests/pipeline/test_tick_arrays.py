@@ -23,8 +23,9 @@ def walked(table):
     """Walk over the arrays as a mesh does, with names of values in place of values; returns what was done."""
     ticks = make_ticks(table)
     columns, stages, parts = ticks.columns, table.num_stages, table.num_parts
+    placement = table.part_placement
     inputs: list = [[None] * ticks.num_inputs for _ in range(stages)]
-    errors: list = [[None] * ticks.num_errors for _ in range(stages)]
+    cotangents: list = [[None] * ticks.num_cotangents for _ in range(stages)]
     sent: list = [(None, None)] * stages
     done = []
     for tick in range(table.num_ticks):
@@ -32,29 +33,31 @@ def walked(table):
         arriving = list(sent)
         sent = [(None, None)] * stages
         for stage in range(stages):
-            if (slot := row["arriving_input"][stage]) != NONE:
-                inputs[stage][slot] = arriving[(stage - 1) % stages][0]
-            if (slot := row["arriving_error"][stage]) != NONE:
-                errors[stage][slot] = arriving[(stage + 1) % stages][1]
-            output = error = None
+            for hop in placement.hops:
+                if (slot := row[f"arriving_input_{hop}"][stage]) != NONE:
+                    inputs[stage][slot] = arriving[(stage - hop) % stages][0]
+                if (slot := row[f"arriving_cotangent_{hop}"][stage]) != NONE:
+                    cotangents[stage][slot] = arriving[(stage + hop) % stages][1]
+            output = cotangent = None
             for kind in KINDS:
                 if (microbatch := row[kind][stage]) == NONE:
                     continue
-                part = row[f"{kind}_chunk"][stage] * stages + stage
-                slot, error_slot = row[f"{kind}_input"][stage], row[f"{kind}_error"][stage]
+                chunk = row[f"{kind}_chunk"][stage]
+                part = placement.part(stage, chunk)
+                slot, cotangent_slot = row[f"{kind}_input"][stage], row[f"{kind}_cotangent"][stage]
                 if kind == "forward":
                     if part == 0:
                         inputs[stage][slot] = (0, microbatch)
                     output = (part + 1, microbatch)
                 if kind == "backward":
                     if part == parts - 1 and table.has_weight:
-                        errors[stage][error_slot] = (parts, microbatch)
-                    error = (part, microbatch)
+                        cotangents[stage][cotangent_slot] = (parts, microbatch)
+                    cotangent = (part, microbatch)
                 assert inputs[stage][slot] == (part, microbatch)
                 if kind == "weight" or (kind == "backward" and part < parts - 1):
-                    assert errors[stage][error_slot] == (part + 1, microbatch)
-                done.append((tick, stage, part // stages, microbatch, kind))
-            sent[stage] = (output, error)
+                    assert cotangents[stage][cotangent_slot] == (part + 1, microbatch)
+                done.append((tick, stage, chunk, microbatch, kind))
+            sent[stage] = (output, cotangent)
     return done
 
 
@@ -71,7 +74,7 @@ def test_slots_of_1f1b_do_not_grow_with_microbatches(stages):
         ticks = make_ticks(make_table("1f1b", stages, microbatches, lockstep=True))
         # the first stage has what it began 2 (S - 1) ticks ago, and what it is at
         assert ticks.num_inputs == min(microbatches, 2 * stages - 1)
-        assert ticks.num_errors == (stages > 1)
+        assert ticks.num_cotangents == (stages > 1)
         used = [ticks.columns["forward_input"][:, stage].max() + 1 for stage in range(stages)]
         # what arrives waits a tick on no stage
         assert used == [min(microbatches, 2 * (stages - stage) - 1) for stage in range(stages)]

@@ -1,0 +1,130 @@
+"""The mapping between the parts of a model and the stages and chunks that hold them. No jax.
+
+A part is a contiguous group of blocks, numbered in the order in which a microbatch passes them. This is the
+only place that knows which stage holds which part; tables, partitions and programs ask it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardtrain.errors.messages import near
+
+
+def _loop(num_stages: int, num_chunks: int) -> list[int]:
+    return [*range(num_stages)] * num_chunks
+
+
+def _v(num_stages: int, num_chunks: int) -> list[int]:
+    return [*range(num_stages), *reversed(range(num_stages))][: num_stages * num_chunks]
+
+
+PLACEMENTS: dict[str, Callable[[int, int], list[int]]] = {"loop": _loop, "v": _v}
+"""Name -> the stage of each part, of (num_stages, num_chunks).
+
+loop: round-robin, from the last stage on to the first one again. v: down the stages and back up, so that a
+stage has the parts i and 2 S - 1 - i, and the first stage the first and the last part of the model.
+"""
+
+MOST_CHUNKS = {"v": 2}
+"""The most chunks per stage of the placements that have a limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartPlacement:
+    """Which part is which chunk of which stage.
+
+    Args:
+      num_stages: S, 1 or more.
+      num_chunks: V, parts on each stage, 1 or more.
+      name: a name of `PLACEMENTS`.
+
+    Raises:
+      ValueError: no such placement, or one that does not have so many chunks.
+
+    >>> PartPlacement(num_stages=3, num_chunks=2).stages
+    (0, 1, 2, 0, 1, 2)
+    >>> PartPlacement(num_stages=3, num_chunks=2, name="v").stages
+    (0, 1, 2, 2, 1, 0)
+    """
+
+    num_stages: int
+    num_chunks: int = 1
+    name: str = "loop"
+
+    def __post_init__(self) -> None:
+        if self.name not in PLACEMENTS:
+            raise ValueError(f"placement {near(self.name, PLACEMENTS)}")
+        if self.num_chunks > (most := MOST_CHUNKS.get(self.name, self.num_chunks)):
+            raise ValueError(
+                f"placement {self.name!r} has at most {most} chunks per stage, and {self.num_chunks} were"
+                f" asked for; use {most}, or the placement 'loop'"
+            )
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """The stage of each part."""
+        return tuple(PLACEMENTS[self.name](self.num_stages, self.num_chunks))
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[int, ...], ...]:
+        of_stage: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for part, stage in enumerate(self.stages):
+            of_stage[stage].append(part)
+        return tuple(map(tuple, of_stage))
+
+    @property
+    def num_parts(self) -> int:
+        """S * V."""
+        return len(self.stages)
+
+    @property
+    def last_stage(self) -> int:
+        """The stage of the last part, which computes the loss."""
+        return self.stages[-1]
+
+    def stage(self, part: int) -> int:
+        """The stage that holds a part."""
+        return self.stages[part]
+
+    def chunk(self, part: int) -> int:
+        """The number of a part among those of its stage."""
+        return self._parts[self.stages[part]].index(part)
+
+    def part(self, stage: int, chunk: int) -> int:
+        """The part that is a chunk of a stage."""
+        return self._parts[stage][chunk]
+
+    def parts(self, stage: int) -> tuple[int, ...]:
+        """The parts of a stage, by chunk."""
+        return self._parts[stage]
+
+    def hop(self, part: int) -> int:
+        """How many stages further, modulo S, the next part is; 0 where it is on the same stage.
+
+        >>> [PartPlacement(num_stages=3, num_chunks=2, name="v").hop(part) for part in range(5)]
+        [1, 1, 0, 2, 2]
+        """
+        return (self.stages[part + 1] - self.stages[part]) % self.num_stages
+
+    @cached_property
+    def hops(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Each hop that activations make -> its pairs (from stage, to stage), each once.
+
+        >>> PartPlacement(num_stages=3, num_chunks=2, name="v").hops
+        {0: ((2, 2),), 1: ((0, 1), (1, 2)), 2: ((1, 0), (2, 1))}
+        """
+        found: dict[int, set[tuple[int, int]]] = {}
+        for part, ends in enumerate(zip(self.stages, self.stages[1:], strict=False)):
+            found.setdefault(self.hop(part), set()).add(ends)
+        return {hop: tuple(sorted(found[hop])) for hop in sorted(found)}
+
+
+def placement_name(stages: Sequence[int], num_stages: int, num_chunks: int) -> str | None:
+    """The name of the placement with these stages of its parts; None if there is none.
+
+    >>> placement_name([0, 1, 1, 0], 2, 2)
+    'v'
+    """
+    named = (name for name in PLACEMENTS if num_chunks <= MOST_CHUNKS.get(name, num_chunks))
+    return next((name for name in named if PLACEMENTS[name](num_stages, num_chunks) == list(stages)), None)
