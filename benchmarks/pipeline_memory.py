@@ -16,7 +16,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.partition import counts
-from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.schedule import make_table, placement_of
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.tick_arrays import make_ticks
 from shardtrain.plan.compile import compile_step, described_devices, figures
@@ -26,7 +26,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement
 
 ONE_DEVICE = "accumulate"
-CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1}
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1, "zb_v": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def measured(options: Options, schedule: str, microbatches: int) -> Row:
     config = DecoderConfig(
         vocab=options.vocab, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
     )
-    stages = None if schedule == ONE_DEVICE else cut(options, CHUNKS[schedule])
+    stages = None if schedule == ONE_DEVICE else cut(options, schedule)
     layout = Layout(mesh={"data": 1} if stages is None else {"pipeline": options.stages})
     mesh = make_mesh(layout, described_devices("cpu", 1 if stages is None else options.stages))
     batch = {
@@ -128,18 +128,22 @@ def measured(options: Options, schedule: str, microbatches: int) -> Row:
     )
 
 
-def cut(options: Options, num_chunks: int) -> Partition:
-    """The stages of the model; a list is of as many parts as there are stages."""
+def cut(options: Options, schedule: str) -> Partition:
+    """The partition of the model; a list has as many numbers as there are stages."""
+    num_chunks = CHUNKS[schedule]
     by = "equal" if options.cut == "equal" or num_chunks > 1 else tuple(map(int, options.cut.split(",")))
     found = counts(by, options.num_layers, options.stages * num_chunks)
-    return Partition(num_stages=options.stages, num_chunks=num_chunks, counts=tuple(found))
+    placement = placement_of(schedule, num_chunks)
+    return Partition(
+        num_stages=options.stages, num_chunks=num_chunks, placement=placement, counts=tuple(found)
+    )
 
 
 def num_slots(stages: Partition, schedule: str, microbatches: int) -> int:
-    """Streams and errors that a device keeps, with one of each that takes what nobody needs."""
+    """Activations and cotangents that a device keeps, with a slot of each for those that are dropped."""
     table = make_table(schedule, stages.num_stages, microbatches, stages.num_chunks, lockstep=True)
     ticks = make_ticks(table)
-    return ticks.num_inputs + ticks.num_errors + 2
+    return ticks.num_inputs + ticks.num_cotangents + 2
 
 
 if __name__ == "__main__":

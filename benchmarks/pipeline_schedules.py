@@ -31,7 +31,8 @@ from shardtrain.islands.mailbox import Mailbox
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.schedule import SCHEDULES, make_table
+from shardtrain.pipeline.part_placement import PartPlacement
+from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table, Task
@@ -154,7 +155,7 @@ class Watched(StagePrograms):
 class Stage:
     """What this rank has of a decoder whose stages have so many chunks."""
 
-    def __init__(self, options: Options, comm: MPI.Comm, chunks: int) -> None:
+    def __init__(self, options: Options, comm: MPI.Comm, schedule: str, chunks: int) -> None:
         config = DecoderConfig(
             vocab=options.vocab,
             seq=options.seq,
@@ -169,7 +170,7 @@ class Stage:
         tokens = np.random.default_rng(options.seed).integers(0, options.vocab, (num_rows, options.seq + 1))
         batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(num_rows, np.float32)}
         microbatch = {name: x[: options.rows] for name, x in batch.items()}
-        pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks)
+        pipeline = Pipeline(schedule=schedule, virtual_stages=chunks)
         stages = make_partition(model, pipeline, comm.size, next_token_loss, microbatch)
         traced = Traced(model, next_token_loss, microbatch)
         self.held = StageModel(model=model, stages=stages, traced=traced, stage=comm.rank)
@@ -301,19 +302,24 @@ def one_round(comm: MPI.Comm, sides: Mapping[str, Side], mailbox: Mailbox, gener
     return Round(alone, company, steps, transfer(comm, sides[names[0]].stage, mailbox))
 
 
-def _programs(table: Table) -> tuple[int, tuple[str, ...]]:
-    """Equal for schedules that do the same tasks in another order."""
-    return table.num_chunks, table.kinds
+def _programs(table: Table) -> tuple[PartPlacement, tuple[str, ...]]:
+    """A key that is equal for schedules with the same tasks in another order."""
+    return table.part_placement, table.kinds
 
 
 def make_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
     """All schedules we know, in their form for islands."""
-    stages = {chunks: Stage(options, comm, chunks) for chunks in (1, options.chunks)}
-    chunks = {name: options.chunks if name == "interleaved" else 1 for name in SCHEDULES}
-    return {
-        name: Side(make_table(name, comm.size, options.microbatches, chunks[name]), stages[chunks[name]])
-        for name in SCHEDULES
+    chunks = {
+        name: options.chunks if name == "interleaved" else allowed_chunks(name)[0] for name in SCHEDULES
     }
+    stages: dict[Any, Stage] = {}  # shared by the schedules whose parts are the same
+    sides = {}
+    for name in SCHEDULES:
+        table = make_table(name, comm.size, options.microbatches, chunks[name])
+        if table.part_placement not in stages:
+            stages[table.part_placement] = Stage(options, comm, name, chunks[name])
+        sides[name] = Side(table, stages[table.part_placement])
+    return sides
 
 
 def measure(options: Options, comm: MPI.Comm) -> Figures:
@@ -406,8 +412,9 @@ def report(figures: Figures) -> str:
         for task in row.tasks:
             cell = f"{1e3 * task.alone_seconds:.1f} ({1e3 * task.in_company_seconds:.1f})"
             by_task[row.schedule, task.chunk, task.kind].append(cell)
+    chunks_of = {row.schedule: {task.chunk for task in row.tasks} for row in figures.rows}
     for (schedule, chunk, kind), cells in by_task.items():
-        name = f"{schedule}, chunk {chunk}" if schedule == "interleaved" else schedule
+        name = f"{schedule}, chunk {chunk}" if max(chunks_of[schedule]) else schedule
         lines.append(f"| {name}: {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

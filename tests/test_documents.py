@@ -18,7 +18,7 @@ from shardtrain import cli
 from shardtrain.cli.inspect import InspectOptions
 from shardtrain.cli.run_file import load_run
 from shardtrain.cli.run_options import parse_run
-from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.schedule import SCHEDULES, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.report.timeline import timeline_text
@@ -213,7 +213,7 @@ def test_the_pipeline_page_shows_the_real_timeline():
 
 def test_the_pipeline_page_has_the_figures_of_the_tables():
     rows = re.findall(r"^\| `(\w+)`( 2)? \| ([\d.% |]+) \|$", PIPELINES, re.MULTILINE)
-    assert [name for name, *_ in rows] == ["gpipe", "1f1b", "interleaved", "zero_bubble"]
+    assert [name for name, *_ in rows] == list(SCHEDULES)
     for name, two, cells in rows:
         num_chunks = 2 if two else 1
         free, mesh = (make_table(name, 4, 8, num_chunks, lockstep) for lockstep in (False, True))

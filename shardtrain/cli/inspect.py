@@ -124,7 +124,12 @@ def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
         terminal.err(f"blocks are shown cut evenly: to cut them by {by} needs the data\n")
         by = "equal"
     found = counts(by, model.chain.num_blocks, num_stages * pipeline.virtual_stages)
-    return Partition(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(found))
+    return Partition(
+        num_stages=num_stages,
+        num_chunks=pipeline.virtual_stages,
+        placement=pipeline.placement,
+        counts=tuple(found),
+    )
 
 
 def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:

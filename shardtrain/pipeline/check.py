@@ -1,4 +1,4 @@
-"""Whether a table can run: every task once, in a place of its own, after what it needs. No jax."""
+"""The check of a table: every task once, in a tick of its own, after its dependencies. No jax."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,16 +7,15 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.table import KINDS, Table, Task, needs
 
 
-def check(table: Table, live_bound: Sequence[int] | None = None) -> None:
+def check(table: Table) -> None:
     """Refuse a table that cannot run.
 
     Args:
       table: of any origin.
-      live_bound: for each stage, the most (chunk, microbatch) that it may hold at once; None: any number.
 
     Raises:
-      ValueError: lists every task that is missing, done twice, out of range, in the place of another or
-        before what it needs, and every stage that holds more than its bound.
+      ValueError: lists every task that is missing, duplicate, out of range, in the tick of another or before
+        a dependency, and every stage that keeps more than `table.live_bound`.
 
     >>> check(Table(num_stages=1, num_microbatches=1, tasks=(Task(0, 0, 0, 0, "forward"),), name="mine"))
     """
@@ -24,8 +23,8 @@ def check(table: Table, live_bound: Sequence[int] | None = None) -> None:
     if not problems:
         outside = [problem for task in table.tasks for problem in _range_problems(table, task)]
         problems = [*outside, *_count_problems(table), *_place_problems(table), *_order_problems(table)]
-    if not problems and live_bound is not None:
-        problems = _live_problems(table, live_bound)
+    if not problems and table.live_bound is not None:
+        problems = _live_problems(table, table.live_bound)
     if problems:
         raise problems_error(f"schedule {table.name!r} cannot run", problems)
 
@@ -43,11 +42,16 @@ def _size_problems(table: Table) -> list[str]:
         problems.append(
             f"its kinds are {list(table.kinds)}; use ['forward'], ['forward', 'backward'] or all three"
         )
+    if not problems:
+        try:
+            table.part_placement  # noqa: B018
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 
 def _range_problems(table: Table, task: Task) -> list[str]:
-    """What is out of range in a task, one sentence each."""
+    """Fields of a task that are out of range, one sentence each."""
     ends = {"stage": table.num_stages, "chunk": table.num_chunks, "microbatch": table.num_microbatches}
     where = f"in tick {task.tick}, {_text(task, table.num_chunks)}"
     problems = [
@@ -79,7 +83,7 @@ def _count_problems(table: Table) -> list[str]:
 
 
 def _place_problems(table: Table) -> list[str]:
-    """Tasks that stand where only one can."""
+    """Ticks with more tasks of a stage than they can have."""
     if table.lockstep:
         counts = Counter((task.tick, task.stage, task.kind) for task in table.tasks)
         what, limit = "{} tasks of kind {!r}", "one of each kind in a lock-step tick"
@@ -94,7 +98,7 @@ def _place_problems(table: Table) -> list[str]:
 
 
 def _order_problems(table: Table) -> list[str]:
-    """Tasks that stand before what they need; of what is missing or twice something else is said."""
+    """Tasks scheduled before a dependency. Missing and duplicate tasks are reported elsewhere."""
     tasks = [
         task
         for task in table.tasks

@@ -45,7 +45,12 @@ def make_partition(
         found[by] = Traced(model, loss, microbatch).costs(by)
     num_parts = num_stages * pipeline.virtual_stages
     cut = counts(by, chain.num_blocks, num_parts, **found)
-    return Partition(num_stages=num_stages, num_chunks=pipeline.virtual_stages, counts=tuple(cut))
+    return Partition(
+        num_stages=num_stages,
+        num_chunks=pipeline.virtual_stages,
+        placement=pipeline.placement,
+        counts=tuple(cut),
+    )
 
 
 class Traced:

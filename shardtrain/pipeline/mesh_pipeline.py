@@ -50,8 +50,15 @@ def pipeline_sums(
       row_axes: the mesh axes that share out rows.
 
     Raises:
-      ValueError: blocks change the shape of the stream, or the loss does not call the model once.
+      ValueError: the table is not for these parts, blocks change the shape of the stream, or the loss does
+        not call the model once.
     """
+    if table.part_placement != stages.part_placement:
+        raise ValueError(
+            f"schedule {table.name!r} is for {table.part_placement}, and the blocks are cut for"
+            f" {stages.part_placement}; make the partition with placement={table.placement!r}, as"
+            " pipeline.costs.make_partition does"
+        )
     train = "backward" in table.kinds
     work = StageCompute(chain, loss, stages, params, rng, batch, tuple(row_axes), train)
     return _Walk(work, table, specs, row_axes).sums()

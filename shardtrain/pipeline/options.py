@@ -1,4 +1,4 @@
-"""How a pipeline is cut and scheduled: values only, no jax."""
+"""Options of a pipeline: its schedule and how blocks are cut. Values only, no jax."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.partition import parse_stages
-from shardtrain.pipeline.schedule import SCHEDULES
+from shardtrain.pipeline.schedule import SCHEDULES, placement_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +16,14 @@ class Pipeline:
     Microbatches are those of `Strategy.accumulate`.
 
     Args:
-      schedule: a name of `pipeline.schedule.SCHEDULES`, or the path of a table of your own (.csv).
-      virtual_stages: parts of the model on each stage; more than 1 needs "interleaved" or "gpipe".
+      schedule: order of the tasks: gpipe, 1f1b, interleaved, zero_bubble, zb_v, or the path of a table of
+        your own (.csv).
+      virtual_stages: parts of the model on each stage: 1 with 1f1b and zero_bubble, 2 with zb_v, 2 or more
+        with interleaved, any number with gpipe.
       stages: how blocks are cut: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
 
     Raises:
-      ValueError: lists every value of a wrong kind, and everything that cannot be.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     schedule: str = "1f1b"
@@ -39,6 +41,15 @@ class Pipeline:
         problems += _refused(lambda: parse_stages(self.stages))
         if problems:
             raise problems_error("this pipeline cannot be made", problems)
+
+    @property
+    def placement(self) -> str:
+        """The placement that the schedule needs, a name of `part_placement.PLACEMENTS`.
+
+        Raises:
+          ValueError: the schedule is a file that cannot be read.
+        """
+        return placement_of(self.schedule, self.virtual_stages)
 
 
 def _refused(make: Callable[[], object]) -> list[str]:

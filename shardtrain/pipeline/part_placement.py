@@ -4,7 +4,7 @@ A part is a contiguous group of blocks, numbered in the order in which a microba
 only place that knows which stage holds which part; tables, partitions and programs ask it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,11 +120,11 @@ class PartPlacement:
         return {hop: tuple(sorted(found[hop])) for hop in sorted(found)}
 
 
-def placement_name(stages: Sequence[int], num_stages: int, num_chunks: int) -> str | None:
-    """The name of the placement with these stages of its parts; None if there is none.
+def placements(num_stages: int, num_chunks: int) -> list[PartPlacement]:
+    """Return all placements of so many stages and chunks.
 
-    >>> placement_name([0, 1, 1, 0], 2, 2)
-    'v'
+    >>> [placement.name for placement in placements(3, 2)]
+    ['loop', 'v']
     """
-    named = (name for name in PLACEMENTS if num_chunks <= MOST_CHUNKS.get(name, num_chunks))
-    return next((name for name in named if PLACEMENTS[name](num_stages, num_chunks) == list(stages)), None)
+    names = [name for name in PLACEMENTS if num_chunks <= MOST_CHUNKS.get(name, num_chunks)]
+    return [PartPlacement(num_stages=num_stages, num_chunks=num_chunks, name=name) for name in names]

@@ -15,11 +15,13 @@ from shardtrain.pipeline.task_order import (
     alternating,
     backwards,
     earliest,
+    empty_table,
     forwards,
     in_lockstep,
     units,
     zero_bubble_order,
 )
+from shardtrain.pipeline.zero_bubble_v import v_in_lockstep, zero_bubble_v
 
 __all__ = [
     "KINDS",
@@ -30,13 +32,13 @@ __all__ = [
     "forward_only",
     "gpipe",
     "interleaved",
-    "live_bound",
     "make_table",
     "needs",
     "one_forward_one_backward",
     "read_table",
     "write_table",
     "zero_bubble",
+    "zero_bubble_v",
 ]
 
 
@@ -57,7 +59,14 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep:
     >>> gpipe(4, 8).num_ticks, gpipe(4, 8).live(0)
     (22, 8)
     """
-    table = _empty("gpipe", num_stages, num_microbatches, num_chunks, lockstep)
+    table = empty_table(
+        "gpipe",
+        num_stages,
+        num_microbatches,
+        num_chunks,
+        lockstep,
+        live=lambda stage: num_chunks * num_microbatches,
+    )
     if lockstep:
         last = max(unit for unit, _, _ in units(table))
         return in_lockstep(table, turn=last + num_stages)
@@ -87,7 +96,15 @@ def one_forward_one_backward(
     >>> [one_forward_one_backward(4, 8, lockstep=True).live(stage) for stage in range(4)]
     [7, 5, 3, 1]
     """
-    table = _empty("1f1b", num_stages, num_microbatches, num_chunks, lockstep, most_chunks=1)
+    table = empty_table(
+        "1f1b",
+        num_stages,
+        num_microbatches,
+        num_chunks,
+        lockstep,
+        live=lambda stage: 2 * (num_stages - stage) - 1 if lockstep else num_stages - stage,
+        most_chunks=1,
+    )
     if lockstep:
         return in_lockstep(table, turn=num_stages - 1)
     return earliest(table, alternating(table, [num_stages - 1 - stage for stage in range(num_stages)]))
@@ -113,7 +130,15 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     >>> interleaved(4, 8, 2).num_ticks, interleaved(4, 8, 2, lockstep=True).num_ticks
     (38, 26)
     """
-    table = _empty("interleaved", num_stages, num_microbatches, num_chunks, lockstep, least_chunks=2)
+    table = empty_table(
+        "interleaved",
+        num_stages,
+        num_microbatches,
+        num_chunks,
+        lockstep,
+        live=lambda stage: (num_chunks + 1) * num_stages - 2 * stage - 1,
+        least_chunks=2,
+    )
     if lockstep:
         return in_lockstep(table, turn=table.num_parts - 1)
     ahead = [table.num_parts - 1 + num_stages - 1 - 2 * stage for stage in range(num_stages)]
@@ -140,30 +165,58 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     >>> zero_bubble(4, 8).num_ticks, zero_bubble(4, 1).num_ticks
     (27, 9)
     """
-    table = _empty("zero_bubble", num_stages, num_microbatches, num_chunks, lockstep, KINDS, most_chunks=1)
+    table = empty_table(
+        "zero_bubble",
+        num_stages,
+        num_microbatches,
+        num_chunks,
+        lockstep,
+        KINDS,
+        live=lambda stage: 2 * num_stages - 1 - stage if lockstep else num_stages,
+        most_chunks=1,
+    )
     if lockstep:
         return in_lockstep(table, turn=num_stages - 1)
     return earliest(table, [zero_bubble_order(table, stage) for stage in range(num_stages)])
 
 
 def forward_only(
-    num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep: bool = False
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    lockstep: bool = False,
+    placement: str = "loop",
 ) -> Table:
-    """Forwards alone, for evaluation: V M + S - 1 ticks (for M a multiple of S, or V = 1).
+    """Forwards alone, for evaluation.
+
+    V M + S - 1 ticks in the placement "loop" (for M a multiple of S, or V = 1); 2 (M + S - 1) in "v", where a
+    microbatch starts every second tick, so that those on their way down and back up alternate on each stage.
 
     Args:
       num_stages: S, 1 or more.
       num_microbatches: M, 1 or more.
       num_chunks: V, 1 or more.
       lockstep: the form; both have the same ticks.
+      placement: which part each chunk of a stage is, see `PartPlacement`.
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: a number below 1, or chunks that the placement does not have.
 
     >>> forward_only(4, 8).num_ticks
     11
     """
-    table = _empty("forward_only", num_stages, num_microbatches, num_chunks, lockstep, KINDS[:1])
+    table = empty_table(
+        "forward_only",
+        num_stages,
+        num_microbatches,
+        num_chunks,
+        lockstep,
+        KINDS[:1],
+        live=lambda stage: 1,
+        placement=placement,
+    )
+    if placement == "v" and num_chunks == 2:
+        return v_in_lockstep(table)
     return in_lockstep(table, turn=0) if lockstep else earliest(table, [[*forwards(table)]] * num_stages)
 
 
@@ -172,28 +225,44 @@ SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
+    "zb_v": zero_bubble_v,
 }
 """Name -> table of (num_stages, num_microbatches, num_chunks, lockstep), for training."""
 
 
-def live_bound(table: Table) -> tuple[int, ...] | None:
-    """For each stage, the most (chunk, microbatch) that a schedule lets it hold; None where none is known.
+def allowed_chunks(name: str, most: int = 4) -> list[int]:
+    """Return the numbers of chunks per stage that a schedule supports, up to `most`.
 
-    >>> live_bound(one_forward_one_backward(4, 8))
-    (4, 3, 2, 1)
+    >>> allowed_chunks("interleaved"), allowed_chunks("zb_v")
+    ([2, 3, 4], [2])
     """
-    stages, chunks = table.num_stages, table.num_chunks
-    everything = chunks * table.num_microbatches
-    bounds: dict[str, Callable[[int], int]] = {
-        "gpipe": lambda stage: everything,
-        "1f1b": lambda stage: 2 * (stages - stage) - 1 if table.lockstep else stages - stage,
-        "interleaved": lambda stage: (chunks + 1) * stages - 2 * stage - 1,
-        "zero_bubble": lambda stage: 2 * stages - 1 - stage if table.lockstep else stages,
-        "forward_only": lambda stage: 1,
-    }
-    if table.name not in bounds:
-        return None
-    return tuple(min(everything, bounds[table.name](stage)) for stage in range(stages))
+    return [num_chunks for num_chunks in range(1, most + 1) if _supports(name, num_chunks)]
+
+
+def _supports(name: str, num_chunks: int) -> bool:
+    try:
+        SCHEDULES[name](1, 1, num_chunks, False)
+    except ValueError:
+        return False
+    return True
+
+
+def placement_of(name_or_path: str | Path, num_chunks: int) -> str:
+    """Return the placement that a schedule, or a table of your own, needs.
+
+    Args:
+      name_or_path: as in `make_table`.
+      num_chunks: V, parts of the model on each stage.
+
+    Raises:
+      ValueError: the schedule does not support so many chunks, or the file cannot be read.
+
+    >>> placement_of("1f1b", 1), placement_of("zb_v", 2)
+    ('loop', 'v')
+    """
+    if str(name_or_path).endswith(".csv"):
+        return read_table(name_or_path, lockstep=True).placement  # what runs otherwise runs in lock-step too
+    return SCHEDULES[str(name_or_path)](1, 1, num_chunks, False).placement
 
 
 def make_table(
@@ -219,7 +288,7 @@ def make_table(
             known = near(str(name_or_path), SCHEDULES)
             raise ValueError(f"schedule {known}; give one of these, or a table of your own as a path.csv")
         table = SCHEDULES[str(name_or_path)](stages, microbatches, chunks, lockstep)
-        check(table, live_bound(table))
+        check(table)
         return table
     table = read_table(name_or_path, lockstep=lockstep)
     asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
@@ -233,37 +302,3 @@ def make_table(
     if problems:
         raise problems_error(f"schedule {name_or_path} does not fit", problems)
     return table
-
-
-def _empty(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    num_chunks: int,
-    lockstep: bool,
-    kinds: tuple[str, ...] = KINDS[:2],
-    *,
-    least_chunks: int = 1,
-    most_chunks: int | None = None,
-) -> Table:
-    """A table without tasks, of sizes that the schedule has."""
-    sizes = {"stages": num_stages, "microbatches": num_microbatches}
-    problems = [f"{what} is {size}; use 1 or more" for what, size in sizes.items() if size < 1]
-    if num_chunks < least_chunks:
-        instead = ", or the schedule '1f1b'" if least_chunks > 1 else ""
-        problems.append(f"chunks (virtual stages) is {num_chunks}; use {least_chunks} or more{instead}")
-    if most_chunks is not None and num_chunks > most_chunks:
-        problems.append(
-            f"chunks (virtual stages) is {num_chunks}; use {most_chunks}, or the schedule 'interleaved'"
-        )
-    if problems:
-        raise problems_error(f"schedule {name!r} cannot be made", problems)
-    return Table(
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        lockstep=lockstep,
-        tasks=(),
-        name=name,
-        kinds=kinds,
-    )

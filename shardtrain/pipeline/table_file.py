@@ -1,14 +1,14 @@
-"""Tables as CSV files: a user's own schedule, or one of ours to look at and change. No jax."""
+"""Tables as CSV files: a user's own schedule, or a named one to look at and change. No jax."""
 
 import csv
 import io
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.check import check
+from shardtrain.pipeline.part_placement import placements
 from shardtrain.pipeline.table import KINDS, Table, Task
 from shardtrain.system.untrusted_files import read_text, short
 
@@ -18,17 +18,23 @@ IDLE = 8
 """Counts may be so many times larger than the number of tasks; beyond that they are a mistake."""
 
 COLUMNS = ("tick", "stage", "chunk", "microbatch", "kind")
+OPTIONAL = ("chunk", "part")
+"""Columns that a file may leave out, `part` after the others: then the parts go round the stages ("loop")."""
 
 
 def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
-    """A table from a CSV file with the columns of `COLUMNS`; the chunk may be left out.
+    """Read a table from a CSV file with the columns of `COLUMNS`; the chunk may be left out.
 
-    Its numbers of stages, microbatches and chunks are what the tasks use. A table of one task a stage and
-    tick is also one for lock-step.
+    The numbers of stages, microbatches and chunks are those that the tasks use. A column `part` names the
+    part of the model that each (stage, chunk) is; without it, the placement is "loop". A table of one task
+    per stage and tick is also one for lock-step.
 
     Args:
       path: the file; lines in any order.
       lockstep: how it will run, see `Table`.
+
+    Returns:
+      The table, checked; in the placement that its parts are in.
 
     Raises:
       ValueError: no such file, or lists every column and line that cannot be read; or `check` refuses it.
@@ -41,14 +47,16 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
         raise ValueError(f"there is no schedule file {path} to read: {error.strerror or error}") from error
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path} is not a CSV file: {error}") from error
-    problems = [f"column {near(name, COLUMNS)}" for name in header if name not in COLUMNS]
-    problems += [f"column {name!r} is missing" for name in COLUMNS if name not in header and name != "chunk"]
+    known = dict.fromkeys((*COLUMNS, *OPTIONAL))
+    problems = [f"column {near(name, known)}" for name in header if name not in known]
+    problems += [f"column {name!r} is missing" for name in known if name not in (*header, *OPTIONAL)]
     if not problems:
         problems = [p for line, row in rows for p in _row_problems(line, row, len(rows))]
     if not problems and not rows:
         problems = ["it has no tasks; write one a line, as 0,0,0,0,forward"]
     if not problems:
-        problems = _size_problems([row for _, row in rows])
+        tasks = [row for _, row in rows]
+        problems = _size_problems(tasks) or _part_problems(tasks)
     if problems:
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
         raise problems_error(f"schedule file {path} cannot be read", problems[:MOST_PROBLEMS] + more)
@@ -58,12 +66,17 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
 
 
 def write_table(table: Table, path: Path | str) -> None:
-    """Write a table as a CSV file that `read_table` reads; its folder is made."""
+    """Write a table as a CSV file that `read_table` reads, and make its folder.
+
+    The column `part` is written where the placement is not the default.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(table.tasks)
+        if table.placement == "loop":
+            writer.writerows([COLUMNS, *table.tasks])
+        else:
+            writer.writerows([(*COLUMNS, "part"), *((*task, table.part(task)) for task in table.tasks)])
 
 
 def _row_problems(line: int, row: dict[str, str | None], num_tasks: int) -> list[str]:
@@ -74,7 +87,7 @@ def _row_problems(line: int, row: dict[str, str | None], num_tasks: int) -> list
         for name, text in row.items()
         if name != "kind" and not re.fullmatch("[0-9]+", (text or "").strip())
     ]
-    # every stage, chunk and microbatch has a task, and a tick without any is of no use
+    # every stage, chunk, part and microbatch has a task, and ticks without any are of no use
     problems += [
         f"line {line}: {name} is {short(text)}, and the file has {num_tasks} tasks; write a number below"
         f" {num_tasks * IDLE}"
@@ -86,13 +99,13 @@ def _row_problems(line: int, row: dict[str, str | None], num_tasks: int) -> list
 
 
 def _number(text: str | None, limit: int) -> int:
-    """A whole number, or the limit for one with too many digits to be read."""
+    """Return a whole number, or the limit if it has too many digits to be read."""
     digits = (text or "").strip().lstrip("0")
     return limit if len(digits) > 18 else int(digits or 0)
 
 
 def _size_problems(rows: list[dict[str, Any]]) -> list[str]:
-    """Sizes of which most tasks would be missing: nobody counts up to them.
+    """Sizes so large that most tasks would be missing: a table of them is never built.
 
     >>> _size_problems([{"tick": "0", "stage": "9", "microbatch": "9", "kind": "forward"}])
     ['its largest stage, chunk and microbatch are 9, 0 and 9: 10 * 1 * 10 = 100 tasks of each kind, and the \
@@ -111,15 +124,44 @@ file has 1 in all']
     ]
 
 
-def _from_rows(rows: Iterable[dict[str, str]], name: str, lockstep: bool) -> Table:
+def _placement(rows: list[dict[str, Any]]) -> str | None:
+    """The placement with the parts that rows name; None if they are in none."""
+    if "part" not in rows[0]:
+        return "loop"
+    found = {tuple(int(row.get(name, "0")) for name in ("stage", "chunk", "part")) for row in rows}
+    fits = (
+        placement.name
+        for placement in placements(*_sizes(rows))
+        if all(placement.part(stage, chunk) == part for stage, chunk, part in found)
+    )
+    return next(fits, None)
+
+
+def _part_problems(rows: list[dict[str, Any]]) -> list[str]:
+    if _placement(rows) is not None:
+        return []
+    known = placements(*_sizes(rows))
+    stages = " or ".join(f"{','.join(map(str, each.stages))} ({each.name})" for each in known)
+    return [f"its parts are not on the stages of a placement; put the parts 0, 1, ... on stages {stages}"]
+
+
+def _sizes(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """The numbers of stages and chunks."""
+    stages, chunks = (1 + max(int(row.get(name, "0")) for row in rows) for name in ("stage", "chunk"))
+    return stages, chunks
+
+
+def _from_rows(rows: list[dict[str, Any]], name: str, lockstep: bool) -> Table:
     tasks = tuple(
         Task(*(int(row.get(column, "0")) for column in COLUMNS[:-1]), kind=row["kind"].strip())
         for row in rows
     )
+    num_stages, num_chunks = _sizes(rows)
     return Table(
-        num_stages=1 + max(task.stage for task in tasks),
+        num_stages=num_stages,
         num_microbatches=1 + max(task.microbatch for task in tasks),
-        num_chunks=1 + max(task.chunk for task in tasks),
+        num_chunks=num_chunks,
+        placement=_placement(rows) or "loop",
         lockstep=lockstep,
         tasks=tasks,
         name=name,

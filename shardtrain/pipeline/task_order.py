@@ -1,22 +1,23 @@
-"""In which order stages do their tasks, and when: what the schedules are built from. No jax.
+"""Orders of tasks and their ticks: the building blocks of schedules. No jax.
 
-An order has no ticks: `earliest` gives it those, `in_lockstep` computes them. Next: `schedule.py`.
+An order has no ticks yet: `earliest` assigns them; `in_lockstep` computes them directly. Next: `schedule.py`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from shardtrain.pipeline.table import Table, Task, needs
+from shardtrain.errors.messages import problems_error
+from shardtrain.pipeline.table import KINDS, Table, Task, needs
 
 Step = tuple[str, int, int]
-"""Kind, chunk and microbatch: a task that has no tick yet."""
+"""Kind, chunk and microbatch: a task without a tick."""
 
 
 def units(table: Table) -> Iterator[tuple[int, int, int]]:
-    """Unit, chunk and microbatch, depth first: groups of S microbatches pass chunk after chunk.
+    """Yield unit, chunk and microbatch, depth first: groups of S microbatches pass chunk after chunk.
 
-    Units are counted as for the next multiple of S; those of microbatches that are not there are left out.
+    Units are numbered as for the next multiple of S; those of microbatches beyond M are left out.
     """
     num_groups = -(-table.num_microbatches // table.num_stages)
     for unit in range(num_groups * table.num_parts):
@@ -27,18 +28,23 @@ def units(table: Table) -> Iterator[tuple[int, int, int]]:
 
 
 def forwards(table: Table) -> Iterator[Step]:
-    """The forwards of any stage in the order of units."""
+    """Return the forwards of any stage in the order of units."""
     return (("forward", chunk, microbatch) for _, chunk, microbatch in units(table))
 
 
 def backwards(table: Table) -> Iterator[Step]:
-    """The backwards of any stage in the order of units, which pass the chunks in reverse."""
+    """Return the backwards of any stage in the order of units, chunks reversed."""
     last = table.num_chunks - 1
     return (("backward", last - chunk, microbatch) for _, chunk, microbatch in units(table))
 
 
 def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
-    """For each stage: so many forwards ahead, then a forward and a backward in turn, then what is left."""
+    """Return the order of each stage: some forwards, then a forward and a backward in turn, then the rest.
+
+    Args:
+      table: for its sizes.
+      ahead: for each stage, the number of forwards before the first pair.
+    """
     whole = -(-table.num_microbatches // table.num_stages) * table.num_stages
     full = replace(table, num_microbatches=whole)
     begin, end = list(forwards(full)), list(backwards(full))
@@ -52,7 +58,7 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
 
 
 def zero_bubble_order(table: Table, stage: int) -> list[Step]:
-    """As 1F1B, with a weight task from the backward of number `stage` on; the late ones at the end."""
+    """Return the order of a stage in ZB-H1: 1F1B, with a weight task behind each backward from `stage` on."""
     end = table.num_microbatches
     ahead = min(end, table.num_stages - stage)
     order: list[Step] = [("forward", 0, index) for index in range(ahead)]
@@ -66,10 +72,11 @@ def zero_bubble_order(table: Table, stage: int) -> list[Step]:
 
 
 def in_lockstep(table: Table, turn: int) -> Table:
-    """Unit u: forward on stage s in tick u + s, backward on the last stage in tick u + `turn`, then upwards.
+    """Assign lock-step ticks in the placement "loop".
 
-    Backwards pass the chunks in reverse. The weight tasks of a unit are on all stages in the same tick: there
-    they lengthen it once.
+    The forward of unit u is on stage s in tick u + s; its backward on the last stage in tick u + `turn`, and
+    a tick later on each stage before. Backwards pass the chunks in reverse. The weight tasks of a unit are on
+    all stages in the same tick, so that they lengthen only one.
     """
     tasks = []
     for unit, chunk, microbatch in units(table):
@@ -83,7 +90,7 @@ def in_lockstep(table: Table, turn: int) -> Table:
 
 
 def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
-    """Each stage's steps in their order, each in the first tick in which what it needs is there."""
+    """Assign to the steps of each stage, in their order, the first ticks in which their inputs are there."""
     rests = [list(reversed(order)) for order in orders]
     done: set[tuple[str, int, int]] = set()
     tasks: list[Task] = []
@@ -97,8 +104,63 @@ def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
                 placed.append(task)
                 rest.pop()
         assert placed, f"{table.name}: the orders of the stages wait for each other"
-        # only now: what a tick makes is there from the next one on
+        # only now: what a tick computes can be used from the next one on
         done |= {(task.kind, table.part(task), task.microbatch) for task in placed}
         tasks += placed
         tick += 1
     return replace(table, tasks=tuple(tasks))
+
+
+def empty_table(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int,
+    lockstep: bool,
+    kinds: tuple[str, ...] = KINDS[:2],
+    *,
+    live: Callable[[int], int],
+    least_chunks: int = 1,
+    most_chunks: int | None = None,
+    placement: str = "loop",
+) -> Table:
+    """Return a table without tasks; refuse sizes that the schedule does not support.
+
+    Args:
+      name: of the schedule.
+      num_stages: S.
+      num_microbatches: M.
+      num_chunks: V.
+      lockstep: the form, see `Table`.
+      kinds: of tasks.
+      live: stage -> the most (chunk, microbatch) that it may keep at once.
+      least_chunks: the smallest V of the schedule.
+      most_chunks: the largest V, None without a limit.
+      placement: of the parts on the stages.
+
+    Raises:
+      ValueError: lists every size that the schedule does not support.
+    """
+    sizes = {"stages": num_stages, "microbatches": num_microbatches}
+    problems = [f"{what} is {size}; use 1 or more" for what, size in sizes.items() if size < 1]
+    if num_chunks < least_chunks:
+        instead = ", or the schedule '1f1b'" if least_chunks > 1 else ""
+        more = "" if most_chunks == least_chunks else " or more"
+        problems.append(f"chunks (virtual stages) is {num_chunks}; use {least_chunks}{more}{instead}")
+    if most_chunks is not None and num_chunks > most_chunks:
+        problems.append(
+            f"chunks (virtual stages) is {num_chunks}; use {most_chunks}, or the schedule 'interleaved'"
+        )
+    if problems:
+        raise problems_error(f"schedule {name!r} cannot be made", problems)
+    return Table(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        lockstep=lockstep,
+        placement=placement,
+        tasks=(),
+        name=name,
+        kinds=kinds,
+        live_bound=tuple(min(num_chunks * num_microbatches, live(stage)) for stage in range(num_stages)),
+    )

@@ -190,7 +190,13 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
 
     def losses(params: Any, batch: Batch) -> Sums:
         num_microbatches = jax.tree.leaves(batch)[0].shape[0]
-        table = forward_only(stages.num_stages, num_microbatches, stages.num_chunks, lockstep=True)
+        table = forward_only(
+            stages.num_stages,
+            num_microbatches,
+            stages.num_chunks,
+            lockstep=True,
+            placement=stages.placement,
+        )
         walk = _walk(model, loss, placement, table, rules)
 
         def run(params: Any, batch: Batch) -> Sums:

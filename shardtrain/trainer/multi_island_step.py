@@ -77,7 +77,7 @@ def _make_stage_step(
         held=stage_model,
         flow=stage_model.flow(shapes),
         table=make_table(pipeline.schedule, *sizes),
-        losses=forward_only(*sizes),
+        losses=forward_only(*sizes, placement=pipeline.placement),
         optimizer=setup.optimizer,
         clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
         placement=setup.placement,

@@ -1,5 +1,7 @@
 """What a pipeline stores is saved as it lies, and read back by any other; and what becomes of the rest."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,10 +62,14 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("target", PIPELINES)
-@pytest.mark.parametrize("source", PIPELINES)
+V = ({"pipeline": 2}, Partition(num_stages=2, num_chunks=2, placement="v", counts=(1, 2, 1, 1)))
+PAIRS = [*itertools.product(PIPELINES, PIPELINES), *(("V", name) for name in PIPELINES)]
+PAIRS += [("one device", "V"), ("interleaved", "V")]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_any_pipeline_reads_what_any_other_saved(source, target, tmp_path):
-    before, after = placed(*PIPELINES[source]), placed(*PIPELINES[target])
+    before, after = (placed(*{**PIPELINES, "V": V}[name]) for name in (source, target))
     found = moved(tmp_path, before[0], with_moments(*before), after[0])
     expected = saved_part(with_moments(*after))
     # rows of padding are no blocks; they are zeros

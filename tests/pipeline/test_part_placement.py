@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.part_placement import PLACEMENTS, PartPlacement, placement_name
+from shardtrain.pipeline.part_placement import PLACEMENTS, PartPlacement, placements
 
 
 @st.composite
-def placements(draw):
+def placed(draw):
     name = draw(st.sampled_from(list(PLACEMENTS)))
     chunks = draw(st.integers(1, 2 if name == "v" else 4))
     return PartPlacement(num_stages=draw(st.integers(1, 6)), num_chunks=chunks, name=name)
 
 
-@given(placements())
+@given(placed())
 def test_each_part_is_one_chunk_of_one_stage(placement):
     parts = range(placement.num_parts)
     places = [(placement.stage(part), placement.chunk(part)) for part in parts]
@@ -27,7 +27,7 @@ def test_each_part_is_one_chunk_of_one_stage(placement):
     assert placement.last_stage == placement.stage(placement.num_parts - 1)
 
 
-@given(placements())
+@given(placed())
 def test_hops_lead_from_part_to_part(placement):
     ends = {(placement.stage(part), placement.stage(part + 1)) for part in range(placement.num_parts - 1)}
     assert {pair for pairs in placement.hops.values() for pair in pairs} == ends
@@ -47,8 +47,8 @@ def test_placements_by_value():
     assert v.last_stage == 0
     # on two stages, forth and back are the same hop: one message serves both
     assert PartPlacement(num_stages=2, num_chunks=2, name="v").hops == {0: ((1, 1),), 1: ((0, 1), (1, 0))}
-    assert placement_name(v.stages, 4, 2) == "v"
-    assert placement_name((0, 1, 1, 0, 0, 1), 2, 3) is None
+    assert placements(4, 2) == [loop, v]
+    assert [placement.name for placement in placements(4, 3)] == ["loop"]
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from shardtrain.pipeline.schedule import SCHEDULES
+from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks
 from shardtrain.pipeline.table_file import read_table, write_table
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_what_is_written_is_read_again(name, lockstep, tmp_path):
-    table = SCHEDULES[name](3, 4, 2 if name == "interleaved" else 1, lockstep)
+    table = SCHEDULES[name](3, 4, allowed_chunks(name)[0], lockstep)
     path = tmp_path / "folder" / "mine.csv"
     write_table(table, path)
-    assert path.read_text().splitlines()[:2] == ["tick,stage,chunk,microbatch,kind", "0,0,0,0,forward"]
-    assert read_table(path, lockstep=lockstep) == replace(table, name="mine.csv")
+    written = ["tick,stage,chunk,microbatch,kind", "0,0,0,0,forward"]
+    if table.placement != "loop":
+        written = [f"{written[0]},part", f"{written[1]},0"]
+    assert path.read_text().splitlines()[:2] == written
+    assert read_table(path, lockstep=lockstep) == replace(table, name="mine.csv", live_bound=None)
 
 
 def test_columns_in_any_order_without_chunks(tmp_path):
@@ -46,6 +49,11 @@ def test_columns_in_any_order_without_chunks(tmp_path):
             ["tick 0 of stage 0 has 2 tasks", "move it to tick 1 or later"],
         ),
         ("", ["column 'tick' is missing"]),
+        (
+            "tick,stage,chunk,microbatch,kind,part\n0,0,0,0,forward,1\n1,1,0,0,forward,0\n"
+            "0,0,1,0,forward,2\n1,1,1,0,forward,3\n",
+            ["put the parts 0, 1, ... on stages 0,1,0,1 (loop) or 0,1,1,0 (v)"],
+        ),
     ],
 )
 def test_what_cannot_be_read_is_told(content, expected, tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardtrain.pipeline.schedule import SCHEDULES, forward_only, make_table
+from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, forward_only, make_table
 from shardtrain.pipeline.table import KINDS
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 
@@ -14,9 +14,10 @@ def tables():
     for name in SCHEDULES:
         for stages, microbatches in SIZES:
             for lockstep in (True, False):
-                yield make_table(name, stages, microbatches, 2 if name == "interleaved" else 1, lockstep)
+                yield make_table(name, stages, microbatches, allowed_chunks(name)[0], lockstep)
     yield forward_only(4, 8, lockstep=True)
     yield forward_only(4, 8, 3, lockstep=True)
+    yield forward_only(3, 5, 2, lockstep=True, placement="v")
 
 
 def walked(table):
@@ -82,7 +83,7 @@ def test_slots_of_1f1b_do_not_grow_with_microbatches(stages):
 
 @pytest.mark.parametrize(
     ("name", "chunks", "inputs"),
-    [("gpipe", 1, 8), ("interleaved", 2, 11), ("zero_bubble", 1, 7)],
+    [("gpipe", 1, 8), ("interleaved", 2, 11), ("zero_bubble", 1, 7), ("zb_v", 2, 10)],
 )
 def test_slots_of_other_schedules(name, chunks, inputs):
     assert make_ticks(make_table(name, 4, 8, chunks, lockstep=True)).num_inputs == inputs

@@ -175,7 +175,7 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
         held=held,
         flow=held.flow(microbatch),
         table=make_table(schedule, num_stages, microbatches, chunks),
-        losses=forward_only(num_stages, microbatches, chunks),
+        losses=forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
         optimizer=gradients_as_state(),
         clip=None,
         placement=placement,
@@ -218,7 +218,7 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
         close(jax.device_get(after.model_state), step.held.own(model_state, "model_state/"), case)
         if name in ("tied", "untied"):
             traffic(step, sent, microbatches, case)
-    if schedules[0] == "1f1b":
+    if schedules[0] in ("1f1b", "zb_v"):
         close(step.evaluate(state, batch), heldout, f"{case}, held-out")
     step.close()
 
@@ -226,7 +226,9 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
 def traffic(step, sent, microbatches, case) -> None:
     """Activations x microbatches x boundaries, each way; and what is borrowed goes there and back."""
     held, seats = step.held, step.seats
-    boundaries = len(held.parts) - (held.last_part in held.parts) + len(held.parts) - (0 in held.parts)
+    placement = held.stages.part_placement
+    others = [part + by for part in held.parts for by in (-1, 1) if 0 <= part + by <= held.last_part]
+    boundaries = sum(placement.stage(part) != held.stage for part in others)
     rows = step.held.traced.batch["tokens"].shape[0]
     table = VOCAB * 32 * 4
     borrows = (seats.stage in (0, seats.num_stages - 1)) and bool(held.lent or held.borrowed)
@@ -292,6 +294,7 @@ def main() -> None:
         (3, 1): [
             ("skips", 1, 8, plain, None),
             ("untied", 2, 5, ["interleaved"], None),
+            ("tied", 2, 5, ["zb_v"], None),
             ("translation", 1, 2, ["1f1b"], None),
         ],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared

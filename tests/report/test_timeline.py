@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from shardtrain.pipeline.schedule import SCHEDULES, forward_only, make_table
+from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, forward_only, make_table
 from shardtrain.report.plots.timeline import TASK_COLOURS, timeline
 from shardtrain.report.timeline import timeline_text
 
@@ -92,7 +92,7 @@ def test_a_png_has_boxes_as_long_as_their_tasks(tmp_path):
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_svg_names_every_task(name, lockstep, tmp_path):
-    table = make_table(name, 3, 4, 2 if name == "interleaved" else 1, lockstep)
+    table = make_table(name, 3, 4, allowed_chunks(name)[0], lockstep)
     text = timeline(table, tmp_path / "a.svg").read_text()
     found = re.findall("<!-- ([FBW][0-9]+[ab]?) -->", text)
     assert len(found) == len(table.tasks)

@@ -21,7 +21,14 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.pipeline.partition import counts
-from shardtrain.pipeline.schedule import SCHEDULES, make_table, write_table
+from shardtrain.pipeline.schedule import (
+    SCHEDULES,
+    allowed_chunks,
+    make_table,
+    placement_of,
+    read_table,
+    write_table,
+)
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches, unordered
 from shardtrain.sharding.layout import Layout
@@ -114,15 +121,21 @@ def initial(model):
     return jax.tree.map(np.asarray, init_state(model, optax.identity(), placement, seed=7))
 
 
-def cut_in(model, num_stages, num_chunks=1, by="equal") -> Partition | None:
+def cut_in(model, num_stages, schedule, by="equal") -> Partition | None:
     if num_stages == 1:
         return None
-    found = counts(by, model.chain.num_blocks, num_stages * num_chunks)
-    return Partition(num_stages=num_stages, num_chunks=num_chunks, counts=tuple(found))
+    if schedule in SCHEDULES:
+        chunks = {"gpipe": 1}.get(schedule) or allowed_chunks(schedule)[0]
+        placement = placement_of(schedule, chunks)
+    else:
+        found = read_table(schedule, lockstep=True)
+        chunks, placement = found.num_chunks, found.placement
+    found = counts(by, model.chain.num_blocks, num_stages * chunks)
+    return Partition(num_stages=num_stages, num_chunks=chunks, placement=placement, counts=tuple(found))
 
 
 def placed(model, mesh, *, schedule="1f1b", by="equal", optimizer=None, **layout):
-    stages = cut_in(model, mesh.get("pipeline", 1), 2 if schedule == "interleaved" else 1, by)
+    stages = cut_in(model, mesh.get("pipeline", 1), schedule, by)
     of = Layout(mesh=mesh, **layout)
     jax_mesh = make_mesh(of, jax.devices()[: math.prod(mesh.values())])
     optimizer = optimizer or optax.identity()
@@ -192,6 +205,10 @@ CASES = [
     (schedule, 2 if "+" in mix else (4, 2)[(i + j // 2) % 2], microbatches, mix)
     for (i, mix), (j, microbatches) in itertools.product(enumerate(MIXES), enumerate(MICROBATCHES))
     for schedule in [list(SCHEDULES)[(i + j) % 4]]
+] + [
+    (schedule, 2 if "+" in mix else (4, 2)[i % 2], MICROBATCHES[i % 4], mix)
+    for schedule in list(SCHEDULES)[4:]
+    for i, mix in enumerate(MIXES)
 ]
 
 
@@ -217,12 +234,13 @@ def test_every_pipeline_gives_the_plain_step(schedule, stages, microbatches, mix
         (7, 4, "zero_bubble", (1, 3, 1, 2)),
         (4, 2, "gpipe", (3, 1)),
         (9, 2, "interleaved", "equal"),
+        (7, 3, "zb_v", "equal"),
     ],
     ids=str,
 )
 def test_layers_that_do_not_divide_give_the_plain_step(num_layers, stages, schedule, by, assert_same):
     mesh = {"pipeline": stages, "tensor": 2}
-    assert_same(gradients(words(num_layers), mesh, 4, schedule=schedule, by=by), plain(num_layers))
+    assert_same(gradients(words(num_layers), mesh, 5, schedule=schedule, by=by), plain(num_layers))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -231,10 +249,41 @@ def test_every_zero_stage_gives_the_plain_step(zero, assert_same):
     assert_same(gradients(words(), mesh, 4, zero=zero), plain())
 
 
-def test_a_table_of_ones_own_runs_in_a_mesh(tmp_path, assert_same):
+@pytest.mark.parametrize(("name", "stages", "chunks"), [("1f1b", 2, 1), ("zb_v", 3, 2)])
+def test_a_table_of_your_own_runs_in_a_mesh(name, stages, chunks, tmp_path, assert_same):
     path = tmp_path / "mine.csv"
-    write_table(make_table("1f1b", 2, 4), path)  # one task a tick, as islands have it
-    assert_same(gradients(words(), {"pipeline": 2}, 4, schedule=str(path)), plain())
+    write_table(make_table(name, stages, 4, chunks), path)  # one task a tick, as islands have it
+    assert_same(gradients(words(), {"pipeline": stages}, 4, schedule=str(path)), plain())
+
+
+def test_a_v_evaluates_like_one_device():
+    losses = []
+    for mesh, options in (({"data": 1}, {}), ({"pipeline": 3, "data": 2}, {"schedule": "zb_v"})):
+        placement = placed(words(7), mesh, **options)
+        state = init_state(words(7), optax.identity(), placement, seed=7)
+        losses.append(make_evaluate(words(7), words_loss, placement)(state, on_mesh(rows(), placement, 5)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), losses[1], losses[0])
+
+
+def test_a_partition_for_another_placement_is_refused():
+    stages = Partition(num_stages=2, num_chunks=2, counts=(2, 2, 2, 2))
+    layout = Layout(mesh={"pipeline": 2})
+    placement = make_placement(
+        words(),
+        optax.identity(),
+        layout,
+        make_mesh(layout, jax.devices()[:2]),
+        stages=stages,
+        schedule="zb_v",
+    )
+    with pytest.raises(ValueError, match="make the partition with placement='v'"):
+        jax.eval_shape(
+            make_gradients(words(), words_loss, placement),
+            stored(placement, initial(words()).params),
+            {},
+            step_key(jnp.uint32(7), jnp.int32(0)),
+            on_mesh(rows(), placement, 2),
+        )
 
 
 SMALL = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=16, num_layers=4, num_heads=4, mlp=32, dropout=0.3)
@@ -253,6 +302,11 @@ DECODERS = {
         replace(SMALL, dropout=0.0, positions="rotary", activation="swiglu", norm="rmsnorm", remat="dots"),
         {"pipeline": 2, "tensor": 2},
         {"schedule": "interleaved", "sequence_sharded": True},
+    ),
+    "tied, V": (
+        replace(SMALL, remat="none"),
+        {"pipeline": 2, "data": 2, "tensor": 2},
+        {"schedule": "zb_v"},
     ),
     "untied, zero bubble": (
         replace(SMALL, tied=False, remat="outputs"),
