@@ -10,8 +10,8 @@ from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, b
 from shardtrain.doctor.child import tell
 from shardtrain.doctor.mpi_vendor import fit, flavour
 from shardtrain.doctor.visible_gpus import gpus_wanted
+from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
-from shardtrain.islands.membership import cuda_aware
 from shardtrain.islands.mpi_library import library_environment, not_installed
 from shardtrain.launch.mpi import find_mpiexec
 

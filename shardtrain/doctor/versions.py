@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, each, some
 from shardtrain.doctor.visible_gpus import driver
-from shardtrain.islands.agreement import disagreement, flags, versions
+from shardtrain.islands.agreement import disagreement
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
+from shardtrain.islands.rank_facts import flags, versions
 
 SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
 

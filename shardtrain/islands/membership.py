@@ -6,18 +6,15 @@ A process that nothing launched is alone, and MPI is never loaded. Next: `transf
 import os
 import re
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
 from shardtrain.islands.binding import device_environment
-from shardtrain.islands.launcher_variables import outside_launch
 from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
@@ -25,7 +22,8 @@ from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import Watch
-from shardtrain.islands.watchdog.watchdog import Peer, Watchdog
+from shardtrain.islands.watchdog.peer import Peer
+from shardtrain.islands.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -289,59 +287,3 @@ def binding(islands: Islands) -> list[dict[str, Any]]:
         "cores": cores,
     }
     return islands.control.all_gather("binding", mine)
-
-
-PROBE = """
-import jax, jax.numpy as jnp, mpi4jax
-from mpi4py import MPI
-x = jnp.arange(1 << 16, dtype=jnp.float32)
-comm = MPI.COMM_SELF.Clone()
-y = jax.jit(lambda x: mpi4jax.sendrecv(x, x, 0, 0, comm=comm))(x)
-assert jax.devices()[0].platform == "gpu" and (x == y).all()
-"""
-
-
-def cuda_aware(
-    command: Sequence[str] = (sys.executable, "-c", PROBE), timeout_seconds: float = 120.0
-) -> bool:
-    """Whether MPI takes the memory of a GPU: tried in a child process, for where it does not, it crashes.
-
-    Args:
-      command: the child: exit code 0 if it went well.
-      timeout_seconds: a child that hangs has failed.
-    """
-    # the child is no rank of this run
-    environ = outside_launch(os.environ, keep_settings=False)
-    environ |= {"MPI4JAX_USE_CUDA_MPI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
-
-
-def decide_device_memory(
-    wanted: Literal["auto", "device", "host"], islands: Islands, platform: str, probe: Callable[[], bool]
-) -> bool:
-    """Whether MPI is given device memory, the same on all ranks: where every rank's probe went well.
-
-    Args:
-      wanted: "host" never does; "device" insists.
-      islands: of the run.
-      platform: of this island's devices.
-      probe: such as `cuda_aware`.
-
-    Raises:
-      ValueError: "device", and a probe failed.
-    """
-    # of several processes, two could start a gather of jax and a message of MPI in opposite orders
-    possible = wanted != "host" and platform == "gpu" and islands.seat.num_processes == 1
-    able = possible and probe()
-    all_able = islands.control.all_gather("device memory", able)
-    if wanted == "device" and not all(all_able):
-        names = [name for name, able in zip(islands.control.names, all_able, strict=True) if not able]
-        raise ValueError(
-            f"bridge memory is 'device', but MPI does not take device memory on {', '.join(names)};"
-            " use 'host', or an MPI and mpi4jax built for CUDA and one process per island"
-        )
-    return all(all_able)

@@ -20,8 +20,9 @@ from shardtrain.islands.launcher_variables import HOST
 from shardtrain.islands.watchdog.step_file import NOTHING
 from shardtrain.launch.launcher import Launch
 from shardtrain.launch.log_folder import ASKED
-from shardtrain.launch.outcome import any_failed, judge, read_ranks
+from shardtrain.launch.outcome import judge
 from shardtrain.launch.rank import LOST, guard, step_file_path
+from shardtrain.launch.rank_end import any_failed, read_ranks
 from shardtrain.launch.restarts import Ended
 from shardtrain.system import terminal
 from shardtrain.system.stop_signals import asking

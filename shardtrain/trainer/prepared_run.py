@@ -17,8 +17,9 @@ from shardtrain.data import Batches, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.loss import guarded
-from shardtrain.islands.agreement import facts, program_fact
-from shardtrain.islands.membership import Islands, binding, cuda_aware, decide_device_memory
+from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
+from shardtrain.islands.membership import Islands, binding
+from shardtrain.islands.rank_facts import facts, program_fact
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.scaling import scaled
 from shardtrain.pipeline.schedule import make_table

@@ -7,7 +7,9 @@ import signal
 import pytest
 
 from shardtrain.launch import outcome
-from shardtrain.launch.outcome import any_failed, error_text, judge, read_ranks
+from shardtrain.launch.error_text import error_text
+from shardtrain.launch.outcome import judge
+from shardtrain.launch.rank_end import any_failed, read_ranks
 
 ERROR = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad data\n'
 NEIGHBOUR = (

@@ -1,7 +1,7 @@
-"""One thread a rank: tells the others where it is, hears where they are, and ends a run that hangs.
+"""The watchdog thread of a rank: exchanges heartbeats with the others and ends a run that hangs.
 
-Who is to blame is judged in `diagnosis.py`. What ends is said in one message; the Python stacks of every
-rank that still can write go to one file; the exit code asks a scheduler to start the run again.
+`diagnosis.py` finds the rank to blame. The end is reported in one message; the Python stacks of every rank
+that still can write go to one file; the exit code asks a scheduler to start the run again.
 """
 
 import contextlib
@@ -10,10 +10,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from shardtrain.errors.exit_codes import COME_AGAIN
 from shardtrain.islands.watchdog.activity import ActivityRecord
@@ -26,6 +26,7 @@ from shardtrain.islands.watchdog.diagnosis import (
     stalled,
     told,
 )
+from shardtrain.islands.watchdog.peer import Peer, cause_text, is_at_work
 from shardtrain.system.atomic_write import open_own
 
 if TYPE_CHECKING:
@@ -47,20 +48,6 @@ OTHERS_SECONDS = 4.0
 
 LAST_SECONDS = 9.0
 """So long after a verdict this process is gone, whatever MPI does."""
-
-
-class Peer(NamedTuple):
-    """A rank, as others know it.
-
-    Args:
-      name: as people call it.
-      host: where it runs.
-      pid: of its process there.
-    """
-
-    name: str
-    host: str
-    pid: int
 
 
 class Watchdog:
@@ -271,56 +258,6 @@ def stacks_text() -> bytes:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
-
-
-def cause_text(peer: Peer, here: str) -> str:
-    """What can be known of a rank that is silent.
-
-    Args:
-      peer: the rank.
-      here: the host of this process.
-
-    >>> cause_text(Peer("island 1 (host b)", "b", 12), "a")
-    'it is stopped, host b is down, or the network between it and host a is cut'
-    """
-    if peer.host != here:
-        return f"it is stopped, host {peer.host} is down, or the network between it and host {here} is cut"
-    if (state := process_state(peer.pid)) is None:
-        return f"its process {peer.pid} is gone"
-    return f"its process {peer.pid} {STATES.get(state, 'is there, but its Python does not run')}"
-
-
-def is_at_work(peer: Peer, here: str, seconds: float, watch: Watch) -> bool:
-    """Whether a silent rank's process is well: a library may keep Python's lock there, and so its heartbeats.
-
-    That is work, not silence, and has a limit of its own.
-
-    Args:
-      peer: the rank.
-      here: the host of this process.
-      seconds: since its last heartbeat.
-      watch: the limits.
-    """
-    if peer.host != here or seconds > watch.silent_work_seconds:
-        return False
-    return process_state(peer.pid) not in (None, *STATES)
-
-
-def process_state(pid: int) -> str | None:
-    """The letter that Linux has for what a process does; None where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
-
-
-STATES: Mapping[str, str] = {
-    "T": "is stopped (by SIGSTOP)",
-    "t": "is stopped by a debugger",
-    "Z": "is dead",
-    "X": "is dead",
-    "D": "waits in the kernel, for a disk or a file system",
-}
 
 
 def _exit_after(seconds: float) -> None:

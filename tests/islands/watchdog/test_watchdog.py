@@ -5,7 +5,7 @@ import os
 import pytest
 
 from shardtrain.islands.watchdog.diagnosis import Watch
-from shardtrain.islands.watchdog.watchdog import Peer, is_at_work
+from shardtrain.islands.watchdog.peer import Peer, is_at_work
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""How each rank of a launch ended, read from the records and logs that `rank.py` left in the log folder."""
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.islands.watchdog.step_file import NOTHING, LastStep, read_step_file
+from shardtrain.launch.error_text import ABORT, HANG, TRACEBACK
+from shardtrain.launch.rank import LOST, island_name, step_file_path
+
+CONSEQUENCE = re.compile(
+    r"MPI_ERR_|mpi4py\.MPI\.Exception|internal_\w+: |Communication error with rank|PMIX|"
+    r"[Cc]oordination service|heartbeat|Connection (reset|refused|closed)|Gloo|Broken pipe|\bMissing: "
+)
+"""An error that a rank gets when another is gone; it counts only where there is no other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank ended.
+
+    Args:
+      rank: of how many: `size`.
+      island, process, num_processes: its seat.
+      host: where it ran.
+      start_seconds: since the epoch, by its host's clock, as is `end_seconds`.
+      end_seconds: None where the launcher killed it and its keeper.
+      code: its exit code; 128 + n for a signal; None likewise.
+      signal: that ended it, if one did.
+      asked: name of a signal that was passed on to it.
+      log: its log.
+      text: what the log got in this launch.
+      touched_seconds: when the log was last written.
+      last: the step that it was doing, and whether its watchdog ended it.
+      lost_seconds: when its keeper was found to be gone, by its host's clock.
+      orphaned: its launcher was gone first.
+      pid: of its keeper.
+    """
+
+    rank: int
+    size: int
+    island: int
+    process: int
+    num_processes: int
+    host: str
+    start_seconds: float
+    end_seconds: float | None
+    code: int | None
+    signal: int | None
+    asked: str | None
+    log: Path
+    text: str
+    touched_seconds: float
+    last: LastStep = NOTHING
+    lost_seconds: float | None = None
+    orphaned: bool = False
+    pid: int | None = None
+
+    @property
+    def name(self) -> str:
+        """`island 1`, or `island 1.0`."""
+        return f"island {island_name(self.island, self.process, self.num_processes)}"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was asked to stop, and did."""
+        code = self.code
+        if code is None and self.aborted:
+            # before its first step, where it ended the others too
+            code = abort_code(self.text)
+        return _stopped(code, self.asked, self.last)
+
+    @property
+    def reported_hang(self) -> bool:
+        """Whether its own watchdog diagnosed the hang."""
+        return self.last.hung and bool(HANG.search(self.text))
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it called MPI_Abort, which ended all ranks."""
+        return self.code is None and bool(ABORT.search(self.text) or TRACEBACK in self.text)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error, its own or a consequence of another's; not killed by the launcher."""
+        if self.orphaned or self.stopped:
+            return False
+        return self.aborted or self.last.hung or self.code not in (None, 0)
+
+    @property
+    def consequence(self) -> bool:
+        """Whether another rank's end may be the cause: it was asked to end, or lost a connection."""
+        if self.last.hung:
+            return not self.reported_hang
+        return self.asked is not None or bool(CONSEQUENCE.search("\n".join(self.text.splitlines()[-5:])))
+
+    @property
+    def how(self) -> str:
+        """`exit code 1`, `SIGKILL`, ..."""
+        if self.last.hung:
+            return "ended by its watchdog"
+        if self.signal is not None:
+            return f"killed by {signal.Signals(self.signal).name}"
+        if self.code is None:
+            return "called MPI_Abort" if self.aborted else "killed by the launcher"
+        return f"exit code {self.code}"
+
+
+def read_ranks(logs: Path) -> list[RankEnd]:
+    """Return how the ranks of the last launch in a log folder ended, by rank."""
+    ends = []
+    for path in logs.glob("rank-*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        log = path.with_suffix(".log")
+        with log.open("rb") as file:
+            file.seek(record.pop("log_from"))
+            text = file.read().decode(errors="replace")
+        known = {name: record.get(name) for name in RankEnd.__dataclass_fields__ if name in record}
+        last = read_step_file(step_file_path(path))
+        lost = path.with_suffix(LOST)
+        known["lost_seconds"] = float(lost.read_text(encoding="utf-8")) if lost.exists() else None
+        ends.append(RankEnd(**known, log=log, text=text, touched_seconds=log.stat().st_mtime, last=last))
+    return sorted(ends, key=lambda end: end.rank)
+
+
+def any_failed(logs: Path) -> bool:
+    """Return whether a rank has failed; others may still run."""
+    for path in logs.glob("rank-*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        last = read_step_file(step_file_path(path))
+        code = record["code"]
+        if last.hung or (code not in (None, 0) and not _stopped(code, record["asked"], last)):
+            return True
+    return False
+
+
+def _stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
+    """It was asked to stop by a signal, or by its own time limit, and did."""
+    if last.hung:
+        return False
+    return code == COME_AGAIN or (asked is not None and code == 128 + signal.Signals[asked])
+
+
+def abort_code(text: str) -> int:
+    """Return the code with which a log says that MPI_Abort was called; 0 for none."""
+    found = ABORT.search(text)
+    return int(found[1]) if found and found[1] else 0
