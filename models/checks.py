@@ -1,4 +1,4 @@
-"""Texts for what is wrong in a model's configuration.
+"""Checks of a model's configuration, which return the problems as texts.
 
 Each function returns a list of problems, empty when all is well, so that a configuration reports all of them
 at once.

@@ -1,7 +1,7 @@
 """Layers the image models share: a convolution over named dims, group and batch norm over channels.
 
-Images are (batch, height, width, channels). What enters a convolution is named channels_in, which each device
-holds whole; what it writes is channels_out, which may be sharded: norms and activations work on shards.
+Images are (batch, height, width, channels). The input of a convolution has the dim channels_in, which is
+replicated; its output has channels_out, which may be sharded: norms and activations work on shards.
 """
 
 import itertools
@@ -122,7 +122,7 @@ class ChannelNorm(nnx.Module):
 
 
 def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan: bool) -> jax.Array:
-    """Send an array through blocks, in order.
+    """Apply blocks to an array, in order.
 
     Args:
       blocks: modules that take an array and give one; their running statistics are updated.
@@ -156,7 +156,7 @@ def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan:
 
 
 def _kind(block: nnx.Module) -> tuple[Any, ...]:
-    """Equal for blocks that differ in the values of their parameters alone."""
+    """Return a key that is equal for blocks that differ only in the values of their parameters."""
     graph, state = nnx.split(block)
     return graph, *((path, x.shape, x.dtype) for path, x in nnx.to_flat_state(state))
 

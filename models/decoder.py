@@ -1,6 +1,6 @@
 """A causal decoder of the GPT and Llama families in nnx: `DecoderConfig` is the factory, `Decoder` the model.
 
-Blocks are stacked along the dim layers, whether a scan walks over them or they are unrolled, so both have the
+Blocks are stacked along the dim layers, whether they are scanned or unrolled, so both have the
 same parameters. The model names dims and knows no mesh; `layers.py` has its parts, `huggingface.py` loads
 pretrained ones.
 """
@@ -145,7 +145,7 @@ class DecoderConfig:
 
 
 def block_sizes(config: Any) -> dict[str, int]:
-    """The size of each dim of a block and of the tables, with the defaults of `DecoderConfig` filled in."""
+    """Return the size of each dim, by name, with the defaults of `DecoderConfig` filled in."""
     return {
         VOCAB: config.vocab,
         SEQ: config.seq,
@@ -158,7 +158,7 @@ def block_sizes(config: Any) -> dict[str, int]:
 
 
 def problems(config: Any) -> list[str]:
-    """What is wrong with a configuration of this kind; the relations between sizes once each is positive."""
+    """List the problems of a configuration: single values first, then the relations between sizes."""
     counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
     found = checks.positive({name: value for name, value in counts.items() if value is not None})
     if not found:
@@ -178,7 +178,7 @@ def problems(config: Any) -> list[str]:
 
 
 class Attention(nnx.Module):
-    """Self-attention, causal or whole, from the normed stream (batch, seq, embed) to the residual stream."""
+    """Self-attention, causal or bidirectional, on the normed residual stream (batch, seq, embed)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, causal: bool = True):
         self.config, self.causal = config, causal
@@ -196,7 +196,7 @@ class Attention(nnx.Module):
         return to_stream(self.o, y_BTHK)
 
     def projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values by one product, whose gradient is then reduced over devices once.
+        """Compute queries, keys and values by one product, whose gradient is then reduced over devices once.
 
         Beside each key and value head stand the query heads that share it: all are split over devices alike.
         """
@@ -240,7 +240,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block. It holds parameters only: the key of its dropout is an argument."""
+    """Pre-norm residual block. It has parameters only: the key of its dropout is an argument."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.attention_norm = norm_of(config)
@@ -311,13 +311,13 @@ class Decoder(nnx.Module):
         return None if keys is None else keys[1:]
 
     def _keys(self) -> jax.Array | None:
-        """One key for the embedding, then one for each block: the same until a whole call is over."""
+        """Return one key for the embedding and one for each block, the same within a call."""
         if self.rngs is None or self.dropout.deterministic:
             return None
         return coming_keys(self.rngs, self.config.num_layers + 1)
 
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
-        """Send the residual stream through stacked blocks (all, or a pipeline stage's share of them)."""
+        """Apply stacked blocks to the residual stream (all, or those of a pipeline stage)."""
 
         # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
         def run_block(block: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -326,7 +326,7 @@ class Decoder(nnx.Module):
         return walk(self.config, run_block, blocks, x_BTD, keys)
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
-        """Norm the residual stream and score it against the vocabulary; rounded to dtype, then float32."""
+        """Return the float32 logits, rounded to dtype: the normed residual stream times the vocabulary."""
         x_BTD = whole_seq(self.final_norm(x_BTD))
         if self.head is not None:
             logits_BTV = self.head(x_BTD)
@@ -336,19 +336,19 @@ class Decoder(nnx.Module):
 
 
 def to_stream(linear: Any, x: jax.Array) -> jax.Array:
-    """A projection onto the residual stream, reduced over devices and cut along a sharded sequence.
+    """Project onto the residual stream: reduced over tensor, or reduce-scattered along a sharded sequence.
 
-    The whole product is named before it is cut, so that the backward pass gathers its gradient once.
+    The product is constrained unsharded first, so that the backward pass gathers its gradient once.
     """
     y_BTD = with_logical_constraint(linear.product(x), (BATCH, SEQ, EMBED))
     return with_logical_constraint(linear.shifted(with_logical_constraint(y_BTD, STREAM)), STREAM)
 
 
 def whole_seq(x_BTD: jax.Array) -> jax.Array:
-    """A norm's output, computed where the residual stream lies, then gathered along a sharded sequence.
+    """All-gather a norm's output along a sharded sequence, after it was computed on shards.
 
-    Both are said, so that the backward pass reduces the norm's bias from shards; and it has a name,
-    so that remat "weights" keeps it instead of gathering it again.
+    Both constraints are needed: the backward pass then reduces the norm's bias from shards. It has a checkpoint
+    name, so that remat "weights" keeps it instead of gathering it again.
     """
     x_BTD = with_logical_constraint(with_logical_constraint(x_BTD, STREAM), (BATCH, SEQ, EMBED))
     return checkpoint_name(x_BTD, "whole_seq")
@@ -357,7 +357,7 @@ def whole_seq(x_BTD: jax.Array) -> jax.Array:
 def linear_of(
     config: DecoderConfig, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None
 ) -> Linear:
-    """A projection initialised as in GPT-2: what writes to the residual stream starts smaller."""
+    """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream."""
     std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
     bias = config.bias if bias is None else bias
     return Linear(into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs)
@@ -368,7 +368,7 @@ def norm_of(config: DecoderConfig) -> Norm:
 
 
 def stacked_blocks(kind: Any, config: DecoderConfig, rngs: nnx.Rngs) -> Any:
-    """One module of this kind that holds the parameters of all blocks, along a first dim layers."""
+    """Make one module of this kind with the parameters of all blocks, stacked along a first dim layers."""
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: LAYERS})
@@ -385,7 +385,7 @@ def walk(
     x_BTD: jax.Array,
     keys: jax.Array | None,
 ) -> jax.Array:
-    """Send a residual stream through stacked blocks, scanned or unrolled, recomputed as far as `remat` says.
+    """Apply stacked blocks to a residual stream, scanned or unrolled, with the remat policy `remat`.
 
     Args:
       config: for `scan` and `remat`.
@@ -407,7 +407,7 @@ def walk(
 
 
 def _unstacked(tree: Any) -> list[Any]:
-    """The slices of a pytree along its leaves' first dim; the gradient of `split` is one concatenation."""
+    """Split a pytree along the first dim of its leaves; the gradient of `split` is one concatenation."""
     leaves, treedef = jax.tree.flatten(tree)
     num_slices = leaves[0].shape[0]
     pieces = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * num_slices)] for leaf in leaves]
@@ -415,7 +415,7 @@ def _unstacked(tree: Any) -> list[Any]:
 
 
 def too_long(num_tokens: int, seq: int) -> str:
-    """The error for more tokens than positions."""
+    """Return the error text for more tokens than positions."""
     return (
         f"tokens of length {num_tokens} were given to a decoder of seq={seq} positions. "
         f"Give at most {seq} tokens, or build it with seq={num_tokens}."

@@ -1,6 +1,6 @@
 """An encoder of the BERT family in nnx: `EncoderConfig` is the factory, `Encoder` the model.
 
-It reads a text from both sides and scores every position against the vocabulary, for training by masked
+Its attention is bidirectional and every position gets logits over the vocabulary, for training on masked
 tokens. Blocks are stacked as in `decoder.py`, which has the parts that both share.
 """
 
@@ -36,7 +36,7 @@ from shardtrain.models.decoder import (
 from shardtrain.models.layers import Attentions, Linear, at_use, coming_keys, normal, parameter
 
 Stream = dict[str, jax.Array]
-"""What goes from block to block: "x" (batch, seq, embed), and "mask" (batch, seq) where one was given."""
+"""Activations between blocks: "x" (batch, seq, embed), and "mask" (batch, seq) if one was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class EncoderConfig:
 
     @property
     def parts(self) -> DecoderConfig:
-        """What the parts of a block are made of."""
+        """Options of the parts of a block."""
         return DecoderConfig(**{name: value for name, value in vars(self).items() if name != "segments"})
 
     def __call__(self, rngs: nnx.Rngs) -> "Encoder":
@@ -118,7 +118,7 @@ class EncoderConfig:
 
 
 class EncoderBlock(nnx.Module):
-    """Post-norm residual block. It holds parameters only: the key of its dropout is an argument."""
+    """Post-norm residual block. It has parameters only: the key of its dropout is an argument."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.attention = Attention(config, causal=False, rngs=rngs)
@@ -209,7 +209,7 @@ class Encoder(nnx.Module):
         return None if keys is None else keys[1:]
 
     def run(self, blocks: EncoderBlock, stream: Stream, keys: jax.Array | None) -> Stream:
-        """Send the stream through stacked blocks (all, or a pipeline stage's share of them)."""
+        """Apply stacked blocks to the activations (all, or those of a pipeline stage)."""
         mask_BT = stream.get("mask")
 
         def run_block(block: EncoderBlock, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -218,7 +218,7 @@ class Encoder(nnx.Module):
         return {**stream, "x": walk(self.config.parts, run_block, blocks, stream["x"], keys)}
 
     def last(self, stream: Stream) -> jax.Array:
-        """Transform the stream and score it against the vocabulary; rounded to dtype, then float32."""
+        """Return the float32 logits, rounded to dtype: the transformed activations times the vocabulary."""
         h_BTD = with_logical_constraint(self.transform(whole_seq(stream["x"])), (BATCH, SEQ, MLP))
         h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")
         h_BTD = self.transform_norm(with_logical_constraint(h_BTD, (BATCH, SEQ, EMBED)))
@@ -230,7 +230,7 @@ class Encoder(nnx.Module):
         return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
 
     def _keys(self) -> jax.Array | None:
-        """One key for the embedding, then one for each block: the same until a whole call is over."""
+        """Return one key for the embedding and one for each block, the same within a call."""
         if self.rngs is None or self.dropout.deterministic:
             return None
         return coming_keys(self.rngs, self.config.num_layers + 1)

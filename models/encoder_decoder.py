@@ -1,7 +1,7 @@
 """An encoder-decoder transformer in nnx: `EncoderDecoderConfig` is the factory, `EncoderDecoder` the model.
 
-Encoder blocks come first, then decoder blocks, in one `nnx.List`. Between blocks flow both sequences: a dict
-with the entries source and target. `decoder.py` has the parts that it shares with a decoder alone.
+Encoder blocks come first, then decoder blocks, in one `nnx.List`. The activations between blocks are a dict
+with the entries source and target. `decoder.py` has the parts that it shares with a plain decoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,7 +125,7 @@ class EncoderDecoderConfig:
 
     @property
     def parts(self) -> DecoderConfig:
-        """What the parts of a block are made of."""
+        """Options of the parts of a block."""
         own = ("num_encoder_layers", "num_decoder_layers")
         same = {name: value for name, value in vars(self).items() if name not in own}
         return DecoderConfig(num_layers=self.num_blocks, **same)
@@ -158,7 +158,7 @@ class CrossAttention(nnx.Module):
 
 
 class EncoderBlock(nnx.Module):
-    """Self-attention and feed-forward on the source; the target goes through untouched.
+    """Self-attention and feed-forward on the source; the target passes unchanged.
 
     The last one norms what it gives, once for all the decoder blocks that read it.
     """
@@ -280,13 +280,13 @@ class EncoderDecoder(nnx.Module):
         return None if keys is None else keys[1:]
 
     def run(self, blocks: Sequence[Any], stream: Stream, keys: jax.Array | None) -> Stream:
-        """Send the streams through blocks, in order: all, or a pipeline stage's share of them."""
+        """Apply blocks to the activations, in order: all, or those of a pipeline stage."""
         for i, block in enumerate(blocks):
             stream = block(stream, None if keys is None else keys[i])
         return stream
 
     def last(self, stream: Stream) -> jax.Array:
-        """Norm the target's stream and score it against the vocabulary; rounded to dtype, then float32."""
+        """Return the float32 logits, rounded to dtype: the target's normed activations times the vocabulary."""
         x_BTD = whole_seq(self.final_norm(stream["target"]))
         if self.head is not None:
             logits_BTV = self.head(x_BTD)
@@ -295,7 +295,7 @@ class EncoderDecoder(nnx.Module):
         return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
 
     def _keys(self) -> jax.Array | None:
-        """One key for the embeddings, then one for each block: the same until a whole call is over."""
+        """Return one key for the embeddings and one for each block, the same within a call."""
         if self.rngs is None or self.dropout.deterministic:
             return None
         return coming_keys(self.rngs, self.config.num_blocks + 1)
@@ -312,7 +312,7 @@ class EncoderDecoder(nnx.Module):
 
 
 def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
-    """The part of a block that its backward pass computes again, as far as `remat` says."""
+    """Wrap the part of a block that its backward pass recomputes, by the remat policy `remat`."""
 
     # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
     def call(*given: Any) -> jax.Array:
@@ -322,7 +322,7 @@ def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., 
 
 
 def _added(x_BTD: jax.Array, h_BTD: jax.Array, dropout: nnx.Dropout, key: jax.Array | None) -> jax.Array:
-    """A residual stream with a part of a block added to it, after dropout."""
+    """Add the output of a part of a block to a residual stream, after dropout."""
     h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
     return with_logical_constraint(x_BTD + dropout(h_BTD, rngs=key), STREAM)
 

@@ -1,4 +1,4 @@
-"""Sampling from a decoder, by its whole window each time.
+"""Sampling from a decoder, with a forward pass over the whole window for each token.
 
 There is no cache of keys and values: each new token costs a forward pass over `seq` positions. Enough to read
 what a model has learned; not an inference engine.
@@ -70,7 +70,7 @@ def generate(
 def _step(
     model: Any, window_BT: Any, length: int, key: jax.Array, temperature: float, greedy: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample what follows the first `length` tokens and append it; a full window moves on by one."""
+    """Sample what follows the first `length` tokens and append it; a full window shifts by one."""
     logits_BV = model(window_BT)[:, length - 1]
     token_B = logits_BV.argmax(-1) if greedy else jax.random.categorical(key, logits_BV / temperature)
     token_B = token_B.astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""Weights of Hugging Face's GPT-2, Llama and BERT families into parameters of ours, and back.
+"""Convert weights of Hugging Face's GPT-2, Llama and BERT families to parameters of this package, and back.
 
-Pure numpy on state dicts (name -> array), one array at a time where memory counts; every value comes through
+Pure numpy on state dicts (name -> array), one array at a time where memory counts; values are
 unchanged. Files are read and written by `huggingface_files.py`.
 """
 
@@ -128,7 +128,7 @@ def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def family_of(config: Any) -> Family:
-    """The family that a configuration of ours can be written as.
+    """Return the family that a configuration of this package can be written as.
 
     Raises:
       ValueError: no family has such models; or listing every option that it does not have.
@@ -148,7 +148,7 @@ def family_of(config: Any) -> Family:
 
 
 def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
-    """The family and our configuration of a config.json; what it lacks is at its default.
+    """Return the family and the configuration that a config.json describes; missing entries have their defaults.
 
     Args:
       config: the dict of a config.json, with `model_type` one of `FAMILIES`.
@@ -177,7 +177,7 @@ def unknown_family_text(name: object) -> str:
 
 
 def write_config(config: Any) -> dict[str, Any]:
-    """The config.json of a configuration of ours.
+    """Return the config.json of a configuration of this package.
 
     Raises:
       ValueError: no family has such models; or listing every option that it does not have.
@@ -209,7 +209,7 @@ def _written(
 
 
 def _groups(places: Any) -> list[list[Place]]:
-    """The places by the array over there that they are slices of, in the order of the slices."""
+    """Group the places by the Hugging Face array that they are slices of, in the order of the slices."""
     groups: dict[str, list[Place]] = {}
     for place in places:
         groups.setdefault(place.name, []).append(place)
@@ -221,7 +221,7 @@ def _copies_of(name: str, family: Family, config: Any) -> list[str]:
 
 
 def _stacked(place: Place, known: State, config: Any, dtype: Any) -> np.ndarray:
-    """A parameter of ours; of stacked layers no more than one is held twice."""
+    """Return a parameter of this package, with at most one of its stacked layers in memory twice."""
     names = place.names(config.num_layers)
     first = place.ours(np.asarray(known[names[0]]), config.sizes)
     dtype = first.dtype if dtype is None else dtype
@@ -235,7 +235,7 @@ def _stacked(place: Place, known: State, config: Any, dtype: Any) -> np.ndarray:
 
 
 def _canonical(state: State, family: Family) -> dict[str, Any]:
-    """The state dict by today's names, with the family's prefix, without buffers and what has no place."""
+    """Return the state dict by current names, with the family's prefix, without buffers and unused arrays."""
     is_bare = not any(name.startswith(family.prefix) for name in state)
 
     def today(name: str) -> str:
@@ -253,7 +253,7 @@ def _canonical(state: State, family: Family) -> dict[str, Any]:
 
 
 def left_out(config: Mapping[str, Any], state: State) -> list[str]:
-    """Names of a state dict that have no place in our model and are not read, such as BERT's pooler."""
+    """Return the names of a state dict that have no place in the model and are not read, such as BERT's pooler."""
     prefixes = read_config(config)[0].left_out
     return sorted(name for name in state if prefixes and name.startswith(prefixes))
 
@@ -271,7 +271,7 @@ def _state_problems(family: Family, places: list[Place], config: Any, known: dic
 
 
 def _layer_problems(num_layers: int, num_arrays: int) -> list[str]:
-    """A layer has more than one array.
+    """Refuse more layers than the files have arrays: each layer has at least one.
 
     >>> _layer_problems(10**9, 148)
     ['the config has 1000000000 layers, and the files have 148 arrays in all']
@@ -282,7 +282,7 @@ def _layer_problems(num_layers: int, num_arrays: int) -> list[str]:
 
 
 def _first(problems: list[str]) -> list[str]:
-    """As many problems as a person reads."""
+    """Shorten a list of problems to as many as a person reads."""
     more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
     return problems[:MOST_PROBLEMS] + more
 
@@ -299,7 +299,7 @@ def _copy_problems(copy: Copy, known: Mapping[str, Any]) -> list[str]:
 
 
 def _differences(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Every missing, extra and misshaped name.
+    """List every missing, extra and misshaped array.
 
     >>> _differences({"a": (2,), "b": (3,)}, {"b": (4,), "c": (5,)})
     ['a is missing; it needs shape (2,)', 'b has shape (4,); it needs shape (3,)', 'c is extra; leave it out']

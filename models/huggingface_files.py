@@ -1,7 +1,7 @@
-"""Folders of Hugging Face's: config.json, safetensors in one file or several, tokenizer files.
+"""Read and write Hugging Face model folders: config.json, safetensors files, tokenizer files.
 
-The one door to safetensors (the extra `hf`). `shardtrain checkpoint export` and `import` load this module by
-its name; a module of one's own with `export_model` and `import_model` can stand in its place (`--using`).
+The only module that imports safetensors (the extra `hf`). `shardtrain checkpoint export` and `import` load this module by
+its name; a module of your own with `export_model` and `import_model` can replace it (`--using`).
 """
 
 import json
@@ -61,7 +61,7 @@ class Imported:
 
 
 def import_model(folder: Path) -> Imported:
-    """Look into a folder as `save_pretrained` writes it, or as it is downloaded.
+    """Read a folder written by `save_pretrained` or downloaded.
 
     Raises:
       FileNotFoundError: there is no config.json, or no safetensors.
@@ -135,7 +135,7 @@ def export_model(
 
 
 def config_of(options: Mapping[str, Any]) -> Any:
-    """The configuration that these are the options of, whichever class it is.
+    """Return the configuration with these options, of whichever class has them.
 
     Args:
       options: name -> value, such as a run's description has them as model.NAME.
@@ -170,7 +170,7 @@ def _misfit(kind: type, options: Mapping[str, Any]) -> list[str]:
 def shard(
     shapes: Mapping[str, tuple[int, ...]], item_bytes: int, max_shard_bytes: int
 ) -> dict[str, list[str]]:
-    """Which arrays stand in which file, in order; an array above the limit has one of its own.
+    """Assign arrays to files, in order; an array above the size limit gets a file of its own.
 
     >>> shard({"a": (2,), "b": (1,), "c": (3,)}, item_bytes=4, max_shard_bytes=12)
     {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
@@ -190,7 +190,7 @@ def shard(
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files in a folder that are copied through.
+    """Return the tokenizer files in a folder, which are copied as they are.
 
     Raises:
       ValueError: one leads out of the folder.
@@ -200,7 +200,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """A file of a download, by a name that may stand in another of its files.
+    """Return the path of a file of a download by a name that another of its files gives.
 
     Links may lead to elsewhere in the folder, and from a snapshot in the cache of Hugging Face's hub to its
     blobs.

@@ -1,4 +1,4 @@
-"""Where parameters of ours stand in a Hugging Face state dict, and what a family of models is.
+"""The mapping between parameters of this package and a Hugging Face state dict, as a table for each family.
 
 Each family is a table of places, read in both directions, and two functions for its config.json; they stand
 in `huggingface_gpt2.py`, `huggingface_llama.py` and `huggingface_bert.py`. Next: `huggingface.py`.
@@ -17,7 +17,7 @@ from shardtrain.system.untrusted_files import finite_number, short, whole_number
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a parameter of ours stands in a state dict.
+    """The mapping of one parameter of this package to arrays of a state dict.
 
     Args:
       path: in our nested dict, joined by "/".
@@ -39,31 +39,31 @@ class Place:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether ours holds all layers, along a first dim."""
+        """Whether the parameter has all layers stacked along a first dim."""
         return "{}" in self.name
 
     def names(self, num_layers: int) -> list[str]:
-        """The arrays over there that it comes from, one a layer."""
+        """The names in the state dict, one for each layer."""
         return [self.name.format(i) for i in range(num_layers)] if self.is_stacked else [self.name]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of our parameter, without layers."""
+        """The shape of the parameter, without layers."""
         return tuple(sizes[dim] for dim in self.dims)
 
     def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the whole array that holds it over there."""
+        """The shape of the whole array in the state dict."""
         shape = self.shape(sizes)
         if self.path.endswith(("kernel", "bias")):
             shape = (*_matrix(shape, self.num_in)[:-1], _matrix(shape, self.num_in)[-1] * self.num_parts)
         return shape[::-1] if self.transposed else shape
 
     def ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Our parameter, of one layer, out of the array over there."""
+        """Return the parameter of one layer from the array of the state dict."""
         theirs = theirs.T if self.transposed else theirs
         return np.split(theirs, self.num_parts, axis=-1)[self.part].reshape(self.shape(sizes))
 
     def theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Our parameter, of one layer, as its slice of the array over there, untransposed."""
+        """Return the parameter of one layer as its slice of the state dict's array, untransposed."""
         return (
             ours.reshape(_matrix(ours.shape, self.num_in)) if self.path.endswith(("kernel", "bias")) else ours
         )
@@ -77,7 +77,7 @@ def _matrix(shape: tuple[int, ...], num_in: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A second name over there for an array that has a place.
+    """A second name in the state dict for an array that is mapped already.
 
     Args:
       name: of the copy.
@@ -189,7 +189,7 @@ def value_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def problem_of(check: Callable[..., Any], *arguments: Any) -> list[str]:
-    """What a check raises, as a list."""
+    """Return the message that a check raises as a list; empty if it raises none."""
     try:
         check(*arguments)
     except ValueError as error:

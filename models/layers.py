@@ -22,17 +22,17 @@ Attentions = Literal["auto", "xla", "cudnn"]
 
 
 def parameter(values: jax.Array, dims: Dims) -> nnx.Param:
-    """A parameter that names its dims; it can be made with or without a mesh, for its user shards it."""
+    """Make a parameter that names its dims, with or without a mesh: its user shards it."""
     return nnx.Param(values, out_sharding=dims, eager_sharding=False)
 
 
 def normal(dims: Dims, *, sizes: Mapping[str, int], std: float, rngs: nnx.Rngs) -> nnx.Param:
-    """A float32 parameter over `dims` drawn from a normal distribution."""
+    """Make a float32 parameter over `dims` drawn from a normal distribution."""
     return parameter(std * jax.random.normal(rngs.params(), [sizes[dim] for dim in dims], jnp.float32), dims)
 
 
 def coming_keys(stream: nnx.RngStream, num: int) -> jax.Array:
-    """Keys (num,) split off what the stream gives next, without drawing it.
+    """Return keys (num,) split from the stream's next key, without advancing the stream.
 
     So the parts of a model, called in any order and in programs of their own, see the same keys.
     """
@@ -66,16 +66,16 @@ class Linear(nnx.Module):
         return self.shifted(self.product(x))
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The map without its bias."""
+        """Apply the map without its bias."""
         kernel = at_use(self.kernel, (*self.into, *self.out), self.dtype)
         return jnp.tensordot(x, kernel, axes=len(self.into))
 
     def cast(self) -> jax.Array:
-        """The kernel in the compute dtype, sharded as it is stored: to be joined with others and gathered."""
+        """Cast the kernel to the compute dtype, sharded as stored, to be concatenated with others and gathered."""
         return self.kernel[...].astype(self.dtype)
 
     def shifted(self, y: jax.Array) -> jax.Array:
-        """A product with the kernel, with the bias added if there is one."""
+        """Add the bias, if there is one, to a product with the kernel."""
         return y if self.bias is None else y + at_use(self.bias, self.out, self.dtype)
 
 

@@ -163,16 +163,16 @@ class LinenLinear(nn.Module):
         return self.shifted(self.product(x))
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The map without its bias."""
+        """Apply the map without its bias."""
         kernel = with_logical_constraint(self.cast(), (*self.into, *self.out))
         return jnp.tensordot(x, kernel, axes=len(self.into))
 
     def cast(self) -> jax.Array:
-        """The kernel in the compute dtype, sharded as it is stored: to be joined with others and gathered."""
+        """Cast the kernel to the compute dtype, sharded as stored, to be concatenated with others and gathered."""
         return self.kernel.astype(self.config.dtype)
 
     def shifted(self, y: jax.Array) -> jax.Array:
-        """A product with the kernel, with the bias added."""
+        """Add the bias to a product with the kernel."""
         return y + with_logical_constraint(self.bias.astype(self.config.dtype), self.out)
 
 

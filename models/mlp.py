@@ -99,7 +99,7 @@ class Mlp(nnx.Module):
         return self.last(self.run(self.blocks, self.first(examples), None))
 
     def first(self, examples: jax.Array) -> jax.Array:
-        """Flatten examples: what enters the first block."""
+        """Flatten examples into the input of the first block."""
         num_features = math.prod(examples.shape[1:])
         if num_features != self.config.features:
             raise ValueError(
@@ -110,13 +110,13 @@ class Mlp(nnx.Module):
         return with_logical_constraint(x_BD, (BATCH, EMBED))
 
     def run(self, blocks: Sequence[MlpBlock], x_BD: jax.Array, keys: None) -> jax.Array:
-        """Send the stream through blocks (all, or a pipeline stage's share of them), which have keys."""
+        """Apply blocks with their keys to the activations (all, or those of a pipeline stage)."""
         for block in blocks:
             x_BD = block(x_BD)
         return x_BD
 
     def last(self, x_BD: jax.Array) -> jax.Array:
-        """Score what leaves the last block."""
+        """Return the logits."""
         return with_logical_constraint(self.head(x_BD).astype(jnp.float32), (BATCH, VOCAB))
 
 

@@ -167,7 +167,7 @@ class Vgg(nnx.Module):
         return
 
     def run(self, blocks: Any, x_BHWC: jax.Array, keys: None = None) -> jax.Array:
-        """Send images through blocks, in order: all, or a pipeline stage's share of them."""
+        """Apply blocks to images, in order: all, or those of a pipeline stage."""
         return run_blocks(blocks, x_BHWC, remat=self.config.remat, scan=False)
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
