@@ -347,8 +347,8 @@ def to_stream(linear: Any, x: jax.Array) -> jax.Array:
 def whole_seq(x_BTD: jax.Array) -> jax.Array:
     """All-gather a norm's output along a sharded sequence, after it was computed on shards.
 
-    Both constraints are needed: the backward pass then reduces the norm's bias from shards. It has a checkpoint
-    name, so that remat "weights" keeps it instead of gathering it again.
+    Both constraints are needed: the backward pass then reduces the norm's bias from shards. A checkpoint
+    name makes remat "weights" keep it instead of gathering it again.
     """
     x_BTD = with_logical_constraint(with_logical_constraint(x_BTD, STREAM), (BATCH, SEQ, EMBED))
     return checkpoint_name(x_BTD, "whole_seq")

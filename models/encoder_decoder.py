@@ -286,7 +286,7 @@ class EncoderDecoder(nnx.Module):
         return stream
 
     def last(self, stream: Stream) -> jax.Array:
-        """Return the float32 logits, rounded to dtype: the target's normed activations times the vocabulary."""
+        """Return the float32 logits, rounded to dtype: the target's normed activations times vocabulary."""
         x_BTD = whole_seq(self.final_norm(stream["target"]))
         if self.head is not None:
             logits_BTV = self.head(x_BTD)

@@ -148,7 +148,7 @@ def family_of(config: Any) -> Family:
 
 
 def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
-    """Return the family and the configuration that a config.json describes; missing entries have their defaults.
+    """Return the family and the configuration of a config.json; missing entries have their defaults.
 
     Args:
       config: the dict of a config.json, with `model_type` one of `FAMILIES`.
@@ -253,7 +253,7 @@ def _canonical(state: State, family: Family) -> dict[str, Any]:
 
 
 def left_out(config: Mapping[str, Any], state: State) -> list[str]:
-    """Return the names of a state dict that have no place in the model and are not read, such as BERT's pooler."""
+    """Return the names of a state dict that the model has no place for, such as BERT's pooler."""
     prefixes = read_config(config)[0].left_out
     return sorted(name for name in state if prefixes and name.startswith(prefixes))
 

@@ -1,6 +1,6 @@
 """Read and write Hugging Face model folders: config.json, safetensors files, tokenizer files.
 
-The only module that imports safetensors (the extra `hf`). `shardtrain checkpoint export` and `import` load this module by
+The only importer of safetensors (extra `hf`). `shardtrain checkpoint export` and `import` load this module by
 its name; a module of your own with `export_model` and `import_model` can replace it (`--using`).
 """
 

@@ -168,7 +168,7 @@ class LinenLinear(nn.Module):
         return jnp.tensordot(x, kernel, axes=len(self.into))
 
     def cast(self) -> jax.Array:
-        """Cast the kernel to the compute dtype, sharded as stored, to be concatenated with others and gathered."""
+        """Cast the kernel to the compute dtype, sharded as stored, for concatenation and gathering."""
         return self.kernel.astype(self.config.dtype)
 
     def shifted(self, y: jax.Array) -> jax.Array:
