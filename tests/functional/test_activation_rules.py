@@ -1,4 +1,4 @@
-"""Flax's own constraints under a layout: followed, strictly, and never asked of initialisers."""
+"""Activation constraints of Flax under a layout: followed, strict, not applied to initialisers."""
 
 import flax.linen as nn
 import jax
@@ -80,7 +80,7 @@ def test_constraints_are_strict(mesh):
         constrained(("seq", "seq", None), mesh)
 
 
-def test_a_checkpointed_block_that_was_refused_is_refused_again(mesh):
+def test_a_refused_checkpointed_block_is_refused_again(mesh):
     block = jax.checkpoint(lambda x: with_logical_constraint(2 * x, ("nothing", "mlp")))
 
     def function(x):
@@ -102,7 +102,7 @@ def test_names_without_a_rule_are_replicated_where_the_layout_says_so(mesh):
     assert found.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, None, "tensor")), 3)
 
 
-def test_one_device_follows_what_it_can():
+def test_one_device_accepts_every_constraint():
     one = make_mesh(Layout(mesh={"data": 1}), jax.devices()[:1])
 
     @jax.jit
@@ -113,12 +113,12 @@ def test_one_device_follows_what_it_can():
     assert function(jnp.ones((4, 4, 4))).shape == (4, 4, 4)
 
 
-def test_mesh_axes_stand_for_themselves(mesh):
+def test_names_of_mesh_axes_are_sharded_over_them(mesh):
     spec = PartitionSpec("fsdp", None, "tensor")
     assert constrained(("fsdp", None, "tensor"), mesh).is_equivalent_to(NamedSharding(mesh, spec), 3)
 
 
-def test_a_constraint_of_jax_over_replicas_says_what_to_write(mesh):
+def test_a_constraint_of_jax_over_replica_axes_is_refused(mesh):
     def function(x):
         with activation_rules(LAYOUT.rules_of_replica(), mesh):
             constrain = lambda row: jax.lax.with_sharding_constraint(row, PartitionSpec("data"))  # noqa: E731
@@ -167,7 +167,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("partitioning", PARTITIONINGS)
-def test_no_mesh_is_seen_by_initialisers_that_apply_evaluates(partitioning, mesh):
+def test_initialisers_evaluated_in_apply_see_no_mesh(partitioning, mesh):
     """Their kernels are flat there, and the names are those of the dims that they get later."""
     tokens = jnp.zeros((4, 4), jnp.int32)
     names = (
@@ -188,7 +188,7 @@ def test_no_mesh_is_seen_by_initialisers_that_apply_evaluates(partitioning, mesh
     assert jax.tree.structure(jax.eval_shape(jax.grad(loss), params)) == jax.tree.structure(params)
 
 
-def test_constraints_do_nothing_outside(mesh):
+def test_constraints_do_nothing_outside_the_rules(mesh):
     x = jnp.ones((2, 2))
     assert with_logical_constraint(x, ("no such dim", "mlp")) is x
     with activation_rules(LAYOUT.activation_rules, mesh):
@@ -196,7 +196,7 @@ def test_constraints_do_nothing_outside(mesh):
     assert with_logical_constraint(x, ("no such dim", "mlp")) is x
 
 
-def test_rules_end_with_an_error(mesh):
+def test_rules_end_when_the_trace_fails(mesh):
     with pytest.raises(KeyError), activation_rules(LAYOUT.activation_rules, mesh):
         raise KeyError
     x = jnp.ones((2, 2))
@@ -204,7 +204,7 @@ def test_rules_end_with_an_error(mesh):
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "scan", "jit"])
-def test_traces_made_under_other_rules_are_not_used_again(wrap, mesh):
+def test_traces_under_other_rules_are_not_reused(wrap, mesh):
     """jax keeps the traces of these by function and shapes; the rules in use are part of the key."""
 
     def block(x, _=None):

@@ -1,4 +1,4 @@
-"""Losses: against optax, over splits, and with padding rows that hold anything."""
+"""Losses: against optax, over splits of the batch, with padding rows of any values."""
 
 import itertools
 from typing import Any
@@ -26,7 +26,7 @@ WEIGHTS: Any = np.array([1, 1, 0.25, 1, 0, 0], np.float32)[:, None] * np.ones((6
 compiled = jax.jit(cross_entropy)
 
 
-def test_cross_entropy_is_that_of_optax():
+def test_cross_entropy_equals_optax():
     expected = optax.softmax_cross_entropy_with_integer_labels(LOGITS, TARGETS)
     total, count = compiled(LOGITS, TARGETS)
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
@@ -43,7 +43,7 @@ def test_weights():
     assert float(count) == -WEIGHTS.sum()
 
 
-def test_the_gradient_is_that_of_optax():
+def test_gradient_equals_optax():
     def reference(logits):
         return (optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS) * WEIGHTS).sum()
 
@@ -81,7 +81,7 @@ def test_a_class_that_is_masked_out():
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_padding_rows_may_hold_anything(bad):
+def test_padding_rows_may_have_any_values(bad):
     weights = np.where(np.arange(6) < 3, WEIGHTS[:, 0], 0).astype(np.float32)[:, None].repeat(5, 1)
     logits = np.where(weights[..., None] > 0, LOGITS, bad)
     logits[4, 2] = LOGITS[4, 2]
@@ -97,7 +97,7 @@ def test_padding_rows_may_hold_anything(bad):
     np.testing.assert_allclose(grad[:3], expected_grad, rtol=1e-6)
 
 
-def test_a_real_row_that_is_not_finite_shows():
+def test_a_row_that_is_not_finite_makes_the_loss_not_finite():
     logits = LOGITS.copy()
     logits[0, 0, 0] = np.nan
     assert np.isnan(compiled(logits, TARGETS, WEIGHTS)[0])
@@ -135,7 +135,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.sets(st.integers(0, 6), max_size=3))
-def test_sums_and_counts_add_up_over_any_split(name, cuts):
+def test_sums_and_counts_add_up_over_any_split_of_the_batch(name, cuts):
     loss, batch = LOSSES[name]
     edges = [0, *sorted(cuts), 6]
     parts = [
@@ -148,7 +148,7 @@ def test_sums_and_counts_add_up_over_any_split(name, cuts):
     assert whole[1] == WEIGHTS[:, 0].sum() * {"tokens": 4, "masked": 5, "images": 1}[name]
 
 
-def test_next_tokens_are_predicted_from_those_before():
+def test_next_token_loss_predicts_from_previous_tokens():
     tokens = np.array([[3, 1, 4, 1], [5, 9, 2, 6]], np.int32)
 
     def apply(inputs):
@@ -160,7 +160,7 @@ def test_next_tokens_are_predicted_from_those_before():
     assert count == 6
 
 
-def test_only_chosen_tokens_count_and_the_model_gets_what_the_batch_has():
+def test_masked_token_loss_counts_chosen_tokens_and_passes_optional_inputs():
     tokens, chosen = np.array([[1, 2, 0]], np.int32), np.array([[0, 1, 0]], np.int8)
     batch: Any = {"tokens": tokens, "targets": tokens[:, ::-1] + 1, "chosen": chosen, "weights": np.ones(1)}
     seen: list[Any] = []
@@ -177,7 +177,7 @@ def test_only_chosen_tokens_count_and_the_model_gets_what_the_batch_has():
     np.testing.assert_array_equal(np.concatenate(seen[1]), [*tokens, [1, 1, 1], *tokens])
 
 
-def test_accuracy_counts_only_real_rows():
+def test_accuracy_ignores_padding_rows():
     logits = np.eye(4, dtype=np.float32)
     batch: Any = {
         "image": logits,
@@ -192,7 +192,7 @@ def test_accuracy_counts_only_real_rows():
     assert jax.tree.all(jax.tree.map(jnp.isfinite, classification_loss(lambda image: image, batch)))
 
 
-def test_a_target_that_is_no_class_is_noticed():
+def test_an_invalid_target_makes_the_loss_nan():
     for target in (4, -1):
         total, _ = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, target]))
         assert jnp.isnan(total)

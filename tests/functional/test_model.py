@@ -1,4 +1,4 @@
-"""The door to Flax: what comes out is what the module itself does; dims, strict constraints."""
+"""Pure functions of nnx and linen modules equal the modules; dims, rng streams, refused values."""
 
 import functools
 
@@ -126,7 +126,7 @@ def own_init(key):
     return tuple(nested(nnx.state(module, kind)) for kind in (nnx.Param, nnx.BatchStat))
 
 
-def test_nnx_init_is_that_of_the_module():
+def test_nnx_init_equals_the_module():
     params, model_state = nnx_model().init(KEY)
     assert_same((params, model_state), own_init(KEY))
     assert list(model_state) == ["norm"]
@@ -152,7 +152,7 @@ def own_call(train):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_nnx_apply_is_the_call_of_the_module(train):
+def test_nnx_apply_equals_the_module(train):
     params, model_state = nnx_model().init(KEY)
     got = nnx_model().apply(params, model_state, RNG, train, X)
     assert_same(got, own_call(train))
@@ -185,7 +185,7 @@ def test_a_shared_parameter_gets_the_gradient_of_both_uses():
 
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_dropout_is_on_in_training_alone_and_follows_the_rng(framework):
+def test_dropout_is_on_in_training_only_and_depends_on_the_rng(framework):
     model = nnx_model(rate=0.5, norm=False) if framework == "nnx" else linen_model(Deterministic)
     params, model_state = model.init(KEY)
     outputs = {
@@ -232,7 +232,7 @@ def test_stacked_layers_draw_different_dropout():
     assert len(np.unique(masks, axis=0)) == 3
 
 
-def test_streams_and_layers_of_one_module_draw_apart():
+def test_rng_streams_and_layers_draw_different_numbers():
     class Two(nnx.Module):
         def __init__(self, rngs):
             self.first, self.second = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
@@ -250,7 +250,7 @@ def test_streams_and_layers_of_one_module_draw_apart():
         assert not np.array_equal(first, second)
 
 
-def test_linen_init_is_that_of_the_module():
+def test_linen_init_equals_the_module():
     module = LinenNet()
     variables = nn.unbox(module.init({"params": KEY}, jnp.zeros((1, EMBED)), train=False))
     params, model_state = linen_model(LinenNet).init(KEY)
@@ -258,7 +258,7 @@ def test_linen_init_is_that_of_the_module():
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_linen_apply_is_the_call_of_the_module(train):
+def test_linen_apply_equals_the_module(train):
     module = LinenNet()
     params, model_state = linen_model(LinenNet).init(KEY)
     outputs, changed = module.apply(
@@ -290,7 +290,7 @@ def test_a_linen_module_without_parameters():
     np.testing.assert_array_equal(model.apply({}, {}, RNG, True, X)[0], 2 * X)
 
 
-def test_linen_draws_from_the_streams_that_it_is_given():
+def test_linen_draws_from_its_rng_streams():
     class Noise(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -344,7 +344,7 @@ def test_named_arrays_pair_dims_with_shapes():
     assert [array.shape for array in found.values()] == [leaf.shape for _, leaf in leaves]
 
 
-def test_nothing_is_made_when_a_model_is():
+def test_no_array_is_allocated_when_a_model_is_made():
     """An nnx factory runs under tracing alone: no parameter is ever whole on one device."""
     seen = []
 
@@ -386,7 +386,7 @@ def test_as_model():
         ("gpt", "model is 'gpt'; allowed: a Model, or a function rngs -> nnx.Module"),
     ],
 )
-def test_what_is_no_model(model, text):
+def test_values_that_are_no_model_are_refused(model, text):
     with pytest.raises(ValueError) as error:
         as_model(model)
     assert str(error.value) == text

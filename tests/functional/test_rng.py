@@ -1,4 +1,4 @@
-"""The law of row keys: a draw depends on the global row, not on how the rows are shared out."""
+"""Row keys: a draw depends on the global row, not on how rows are split."""
 
 import functools
 import itertools
@@ -43,7 +43,7 @@ def whole(name, seed=0):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_blocks_of_rows_give_the_numbers_of_the_whole(name):
+def test_blocks_of_rows_draw_as_the_whole_batch(name):
     blocks = [drawn(name, 4)(0, first) for first in (0, 4, 8)]
     np.testing.assert_array_equal(np.concatenate(blocks), whole(name))
     assert len(np.unique(whole(name).astype(np.float32), axis=0)) > 1
@@ -79,7 +79,7 @@ def test_microbatches_and_vmap(name, microbatches, replicas):
     np.testing.assert_array_equal(numbers.reshape(whole(name).shape), whole(name))
 
 
-def test_a_mesh_gives_the_numbers_of_the_whole():
+def test_a_mesh_draws_as_one_device():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
 

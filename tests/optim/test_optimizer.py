@@ -1,4 +1,4 @@
-"""Schedules by value; what each optimizer does to a small model; what is refused."""
+"""Schedules by value; updates of each optimizer on a small model; refused options."""
 
 import math
 from dataclasses import replace
@@ -120,7 +120,7 @@ def make_params():
 PARAMS = make_params()
 
 
-def test_weight_decay_falls_on_matrices():
+def test_weight_decay_applies_to_matrices():
     assert decayed(DIMS, PARAMS) == {name: name in MATRICES for name in DIMS}
 
 
@@ -162,7 +162,7 @@ def test_weight_decay_is_decoupled(name):
         np.testing.assert_allclose(update, -share * PARAMS[path], rtol=1e-5, atol=1e-9, err_msg=path)
 
 
-def test_weight_decay_of_sgd_stays_out_of_the_momentum():
+def test_weight_decay_of_sgd_is_not_in_the_momentum():
     optimizer, _ = make_optimizer(
         Optimizer(name="sgd", learning_rate=Schedule(name="constant", peak=0.1), weight_decay=0.5, clip=None),
         10,
@@ -209,7 +209,7 @@ def test_each_optimizer_decreases_a_quadratic(name):
     assert values[20] < values[0]
 
 
-def test_names_are_the_optimizers_of_optax():
+def test_optimizers_equal_those_of_optax():
     """The update of each, against optax called by hand, on a matrix and a vector."""
     dims = {"w": ("embed", "mlp"), "b": ("mlp",)}
     params = {"w": jnp.arange(6.0).reshape(2, 3) + 1, "b": jnp.ones(3)}
@@ -252,7 +252,7 @@ def test_muon_makes_matrices_orthogonal():
         assert singular.max() < 1.8 * singular.min()
 
 
-def test_muon_leaves_the_rest_to_adamw():
+def test_adamw_updates_what_muon_does_not():
     random = np.random.default_rng(0)
     grads = {name: jnp.asarray(random.normal(size=p.shape), jnp.float32) for name, p in PARAMS.items()}
     got = one_update(grads, name="muon", weight_decay=0.0, b1=0.8, b2=0.9)
@@ -281,7 +281,7 @@ def test_clipping_is_of_the_global_norm():
         np.testing.assert_allclose(updates["b"], -1.0 * share, rtol=1e-6)  # type: ignore[index]
 
 
-def test_a_transformation_of_optax_is_taken_as_it_is():
+def test_a_transformation_of_optax_is_used_unchanged():
     given = optax.adam(1e-3)
     assert make_optimizer(given, 10, DIMS) == (given, None)
 
@@ -311,7 +311,7 @@ ARRAYS, LAYERS_OF_A_STACK = "of one array depends", "of one layer depends"
         (optax.chain(optax.clip(1.0), optax.rmsprop(0.1)), []),
     ],
 )
-def test_what_mixes_arrays_or_layers_is_found(optimizer, problems):
+def test_optimizers_that_mix_arrays_or_layers_are_detected(optimizer, problems):
     model = from_nnx(DecoderConfig(vocab=32, seq=8, embed=16, num_layers=3, num_heads=2))
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     made, _ = make_optimizer(optimizer, 100, model.dims)

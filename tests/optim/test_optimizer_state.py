@@ -102,7 +102,7 @@ def in_a_plain_loop(optimizer: Any, steps: int) -> Any:
     ],
     ids=["reduce_on_plateau", "noisy_sgd", "backtracking", "MultiSteps", "schedule_free"],
 )
-def test_the_update_on_a_mesh_is_that_of_a_plain_loop(optimizer, assert_same):
+def test_the_update_on_a_mesh_equals_a_plain_loop(optimizer, assert_same):
     """4 steps: a plateau is reached, accumulated gradients are applied twice."""
     state, _ = on_mesh(optimizer, 4)
     assert_same(jax.device_get(state.params), jax.device_get(in_a_plain_loop(optimizer, 4)))
@@ -149,7 +149,7 @@ LAYERED = {
 
 
 @pytest.mark.parametrize("rows", [3, 4])
-def test_an_array_whose_name_ends_as_that_of_a_stack_is_left_whole(rows):
+def test_an_array_whose_path_ends_like_a_stack_is_not_split(rows):
     """Also one whose first dim is as long as the stack has layers."""
     dims = {"head": {"w": ("embed", "mlp")}, "w": ("layers", "embed")}
     stack = jnp.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
@@ -162,7 +162,7 @@ def test_an_array_whose_name_ends_as_that_of_a_stack_is_left_whole(rows):
     np.testing.assert_allclose(found["w"], stack, rtol=1e-6)
 
 
-def test_what_mixes_arrays_cannot_be_mapped_over_layers():
+def test_optimizers_that_mix_arrays_cannot_be_mapped_over_layers():
     mixing = per_layer(optax.clip_by_global_norm(1.0), LAYERED)
     params = {
         "blocks": {"w": jnp.ones((3, 4, 5))},
@@ -207,7 +207,7 @@ def test_an_average_of_the_parameters():
         ("schedule_free", optax.contrib.schedule_free_sgd(0.1)),
     ],
 )
-def test_what_is_exported_is_what_is_evaluated(how, optimizer):
+def test_exported_parameters_are_the_evaluated_ones(how, optimizer):
     """From the arrays of a checkpoint by their paths, as export reads them."""
     state, _ = on_mesh(optimizer, 2)
     arrays = jax.device_get(flatten(state))
@@ -221,7 +221,7 @@ def test_what_is_exported_is_what_is_evaluated(how, optimizer):
         exported_params("runs:mine", arrays, arrays.__getitem__)
 
 
-def test_plateau_and_average_come_back_from_a_checkpoint(tmp_path):
+def test_plateau_and_average_are_restored_from_a_checkpoint(tmp_path):
     plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)
     state, _ = on_mesh(optax.chain(optax.sgd(0.1), plateau, parameter_average(0.5)), 4)
     _, kept, average = state.opt_state
@@ -239,7 +239,7 @@ def test_plateau_and_average_come_back_from_a_checkpoint(tmp_path):
         np.testing.assert_array_equal(found, x, err_msg=path)
 
 
-def test_what_an_optimizer_wants_and_cannot_have_is_refused():
+def test_missing_arguments_of_an_optimizer_are_listed():
     params = {"w": jnp.ones(2)}
     assert missing_arguments(optax.lbfgs(), params, line_search=True) == []
     assert missing_arguments(optax.lbfgs(), params, line_search=False) == ["value_fn"]
@@ -247,7 +247,7 @@ def test_what_an_optimizer_wants_and_cannot_have_is_refused():
     assert "one island can with --combine mean" in missing_text(["value_fn"])
 
 
-def test_a_run_that_cannot_search_or_evaluate_is_refused():
+def test_runs_with_missing_arguments_or_parameters_are_refused():
     def make_run(**changes: Any) -> Run:
         run = {"model": make_model(), "data": Text(), "loss": loss, "strategy": Strategy(layout=LAYOUT)}
         return Run(**{**run, **changes})

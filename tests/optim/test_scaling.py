@@ -1,4 +1,4 @@
-"""Recipes: what is scaled and by how much, what speaks against it, what is refused."""
+"""Scaling to more replicas: what is scaled by how much, notes, refused options."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Known devices and MFU: the table is sane, and an unknown device has no peak."""
+"""Known devices and MFU: the table is consistent, and an unknown device has no peak."""
 
 import doctest
 import subprocess
@@ -16,7 +16,7 @@ def known(kind: str) -> Device:
     return device
 
 
-def test_a_device_is_known_by_the_name_that_jax_gives_it():
+def test_a_device_is_known_by_its_device_kind():
     h100 = known_device("NVIDIA H100 80GB HBM3")
     assert h100 == Device(
         kind="NVIDIA H100 80GB HBM3",
@@ -32,7 +32,7 @@ def test_no_guess_for_an_unknown_device(kind):
     assert known_device(kind) is None
 
 
-def test_each_name_stands_for_one_device():
+def test_each_name_is_of_one_device():
     kinds = [device.kind for device in DEVICES]
     assert len(set(kinds)) == len(kinds)
     assert all(known(kind).kind == kind for kind in kinds)
@@ -50,7 +50,7 @@ def test_the_units_are_single_ones(device):
     assert 100 <= device.matrix_flops_per_second / device.memory_bytes_per_second <= 600
 
 
-def test_mfu_is_a_share_of_the_peak_of_all_devices():
+def test_mfu_is_a_fraction_of_the_peak_of_all_devices():
     device = known("TPU v5e")
     assert mfu(197e12, device) == 1
     assert mfu(197e12, device, num_devices=4) == 0.25

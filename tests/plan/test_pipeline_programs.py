@@ -1,4 +1,4 @@
-"""Compiled steps of pipelines: what they hold does not grow, and they move what theory says."""
+"""Compiled pipeline steps: memory does not grow with microbatches, and communication equals theory."""
 
 import math
 from dataclasses import replace
@@ -58,7 +58,7 @@ class TestMemory:
         few, many = (program(schedule, microbatches)[0].temp_bytes for microbatches in (8, 32))
         assert many <= 1.05 * few
 
-    def test_that_of_gpipe_grows_by_a_stream_a_microbatch(self):
+    def test_that_of_gpipe_grows_by_the_activations_of_each_microbatch(self):
         few, many = (program("gpipe", microbatches)[0].temp_bytes for microbatches in (8, 32))
         # tokens and weights of a microbatch are held too
         assert (many - few) / (32 - 8) == pytest.approx(STREAM_BYTES, rel=0.1)
@@ -71,7 +71,7 @@ class TestMemory:
 
 class TestTraffic:
     @pytest.mark.parametrize("schedule", CUTS)
-    def test_streams_and_errors_travel_in_every_tick(self, schedule):
+    def test_activations_and_cotangents_are_sent_in_every_tick(self, schedule):
         found, _ = program(schedule, 8)
         stages = CUTS[schedule]
         ticks = make_table(schedule, stages.num_stages, 8, stages.num_chunks, lockstep=True).num_ticks

@@ -1,4 +1,4 @@
-"""Compiled steps against theory: what they move by collective, axes and place, and what they hold."""
+"""Compiled steps against theory: communication by collective and axes, and memory."""
 
 import math
 from dataclasses import replace
@@ -128,7 +128,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_moves_what_theory_says(name):
+def test_a_step_sends_the_bytes_of_theory(name):
     config, mesh, options, may_be_less = LAYOUTS[name]
     step = program(config, mesh, **options)
     assert {axis for key in step.theory for axis in key.axes} == set(mesh)
@@ -142,7 +142,7 @@ def test_a_step_moves_what_theory_says(name):
         assert measured >= 0.98 * expected or key in may_be_less, key
 
 
-def test_a_tied_table_pays_for_adding_its_gradients_late():
+def test_a_tied_embedding_reduces_its_two_gradients_separately():
     """XLA all-reduces the gradients of lookup and head, each, and then adds: 4 times one reduce-scatter."""
     step = program(TIED, FSDP)
     reduce_scatter = 7 / 8 * 4 * TIED.vocab * TIED.embed
@@ -172,7 +172,7 @@ def test_a_block_reduces_four_times_over_tensor(sequence_sharded):
         (PLAIN, MIXED, 1),
     ],
 )
-def test_replicas_are_reduced_once_a_step(config, mesh, zero):
+def test_gradients_of_replicas_are_reduced_once_per_step(config, mesh, zero):
     """No collective over data stands in a loop; over fsdp none where parameters are whole."""
     step = program(config, mesh, microbatches=4, **({} if zero == 3 else {"zero": zero}))
     replica_axes = {axis for axis in step.layout.replica_axes if step.sizes[axis] > 1}
@@ -210,7 +210,7 @@ def test_two_layouts_in_one_process_do_not_share_traces():
     assert plain == {"all-reduce"}
 
 
-def test_a_device_holds_an_eighth_of_the_state():
+def test_a_device_has_an_eighth_of_the_state():
     sharded = program(WIDE, FSDP)
     whole = program(WIDE, {"data": 1})
     held = sharded.figures.argument_bytes - sharded.batch_bytes
@@ -264,7 +264,7 @@ def test_a_batch_that_cannot_be_split():
         ),
     ],
 )
-def test_devices_that_cannot_be_had(kind, num_devices, text):
+def test_unavailable_devices_are_refused(kind, num_devices, text):
     with pytest.raises(ValueError) as error:
         described_devices(kind, num_devices)
     assert str(error.value) == text

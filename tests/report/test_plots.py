@@ -1,4 +1,4 @@
-"""The loss curve is a PNG with both curves in it; what is drawn is checked as arrays."""
+"""The loss curve is a PNG with both curves; the drawn data is checked as arrays."""
 
 import math
 import sys
@@ -53,7 +53,7 @@ def test_both_curves_are_drawn(tmp_path):
     assert num_pixels(png_path, HELDOUT_COLOUR) > 1000
 
 
-def test_without_heldout_losses_there_is_no_curve_of_them(tmp_path):
+def test_without_heldout_losses_only_training_is_drawn(tmp_path):
     png_path = draw(tmp_path, [(1, 3.0), (2, 2.0)])
     assert num_pixels(png_path, TRAIN_COLOUR) > 500
     assert num_pixels(png_path, HELDOUT_COLOUR) == 0
@@ -100,11 +100,11 @@ def test_smoothing_keeps_the_start_and_the_gaps():
     ("values", "expected"),
     [([1.0, 19.0], False), ([1.0, 21.0, np.nan], True), ([0.0, 21.0], False), ([np.nan], False), ([], False)],
 )
-def test_only_positive_losses_over_decades_ask_for_a_logarithm(values, expected):
+def test_positive_losses_over_decades_have_a_logarithmic_axis(values, expected):
     assert spans_decades(np.array(values)) is expected
 
 
-def test_limits_hold_all_values():
+def test_limits_include_all_values():
     assert limits(np.array([1.0, np.nan, 2.0])) == (0.94, 2.06)
     assert limits(np.array([1.0, 100.0])) == (1 / 1.3, 130.0)
     assert limits(np.array([2.0])) == (1.9, 2.1)

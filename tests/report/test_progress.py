@@ -1,12 +1,10 @@
-"""Plain lines and the bar, written to a string under a fake clock; numbers and times by value."""
+"""Plain lines and the bar, written to a string under a fake clock."""
 
 import io
 
-import pytest
 from rich.console import Console
 
 from shardtrain.report.progress import Bar, PlainLines, progress
-from shardtrain.report.quantities import count_text, duration_text, loss_text
 
 
 class Clock:
@@ -42,7 +40,7 @@ def test_plain_lines_by_value():
     ]
 
 
-def test_plain_lines_are_spaced_in_time_but_for_first_heldout_and_last():
+def test_plain_lines_have_an_interval_except_first_heldout_and_last():
     shown, file, clock = plain(total_steps=6, plain_every_seconds=10)
     with shown:
         for step, now_seconds in enumerate((0.0, 4.0, 8.0, 12.0, 13.0, 14.0), start=1):
@@ -51,7 +49,7 @@ def test_plain_lines_are_spaced_in_time_but_for_first_heldout_and_last():
     assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/6", "3/6", "6/6"]
 
 
-def test_plain_lines_come_again_once_the_time_is_over():
+def test_plain_lines_continue_after_the_interval():
     shown, file, clock = plain(total_steps=100, plain_every_seconds=10)
     with shown:
         for step in range(1, 31):
@@ -95,7 +93,7 @@ def test_the_bar_shows_losses_rate_and_times(monkeypatch):
     assert " 0:00:02 loss 2.3412  heldout 2.4000  12.3k tokens/s  left 1m28s" in last
 
 
-def test_a_note_stands_above_the_bar(monkeypatch):
+def test_a_note_is_printed_above_the_bar(monkeypatch):
     shown, file, _ = bar(monkeypatch, total_steps=10)
     with shown:
         shown.update(1, {"train/loss": 2.0})
@@ -104,64 +102,9 @@ def test_a_note_stands_above_the_bar(monkeypatch):
     assert text.index("saved [bold]\n") < text.rindex("1/10")
 
 
-def test_the_choice_follows_the_terminal(monkeypatch):
+def test_progress_depends_on_the_terminal(monkeypatch):
     shown, _, _ = plain(total_steps=1)
     assert isinstance(shown, PlainLines)
     monkeypatch.setenv("TERM", "dumb")
     dumb = Console(file=io.StringIO(), force_terminal=True)
     assert isinstance(progress(total_steps=1, console=dumb), PlainLines)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (2.34117, "2.3412"),
-        (0.0, "0.0000"),
-        (-1.5, "-1.5000"),
-        (0.00001234, "1.234e-05"),
-        (1_234_567.0, "1.235e+06"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-    ],
-)
-def test_loss_text(value, text):
-    assert loss_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0.00"),
-        (5, "5.00"),
-        (12.34, "12.3"),
-        (9.996, "10.0"),
-        (99.96, "100"),
-        (999.4, "999"),
-        (999.9, "1.00k"),
-        (12_345, "12.3k"),
-        (999_600, "1.00M"),
-        (3.2e9, "3.20G"),
-        (5e15, "5.00e+15"),
-        (float("nan"), "nan"),
-    ],
-)
-def test_count_text(value, text):
-    assert count_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "0s"),
-        (59.7, "1m00s"),
-        (80, "1m20s"),
-        (3599.6, "1h00m"),
-        (7_500, "2h05m"),
-        (86_400, "1d00h"),
-        (273_600, "3d04h"),
-        (float("inf"), "?"),
-        (float("nan"), "?"),
-    ],
-)
-def test_duration_text(seconds, text):
-    assert duration_text(seconds) == text

@@ -1,4 +1,4 @@
-"""The text of a sharded state by value."""
+"""The text of the sharding of a state, by value."""
 
 import jax.numpy as jnp
 import optax
@@ -24,7 +24,7 @@ def text(layout, num_devices):
     return sharding_text(state_specs(MODEL, optax.adam(1e-3), layout, sizes), sizes)
 
 
-def test_the_whole_text():
+def test_the_text_of_all_parameters():
     assert text(Layout(mesh={"fsdp": 4, "tensor": 2}, unnamed="replicate"), 8) == (
         "mesh: fsdp=4 tensor=2 (8 devices)\n"
         "  parameter   shape         dims               sharded over        bytes/device\n"

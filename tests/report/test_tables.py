@@ -21,7 +21,7 @@ def test_a_table_as_text():
     )
 
 
-def test_text_is_as_wide_as_it_needs_to_be():
+def test_text_is_as_wide_as_its_cells():
     assert "x" * 300 in table_text(["name"], [["x" * 300]])
 
 
@@ -29,13 +29,13 @@ def test_a_table_without_rows_has_its_header():
     assert table_text(["name", "bytes"], []).split()[:2] == ["name", "bytes"]
 
 
-def test_a_narrow_console_folds_and_loses_nothing():
+def test_a_narrow_console_wraps_cells():
     file = io.StringIO()
     Console(file=file, width=20).print(table(["name"], [["abcdefghijklmnopqrstuvwxyz"]]))
     assert "".join(file.getvalue().split()).endswith("abcdefghijklmnopqrstuvwxyz")
 
 
-def test_all_uneven_rows_are_named():
+def test_all_uneven_rows_are_listed():
     with pytest.raises(ValueError) as error:
         table(["a", "b"], [[1], [1, 2], [1, 2, 3]])
     assert str(error.value) == (

@@ -1,4 +1,4 @@
-"""The timeline of a schedule: as text by value, cut at a width; as a picture with a box per task."""
+"""The timeline of a schedule: as text by value, cut at a width; as a plot with a box per task."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Layouts: what is refused, text by value; what `resolve` gives, by law; files there and back."""
+"""Layouts: refused values with their messages, rules by ZeRO stage, files read and written."""
 
 import os
 import re
@@ -214,7 +214,7 @@ def test_a_rule_for_parameters_holds_for_activations_too():
     assert asked.activation_rules["kv"] == ("fsdp",)
 
 
-def test_rules_of_a_replica_name_no_axis_of_replicas():
+def test_rules_of_a_replica_have_no_replica_axis():
     rules = Layout(zero=3, activations={"mine": ("data", "tensor")}).rules_of_replica()
     assert (rules["batch"], rules["mine"], rules["data"], rules["fsdp"]) == (
         ("fsdp",),
@@ -254,7 +254,7 @@ layouts = st.builds(
 
 
 @given(layout=layouts)
-def test_a_layout_as_text_reads_back(layout, tmp_path_factory):
+def test_a_layout_as_text_is_read_back(layout, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "layout.toml"
     path.write_text(layout_text(layout), encoding="utf-8")
     assert read_layout(path) == layout
@@ -308,7 +308,7 @@ def test_a_file_that_is_no_layout(text, error, tmp_path):
         ("[mesh]\n" + ".".join("a" * 20_000) + " = 1", "axis 'a'"),
     ],
 )
-def test_files_of_strangers_are_refused(content, words, tmp_path):
+def test_crafted_files_are_refused(content, words, tmp_path):
     (tmp_path / "mine.toml").write_text(content)
     with pytest.raises(ValueError, match=re.escape(words)):
         read_layout(tmp_path / "mine.toml")
@@ -320,6 +320,6 @@ def test_a_layout_that_is_no_regular_file_is_not_opened(tmp_path):
         read_layout(tmp_path / "mine.toml")
 
 
-def test_a_large_number_of_devices_is_answered_at_once():
+def test_a_large_number_of_devices_is_refused_quickly():
     with pytest.raises(ValueError, match="there are 10000000000; make the sizes multiply"):
         axis_sizes({"data": 3}, 10**10)

@@ -18,7 +18,7 @@ from shardtrain.sharding.mesh import make_mesh
         ({"fsdp": 3}, 3, (1, 1, 3, 1, 1, 1)),
     ],
 )
-def test_all_axes_stand_in_their_order_over_all_devices(asked, num_devices, sizes):
+def test_the_mesh_has_all_axes_in_order_over_all_devices(asked, num_devices, sizes):
     devices = jax.devices()[:num_devices]
     mesh = make_mesh(Layout(mesh=asked), devices)
     assert mesh.shape == dict(zip(AXES, sizes, strict=True))

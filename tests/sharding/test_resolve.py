@@ -1,4 +1,4 @@
-"""The dims of arrays and a layout joined: what is refused, text by value; what comes out, by law."""
+"""Resolving dim names with a layout: results by value, refused arrays with their messages and suggestions."""
 
 import math
 
@@ -60,7 +60,7 @@ def test_arrays_without_names():
     )
 
 
-def test_what_is_not_sharded_needs_no_name():
+def test_unsharded_dims_need_no_name():
     """None in a spec and dims without an entry, as everywhere in jax."""
     arrays = {
         "partly": Named(dims=(None, "mlp", None), shape=(3, 16, 5)),
@@ -99,7 +99,7 @@ def test_one_device_needs_no_names():
     )
 
 
-def test_replicate_reaches_names_without_a_rule():
+def test_replicate_applies_to_names_without_a_rule():
     arrays = {name: ODD[name] for name in ("nameless", "good")} | {
         "kv": Named(dims=("embed", "kv", None), shape=(8, 3, 5))
     }
@@ -113,7 +113,7 @@ def test_replicate_reaches_names_without_a_rule():
     assert unplaced_text(Layout(), {"good": ODD["good"]}, SIZES) is None
 
 
-def test_mesh_axes_stand_for_themselves():
+def test_names_of_mesh_axes_are_sharded_over_them():
     arrays = {
         "q": Named(dims=("tensor", "fsdp", None), shape=(8, 8, 3)),
         "table": Named(dims=("data+fsdp", "embed+tensor"), shape=(16, 32)),
@@ -133,7 +133,7 @@ def test_mesh_axes_stand_for_themselves():
     assert completed(own, arrays, SIZES).parameters["tensor"] == ("data",)
 
 
-def test_the_rules_that_a_refusal_prints_fit():
+def test_the_rules_suggested_by_an_error_fit():
     arrays = {
         "qkv": Named(dims=("embed", "kv", "dim"), shape=(8, 16, 12)),
         "out": Named(dims=("kv", "dim", "embed"), shape=(16, 12, 8)),
@@ -150,7 +150,7 @@ def test_the_rules_that_a_refusal_prints_fit():
     assert set(resolve(arrays, pasted.sharded_rules, SIZES)) == set(arrays)
 
 
-def test_the_names_that_a_refusal_prints_fit():
+def test_the_names_suggested_by_an_error_fit():
     arrays = {"a": Named(dims=None, shape=(3,)), "b/w": Named(dims=None, shape=(2, 16, 24))}
     text = naming_text(arrays, PARAMETER_RULES, SIZES)
     assert "Run(names={'b/w': (None, 'fsdp', 'tensor')})" in text
@@ -239,7 +239,7 @@ def fits(named, sizes):
 
 
 @given(arrays=arrays, sizes=sizes)
-def test_resolve_places_what_fits_and_lists_the_rest(arrays, sizes):
+def test_resolve_places_arrays_that_fit_and_lists_the_others(arrays, sizes):
     wrong = [path for path, named in arrays.items() if not fits(named, sizes)]
     if wrong:
         _, lines = problems(refused(resolve, arrays, PARAMETER_RULES, sizes))

@@ -1,4 +1,4 @@
-"""Shares: the laws of a fair split, against brute force, and what is refused."""
+"""Integer shares: properties of a fair split, against brute force, and refused values."""
 
 from fractions import Fraction
 from itertools import accumulate, product
@@ -58,7 +58,7 @@ def test_shares_by_value(total, weights, options, expected):
 
 
 @given(TOTALS, WEIGHTS)
-def test_shares_add_up_and_are_near(total, weights):
+def test_shares_add_up_and_are_near_proportion(total, weights):
     found = shares(total, weights)
     assert sum(found) == total
     assert all(abs(share - want) < 1 for share, want in zip(found, proportional(total, weights), strict=True))
@@ -66,7 +66,7 @@ def test_shares_add_up_and_are_near(total, weights):
 
 
 @given(TOTALS, WEIGHTS)
-def test_more_weight_is_no_less(total, weights):
+def test_more_weight_gives_no_smaller_share(total, weights):
     found = shares(total, weights)
     for i, j in product(range(len(weights)), repeat=2):
         if weights[i] > weights[j]:
@@ -149,7 +149,7 @@ def test_the_totals_of_the_error_have_a_split(total, multiples):
 
 
 @given(st.lists(st.integers(0, 9), max_size=6))
-def test_starts_are_sums_of_what_is_before(parts):
+def test_starts_are_sums_of_previous_shares(parts):
     assert starts(parts) == [0, *accumulate(parts)][: len(parts)]
 
 

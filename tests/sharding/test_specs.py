@@ -1,11 +1,10 @@
-"""PartitionSpecs of a pytree and the numbers of the table, by value; no device takes part."""
+"""PartitionSpecs of a pytree and rows of the sharding table, by value; no device is used."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardtrain.report.quantities import bytes_text
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import (
@@ -95,7 +94,7 @@ def test_rows_and_totals():
     assert totals([]) == (0, 0, 0)
 
 
-def test_rows_are_what_jax_puts_on_a_device():
+def test_rows_equal_the_shards_of_jax():
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
     sizes = dict(mesh.shape)
     for spec, dims in (
@@ -108,18 +107,3 @@ def test_rows_are_what_jax_puts_on_a_device():
         assert found.num_bytes == array.nbytes
         first = array.addressable_shards[0].index
         assert found.copies == sum(shard.index == first for shard in array.addressable_shards)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1.5 * 2**20, "1.5 MiB"),
-        (2**40, "1.0 TiB"),
-        (5000 * 2**40, "5000.0 TiB"),
-    ],
-)
-def test_bytes_text(num_bytes, text):
-    assert bytes_text(num_bytes) == text

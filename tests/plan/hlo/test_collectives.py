@@ -143,7 +143,7 @@ PRIMITIVES = {
 
 @pytest.mark.parametrize("trip_counts", [(), (5,), (3, 5)], ids=["once", "scan", "nested"])
 @pytest.mark.parametrize("kind", PRIMITIVES)
-def test_a_primitive_counts_once_per_round(kind, trip_counts):
+def test_a_primitive_counts_once_per_iteration(kind, trip_counts):
     primitive, payload_bytes, share = PRIMITIVES[kind]
 
     def looped(function, length):
@@ -233,7 +233,7 @@ class TestSlicedAllReduce:
             ("conditional(%id, %sum, %sum), branch_computations={%inner, %inner}", "all-reduce"),
         ],
     )
-    def test_what_may_stand_before_the_slice(self, between, kind):
+    def test_operations_allowed_before_the_slice(self, between, kind):
         inner = """%inner (x: f32[8]) -> f32[8] {
   %x = f32[8] parameter(0)
   ROOT %same = f32[8] copy(%x)
@@ -246,7 +246,7 @@ class TestSlicedAllReduce:
   ROOT %mine = f32[1] dynamic-slice(%between, %id), dynamic_slice_sizes={{1}}"""
         assert only(read_snippet(entry, inner)).kind == kind
 
-    def test_a_second_whole_use_is_no_scatter(self):
+    def test_a_second_unsliced_use_is_no_scatter(self):
         def body_shard(x):
             total = lax.psum(x, "data")
             part = lax.dynamic_slice_in_dim(total, lax.axis_index("data") * 4, 4)
@@ -255,7 +255,7 @@ class TestSlicedAllReduce:
         found = only(read_shard(body_shard, make_mesh(data=2, fsdp=4), (8, 16)))
         assert found.kind == "all-reduce"
 
-    def test_a_slice_by_the_round_of_a_loop_is_no_scatter(self):
+    def test_a_slice_by_the_loop_counter_is_no_scatter(self):
         def body_shard(x):
             def add(i, sums):
                 return sums + lax.dynamic_slice_in_dim(lax.psum(x * sums[0, 0], "data"), i * 4, 4)
@@ -265,7 +265,7 @@ class TestSlicedAllReduce:
         found = read_shard(body_shard, make_mesh(data=2, fsdp=4), (8, 16))
         assert {c.kind for c in found} == {"all-reduce"}
 
-    def test_a_combined_all_reduce_is_decided_part_by_part(self):
+    def test_a_combined_all_reduce_is_decided_per_operand(self):
         found = read_snippet(
             """
   %a = f32[8,16] parameter(0)
@@ -280,7 +280,7 @@ class TestSlicedAllReduce:
         )
         assert [(c.kind, c.payload_bytes) for c in found] == [("reduce-scatter", 512), ("all-reduce", 96)]
 
-    def test_more_devices_than_xla_prints_numbers_for(self):
+    def test_more_devices_than_xla_prints(self):
         text = snippet(
             """
   %a = f32[16,4] parameter(0)
@@ -324,7 +324,7 @@ class TestTripCounts:
     """Loops whose rounds XLA did not note, and loops without a fixed number of rounds."""
 
     @pytest.mark.parametrize("reverse", [False, True])
-    def test_inferred_where_xla_did_not_note_it(self, reverse):
+    def test_inferred_if_xla_does_not_print_it(self, reverse):
         def body_shard(x):
             def inner(x, scale):
                 return jnp.sin(lax.psum(x * scale, "data")), None
@@ -357,7 +357,7 @@ class TestTripCounts:
         ],
     )
     @pytest.mark.parametrize("is_mirrored", [False, True])
-    def test_every_direction_either_way_round(self, start, limit, step, direction, rounds, is_mirrored):
+    def test_every_comparison_in_either_order(self, start, limit, step, direction, rounds, is_mirrored):
         mirrored = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}[direction]
         sides = f"%limit, %i), direction={mirrored}" if is_mirrored else f"%i, %limit), direction={direction}"
         text = loop_snippet(start, limit, step, sides)
@@ -365,7 +365,7 @@ class TestTripCounts:
             text = text.replace("add(%i, %step)", "add(%step, %i)")
         assert only(collectives(text, MESH)).count == rounds
 
-    def test_unknown_rounds_are_an_error(self):
+    def test_an_unknown_trip_count_is_an_error(self):
         def body_shard(x):
             return lax.while_loop(lambda x: x.sum() < 10, lambda x: lax.psum(x, "data"), x)
 
@@ -375,7 +375,7 @@ class TestTripCounts:
             read_shard(body_shard, make_mesh(data=8), (8, 16))
         assert "use lax.scan" in str(error.value)
 
-    def test_unknown_rounds_without_a_collective_do_not_matter(self):
+    def test_an_unknown_trip_count_without_a_collective_is_allowed(self):
         def body_shard(x):
             return lax.psum(lax.while_loop(lambda x: x.sum() < 10, lambda x: x * 2, x), "data")
 
@@ -386,7 +386,7 @@ class TestTripCounts:
         assert found.count == 8
 
 
-def test_of_the_branches_the_dearest_counts_for_each_kind():
+def test_the_most_expensive_branch_counts_for_each_kind():
     def body_shard(x):
         def cheap(x):
             return lax.ppermute(x, "data", SHIFT)
@@ -403,7 +403,7 @@ def test_of_the_branches_the_dearest_counts_for_each_kind():
     }
 
 
-def test_what_a_branch_returns_counts_as_whole():
+def test_the_result_of_a_branch_counts_as_unsliced():
     branch = """%branch (x: f32[8]) -> f32[8] {
   %x = f32[8] parameter(0)
   ROOT %sum = f32[8] all-reduce(%x), replica_groups={}, to_apply=%add
@@ -546,7 +546,7 @@ WRAPPED = """%wrapped (w: f32[4]) -> f32[8] {
 
 
 @pytest.mark.parametrize("form", OTHER_BACKENDS)
-def test_forms_of_other_backends(form):
+def test_syntax_of_other_backends(form):
     instruction, expected = OTHER_BACKENDS[form]
     entry = f"""
   %p = f32[4] parameter(0)
@@ -573,7 +573,7 @@ def test_a_start_whose_done_is_sliced_is_a_reduce_scatter():
     assert [(c.kind, c.dtype, c.payload_bytes) for c in found] == [("reduce-scatter", "bf16", 32)]
 
 
-def test_a_tpu_collective_that_runs_on_in_other_fusions_counts_once():
+def test_a_tpu_collective_continued_in_other_fusions_counts_once():
     entry = """
   %p = f32[4] parameter(0)
   %start = f32[8] fusion(%p), kind=kCustom, calls=%wrapped
@@ -598,7 +598,7 @@ def test_a_tpu_fusion_that_reduces_and_slices_is_a_reduce_scatter():
     assert (found.kind, found.payload_bytes, found.wire_bytes_per_device) == ("reduce-scatter", 128, 112)
 
 
-def test_combined_dtypes_are_told_apart():
+def test_combined_dtypes_are_separated():
     found = read_snippet(
         """
   %a = bf16[16] parameter(0)
@@ -618,18 +618,18 @@ def test_transfers_between_slices_are_refused():
         )
 
 
-def test_axis_sizes_must_make_the_devices_of_the_program():
+def test_axis_sizes_must_multiply_to_the_devices_of_the_program():
     text = snippet("  ROOT %p = f32[8] parameter(0)")
     with pytest.raises(ValueError, match=r"axis sizes data=2 make 2 devices, .* was compiled for 8\."):
         collectives(text, {"data": 2, "tensor": 1})
 
 
-def test_text_that_is_no_program_is_an_error():
+def test_text_that_is_not_hlo_is_an_error():
     with pytest.raises(ValueError, match=r"no entry computation .* starts with 'module @jit_f'.*as_text\(\)"):
         collectives("module @jit_f", MESH)
 
 
-def test_table_for_people():
+def test_the_table_of_collectives():
     entry = """
   %p = f32[250000] parameter(0)
   %g = f32[500000] all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}

@@ -1,4 +1,4 @@
-"""Programs that can wait for ever are found; `test_pipeline.py` shows that pipelines are not among them."""
+"""Programs that can deadlock are detected; `test_pipeline.py` shows that pipelines cannot."""
 
 import jax
 import jax.numpy as jnp
@@ -69,17 +69,17 @@ class TestOrder:
         body = in_rounds(lambda x: on_first(summed, x) + on_first(lambda x: summed(2 * x), jnp.cos(x)))
         assert len(unordered(text(body))) == 1
 
-    def test_what_waits_is_in_order(self):
+    def test_dependent_operations_are_ordered(self):
         assert unordered(text(lambda x: handed_on(on_first(summed, x)))) == []
         assert (
             unordered(text(in_rounds(lambda x: on_first(lambda x: summed(2 * x), on_first(summed, x))))) == []
         )
 
-    def test_collectives_side_by_side_are_in_order(self):
+    def test_consecutive_collectives_are_ordered(self):
         assert unordered(text(lambda x: summed(x) + handed_on(x))) == []
 
 
-def test_what_is_no_program_is_told():
+def test_text_that_is_not_hlo_is_refused():
     for check in (permutes_in_branches, unordered):
         with pytest.raises(ValueError, match="no entry computation"):
             check("nothing")
