@@ -26,7 +26,7 @@ import tyro
 from paired import Spread, spread
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.origins import saved_part
+from shardtrain.checkpoints.origins import state_to_save
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
@@ -119,14 +119,14 @@ class Training:
         self.batch = place(
             {"tokens": tokens, "weights": np.ones(options.rows, np.float32)}, mesh, layout.batch_axes
         )
-        self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(saved_part(self.state)))
+        self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(state_to_save(self.state)))
 
     def block(self, save: Callable[[Any], None]) -> Steps:
         """Some steps, the first with the save before it."""
         seconds = []
         cpu_start = time.process_time()
         begun = start = time.perf_counter()
-        save(saved_part(self.state))
+        save(state_to_save(self.state))
         blocked = time.perf_counter() - begun
         for _ in range(self.options.steps):
             self.state, metrics = self.step(self.state, self.batch)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest import ArrayOrigin
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.reader import readers
+from shardtrain.checkpoints.reader import visible_readers
 from shardtrain.checkpoints.restore import Allow, restore_arrays
 
 BY_HAND = "by_hand"
@@ -57,9 +57,11 @@ def save(options: dict[str, Any]) -> None:
         path: jax.device_put(generator.standard_normal(shape, np.float32), where)
         for path, shape in shapes(options["embed"], layers, options["vocab"]).items()
     }
-    lies = {path: lie for path in state if (lie := cut_otherwise(path, layers))} if options["rows"] else {}
+    origins = (
+        {path: origin for path in state if (origin := cut_otherwise(path, layers))} if options["rows"] else {}
+    )
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
-        checkpoints.save(1, state, {}, lies)
+        checkpoints.save(1, state, {}, origins)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / BY_HAND, state)
 
@@ -67,13 +69,13 @@ def save(options: dict[str, Any]) -> None:
 def restore(options: dict[str, Any]) -> dict[str, float]:
     """Seconds, peak of memory over the arrays' bytes, bytes read over the arrays' bytes."""
     folder, where = Path(options["folder"]), sharding(options["devices"])
-    layers, wanted, lies = options["layers"], {}, {}
+    layers, wanted, origins = options["layers"], {}, {}
     for path, shape in shapes(options["embed"], layers, options["vocab"]).items():
         if options["third"] and "/blocks/" not in path:
             continue
         if options["third"]:
             rows = tuple(range(layers // 3))
-            shape, lies[path] = (len(rows), *shape[1:]), ArrayOrigin(rows=rows, num_rows=layers)
+            shape, origins[path] = (len(rows), *shape[1:]), ArrayOrigin(rows=rows, num_rows=layers)
         wanted[path] = jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
     num_bytes = sum(4 * int(np.prod(like.shape)) for like in wanted.values())
     jax.block_until_ready(jax.device_put(np.zeros((8, 8)), where))
@@ -84,10 +86,12 @@ def restore(options: dict[str, Any]) -> dict[str, float]:
         with ocp.StandardCheckpointer() as checkpointer:
             arrays = checkpointer.restore(folder / BY_HAND, wanted)
     else:
-        archive = readers(folder)[-1]
+        reader = visible_readers(folder)[-1]
         if options["how"] == "verified":
-            assert not archive.problems()
-        arrays = restore_arrays(archive, wanted, lies, Allow(unused=("*",)) if options["third"] else Allow())
+            assert not reader.problems()
+        arrays = restore_arrays(
+            reader, wanted, origins, Allow(unused=("*",)) if options["third"] else Allow()
+        )
     jax.block_until_ready(arrays)
     seconds = time.perf_counter() - start
     _, peak, read_after = _process()

@@ -143,11 +143,11 @@ def _our_logits(run: Any, tokens: np.ndarray) -> np.ndarray:
 
     from shardtrain.cli.checkpoint_path import find_checkpoint_path
 
-    archive = find_checkpoint_path(str(run.run_dir)).archive()
+    reader = find_checkpoint_path(str(run.run_dir)).reader()
     module = run.model(nnx.Rngs(0))
     graph, state = nnx.split(module, nnx.Param)
     flat = [
-        (path, leaf.replace(archive.read("/".join(["params", *map(str, path)]))))
+        (path, leaf.replace(reader.read("/".join(["params", *map(str, path)]))))
         for path, leaf in nnx.to_flat_state(state)
     ]
     return np.asarray(jax.jit(nnx.merge(graph, nnx.from_flat_state(flat)))(tokens))

@@ -23,11 +23,12 @@ import pytest
 from safetensors.numpy import save
 
 from shardtrain import cli
-from shardtrain.checkpoints.checkpointer import Checkpoints, alone
-from shardtrain.checkpoints.discover import choose
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.discover import discover
 from shardtrain.checkpoints.manifest import _text
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.reader import readers
+from shardtrain.checkpoints.processes import gather_alone
+from shardtrain.checkpoints.reader import visible_readers
 from shardtrain.cli.checkpoint_files import mask_token, run_file_text
 from shardtrain.cli.run_file import load_run
 from shardtrain.imported import option_problems, read_mask_token, read_model, write_about
@@ -242,17 +243,17 @@ def test_manifests(guarded, tmp_path):
             path.write_bytes(garbled(text.encode(), rng))
 
         def read(show: bool = i % 10 == 0) -> None:
-            found = readers(folder)
-            for archive in found:
-                for name in archive.leaves:
-                    archive.read(name)
+            found = visible_readers(folder)
+            for reader in found:
+                for name in reader.leaves:
+                    reader.read(name)
             if show:
                 list_text(found, [])
-                for archive in found:
-                    show_text(archive)
+                for reader in found:
+                    show_text(reader)
 
         guarded(read)
-        found = guarded(lambda: choose([folder], None, alone))
+        found = guarded(lambda: discover([folder], None, gather_alone))
         if isinstance(found, ValueError):
             assert "reads schema 1 and 2" in str(found)
         else:
@@ -431,5 +432,5 @@ def test_names_in_a_run_folder(guarded, tmp_path, capsys):
             said = "".join(capsys.readouterr())
             assert "Traceback" not in said
             assert all(c == "\n" or c.isprintable() for c in said)
-        chosen = guarded(lambda f=folder: choose([f], None, alone))
+        chosen = guarded(lambda f=folder: discover([f], None, gather_alone))
         assert chosen.step == 2

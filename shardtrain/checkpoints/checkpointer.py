@@ -4,7 +4,6 @@ When to save is in `policy.py`, what makes a checkpoint whole in `manifest.py`, 
 goes on from in `discover.py`, how it is read in `restore.py`.
 """
 
-import json
 import logging
 import math
 import os
@@ -19,17 +18,16 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from shardtrain.checkpoints import manifest as manifests
-from shardtrain.checkpoints.discover import Discovered, Share, choose
+from shardtrain.checkpoints.discover import Discovered, Gather, discover
 from shardtrain.checkpoints.fast_disk import check as check_fast
 from shardtrain.checkpoints.fast_disk import claim, fast_folder
 from shardtrain.checkpoints.flatten import check, describe, flatten, restorable
 from shardtrain.checkpoints.manifest import WHOLE, ArrayOrigin, Leaf, Manifest, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.processes import gather_alone, is_primary, on_any_process
 from shardtrain.checkpoints.restore import Allow, restore_arrays
 from shardtrain.checkpoints.retention import FAST_KEPT, Mirror, delete_old
 
@@ -60,13 +58,13 @@ class Restored:
         step: the step it was saved after.
         state: the tree that was asked for, of jax arrays with the shardings that were asked for.
         extra: what was saved beside the state (tuples come back as lists).
-        passed_over: newer checkpoints that are broken, and all that are unfinished, each with the reason.
+        skipped: newer checkpoints that are broken, and all that are unfinished, each with the reason.
     """
 
     step: int
     state: Any
     extra: dict[str, Any]
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Checkpoints:
                 f"checkpoints go to {policy.fast} first, and {part.count} islands save a part each, whose"
                 " copies would come to the run folder at different times. Leave --checkpoints.fast out"
             )
-        # the runs of a host share its fast disk; whatever a run's folder is called, it is one folder there
+        # the runs of a host gather its fast disk; whatever a run's folder is called, it is one folder there
         self._resolved = self.folder.resolve()
         fast = policy.fast and fast_folder(Path(policy.fast).absolute(), self._resolved)
         if fast and os.path.lexists(fast):
@@ -156,7 +154,7 @@ class Checkpoints:
         return sorted({step for folder in self.folders for step in self._with_manifest(folder)})
 
     def save(
-        self, step: int, state: Any, extra: dict[str, Any], lies: Mapping[str, ArrayOrigin] | None = None
+        self, step: int, state: Any, extra: dict[str, Any], origins: Mapping[str, ArrayOrigin] | None = None
     ) -> None:
         """Begin to save; the arrays may be donated or deleted as soon as this returns.
 
@@ -166,7 +164,7 @@ class Checkpoints:
             step: steps done, larger than that of every checkpoint so far.
             state: pytree of jax arrays, sharded in any way.
             extra: what JSON can hold: data position, seed, description of the run, metrics.
-            lies: path -> which piece of the whole an array is; those that are not named are whole.
+            origins: path -> which piece of the whole an array is; those that are not named are whole.
 
         Raises:
             SaveFailed: the save *before* this one failed, or this one cannot begin; it is not begun. A fast
@@ -177,7 +175,7 @@ class Checkpoints:
         arrays = flatten(state)
         check(manifests.extra_problems(extra), "these values cannot be saved", "Use JSON's types")
         self._check_new(step)
-        leaves = describe(arrays, lies or {})
+        leaves = describe(arrays, origins or {})
         num_bytes = sum(array.nbytes for array in arrays.values())
         try:
             try:
@@ -196,7 +194,7 @@ class Checkpoints:
     def _begin(self, step: int, arrays: dict[str, jax.Array]) -> None:
         partial = manifests.partial_folder(self._target, step, self.part)
         try:
-            if _is_primary():
+            if is_primary():
                 if self._is_on_fast:
                     claim(self._target, self._resolved)
                 # Larger than the newest whole step, so what lies in its place is not whole.
@@ -207,7 +205,7 @@ class Checkpoints:
             cuts = {path: _cut(array) for path, array in arrays.items()}
             self._orbax.save(partial / manifests.ARRAYS, args=ocp.args.PyTreeSave(arrays, cuts))
         except Exception:
-            if _is_primary():
+            if is_primary():
                 shutil.rmtree(partial, ignore_errors=True)
             if jax.process_count() == 1:
                 self._renew_orbax()
@@ -240,7 +238,7 @@ class Checkpoints:
             SaveFailed: it failed. Raised once; what is saved next is not affected.
         """
         pending, failure = self._pending, self._collect()
-        if _on_any_process(failure is not None) and pending is not None:
+        if on_any_process(failure is not None) and pending is not None:
             self._renew_orbax()
             raise failure or self._failure(
                 pending.step, pending.num_bytes, RuntimeError("another process failed")
@@ -251,7 +249,7 @@ class Checkpoints:
 
         Where there is but one part, that is so as soon as it is finished, and nobody needs to call this.
         """
-        if self.part.count == 1 or step in (None, self._confirmed) or not _is_primary():
+        if self.part.count == 1 or step in (None, self._confirmed) or not is_primary():
             return
         self._confirmed = step
         if self._deleting is not None and self._deleting.done():
@@ -261,7 +259,7 @@ class Checkpoints:
 
     def drop_after(self, step: int) -> None:
         """Delete this writer's part of all later steps: they were found to be bad."""
-        for folder in self.folders if _is_primary() else ():
+        for folder in self.folders if is_primary() else ():
             for later, parts in manifests.finished(folder).items():
                 if later > step and self.part in parts:
                     manifests.delete(parts[self.part])
@@ -272,23 +270,23 @@ class Checkpoints:
         self._broken.update(later for later in steps if later > step)
         self._latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
-    def choose(self, newest: int | None = None, share: Share | None = None) -> Discovered:
+    def discover(self, newest: int | None = None, gather: Gather | None = None) -> Discovered:
         """Find the newest whole checkpoint, whoever can see its parts.
 
         Before anything is loaded, every file's size and checksum are compared with the manifest (for the
         cost see `manifest.problems`): those of a part by one island that sees it. What is broken or
-        unfinished is passed over and reported with its reason.
+        unfinished is skipped and reported with its reason.
 
         Args:
             newest: take none after this step.
-            share: where several islands look together, all of them call this.
+            gather: where several islands look together, all of them call this.
 
         Raises:
             ValueError: every checkpoint is broken.
         """
-        found = choose(self.folders, newest, share or alone)
-        for line in found.passed_over:
-            self._report(f"checkpoint passed over: {line}")
+        found = discover(self.folders, newest, gather or gather_alone)
+        for line in found.skipped:
+            self._report(f"checkpoint skipped: {line}")
         self._broken.update(found.broken)
         self.forget_after(-1 if found.step is None else found.step)
         if self._mirror and self._fast and found.step is not None:
@@ -302,7 +300,7 @@ class Checkpoints:
         self,
         abstract_state: Any,
         newest: int | None = None,
-        lies: Mapping[str, ArrayOrigin] | None = None,
+        origins: Mapping[str, ArrayOrigin] | None = None,
         allow: Allow = Allow(),
     ) -> Restored | None:
         """Read the newest whole checkpoint, each array straight into the sharding asked for.
@@ -311,7 +309,7 @@ class Checkpoints:
             abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays like them; the mesh
                 may differ from the one that saved.
             newest: take none after this step.
-            lies: path -> which piece of the whole an array is; those that are not named are whole.
+            origins: path -> which piece of the whole an array is; those that are not named are whole.
             allow: in what the checkpoint may differ; an array that is not read is None in the state.
 
         Returns:
@@ -324,15 +322,13 @@ class Checkpoints:
         """
         self.wait()
         wanted = restorable(abstract_state)
-        chosen = self.choose(newest)
+        chosen = self.discover(newest)
         if chosen.step is None:
             return None
-        archive = chosen.archive(self.folders)
-        arrays = restore_arrays(archive, wanted, lies or {}, allow)
+        reader = chosen.reader(self.folders)
+        arrays = restore_arrays(reader, wanted, origins or {}, allow)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(path) for path in wanted])
-        return Restored(
-            step=chosen.step, state=state, extra=archive.extra, passed_over=tuple(chosen.passed_over)
-        )
+        return Restored(step=chosen.step, state=state, extra=reader.extra, skipped=tuple(chosen.skipped))
 
     def __enter__(self) -> Self:
         return self
@@ -381,7 +377,7 @@ class Checkpoints:
         partial = manifests.partial_folder(self._target, step, self.part)
         try:
             self._orbax.wait_until_finished()
-            if not _is_primary():
+            if not is_primary():
                 return []
             manifests.write_manifest(
                 partial,
@@ -399,7 +395,7 @@ class Checkpoints:
             partial.rename(manifests.step_folder(self._target, step, self.part))
             manifests.sync(self._target)
         except BaseException:
-            if _is_primary():
+            if is_primary():
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         notes = self._delete_old(step) if self.part.count == 1 else []
@@ -455,16 +451,6 @@ def _orbax() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
-def alone(name: str, look: Callable[[int], Any]) -> list[Any]:
-    """The one island's, as its first process finds it."""
-    if jax.process_count() == 1:
-        return [look(0)]
-    text = json.dumps(look(0)).encode() if _is_primary() else b""
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    found = np.frombuffer(text, np.uint8) if _is_primary() else np.zeros(size, np.uint8)
-    return [json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(found))))]
-
-
 def _cut(array: jax.Array) -> ocp.SaveArgs:
     """Into chunks, of which a reader takes whole ones: small, so that other layouts read little in vain.
 
@@ -477,13 +463,3 @@ def _cut(array: jax.Array) -> ocp.SaveArgs:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _is_primary() -> bool:
-    return jax.process_index() == 0
-
-
-def _on_any_process(flag: bool) -> bool:
-    return (
-        bool(np.any(multihost_utils.process_allgather(np.bool_(flag)))) if jax.process_count() > 1 else flag
-    )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoints.manifest import partial_folders
-from shardtrain.checkpoints.reader import CheckpointReader, readers
+from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.untrusted_files import some
 
-Share = Callable[[str, Callable[[int], Any]], list[Any]]
+Gather = Callable[[str, Callable[[int], Any]], list[Any]]
 """(name, what an island of that number finds out) -> what each island found, as JSON has it."""
 
 
@@ -25,7 +25,7 @@ class Discovered:
         num_parts: in how many parts it was saved.
         save_id: what these have in common.
         extra: what was saved beside its state.
-        passed_over: what is unfinished or broken, each with the reason.
+        skipped: what is unfinished or broken, each with the reason.
         broken: steps that are not whole, or newer than asked for.
     """
 
@@ -33,13 +33,15 @@ class Discovered:
     num_parts: int = 1
     save_id: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
-    passed_over: Sequence[str] = ()
+    skipped: Sequence[str] = ()
     broken: frozenset[int] = frozenset()
 
-    def archive(self, folders: Sequence[Path]) -> CheckpointReader:
+    def reader(self, folders: Sequence[Path]) -> CheckpointReader:
         """What of it can be seen in these folders; a later save of the same step goes before an earlier."""
         mine = (self.step, self.num_parts, self.save_id)
-        found = [each for each in readers(*folders) if (each.step, each.num_parts, each.save_id) == mine]
+        found = [
+            each for each in visible_readers(*folders) if (each.step, each.num_parts, each.save_id) == mine
+        ]
         return (
             found[-1]
             if found
@@ -47,19 +49,19 @@ class Discovered:
         )
 
 
-def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Discovered:
+def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Discovered:
     """Find the newest step of which all parts are whole.
 
     Args:
         folders: where this island's checkpoints lie.
         newest: take none after this step.
-        share: with the other islands.
+        gather: with the other islands.
 
     Raises:
         ValueError: every checkpoint is broken, or one is of a later version of shardtrain.
     """
-    looked = share("checkpoints", lambda island: _look(folders))
-    passed_over = [
+    looked = gather("checkpoints", lambda island: _look(folders))
+    skipped = [
         f"{name}: unfinished, left by a save or a deletion that was interrupted"
         for name in sorted({name for found in looked for name in found["partial"]})
     ]
@@ -72,7 +74,7 @@ def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Discove
             # to be replaced when the run comes there again, as a broken one is
             broken.add(step)
         elif missing:
-            passed_over.append(
+            skipped.append(
                 f"step {step}: unfinished: parts [{some(missing)}] of {num_parts} are nowhere to be seen"
             )
             broken.add(step)
@@ -83,23 +85,25 @@ def choose(folders: Sequence[Path], newest: int | None, share: Share) -> Discove
     for choice, seers in reversed(complete):
         step = choice.step
         assert step is not None
-        found = share(f"verify step {step}", _verifying(folders, choice, seers))
+        found = gather(f"verify step {step}", _verifying(folders, choice, seers))
         if errors := [each["error"] for each in found if each["error"]]:
             raise ValueError(errors[0])
         wrong = {name: problems for each in found for name, problems in each["broken"].items()}
         if not wrong:
             extra = next(each["extra"] for each in found if each["extra"] is not None)
-            return replace(choice, extra=extra, passed_over=passed_over, broken=frozenset(broken - {step}))
+            return replace(choice, extra=extra, skipped=skipped, broken=frozenset(broken - {step}))
         broken.add(step)
-        passed_over += [f"{name}: broken: {'; '.join(problems)}" for name, problems in sorted(wrong.items())]
+        skipped += [f"{name}: broken: {'; '.join(problems)}" for name, problems in sorted(wrong.items())]
     if complete:
-        raise ValueError(all_broken_text(folders[-1], passed_over))
-    return Discovered(passed_over=passed_over, broken=frozenset(broken))
+        raise ValueError(all_broken_text(folders[-1], skipped))
+    return Discovered(skipped=skipped, broken=frozenset(broken))
 
 
 def _look(folders: Sequence[Path]) -> dict[str, Any]:
     partial = [path.name for folder in folders for path in partial_folders(folder)]
-    found = [[each.step, each.num_parts, each.save_id, sorted(each.folders)] for each in readers(*folders)]
+    found = [
+        [each.step, each.num_parts, each.save_id, sorted(each.folders)] for each in visible_readers(*folders)
+    ]
     return {"partial": partial, "found": found}
 
 
@@ -134,10 +138,10 @@ def _verifying(
 
     def verify(island: int) -> dict[str, Any]:
         mine = [part for part, seen_by in seers.items() if seen_by[part % len(seen_by)] == island]
-        archive = choice.archive(folders)
+        reader = choice.reader(folders)
         try:
-            wrong = archive.broken(mine)
-            extra = archive.extra if 0 in mine and not wrong else None
+            wrong = reader.broken(mine)
+            extra = reader.extra if 0 in mine and not wrong else None
         except ValueError as error:
             # told to all: an island that ended here would be waited for
             return {"broken": {}, "extra": None, "error": str(error)}
@@ -146,7 +150,7 @@ def _verifying(
     return verify
 
 
-def all_broken_text(folder: Path, passed_over: Sequence[str]) -> str:
+def all_broken_text(folder: Path, skipped: Sequence[str]) -> str:
     """No checkpoint is whole."""
-    listed = "\n  ".join([f"every checkpoint in {folder} is broken:", *passed_over])
+    listed = "\n  ".join([f"every checkpoint in {folder} is broken:", *skipped])
     return f"{listed}\nBring back a copy of one, or use another run folder to start from the beginning."

@@ -71,10 +71,10 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
 
 
-def describe(arrays: Mapping[str, Any], lies: Mapping[str, ArrayOrigin]) -> dict[str, Leaf]:
+def describe(arrays: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> dict[str, Leaf]:
     """Arrays as a manifest has them: path -> shape, dtype, and which piece of the whole it is."""
     return {
-        path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, lie=lies.get(path, COMMON))
+        path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, origin=origins.get(path, COMMON))
         for path, leaf in arrays.items()
     }
 

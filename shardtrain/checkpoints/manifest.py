@@ -11,7 +11,7 @@ import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from shardtrain.checkpoints.manifest_entries import (
     Leaf,
     Manifest,
     WriterPart,
+    body_of,
     manifest_of,
 )
 from shardtrain.system.untrusted_files import open_inside, parse_json, short, special_files, stat_inside
@@ -143,7 +144,7 @@ def write_manifest(step_folder: Path, manifest: Manifest) -> None:
         path.relative_to(step_folder).as_posix(): file for path, file in zip(paths, files, strict=True)
     }
     manifest = replace(manifest, files=by_name)
-    (step_folder / _MANIFEST).write_text(_text({"schema": SCHEMA, **asdict(manifest)}))
+    (step_folder / _MANIFEST).write_text(_text({"schema": SCHEMA, **body_of(manifest)}))
     for path in (*step_folder.rglob("*"), step_folder):
         sync(path)
 

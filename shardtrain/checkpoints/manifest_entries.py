@@ -6,7 +6,7 @@ counted or allocated by them. Who writes and reads the file is `manifest.py`.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from shardtrain.system.untrusted_files import finite_number, name_problem, of_kind, short, whole_number
@@ -102,15 +102,15 @@ class Leaf:
     Args:
         shape: its global shape, as it is stored.
         dtype: the name of its dtype.
-        lie: of which blocks and which replica it is.
+        origin: of which blocks and which replica it is.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    lie: ArrayOrigin = COMMON
+    origin: ArrayOrigin = COMMON
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.lie.whole(self.shape)}"
+        return f"{self.dtype} {self.origin.whole(self.shape)}"
 
     @property
     def num_bytes(self) -> int:
@@ -141,6 +141,14 @@ class Manifest:
     part: WriterPart = WHOLE
     saved_seconds: float = 0.0
     save_id: str = ""
+
+
+def body_of(manifest: Manifest) -> dict[str, Any]:
+    """The JSON of a manifest; on disk the origin of an array is its `lie`."""
+    body = asdict(manifest)
+    for leaf in body["leaves"].values():
+        leaf["lie"] = leaf.pop("origin")
+    return body
 
 
 def manifest_of(body: Mapping[str, Any]) -> Manifest:
@@ -205,10 +213,10 @@ def _leaf(path: str, entry: Any) -> Leaf:
     if entry.get("dtype") not in tuple(DTYPE_BYTES):
         raise ValueError(f"the dtype of {what} is {short(entry.get('dtype'))}, which no array of a state has")
     shape = tuple(whole_number(size, f"a size of {what}", MOST_SIZE, 1) for size in shape)
-    return Leaf(shape=shape, dtype=entry["dtype"], lie=_lie(what, shape, entry.get("lie", {})))
+    return Leaf(shape=shape, dtype=entry["dtype"], origin=_origin(what, shape, entry.get("lie", {})))
 
 
-def _lie(what: str, shape: tuple[int, ...], entry: Any) -> ArrayOrigin:
+def _origin(what: str, shape: tuple[int, ...], entry: Any) -> ArrayOrigin:
     entry = of_kind(entry, dict, f"the lie of {what}")
     if unknown := set(entry) - {"rows", "num_rows", "replica", "num_replicas"}:
         raise ValueError(f"the lie of {what} has {short(sorted(unknown))}, which it has not")
@@ -223,15 +231,15 @@ def _lie(what: str, shape: tuple[int, ...], entry: Any) -> ArrayOrigin:
             whole_number(row, f"a row of {what}", (numbers["num_rows"] or 0) - 1, -1)
             for row in of_kind(rows, list, f"rows of {what}")
         )
-    lie = ArrayOrigin(rows=rows, **numbers)
-    if lie.replica is not None and lie.replica >= (lie.num_replicas or 0):
-        raise ValueError(f"{what} is of replica {lie.replica} of {lie.num_replicas}")
-    sizes = shape[1:] if lie.counts_replicas else shape
-    if lie.counts_replicas and shape[:1] != (lie.num_replicas,):
-        raise ValueError(f"{what} counts {lie.num_replicas} replicas and has shape {shape}")
-    if (rows is not None and sizes[:1] != (len(rows),)) or (lie.num_rows is not None and not sizes):
+    origin = ArrayOrigin(rows=rows, **numbers)
+    if origin.replica is not None and origin.replica >= (origin.num_replicas or 0):
+        raise ValueError(f"{what} is of replica {origin.replica} of {origin.num_replicas}")
+    sizes = shape[1:] if origin.counts_replicas else shape
+    if origin.counts_replicas and shape[:1] != (origin.num_replicas,):
+        raise ValueError(f"{what} counts {origin.num_replicas} replicas and has shape {shape}")
+    if (rows is not None and sizes[:1] != (len(rows),)) or (origin.num_rows is not None and not sizes):
         raise ValueError(f"{what} has rows that do not fit its shape {shape}")
-    return lie
+    return origin
 
 
 def _part(entry: Any) -> WriterPart:

@@ -20,11 +20,11 @@ from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
-KEPT = "combine_state/"
+COMBINER_STATE = "combine_state/"
 """What a combiner keeps lies by buckets and devices: it comes back to the same layout alone."""
 
 
-def saved_part(state: State, own: bool = False) -> State:
+def state_to_save(state: State, own: bool = False) -> State:
     """What of a state is saved; a replica's steps since it was last combined are none when that is done.
 
     Args:
@@ -36,7 +36,7 @@ def saved_part(state: State, own: bool = False) -> State:
     return state._replace(local=())
 
 
-def lies(
+def array_origins(
     placement: Placement,
     held: StageModel | None = None,
     island: tuple[int, int] = (0, 1),
@@ -54,8 +54,8 @@ def lies(
     combine = placement.combine
     in_mesh = placement.mesh.shape[axes.DATA] if combine.on_deltas else None
 
-    def lie(path: str, shape: tuple[int, ...]) -> ArrayOrigin:
-        if path.startswith(KEPT):
+    def origin_of(path: str, shape: tuple[int, ...]) -> ArrayOrigin:
+        if path.startswith(COMBINER_STATE):
             return ArrayOrigin(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
         own = own_optimizers and path.startswith("opt_state/")
         whose = ArrayOrigin(replica=island[0], num_replicas=island[1]) if own else COMMON
@@ -75,7 +75,7 @@ def lies(
 
     def of(state: State) -> dict[str, ArrayOrigin]:
         shapes = {path_text(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(state)}
-        found = {path: lie(path, shape) for path, shape in shapes.items()}
+        found = {path: origin_of(path, shape) for path, shape in shapes.items()}
         return {path: each for path, each in found.items() if each != COMMON}
 
     return of

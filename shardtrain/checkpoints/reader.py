@@ -126,7 +126,7 @@ class CheckpointReader:
         return sum(file.num_bytes for each in self.manifests.values() for file in each.files.values())
 
     @cached_property
-    def pieces(self) -> dict[str, list[StoredArray]]:
+    def stored_arrays(self) -> dict[str, list[StoredArray]]:
         """Path -> the pieces of that array."""
         found: dict[str, list[StoredArray]] = {}
         for part, manifest in self.manifests.items():
@@ -134,17 +134,17 @@ class CheckpointReader:
                 found.setdefault(path, []).append(StoredArray(self.folders[part], leaf))
         return found
 
-    def leaf(self, path: str, lie: ArrayOrigin = COMMON) -> Leaf:
-        """An array as one replica of the whole model has it: that replica whose piece `lie` asks for."""
-        pieces = self.pieces[path]
-        replica = (lie.replica or 0) % (pieces[0].leaf.lie.num_replicas or 1)
-        mine = next((p.leaf for p in pieces if p.leaf.lie.replica == replica), pieces[0].leaf)
-        return Leaf(shape=mine.lie.whole(mine.shape), dtype=mine.dtype)
+    def leaf(self, path: str, origin: ArrayOrigin = COMMON) -> Leaf:
+        """An array as one replica of the whole model has it: that replica whose piece `origin` asks for."""
+        pieces = self.stored_arrays[path]
+        replica = (origin.replica or 0) % (pieces[0].leaf.origin.num_replicas or 1)
+        mine = next((p.leaf for p in pieces if p.leaf.origin.replica == replica), pieces[0].leaf)
+        return Leaf(shape=mine.origin.whole(mine.shape), dtype=mine.dtype)
 
     @property
     def leaves(self) -> dict[str, Leaf]:
         """Path -> array, as the first replica of the whole model has it, in the model's own order."""
-        return {path: self.leaf(path) for path in self.pieces}
+        return {path: self.leaf(path) for path in self.stored_arrays}
 
     def read(self, path: str) -> np.ndarray:
         """One array whole, in the model's own order; the first replica's where each has its own.
@@ -157,7 +157,7 @@ class CheckpointReader:
             ValueError: a part that it needs cannot be seen; or it declares more bytes than are there.
         """
         leaf = self.leaves[path]
-        saved_bytes = sum(piece.leaf.num_bytes for piece in self.pieces[path])
+        saved_bytes = sum(piece.leaf.num_bytes for piece in self.stored_arrays[path])
         if leaf.num_bytes > saved_bytes:
             raise ValueError(f"{path} of step {self.step}: {_too_large(leaf.num_bytes, saved_bytes)}")
         return self.start(path, leaf).result()
@@ -170,7 +170,7 @@ class CheckpointReader:
 
         Args:
             path: of the array.
-            wanted: its shape, dtype and lie.
+            wanted: its shape, dtype and origin.
             index: a slice of `wanted.shape`; by default all of it.
 
         Raises:
@@ -179,38 +179,38 @@ class CheckpointReader:
         given = index or tuple(slice(None) for _ in wanted.shape)
         index = tuple(slice(*i.indices(n)[:2]) for i, n in zip(given, wanted.shape, strict=True))
         shape = tuple(i.stop - i.start for i in index)
-        pieces, lie = self.pieces[path], wanted.lie
-        num_saved = pieces[0].leaf.lie.num_replicas or 1
+        pieces, origin = self.stored_arrays[path], wanted.origin
+        num_saved = pieces[0].leaf.origin.num_replicas or 1
         array = np.empty(shape, self._open(pieces[0], path).dtype.numpy_dtype)
         goal = tensorstore.array(array, write=True)
         under_way = []
-        replicas = range(index[0].start, index[0].stop) if lie.counts_replicas else [lie.replica or 0]
-        rest = index[1:] if lie.counts_replicas else index
+        replicas = range(index[0].start, index[0].stop) if origin.counts_replicas else [origin.replica or 0]
+        rest = index[1:] if origin.counts_replicas else index
         for i, replica in enumerate(replicas):
-            place = (i,) if lie.counts_replicas else ()
-            for where, piece, what in self._rows(path, lie, rest, replica % num_saved, array):
+            place = (i,) if origin.counts_replicas else ()
+            for where, piece, what in self._rows(path, origin, rest, replica % num_saved, array):
                 source = self._open(piece, path)
                 # chunk by chunk into its place: nothing is put together elsewhere first
                 under_way.append(goal[(*place, *where)].write(source[what]))
         return Reading(array, under_way)
 
     def _rows(
-        self, path: str, lie: ArrayOrigin, index: Index, replica: int, array: np.ndarray
+        self, path: str, origin: ArrayOrigin, index: Index, replica: int, array: np.ndarray
     ) -> Iterator[tuple[Index, StoredArray, Any]]:
         """(where in the array, from which piece, what of it), in as few slices as there can be."""
-        mine = [p for p in self.pieces[path] if p.leaf.lie.replica in (None, replica)]
+        mine = [p for p in self.stored_arrays[path] if p.leaf.origin.replica in (None, replica)]
         if not mine:
             raise ValueError(self._missing_text(path, f"replica {replica}"))
-        lead = (replica,) if mine[0].leaf.lie.counts_replicas else ()
-        if lie.rows is None and mine[0].leaf.lie.rows is None:
+        lead = (replica,) if mine[0].leaf.origin.counts_replicas else ()
+        if origin.rows is None and mine[0].leaf.origin.rows is None:
             yield (...,), mine[0], (*lead, *index)
             return
         places = {row: (piece, i) for piece in reversed(mine) for i, row in enumerate(_rows_of(piece.leaf))}
-        rows = range(lie.num_rows or len(places)) if lie.rows is None else lie.rows
+        rows = range(origin.num_rows or len(places)) if origin.rows is None else origin.rows
         chosen = list(rows[index[0]])
         if lost := [row for row in chosen if row >= 0 and row not in places]:
             raise ValueError(self._missing_text(path, f"blocks {lost}"))
-        offset = int(lie.counts_replicas)
+        offset = int(origin.counts_replicas)
         for start, stop in _runs([places.get(row) for row in chosen]):
             where = (slice(start, stop),)
             if chosen[start] < 0:
@@ -280,8 +280,8 @@ def _too_large(num_bytes: int, most_bytes: int) -> str:
 
 
 def _rows_of(leaf: Leaf) -> Sequence[int]:
-    shape = leaf.shape[1:] if leaf.lie.counts_replicas else leaf.shape
-    return range(shape[0]) if leaf.lie.rows is None else leaf.lie.rows
+    shape = leaf.shape[1:] if leaf.origin.counts_replicas else leaf.shape
+    return range(shape[0]) if leaf.origin.rows is None else leaf.origin.rows
 
 
 def _runs(places: Sequence[tuple[Any, int] | None]) -> Iterator[tuple[int, int]]:
@@ -306,10 +306,10 @@ def find_readers(*folders: Path) -> list[CheckpointReader]:
     Args:
         folders: of checkpoints: a fast one and the shared one; what is in the first is taken from there.
     """
-    return [archive for archive in readers(*folders) if not archive.missing]
+    return [reader for reader in visible_readers(*folders) if not reader.missing]
 
 
-def readers(*folders: Path) -> list[CheckpointReader]:
+def visible_readers(*folders: Path) -> list[CheckpointReader]:
     """All finished steps that can be seen, those with missing parts too; where a step was saved in several
     ways, the newer last.
     """
@@ -327,6 +327,6 @@ def readers(*folders: Path) -> list[CheckpointReader]:
     return sorted(found, key=lambda each: (each.step, _saved_seconds(each)))
 
 
-def _saved_seconds(archive: CheckpointReader) -> float:
-    manifest, _ = read_manifest(next(iter(archive.folders.values())))
+def _saved_seconds(reader: CheckpointReader) -> float:
+    manifest, _ = read_manifest(next(iter(reader.folders.values())))
     return 0.0 if manifest is None else manifest.saved_seconds

@@ -49,19 +49,19 @@ class Allow:
 
 
 def restore_arrays(
-    archive: CheckpointReader,
+    reader: CheckpointReader,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    lies: Mapping[str, ArrayOrigin],
+    origins: Mapping[str, ArrayOrigin],
     allow: Allow = Allow(),
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, jax.Array]:
     """Read arrays straight into their shardings.
 
     Args:
-      archive: a whole checkpoint.
+      reader: a whole checkpoint.
       wanted: path -> shape, dtype and sharding.
-      lies: path -> which piece of the whole it is; those that are not named are whole.
-      allow: what the archive may lack, or have beside.
+      origins: path -> which piece of the whole it is; those that are not named are whole.
+      allow: what the reader may lack, or have beside.
       report: told how much was read.
 
     Returns:
@@ -71,12 +71,14 @@ def restore_arrays(
       ValueError: all arrays that differ; or a part that is needed cannot be seen.
     """
     leaves = {
-        path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name, lie=lies.get(path, COMMON))
+        path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name, origin=origins.get(path, COMMON))
         for path, x in wanted.items()
     }
-    where = {path: leaf.lie for path, leaf in leaves.items()}
-    saved = widened({path: archive.leaf(path, where.get(path, COMMON)) for path in archive.pieces}, leaves)
-    check_state(archive, saved, leaves, allow)
+    where = {path: leaf.origin for path, leaf in leaves.items()}
+    saved = widened(
+        {path: reader.leaf(path, where.get(path, COMMON)) for path in reader.stored_arrays}, leaves
+    )
+    check_state(reader, saved, leaves, allow)
     differing = [path for path in wanted if str(saved.get(path)) != str(leaves[path])]
     fresh = {*differing, *begun_anew(differing, wanted, allow.missing)}
     began, num_bytes, largest = time.monotonic(), 0, 0
@@ -85,7 +87,7 @@ def restore_arrays(
     for path, like in wanted.items():
         if path in fresh:
             continue
-        under_way.append(_start(archive, path, like, leaves[path]))
+        under_way.append(_start(reader, path, like, leaves[path]))
         num_bytes += under_way[-1].num_bytes
         largest = max(largest, under_way[-1].num_bytes)
         while sum(each.num_bytes for each in under_way) > IN_FLIGHT_BYTES:
@@ -94,7 +96,7 @@ def restore_arrays(
         _land(under_way, arrays)
     seconds = time.monotonic() - began
     report(
-        f"read {num_bytes / 1e6:,.1f} of {archive.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, at most"
+        f"read {num_bytes / 1e6:,.1f} of {reader.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, at most"
         f" {max(IN_FLIGHT_BYTES, largest) / 1e6:,.0f} MB at once on the host"
     )
     return arrays
@@ -146,12 +148,12 @@ def begun_anew(differing: Sequence[str], wanted: Iterable[str], missing: Sequenc
 
 
 def check_state(
-    archive: CheckpointReader, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
+    reader: CheckpointReader, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
 ) -> None:
     """Compare what was saved with what is wanted.
 
     Args:
-      archive: where it was saved.
+      reader: where it was saved.
       saved: path -> array.
       wanted: path -> array.
       allow: in what they may differ.
@@ -160,7 +162,7 @@ def check_state(
       ValueError: all arrays that differ.
     """
     if wrong := mismatches(saved, wanted, allow.missing, allow.unused):
-        folder = next(iter(archive.folders.values()), Path(f"step {archive.step}"))
+        folder = next(iter(reader.folders.values()), Path(f"step {reader.step}"))
         raise ValueError(another_state_text(folder, wrong))
 
 
@@ -203,13 +205,13 @@ def _land(under_way: deque[_Coming], arrays: dict[str, jax.Array]) -> None:
     arrays[oldest.path] = oldest.land()
 
 
-def _start(archive: CheckpointReader, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:
+def _start(reader: CheckpointReader, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:
     assert like.sharding is not None
     devices: dict[Any, list[Any]] = {}
     for device, index in like.sharding.addressable_devices_indices_map(tuple(like.shape)).items():
         devices.setdefault(_plain(index, like.shape), []).append(device)
     slices = [
-        (archive.start(path, leaf, tuple(slice(*each) for each in index)), holders)
+        (reader.start(path, leaf, tuple(slice(*each) for each in index)), holders)
         for index, holders in devices.items()
     ]
     return _Coming(path, like, slices)

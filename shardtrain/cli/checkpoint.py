@@ -13,7 +13,7 @@ import tyro
 
 from shardtrain.checkpoints.manifest import delete, partial_folders
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
-from shardtrain.checkpoints.reader import CheckpointReader, readers
+from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
 from shardtrain.errors.messages import near
@@ -124,20 +124,20 @@ def usage() -> str:
 
 def _ls(options: Ls) -> int:
     place = find_checkpoint_path(options.run)
-    found = [each for each in readers(place.folder) if place.step in (None, each.step)]
+    found = [each for each in visible_readers(place.folder) if place.step in (None, each.step)]
     terminal.out(list_text(found, partial_folders(place.folder)))
     return 0
 
 
 def _show(options: Show) -> int:
-    terminal.out(show_text(find_checkpoint_path(options.run, options.step).archive()))
+    terminal.out(show_text(find_checkpoint_path(options.run, options.step).reader()))
     return 0
 
 
 def _diff(options: Diff) -> int:
     first, second = (
-        find_checkpoint_path(options.first).archive(),
-        find_checkpoint_path(options.second).archive(),
+        find_checkpoint_path(options.first).reader(),
+        find_checkpoint_path(options.second).reader(),
     )
     terminal.out(diff_text(first, second))
     return 0
@@ -145,15 +145,15 @@ def _diff(options: Diff) -> int:
 
 def _verify(options: Verify) -> int:
     num_broken = 0
-    for archive in find_checkpoint_path(options.run, options.step).all_archives():
-        problems = archive.problems()
+    for reader in find_checkpoint_path(options.run, options.step).readers():
+        problems = reader.problems()
         num_broken += bool(problems)
         if problems:
-            terminal.out(f"step {archive.step}: broken\n" + "".join(f"  {line}\n" for line in problems))
+            terminal.out(f"step {reader.step}: broken\n" + "".join(f"  {line}\n" for line in problems))
         else:
-            files = sum(len(manifest.files) for manifest in archive.manifests.values())
-            size = bytes_text(archive.num_bytes)
-            terminal.out(f"step {archive.step}: whole, {files} files, {size}\n")
+            files = sum(len(manifest.files) for manifest in reader.manifests.values())
+            size = bytes_text(reader.num_bytes)
+            terminal.out(f"step {reader.step}: whole, {files} files, {size}\n")
     return DAMAGED if num_broken else 0
 
 
@@ -169,7 +169,7 @@ def _prune(options: Prune) -> int:
 
 
 def _pruned(place: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[Path], None]) -> int:
-    found = place.all_archives()
+    found = place.readers()
     whole = _newest_whole(found, policy.keep)
     if not whole:
         raise ValueError(
@@ -178,18 +178,14 @@ def _pruned(place: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[P
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
     old = set(steps_to_delete(policy, [each.step for each in counted]))
     freed = 0
-    for archive in found:
-        if (
-            archive.step > whole[0].step
-            or (archive in whole)
-            or (archive in counted and archive.step not in old)
-        ):
+    for reader in found:
+        if reader.step > whole[0].step or (reader in whole) or (reader in counted and reader.step not in old):
             continue
-        for folder in archive.folders.values():
+        for folder in reader.folders.values():
             freed += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             remove(folder)
-        why = "" if archive in counted else " (broken)"
-        terminal.out(f"step {archive.step}: {'deleted' if remove is delete else 'would go'}{why}\n")
+        why = "" if reader in counted else " (broken)"
+        terminal.out(f"step {reader.step}: {'deleted' if remove is delete else 'would go'}{why}\n")
     kept = [each.step for each in found if each in counted and each.step not in old]
     terminal.out(f"{bytes_text(freed)}; kept: {', '.join(map(str, kept))}\n")
     return 0
@@ -198,9 +194,9 @@ def _pruned(place: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[P
 def _newest_whole(found: Sequence[CheckpointReader], number: int) -> list[CheckpointReader]:
     """As many of the newest whole steps as there shall be, the newest first; older ones are not read."""
     whole: list[CheckpointReader] = []
-    for archive in reversed(found):
-        if len(whole) < number and not archive.problems():
-            whole.append(archive)
+    for reader in reversed(found):
+        if len(whole) < number and not reader.problems():
+            whole.append(reader)
     return whole
 
 

@@ -75,24 +75,24 @@ def export_checkpoint(options: Export) -> int:
       ValueError: the step is broken, or of a model that the converter does not know.
     """
     place = find_checkpoint_path(options.run, options.step)
-    archive = place.archive()
-    if problems := archive.problems():
-        raise problems_error(f"step {archive.step} is broken and is not exported", problems)
-    model = _model_options(archive.extra, options.run_file)
+    reader = place.reader()
+    if problems := reader.problems():
+        raise problems_error(f"step {reader.step} is broken and is not exported", problems)
+    model = _model_options(reader.extra, options.run_file)
     leaves = {
-        path.removeprefix(PARAMS): leaf for path, leaf in archive.leaves.items() if path.startswith(PARAMS)
+        path.removeprefix(PARAMS): leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMS)
     }
     kept = place.folder.parent / TOKENIZER
     files = _converter(options.using, "export_model")(
         options.out,
         model,
         {path: tuple(leaf.shape) for path, leaf in leaves.items()},
-        exported_params(archive.extra.get("run", {}).get("evaluate_with"), archive.leaves, archive.read),
+        exported_params(reader.extra.get("run", {}).get("evaluate_with"), reader.leaves, reader.read),
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=options.tokenizer or (kept if kept.is_dir() else None),
     )
-    terminal.out(f"step {archive.step} -> {options.out}\n")
+    terminal.out(f"step {reader.step} -> {options.out}\n")
     for name in files:
         terminal.out(f"  {name}  {bytes_text((options.out / name).stat().st_size)}\n")
     return 0

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.checkpoints.manifest import finished, partial_folders, read_name
-from shardtrain.checkpoints.reader import CheckpointReader, readers
+from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.untrusted_files import some
 
 CHECKPOINTS = "checkpoints"
@@ -22,13 +22,13 @@ class CheckpointPath:
     folder: Path
     step: int | None
 
-    def all_archives(self) -> list[CheckpointReader]:
+    def readers(self) -> list[CheckpointReader]:
         """The step that was asked for, or all.
 
         Raises:
           ValueError: there is none.
         """
-        found = readers(self.folder)
+        found = visible_readers(self.folder)
         chosen = [each for each in found if self.step in (None, each.step)]
         if not chosen:
             steps = ", ".join(str(each.step) for each in found)
@@ -36,13 +36,13 @@ class CheckpointPath:
             raise ValueError(f"{self.folder} has no step {'' if self.step is None else self.step}: {have}")
         return chosen
 
-    def archive(self) -> CheckpointReader:
+    def reader(self) -> CheckpointReader:
         """The step that was asked for, or the newest that has all of its parts.
 
         Raises:
           ValueError: there is none, or parts of it are missing.
         """
-        found = self.all_archives()
+        found = self.readers()
         whole = [each for each in found if not each.missing]
         if not whole:
             lines = [

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardtrain.checkpoints.checkpointer import alone
+from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.data import BatchShard, RowSplit, batch_shard, split_over_islands
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.membership import Islands
@@ -113,7 +113,7 @@ class Coordination:
           find: number of an island -> a value that JSON can hold; called on first processes only.
         """
         if self.islands is None:
-            return alone(name, find)
+            return gather_alone(name, find)
         seat = self.islands.seat
         found = find(seat.island) if seat.process == 0 else None
         values = self.islands.control.all_gather(name, found, LONG_SECONDS)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, Leaf
-from shardtrain.checkpoints.origins import KEPT, saved_part
+from shardtrain.checkpoints.origins import COMBINER_STATE, state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import Allow, check_state, restore_arrays, widened
 from shardtrain.functional.model import path_text
@@ -46,11 +46,11 @@ def read_arrays(
       ValueError: the checkpoint holds another state than this run has.
     """
     coordination = checkpoints.coordination
-    wanted = _readable(checkpoints, saved_part(wanted), reader, extra)
+    wanted = _readable(checkpoints, state_to_save(wanted), reader, extra)
     leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
     origins = checkpoints.origins(wanted)
-    ignored = [path for path in reader.pieces if not extra and not path.startswith(PARAMETERS)]
-    unused = (*run.allow.unused, f"{KEPT}*", *ignored)
+    ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
+    unused = (*run.allow.unused, f"{COMBINER_STATE}*", *ignored)
     if coordination.seats is not None:
         # A stage uses a part of what was saved. All stages together must use all of it, so the check is of
         # the union of what they ask for.
@@ -62,7 +62,7 @@ def read_arrays(
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
-        own = _readable(checkpoints, saved_part(wanted, own=True), reader, extra)
+        own = _readable(checkpoints, state_to_save(wanted, own=True), reader, extra)
         own_paths = {path_text(path) for path, _ in jax.tree.leaves_with_path(own)}
         leaves = {path: leaf for path, leaf in leaves.items() if checkpoints.has_own and path in own_paths}
         unused = ("*",)
@@ -141,7 +141,8 @@ def _readable(
     own = reader.manifests.get(checkpoints.island[0] if checkpoints.has_own else 0)
     if not extra or (own.extra if own else extra).get("layout") == checkpoints.layout:
         return wanted
-    if any(path.startswith(KEPT) for path in reader.pieces) and jax.tree.leaves(wanted.combine_state):
+    is_saved = any(path.startswith(COMBINER_STATE) for path in reader.stored_arrays)
+    if is_saved and jax.tree.leaves(wanted.combine_state):
         checkpoints.note(
             "the residuals of compression are dropped: they depend on the buckets and devices of the layout"
             " that was saved, and this layout differs"
@@ -153,7 +154,7 @@ def _whole_shapes(leaves: Mapping[str, Any], origins: Mapping[str, ArrayOrigin])
     return {
         path: [origins.get(path, COMMON).whole(tuple(x.shape)), getattr(x.dtype, "name", x.dtype)]
         for path, x in leaves.items()
-        if not path.startswith(KEPT)
+        if not path.startswith(COMBINER_STATE)
     }
 
 
@@ -169,10 +170,10 @@ def _report_replicas(
     checkpoints: RunCheckpoints, reader: CheckpointReader, origins: Mapping[str, ArrayOrigin]
 ) -> None:
     """Report which optimizer state each replica takes, where the number of replicas has changed."""
-    path = next((path for path in reader.pieces if path.startswith("opt_state/")), None)
+    path = next((path for path in reader.stored_arrays if path.startswith("opt_state/")), None)
     if path is None:
         return
-    before = reader.pieces[path][0].leaf.lie.num_replicas
+    before = reader.stored_arrays[path][0].leaf.origin.num_replicas
     now = origins.get(path, COMMON).num_replicas
     if before != now:
         checkpoints.note(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from shardtrain.checkpoints.flatten import restorable
-from shardtrain.checkpoints.origins import saved_part, wanted_state
+from shardtrain.checkpoints.origins import state_to_save, wanted_state
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
@@ -77,7 +77,7 @@ def find_start_point(
     coordination.barrier("saves are finished")
     store = checkpoints.checkpoints
     store.save_id = coordination.gather_islands("save", lambda island: uuid.uuid4().hex)[0]
-    found = store.choose(newest, coordination.gather_islands)
+    found = store.discover(newest, coordination.gather_islands)
     if newest is not None and found.step is not None:
         # the next start must not resume from a step that was found to be bad
         checkpoints.drop_after(found.step)
@@ -89,13 +89,13 @@ def find_start_point(
     combine_state = None if island_step is None else island_step.init_combine_state()
     wanted = wanted_state(checkpoints.placement, combine_state)
     # a state that could not be saved is refused before the first step
-    restorable(saved_part(wanted))
+    restorable(state_to_save(wanted))
     # Find what to read: a checkpoint of this run, or else the parameters that it starts from.
     reader, read = None, wanted
     if found.step is not None:
         _refuse_imported(run, found.extra)
         check_options(found.extra["run"], description, run, note)
-        reader = found.archive(store.folders)
+        reader = found.reader(store.folders)
     elif run.start_from.checkpoint is not None:
         reader = find_checkpoint(run.start_from.checkpoint, run.start_from.step)
         note(f"starts from the parameters of step {reader.step} in {run.start_from.checkpoint}")

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from shardtrain.checkpoints.checkpointer import Checkpoints, SaveFailed
 from shardtrain.checkpoints.manifest import WHOLE, ArrayOrigin, WriterPart
-from shardtrain.checkpoints.origins import lies, saved_part
+from shardtrain.checkpoints.origins import array_origins, state_to_save
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
@@ -62,7 +62,7 @@ class RunCheckpoints:
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
-        self._origins = lies(setup.placement, setup.stage_model, self.island, self.own_optimizers)
+        self._origins = array_origins(setup.placement, setup.stage_model, self.island, self.own_optimizers)
         self.layout = _layout_facts(run, setup.placement, self.island[1])
         self._latest: int | None = None
 
@@ -94,7 +94,7 @@ class RunCheckpoints:
         """Save this island's part of a step, see `Checkpoints.save`."""
         self._latest = step
         if self._part is not None:
-            part = saved_part(state, own=not self.coordination.writes)
+            part = state_to_save(state, own=not self.coordination.writes)
             if not (self.coordination.writes or self.own_optimizers):
                 part = part._replace(opt_state=())
             self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self._origins(part))

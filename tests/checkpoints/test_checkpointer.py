@@ -1,4 +1,4 @@
-"""Saving, resuming on another mesh, and every kind of damage: named, passed over, never loaded."""
+"""Saving, resuming on another mesh, and every kind of damage: named, skipped, never loaded."""
 
 import os
 import resource
@@ -127,7 +127,7 @@ def test_state_comes_back_bitwise_on_any_mesh(tmp_path, source, target):
         assert checkpoints.latest() == 3
         restored = checkpoints.restore(wanted)
     assert restored is not None
-    assert (restored.step, restored.extra, restored.passed_over) == (3, extra, ())
+    assert (restored.step, restored.extra, restored.skipped) == (3, extra, ())
     assert_same(restored.state, state)
     for got, want in zip(jax.tree.leaves(restored.state), jax.tree.leaves(wanted), strict=True):
         assert got.sharding == want.sharding
@@ -406,7 +406,7 @@ def test_damage_to_any_file_is_named_and_passed_over(tmp_path, damage):
         (line,) = said
         assert "step_00000020: broken: " in line
         assert relative in line
-        assert [f"checkpoint passed over: {line}" for line in restored.passed_over] == said
+        assert [f"checkpoint skipped: {line}" for line in restored.skipped] == said
         shutil.copyfile(tmp_path / "whole" / relative, path)
     assert resumed(tmp_path / "run").step == 20
 
@@ -471,7 +471,7 @@ def test_an_unfinished_save_is_named_and_is_no_checkpoint(tmp_path):
     restored, said = resumed_saying(tmp_path)
     assert restored.step == 10
     assert said == [
-        "checkpoint passed over: step_00000020.partial: "
+        "checkpoint skipped: step_00000020.partial: "
         "unfinished, left by a save or a deletion that was interrupted"
     ]
     shutil.rmtree(manifests.step_folder(tmp_path, 10))

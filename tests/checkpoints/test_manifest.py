@@ -9,7 +9,7 @@ import pytest
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest import _text, delete, finished, partial_folders, problems, read_name
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.reader import find_readers, readers
+from shardtrain.checkpoints.reader import find_readers, visible_readers
 from shardtrain.trainer.resume import _position
 
 
@@ -151,11 +151,11 @@ def test_a_number_of_parts_that_no_run_has_is_not_counted_up_to(tmp_path):
         (tmp_path / name).mkdir()
         assert read_name(name)[0] == -1 or name.endswith("of-1")
     assert finished(tmp_path) == {}
-    assert readers(tmp_path) == []
+    assert visible_readers(tmp_path) == []
     assert partial_folders(tmp_path) == []
     (tmp_path / "step_00000001.part-0-of-16384").mkdir()
-    (archive,) = readers(tmp_path)
-    assert archive.problems()[-1] == "part 1, 2, 3, 4, 5, 6, 7, 8 and 16375 more of 16384 cannot be seen"
+    (reader,) = visible_readers(tmp_path)
+    assert reader.problems()[-1] == "part 1, 2, 3, 4, 5, 6, 7, 8 and 16375 more of 16384 cannot be seen"
 
 
 def test_an_array_whose_file_says_otherwise_is_not_read(folder):
@@ -189,11 +189,11 @@ def test_an_array_that_declares_more_than_is_there_is_not_allocated(tmp_path):
         kvstore = {"driver": "ocdbt", "base": base, "path": "w/"}
         store = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
         tensorstore.open(store, create=True, delete_existing=True).result()
-        (archive,) = readers(tmp_path)
-        leaf = archive.pieces["w"][0].leaf
+        (reader,) = visible_readers(tmp_path)
+        leaf = reader.stored_arrays["w"][0].leaf
         object.__setattr__(leaf, "shape", (size,))
         with pytest.raises(ValueError, match="w in ") as error:
-            archive.read("w")
+            reader.read("w")
         assert words in str(error.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, WriterPart
-from shardtrain.checkpoints.origins import in_order, lies, saved_part, wanted_state
+from shardtrain.checkpoints.origins import array_origins, in_order, state_to_save, wanted_state
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import Allow, restore_arrays
 from shardtrain.combine.options import Combine
@@ -43,12 +43,12 @@ def with_moments(placement, state):
 
 def moved(folder, source, state, target):
     """A state through a checkpoint, from one placement onto another."""
-    saved = saved_part(state)
+    saved = state_to_save(state)
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
-        checkpoints.save(1, saved, {}, lies(source)(saved))
-    wanted = saved_part(wanted_state(target))
+        checkpoints.save(1, saved, {}, array_origins(source)(saved))
+    wanted = state_to_save(wanted_state(target))
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
-        restored = checkpoints.restore(wanted, lies=lies(target)(wanted))
+        restored = checkpoints.restore(wanted, origins=array_origins(target)(wanted))
     assert restored is not None
     for got, want in zip(jax.tree.leaves(restored.state), jax.tree.leaves(wanted), strict=True):
         assert got.sharding == want.sharding
@@ -71,7 +71,7 @@ PAIRS += [("one device", "V"), ("interleaved", "V")]
 def test_any_pipeline_reads_what_any_other_saved(source, target, tmp_path):
     before, after = (placed(*{**PIPELINES, "V": V}[name]) for name in (source, target))
     found = moved(tmp_path, before[0], with_moments(*before), after[0])
-    expected = saved_part(with_moments(*after))
+    expected = state_to_save(with_moments(*after))
     # rows of padding are no blocks; they are zeros
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -148,20 +148,20 @@ def test_islands_save_what_each_has_and_any_number_of_them_reads_it(tmp_path):
     placement, state = placed({"data": 2})
     for island in (2, 1, 0):
         opt_state = jax.tree.map(lambda x: jnp.full_like(x, island), state.opt_state)  # noqa: B023
-        own = saved_part(state._replace(opt_state=opt_state), own=island > 0)
-        of = lies(placement, None, (island, 3), own_optimizers=True)
+        own = state_to_save(state._replace(opt_state=opt_state), own=island > 0)
+        of = array_origins(placement, None, (island, 3), own_optimizers=True)
         with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(island, 3)) as checkpoints:
             checkpoints.save(4, own, {"island": island}, of(own))
-            assert checkpoints.choose().step is None or island == 0
+            assert checkpoints.discover().step is None or island == 0
     with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(0, 3)) as checkpoints:
-        chosen = checkpoints.choose()
+        chosen = checkpoints.discover()
         assert (chosen.step, chosen.num_parts, chosen.extra) == (4, 3, {"island": 0})
-        archive = chosen.archive(checkpoints.folders)
+        reader = chosen.reader(checkpoints.folders)
     for replica in range(5):
         wanted = wanted_state(placement)
-        where = lies(placement, None, (replica, 5), own_optimizers=True)(wanted)
+        where = array_origins(placement, None, (replica, 5), own_optimizers=True)(wanted)
         leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
-        found = restore_arrays(archive, leaves, where)
+        found = restore_arrays(reader, leaves, where)
         assert (np.asarray(found["opt_state/0/count"]) == replica % 3).all()
         table = next(path for path in found if path.startswith("params/embed"))
         assert (np.asarray(found[table]) == np.asarray(leaves_of(state)[table])).all()
@@ -176,17 +176,17 @@ def test_islands_with_pipelines_and_optimizers_of_their_own_find_both(tmp_path):
     state = with_moments(stored, state)
     for island in (1, 0):
         opt_state = jax.tree.map(lambda x: x * (island + 1), state.opt_state)  # noqa: B023
-        own = saved_part(state._replace(opt_state=opt_state), own=island > 0)
+        own = state_to_save(state._replace(opt_state=opt_state), own=island > 0)
         with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(island, 2)) as checkpoints:
-            checkpoints.save(4, own, {}, lies(stored, None, (island, 2), own_optimizers=True)(own))
+            checkpoints.save(4, own, {}, array_origins(stored, None, (island, 2), own_optimizers=True)(own))
     one, expected = placed({"data": 1})
     expected = leaves_of(with_moments(one, expected).opt_state[0].mu)
     with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(0, 2)) as checkpoints:
-        archive = checkpoints.choose().archive(checkpoints.folders)
+        reader = checkpoints.discover().reader(checkpoints.folders)
     for island in (0, 1):
-        wanted = saved_part(wanted_state(one), own=True)
-        where = lies(one, None, (island, 2), own_optimizers=True)(wanted)
-        found = restore_arrays(archive, leaves_of(wanted), where, Allow(unused=("*",)))
+        wanted = state_to_save(wanted_state(one), own=True)
+        where = array_origins(one, None, (island, 2), own_optimizers=True)(wanted)
+        found = restore_arrays(reader, leaves_of(wanted), where, Allow(unused=("*",)))
         for path, x in expected.items():
             np.testing.assert_array_equal(found[f"opt_state/0/mu/{path}"], x * (island + 1), err_msg=path)
 
@@ -197,5 +197,5 @@ def leaves_of(state):
 
 def test_what_is_whole_is_not_noted():
     placement, state = placed({"data": 2})
-    assert lies(placement)(state) == {}
+    assert array_origins(placement)(state) == {}
     assert ArrayOrigin() == COMMON

@@ -8,7 +8,7 @@ import pytest
 
 from shardtrain.checkpoints import manifest as manifests
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.discover import choose
+from shardtrain.checkpoints.discover import discover
 from shardtrain.checkpoints.manifest import Manifest, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.retention import Mirror, delete_old
@@ -52,7 +52,7 @@ def test_a_writer_deletes_its_own_parts_and_only_what_all_have_left_behind(tmp_p
     delete_old(tmp_path, CheckpointPolicy(keep=1), WriterPart(1, 2), newest=20)
     assert names(tmp_path) == ["20.part-0-of-2", "20.part-1-of-2", "30.part-0-of-2"]
     # the newest of which all parts are there
-    assert choose([tmp_path], None, of_one).step == 20
+    assert discover([tmp_path], None, of_one).step == 20
 
 
 def test_what_another_number_of_writers_left_goes_by_the_same_policy(tmp_path):
@@ -64,7 +64,7 @@ def test_what_another_number_of_writers_left_goes_by_the_same_policy(tmp_path):
     assert names(tmp_path) == ["20.part-0-of-3", "20.part-1-of-3", "20.part-2-of-3", "30"]
     # the same step again, saved by one: the newer one is taken, and the other goes
     write(tmp_path, 20, seconds=2.0)
-    chosen = choose([tmp_path], 20, of_one)
+    chosen = discover([tmp_path], 20, of_one)
     assert (chosen.step, chosen.num_parts) == (20, 1)
     delete_old(tmp_path, CheckpointPolicy(keep=2), WriterPart(0, 1), newest=30)
     assert names(tmp_path) == ["20", "30"]
@@ -74,9 +74,9 @@ def test_a_step_with_a_lost_part_is_passed_over(tmp_path):
     for index in (0, 2):
         write(tmp_path, 20, WriterPart(index, 3))
     write(tmp_path, 10)
-    chosen = choose([tmp_path], None, of_one)
+    chosen = discover([tmp_path], None, of_one)
     assert chosen.step == 10
-    assert chosen.passed_over == ["step 20: unfinished: parts [1] of 3 are nowhere to be seen"]
+    assert chosen.skipped == ["step 20: unfinished: parts [1] of 3 are nowhere to be seen"]
     assert chosen.broken == {20}
 
 
@@ -84,7 +84,7 @@ def test_steps_of_which_no_host_has_all_parts_are_never_taken_for_a_new_run(tmp_
     for step in (10, 20):
         write(tmp_path, step, WriterPart(0, 2))
     with pytest.raises(ValueError, match=r"steps \[10, 20\] in .* were saved in parts.*another --run-dir"):
-        choose([tmp_path], None, of_one)
+        discover([tmp_path], None, of_one)
 
 
 def test_parts_of_two_saves_of_a_step_are_no_whole_one(tmp_path):
@@ -92,7 +92,7 @@ def test_parts_of_two_saves_of_a_step_are_no_whole_one(tmp_path):
     for index in (0, 1):
         write(tmp_path, 10, WriterPart(index, 2), save_id="before")
         write(tmp_path, 20, WriterPart(index, 2), save_id="after" if index == 0 else "before")
-    assert choose([tmp_path], None, of_one).step == 10
+    assert discover([tmp_path], None, of_one).step == 10
 
 
 def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody_sees(tmp_path):
@@ -114,7 +114,7 @@ def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody
             barrier.wait()
             return list(shared[name])
 
-        calls.append([island, choose([disks[island]], None, share)])
+        calls.append([island, discover([disks[island]], None, share)])
 
     shared: dict[str, list] = {
         name: [None] * 3 for name in ("checkpoints", "verify step 30", "verify step 20")
@@ -130,7 +130,7 @@ def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody
     assert found[0].step == 20
     assert found[0].extra == {"saved": "20.part-0-of-2"}
     assert found[0].broken == {30, 40}
-    assert any("step_00000030.part-1-of-2: broken" in line for line in found[0].passed_over)
+    assert any("step_00000030.part-1-of-2: broken" in line for line in found[0].skipped)
 
 
 def test_parts_are_deleted_when_all_have_the_newer_ones(tmp_path):
@@ -158,7 +158,7 @@ def test_a_fast_disk_is_copied_to_the_run_folder_and_read_first(tmp_path):
     assert not any("partial" in name for name in names(shared))
     # whole where it is: the copy is as good as the first
     for folders in ([own, shared], [shared]):
-        assert choose(folders, None, of_one).step == 30
+        assert discover(folders, None, of_one).step == 30
     # another host has another fast disk
     with Checkpoints(shared, CheckpointPolicy(fast=tmp_path / "other")) as checkpoints:
         restored = checkpoints.restore({"w": jnp.zeros(3)})
@@ -175,7 +175,7 @@ def test_a_copy_that_fails_is_told_and_the_fast_one_is_taken(tmp_path):
     (note,) = mirror.close()
     assert note.startswith("WARNING: step 10 lies on the fast disk alone")
     assert str(shared) in note
-    assert choose([fast, shared], None, of_one).step == 10
+    assert discover([fast, shared], None, of_one).step == 10
 
 
 def test_a_wrong_name_is_no_step(tmp_path):
@@ -185,4 +185,4 @@ def test_a_wrong_name_is_no_step(tmp_path):
     write(tmp_path, 5)
     (manifests.step_folder(tmp_path, 5) / "arrays" / "data").unlink()
     with pytest.raises(ValueError, match="every checkpoint"):
-        choose([tmp_path], None, of_one)
+        discover([tmp_path], None, of_one)

@@ -34,11 +34,11 @@ def losses_of(name, mesh, run_dir, monkeypatch):
     words = f"--data.path {FOLDER}/tokens.npy --batch 12 --steps 5 --seed 3 --log-every 1 --run-dir {run_dir}"
     words += f" --optimizer.learning-rate.warmup 1 {OPTIONS[name]} --mesh {mesh}"
     run, _ = parse_run("train", [str(FOLDER / "imported/run.py"), *words.split()])
-    console = Console(file=io.StringIO(), width=200)
-    train(run, console)
+    output = io.StringIO()
+    train(run, Console(file=output, width=200))
     rows = read_jsonl(run_dir / "metrics.jsonl")
     assert rows[-1]["heldout/loss"] == pytest.approx(EXPECTED[name]["heldout_loss"], rel=1e-5)
-    return {str(row["step"]): row["train/loss"] for row in rows}, console.file.getvalue()
+    return {str(row["step"]): row["train/loss"] for row in rows}, output.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_prune_keeps_the_newest_and_every_so_many(run, capsys):
 
 
 def steps(run):
-    return [archive.step for archive in find_readers(run / "checkpoints")]
+    return [reader.step for reader in find_readers(run / "checkpoints")]
 
 
 def test_prune_counts_no_broken_step_and_leaves_the_newest_whole_one(run, capsys):
@@ -277,17 +277,17 @@ class TestFiles:
 
     def test_a_checkpoint_of_two_stages_is_exported_whole(self, saved, tmp_path, capsys):
         """Each has a block of its own, as stages across islands save them."""
-        archive = find_readers(saved / "checkpoints")[0]
-        arrays = {path: archive.read(path) for path in archive.leaves}
+        reader = find_readers(saved / "checkpoints")[0]
+        arrays = {path: reader.read(path) for path in reader.leaves}
         for index in range(2):
             mine = {
                 path: jnp.asarray(x[index : index + 1] if "/blocks/" in path else x)
                 for path, x in arrays.items()
                 if "/blocks/" in path or index == 0
             }
-            lies = {path: ArrayOrigin(rows=(index,), num_rows=2) for path in mine if "/blocks/" in path}
+            origins = {path: ArrayOrigin(rows=(index,), num_rows=2) for path in mine if "/blocks/" in path}
             with Checkpoints(tmp_path / "cut", CheckpointPolicy(), WriterPart(index, 2)) as checkpoints:
-                checkpoints.save(10, mine, archive.extra, lies)
+                checkpoints.save(10, mine, reader.extra, origins)
         assert command(capsys, "export", tmp_path / "cut", tmp_path / "a")[0] == 0
         assert command(capsys, "export", f"{saved}@10", tmp_path / "b")[0] == 0
         first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")

@@ -43,7 +43,7 @@ def fill(folder):
 
 
 def steps(folder):
-    return [archive.step for archive in find_readers(folder)]
+    return [reader.step for reader in find_readers(folder)]
 
 
 def train(*words):

@@ -40,19 +40,19 @@ def ranks(pid):
 
 def newest(folder="run"):
     """The newest step of which all parts are there."""
-    return max((archive.step for archive in find_readers(Path(folder, "checkpoints"))), default=0)
+    return max((reader.step for reader in find_readers(Path(folder, "checkpoints"))), default=0)
 
 
 def pieces(folder):
     """The arrays of the newest step, of each island."""
-    archive = find_readers(Path(folder, "checkpoints"))[-1]
-    assert archive.problems() == []
-    assert archive.num_parts == 2
-    return archive.step, {
-        (path, piece.leaf.lie.replica): archive.start(
-            path, Leaf(shape=piece.leaf.shape, dtype=piece.leaf.dtype, lie=piece.leaf.lie)
+    reader = find_readers(Path(folder, "checkpoints"))[-1]
+    assert reader.problems() == []
+    assert reader.num_parts == 2
+    return reader.step, {
+        (path, piece.leaf.origin.replica): reader.start(
+            path, Leaf(shape=piece.leaf.shape, dtype=piece.leaf.dtype, origin=piece.leaf.origin)
         ).result()
-        for path, found in archive.pieces.items()
+        for path, found in reader.stored_arrays.items()
         for piece in found
     }
 

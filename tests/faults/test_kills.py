@@ -108,9 +108,9 @@ NAMES = ("began", "saving", "saved")
 
 def arrays(folder):
     """Of the newest checkpoint, by path."""
-    archive = find_readers(folder / "checkpoints")[-1]
-    assert archive.problems() == []
-    return archive.step, {path: archive.read(path) for path in archive.leaves}
+    reader = find_readers(folder / "checkpoints")[-1]
+    assert reader.problems() == []
+    return reader.step, {path: reader.read(path) for path in reader.leaves}
 
 
 def lines(folder):

@@ -53,8 +53,8 @@ def test_notes_and_samples_are_escaped(terminal):
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, color_system=None, width=80)
     with progress(total_steps=1, start_step=0, unit="tokens", console=console) as bar:
-        bar.note("checkpoint passed over: a\x1b]0;title\x07")
+        bar.note("checkpoint skipped: a\x1b]0;title\x07")
     say(console, "sample:\x1b]0;title\x07\x9b2J")
-    assert "passed over: a\\x1b]0;title\\x07" in file.getvalue()
+    assert "skipped: a\\x1b]0;title\\x07" in file.getvalue()
     assert "sample:\\x1b]0;title\\x07\\x9b2J" in file.getvalue()
     assert "\x1b]0;" not in file.getvalue()

@@ -239,7 +239,7 @@ def test_a_broken_checkpoint_is_named_and_passed_over(whole, text, tmp_path):
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     resumed, printed = start(make_run(text, tmp_path))
-    assert "checkpoint passed over: step_00000012: broken" in printed
+    assert "checkpoint skipped: step_00000012: broken" in printed
     assert "resumed from step 10" in printed
     for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(trained.state), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import shardtrain as st
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.origins import lies, saved_part
+from shardtrain.checkpoints.origins import array_origins, state_to_save
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.functional.model import path_text
 from shardtrain.models.decoder import DecoderConfig
@@ -31,9 +31,9 @@ def saved(tmp_path_factory):
     layout, optimizer, pure = st.Layout(mesh={"pipeline": 2, "fsdp": 4}), optax.adam(1.0), st.from_nnx(CONFIG)
     stages = Partition(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1))
     placement = st.make_placement(pure, optimizer, layout, st.make_mesh(layout), stages=stages)
-    state = saved_part(st.init_state(pure, optimizer, placement, seed=5))
+    state = state_to_save(st.init_state(pure, optimizer, placement, seed=5))
     with Checkpoints(folder / "checkpoints", CheckpointPolicy()) as checkpoints:
-        checkpoints.save(2, state, {"run": describe(CONFIG, "model")}, lies(placement)(state))
+        checkpoints.save(2, state, {"run": describe(CONFIG, "model")}, array_origins(placement)(state))
     return folder
 
 
