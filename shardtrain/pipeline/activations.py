@@ -1,4 +1,4 @@
-"""What goes from block to block, as lists of arrays; and the slots in which it waits.
+"""Activations between blocks as flat lists of arrays, and the slots in which they wait.
 
 Next: `stage_compute.py`.
 """
@@ -10,53 +10,57 @@ import jax.numpy as jnp
 from jax import lax
 
 
-class Parted(NamedTuple):
-    """The arrays of a stream.
+class Activations(NamedTuple):
+    """The arrays of a pytree of activations.
 
     Args:
-      floats: those that have an error.
-      others: those that have none: masks, numbers.
+      floats: arrays that have a cotangent.
+      others: arrays that have none: masks, integers.
     """
 
     floats: list[Any]
     others: list[Any]
 
 
-class Form:
-    """How the arrays of a stream stand in its tree."""
+class ActivationTree:
+    """The structure, shapes and dtypes of activations, to take their pytree apart and put it together.
 
-    def __init__(self, stream: Any) -> None:
-        leaves, self._structure = jax.tree.flatten(stream)
+    Args:
+      example: activations, as arrays or shapes.
+    """
+
+    def __init__(self, example: Any) -> None:
+        leaves, self._structure = jax.tree.flatten(example)
         self._is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-        self.shapes = self.parted(stream)
+        self.shapes = self.split(example)
 
-    def parted(self, stream: Any) -> Parted:
-        """The arrays of a stream of this form."""
-        leaves = list(zip(self._is_float, jax.tree.leaves(stream), strict=True))
-        return Parted(
+    def split(self, tree: Any) -> Activations:
+        """Return the arrays of a pytree of this structure."""
+        leaves = list(zip(self._is_float, jax.tree.leaves(tree), strict=True))
+        return Activations(
             [x for is_float, x in leaves if is_float], [x for is_float, x in leaves if not is_float]
         )
 
-    def joined(self, parted: Parted) -> Any:
-        """The reverse of `parted`."""
-        floats, others = iter(parted.floats), iter(parted.others)
+    def join(self, activations: Activations) -> Any:
+        """Return the pytree of these arrays, the reverse of `split`."""
+        floats, others = iter(activations.floats), iter(activations.others)
         return jax.tree.unflatten(
-            self._structure, [next(floats if yes else others) for yes in self._is_float]
+            self._structure, [next(floats if is_float else others) for is_float in self._is_float]
         )
 
 
 def make_slots(number: int, shapes: Any) -> Any:
-    """Slots for so many values, and a last one that takes what nobody needs: (number + 1, ...)."""
+    """Return zeros (number + 1, ...): a slot for each value, and a last one for values that are dropped."""
     return jax.tree.map(lambda x: jnp.zeros((number + 1, *x.shape), x.dtype), shapes)
 
 
 def get(slots: Any, slot: jax.Array) -> Any:
-    """What is in a slot."""
+    """Return the value in a slot."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), slots)
 
 
 def put(slots: Any, values: Any, slot: jax.Array) -> Any:
-    """The slots with values in one; in the last where the slot is below 0."""
+    """Return the slots with a value in one of them; a slot below 0 drops the value."""
 
     def changed(x: jax.Array, value: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(x, value, jnp.where(slot < 0, x.shape[0] - 1, slot), 0)
@@ -64,10 +68,10 @@ def put(slots: Any, values: Any, slot: jax.Array) -> Any:
     return jax.tree.map(changed, slots, values)
 
 
-def stream_changes(before: Any, after: Any) -> str:
-    """What is wrong where blocks do not return a stream like the one that they were given; "" if nothing."""
+def activation_changes(before: Any, after: Any) -> str:
+    """Describe how blocks change the shapes and dtypes of their activations; "" if they do not."""
     old, new = (
-        {jax.tree_util.keystr(path) or "the stream": f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+        {jax.tree_util.keystr(path) or "the activations": f"{x.dtype}{list(x.shape)}" for path, x in leaves}
         for leaves in (jax.tree.leaves_with_path(before), jax.tree.leaves_with_path(after))
     )
     changed = [
@@ -78,6 +82,6 @@ def stream_changes(before: Any, after: Any) -> str:
     if not changed:
         return ""
     return (
-        f"blocks change the stream ({'; '.join(changed)}), and a pipeline inside a mesh needs one shape"
-        " between all of them; use --across pipeline, where every island has a program of its own"
+        f"blocks change the shapes of their activations ({'; '.join(changed)}), and a pipeline inside a mesh"
+        " needs the same between all blocks; use --across pipeline, where every island has its own program"
     )

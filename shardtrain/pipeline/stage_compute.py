@@ -1,6 +1,6 @@
-"""What a stage of a pipeline inside a mesh computes: pure functions of parameters, numbers and streams.
+"""The computations of a stage inside a mesh: pure functions of parameters, numbers and activations.
 
-Next: `mesh_pipeline.py`, which calls them as a table says.
+Next: `mesh_pipeline.py`, which calls them in the order of a table.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,103 +15,118 @@ from jax.sharding import PartitionSpec
 from shardtrain import axes
 from shardtrain.functional.loss import Batch, Loss, checked, model_inputs, once
 from shardtrain.functional.model import BLOCKS, Chain
-from shardtrain.pipeline.activations import Form, Parted, stream_changes
+from shardtrain.pipeline.activations import Activations, ActivationTree, activation_changes
 from shardtrain.pipeline.stacking import Partition
 
 
 class StageCompute:
-    """What a stage computes of one batch; inside a shard_map that is manual over the axis pipeline.
+    """The computations of one stage on one batch, inside a shard_map that is manual over the axis pipeline.
 
     Args:
-      chain: stacked blocks; its stream must have the same shapes between all blocks.
+      chain: stacked blocks; their activations must have the same shapes between all blocks.
       loss: returns (sum, count), see `loss.Loss`.
-      stages: how the blocks are cut.
-      params: of this stage; `params["blocks"]` are its rows of the blocks.
+      stages: the partition of the blocks.
+      params: of this stage; `params["blocks"]` are its rows of the stacked blocks.
       rng: microbatch -> the key of its rows.
       batch: every array (microbatches, rows, ...).
-      row_axes: the mesh axes that share out rows.
+      row_axes: the mesh axes over which rows are sharded.
       train: with dropout.
 
     Raises:
-      ValueError: blocks change the shape of the stream, or the loss does not call the model once.
+      ValueError: blocks change the shapes of activations, or the loss does not call the model once.
     """
 
     def __init__(
         self,
+        *,
         chain: Chain,
         loss: Loss,
         stages: Partition,
         params: Any,
         rng: Callable[[Any], jax.Array],
         batch: Batch,
-        row_axes: tuple[str, ...],
+        row_axes: Sequence[str],
         train: bool,
     ) -> None:
-        self.row_spec = PartitionSpec(row_axes)
+        self.row_spec = PartitionSpec(tuple(row_axes))
         self.chain, self.loss, self.stages, self.rng, self.batch = chain, loss, stages, rng, batch
         self.train = train
         self.blocks = params[BLOCKS]
         self.rest = {name: value for name, value in params.items() if name != BLOCKS}
         self.stage = lax.axis_index(axes.PIPELINE)
-        self.form = self._form()
+        self.tree = self._activation_tree()
 
-    def _form(self) -> Form:
+    def _activation_tree(self) -> ActivationTree:
         before = jax.eval_shape(lambda: self._first(self.rest, 0))
-        rows = self.rows(self.stages.counts[0], 0)
-        after = jax.eval_shape(lambda x: self._run(self.stages.counts[0], rows, 0, 0, x), before)
-        if changed := stream_changes(before, after):
+        size = self.stages.counts[0]
+        rows = self.rows(size, 0)
+        after = jax.eval_shape(lambda tree: self._run(size, rows, 0, 0, tree), before)
+        if changed := activation_changes(before, after):
             raise ValueError(changed)
-        return Form(before)
+        return ActivationTree(before)
 
     @cached_property
     def loss_shapes(self) -> Any:
-        """The shapes of what `loss_of` returns."""
-        return jax.eval_shape(lambda stream: self.loss_of(self.rest, stream, 0), self.form.shapes)
+        """Shapes of what `loss_of` returns."""
+        return jax.eval_shape(lambda found: self.loss_of(self.rest, found, 0), self.tree.shapes)
 
     def by_rows(self, arrays: Any) -> Any:
-        """Arrays that lie by rows."""
+        """Constrain arrays to be sharded by rows."""
         return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.row_spec), arrays)
 
     def microbatch(self, number: Any) -> Batch:
-        """One of the batch."""
+        """Return one microbatch of the batch."""
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), self.batch)
 
-    def first(self, rest: Any, number: Any) -> Parted:
-        """The stream that enters the blocks."""
-        return self.form.parted(self._first(rest, number))
+    def first(self, rest: Any, number: Any) -> Activations:
+        """Return the activations that enter the blocks.
+
+        Args:
+          rest: parameters outside the blocks.
+          number: of the microbatch.
+        """
+        return self.tree.split(self._first(rest, number))
 
     def _first(self, rest: Any, number: Any) -> Any:
-        # else XLA cuts a sharded sequence from the batch by a permute, at which all stages have to meet
+        # else XLA slices a sharded sequence from the batch by a permute, which waits for all stages
         inputs = self.by_rows(model_inputs(self.loss, self.microbatch(number)))
         return self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
 
     def start(self, chunk: Any) -> Any:
-        """Where the blocks of a chunk begin among this stage's rows."""
+        """Return the first row of a chunk among the rows of this stage."""
         return chunk * self.stages.depth
 
     def rows(self, size: int, chunk: Any) -> Any:
-        """The blocks of a chunk, which has so many."""
+        """Return the parameters of the blocks of a chunk, `size` of them."""
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start(chunk), size), self.blocks)
 
-    def run(self, size: int, rows: Any, chunk: Any, number: Any, stream: Parted) -> Parted:
-        """Send a stream through a chunk's blocks."""
-        return self.form.parted(self._run(size, rows, chunk, number, self.form.joined(stream)))
+    def run(self, size: int, rows: Any, chunk: Any, number: Any, entering: Activations) -> Activations:
+        """Return the activations that leave the blocks of a chunk.
 
-    def _run(self, size: int, rows: Any, chunk: Any, number: Any, stream: Any) -> Any:
+        Args:
+          size: number of blocks.
+          rows: their parameters.
+          chunk: of this stage.
+          number: of the microbatch.
+          entering: the activations before the blocks.
+        """
+        return self.tree.split(self._run(size, rows, chunk, number, self.tree.join(entering)))
+
+    def _run(self, size: int, rows: Any, chunk: Any, number: Any, tree: Any) -> Any:
         start = self.of_part(self.stages.starts, chunk)
-        return self.chain.run({BLOCKS: rows}, {}, self.rng(number), self.train, start, size, stream)[0]
+        return self.chain.run({BLOCKS: rows}, {}, self.rng(number), self.train, start, size, tree)[0]
 
     def of_part(self, numbers: Sequence[int], chunk: Any) -> jax.Array:
-        """That of a list with a number for each part which is for a chunk of this stage."""
+        """Select, from a list with a number for each part, the one of a chunk of this stage."""
         placement = self.stages.part_placement
         by_stage = [[numbers[part] for part in placement.parts(s)] for s in range(placement.num_stages)]
         return jnp.asarray(by_stage)[self.stage, chunk]
 
-    def loss_of(self, rest: Any, stream: Parted, number: Any) -> tuple[jax.Array, Any]:
-        """(loss sum, (count, metrics)) of what leaves the blocks."""
+    def loss_of(self, rest: Any, leaving: Activations, number: Any) -> tuple[jax.Array, Any]:
+        """Return (loss sum, (count, metrics)) of the activations that leave the blocks."""
 
         def last(*inputs: Any) -> Any:
-            return self.chain.last(rest, {}, self.rng(number), self.train, self.form.joined(stream))[0]
+            return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
         loss_sum, count, metrics = checked(self.loss(once(last), self.microbatch(number)))
         return loss_sum, (count, metrics)

@@ -1,4 +1,7 @@
-"""What a pipeline adds up, microbatch by microbatch. Next: `mesh_pipeline.py`."""
+"""Sums over the microbatches of a batch: the loss, its metrics, and gradients.
+
+Next: `mesh_pipeline.py`, and `train_step/stage_programs.py` across islands.
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +13,7 @@ from shardtrain.functional.model import BLOCKS
 
 
 class Sums(NamedTuple):
-    """What a pipeline computed of a batch, the same on every stage but for its own blocks' gradients.
+    """Sums over microbatches. Across islands every array begins with a dim of the island's replicas, R.
 
     Args:
       loss_sum: float32 scalar.
@@ -25,31 +28,31 @@ class Sums(NamedTuple):
     grads: Any
 
 
-def with_loss(sums: Sums, loss_sum: Any, count: Any, metrics: Any) -> Sums:
-    """The sums with the loss of a microbatch."""
+def add_loss(sums: Sums, loss_sum: Any, count: Any, metrics: Any) -> Sums:
+    """Return the sums with the loss of a microbatch added."""
     total = {"loss_sum": sums.loss_sum, "count": sums.count, "metrics": sums.metrics}
-    return sums._replace(**_added(total, {"loss_sum": loss_sum, "count": count, "metrics": metrics}))
+    return sums._replace(**_add(total, {"loss_sum": loss_sum, "count": count, "metrics": metrics}))
 
 
-def with_grads(sums: Sums, found: dict[str, Any]) -> Sums:
-    """The sums with gradients of what stands under some names."""
-    more = {name: _added(sums.grads[name], found[name]) for name in found}
+def add_grads(sums: Sums, grads: dict[str, Any]) -> Sums:
+    """Return the sums with gradients of some of the top-level names of params added."""
+    more = {name: _add(sums.grads[name], grads[name]) for name in grads}
     return sums._replace(grads={**sums.grads, **more})
 
 
-def with_rows(sums: Sums, found: Any, start: Any) -> Sums:
-    """The sums with gradients of some of the rows of blocks, from `start` on."""
+def add_block_grads(sums: Sums, grads: Any, start: Any) -> Sums:
+    """Return the sums with gradients of stacked blocks added, those from row `start` on."""
 
-    def added(total: jax.Array, g: jax.Array) -> jax.Array:
-        # added to all rows: that XLA does in place, where it would copy a slice that it reads and writes
+    def add(total: jax.Array, g: jax.Array) -> jax.Array:
+        # added to all rows: XLA does that in place, where it would copy a slice that it reads and writes
         g = g.astype(jnp.float32)
         if g.shape != total.shape:
             g = lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), g, start, 0)
         return total + g
 
-    blocks = jax.tree.map(added, sums.grads[BLOCKS], found)
+    blocks = jax.tree.map(add, sums.grads[BLOCKS], grads)
     return sums._replace(grads={**sums.grads, BLOCKS: blocks})
 
 
-def _added(total: Any, more: Any) -> Any:
+def _add(total: Any, more: Any) -> Any:
     return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, more)

@@ -214,11 +214,11 @@ def _walk(model: Model, loss: Loss, placement: Placement, table: Table, rules: R
     assert placement.stages is not None
     return partial(
         pipeline_sums,
-        model.chain,
-        loss,
-        placement.stages,
-        table,
-        placement.specs.params,
+        chain=model.chain,
+        loss=loss,
+        stages=placement.stages,
+        table=table,
+        specs=placement.specs.params,
         row_axes=rules[axes.BATCH],
     )
 

@@ -1,0 +1,220 @@
+"""The tasks of a stage in one tick inside a mesh: forward, backward and weight, from slots to slots.
+
+The backward is written by hand: it recomputes the forward of a part from its kept input. Next:
+`mesh_pipeline.py`, which scans over the ticks and exchanges results between them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardtrain.pipeline.activations import Activations, get, put
+from shardtrain.pipeline.mesh_branches import Branches
+from shardtrain.pipeline.stage_compute import StageCompute
+from shardtrain.pipeline.sums import Sums, add_block_grads, add_grads, add_loss
+from shardtrain.pipeline.tick_arrays import NONE
+
+
+class Carry(NamedTuple):
+    """The state of a stage between ticks.
+
+    Args:
+      sent: activations that the last forward computed, for the next part.
+      sent_back: cotangents that the last backward computed, for the previous part; like the floats of `sent`.
+      inputs: slots with the inputs of parts.
+      cotangents: slots with the cotangents of the outputs of parts.
+      sums: so far.
+    """
+
+    sent: Activations
+    sent_back: list[Any]
+    inputs: Activations
+    cotangents: list[Any]
+    sums: Sums
+
+
+class TickTask(NamedTuple):
+    """A task of this tick on this stage; where there is none its numbers are 0 and mean nothing.
+
+    Args:
+      never: False, which XLA cannot know (see `after`).
+      is_present: whether this stage has such a task.
+      is_first: it is the task of the first part.
+      is_last: it is the task of the last part.
+      microbatch: its number.
+      chunk: its number.
+      input: slot of the part's input.
+      cotangent: slot of the cotangent of the part's output.
+    """
+
+    never: jax.Array
+    is_present: jax.Array
+    is_first: jax.Array
+    is_last: jax.Array
+    microbatch: jax.Array
+    chunk: Any
+    input: jax.Array
+    cotangent: jax.Array
+
+
+class StageTasks:
+    """The tasks of one stage, each (task, carry) -> carry; where the stage has no such task nothing changes.
+
+    Args:
+      compute: the computations of this stage.
+      branches: the conditionals that decide what runs.
+      has_weight: gradients of weights are separate tasks.
+      whole_specs: like params, PartitionSpecs without the axes of rows, for what comes before the blocks.
+    """
+
+    def __init__(self, compute: StageCompute, branches: Branches, has_weight: bool, whole_specs: Any) -> None:
+        self._compute, self._branches = compute, branches
+        self._has_weight, self._whole_specs = has_weight, whole_specs
+
+    def forward(self, task: TickTask, carry: Carry) -> Carry:
+        """Run a part on its input; without training also add its loss, if it is the last."""
+        compute = self._compute
+        entering = self._branches.either(
+            task.is_first,
+            lambda: self._first(task, compute.rest),
+            lambda: get(carry.inputs, task.input),
+        )
+
+        def run(size: int) -> Activations:
+            rows = compute.rows(size, task.chunk)
+            return compute.run(size, rows, task.chunk, task.microbatch, entering)
+
+        # While training the output of the last part is needed only by its own backward, which recomputes it.
+        # Without a task the input is sent on, and no stage keeps it.
+        is_needed = task.is_present & ~task.is_last if compute.train else task.is_present
+        leaving = self._branches.by_size(is_needed, task.chunk, run, lambda: entering)
+        if not compute.train:
+            return carry._replace(sent=leaving, sums=self._add_loss(task, leaving, carry.sums))
+        # the first part keeps its own input for the backward, which must wait for this forward
+        kept = entering._replace(floats=after(entering.floats, leaving.floats, task.never))
+        inputs = put(carry.inputs, kept, jnp.where(task.is_first, task.input, NONE))
+        return carry._replace(inputs=inputs, sent=leaving)
+
+    def _first(self, task: TickTask, rest: Any) -> Activations:
+        """Return the activations of the batch that enter the blocks."""
+        # A lookup, and the scatter that is its gradient, need a table that is whole over the axes of rows:
+        # with another one, a check of XLA's partitioner fails in here and ends the process.
+        whole = {
+            name: jax.tree.map(lax.with_sharding_constraint, rest[name], self._whole_specs[name])
+            for name in rest
+        }
+        return self._compute.first(whole, task.microbatch)
+
+    def _add_loss(self, task: TickTask, leaving: Activations, sums: Sums) -> Sums:
+        def add(sums: Sums) -> Sums:
+            loss_sum, (count, metrics) = self._compute.loss_of(self._compute.rest, leaving, task.microbatch)
+            return add_loss(sums, loss_sum, count, metrics)
+
+        return self._branches.either(task.is_last, add, lambda sums: sums, sums)
+
+    def backward(self, task: TickTask, carry: Carry) -> Carry:
+        """Compute the cotangent of a part's input, and without weight tasks the gradients of its blocks."""
+        has_weight = self._has_weight
+        wanted = ("entering",) if has_weight else ("entering", "rows")
+
+        def run(size: int, sums: Sums) -> tuple[Any, Any, Sums]:
+            # recompute the forward from the kept input, then pull the cotangent of its output back
+            leaving, pull = self._vjp(size, task, carry, wanted)
+            cotangent, sums = self._output_cotangent(size, task, leaving, carry, sums)
+            found = pull(cotangent)
+            if has_weight:
+                return cotangent, found["entering"], self._add_first(task, found["entering"], sums)
+            sums = add_block_grads(sums, found["rows"], self._compute.start(task.chunk))
+            return cotangent, found["entering"], sums
+
+        def skip(sums: Sums) -> tuple[Any, Any, Sums]:
+            return carry.sent_back, carry.sent_back, sums
+
+        cotangent, sent_back, sums = self._branches.by_size(
+            task.is_present, task.chunk, run, skip, carry.sums
+        )
+        if not has_weight:
+            sums = self._add_first(task, sent_back, sums)
+        # the weight task of the last part needs the cotangent that was computed here
+        cotangents = put(carry.cotangents, cotangent, task.cotangent) if has_weight else carry.cotangents
+        return carry._replace(sent_back=sent_back, cotangents=cotangents, sums=sums)
+
+    def weight(self, task: TickTask, carry: Carry) -> Carry:
+        """Compute the gradients of a part's blocks."""
+
+        def run(size: int, sums: Sums) -> Sums:
+            _, pull = self._vjp(size, task, carry, ("rows",))
+            found = pull(get(carry.cotangents, task.cotangent))
+            return add_block_grads(sums, found["rows"], self._compute.start(task.chunk))
+
+        sums = self._branches.by_size(task.is_present, task.chunk, run, lambda sums: sums, carry.sums)
+        return carry._replace(sums=sums)
+
+    def _vjp(
+        self, size: int, task: TickTask, carry: Carry, wanted: Sequence[str]
+    ) -> tuple[Activations, Callable[[list[Any]], dict[str, Any]]]:
+        """Return a part's output, and the function from its cotangent to those of what is wanted.
+
+        Args:
+          size: blocks of the part.
+          task: of this tick.
+          carry: with the part's input.
+          wanted: "entering" (the floats of the input), "rows" (the parameters of the blocks).
+        """
+        compute, entering = self._compute, get(carry.inputs, task.input)
+        values = {"rows": compute.rows(size, task.chunk), "entering": entering.floats}
+
+        def run(varied: dict[str, Any]) -> Activations:
+            rows, floats = ({**values, **varied}[name] for name in ("rows", "entering"))
+            inputs = Activations(floats, entering.others)
+            return compute.run(size, rows, task.chunk, task.microbatch, inputs)
+
+        floats, pull, others = jax.vjp(run, {name: values[name] for name in wanted}, has_aux=True)
+        return Activations(floats, others), lambda cotangent: pull(cotangent)[0]
+
+    def _output_cotangent(
+        self, size: int, task: TickTask, leaving: Activations, carry: Carry, sums: Sums
+    ) -> tuple[list[Any], Sums]:
+        """Return the cotangent of a part's output, and the sums with the loss and its gradients added."""
+        compute = self._compute
+
+        def of_loss(sums: Sums) -> tuple[list[Any], Sums]:
+            def loss_of(rest: Any, floats: Any) -> Any:
+                return compute.loss_of(rest, Activations(floats, leaving.others), task.microbatch)
+
+            loss_sum, pull, (count, metrics) = jax.vjp(loss_of, compute.rest, leaving.floats, has_aux=True)
+            grads, cotangent = pull(jnp.ones_like(loss_sum))
+            return cotangent, add_grads(add_loss(sums, loss_sum, count, metrics), grads)
+
+        def arrived(sums: Sums) -> tuple[list[Any], Sums]:
+            return get(carry.cotangents, task.cotangent), sums
+
+        # a part of another size than the last cannot be the last: its branch needs no loss
+        if size != compute.stages.counts[-1]:
+            return arrived(sums)
+        return self._branches.either(task.is_last, of_loss, arrived, sums)
+
+    def _add_first(self, task: TickTask, cotangent: list[Any], sums: Sums) -> Sums:
+        """Add the gradients of what comes before the blocks, on the first part."""
+
+        def add(sums: Sums) -> Sums:
+            _, pull, _ = jax.vjp(partial(self._first, task), self._compute.rest, has_aux=True)
+            return add_grads(sums, *pull(cotangent))
+
+        return self._branches.either(task.is_first, add, lambda sums: sums, sums)
+
+
+def after(values: list[jax.Array], others: list[jax.Array], never: jax.Array) -> list[jax.Array]:
+    """Make values depend on others of the same shapes, so that their reader waits for both.
+
+    Args:
+      values: inputs of a conditional that must wait.
+      others: what it must wait for.
+      never: False, which XLA must not find out.
+    """
+    zero = jnp.zeros((), jnp.float32)
+    return [jnp.where(never & (y != 0), zero.astype(x.dtype), x) for x, y in zip(values, others, strict=True)]
