@@ -173,12 +173,12 @@ class Stage:
         pipeline = Pipeline(schedule=schedule, virtual_stages=chunks)
         stages = make_partition(model, pipeline, comm.size, next_token_loss, microbatch)
         traced = Traced(model, next_token_loss, microbatch)
-        self.held = StageModel(model=model, stages=stages, traced=traced, stage=comm.rank)
-        placement = make_placement(self.held.as_model(), optax.sgd(0.0), layout, mesh)
-        self.flow = self.held.flow(microbatch)
-        self.programs = Watched(self.held, self.flow, placement, {})
+        self.stage_model = StageModel(model=model, stages=stages, traced=traced, stage=comm.rank)
+        placement = make_placement(self.stage_model.as_model(), optax.sgd(0.0), layout, mesh)
+        self.flow = self.stage_model.flow(microbatch)
+        self.programs = Watched(self.stage_model, self.flow, placement, {})
         self._batch = place(batch, mesh, layout.batch_axes, options.microbatches)
-        self._state = init_state(self.held.as_model(), optax.sgd(0.0), placement, options.seed)
+        self._state = init_state(self.stage_model.as_model(), optax.sgd(0.0), placement, options.seed)
 
     def begin(self, has_weight: bool) -> None:
         """Before a step; waited for."""
@@ -190,7 +190,7 @@ class Stage:
         """Seconds of each task of this stage, done by itself."""
         self.begin("weight" in kinds)
         found: dict[Key, float] = {}
-        for chunk, part in enumerate(self.held.parts):
+        for chunk, part in enumerate(self.stage_model.parts):
             inputs = {value: self.random(value) for value in self.flow.reads[part]}
             errors = {value: self.random(value) for value in self.flow.writes[part]}
             for kind in kinds:

@@ -1,8 +1,8 @@
-"""Which values go from part to part of a model, found by tracing it: nothing is declared.
+"""The values that are sent between the parts of a model, found by tracing: nothing is declared.
 
-A value that a part only hands through goes straight from the part that made it to those that read it,
-and errors come back the same way. So skip edges and several values at a boundary need no care of the
-model's. Next: `train_step/stage_executor.py`.
+A value that a part passes through unchanged goes straight from the part that made it to those that read it,
+and its cotangents come back the same way. So the model needs no code for skip edges or several values at a
+boundary. Next: `train_step/stage_executor.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """The values of a model that is cut into parts.
+    """The values between the parts of a model.
 
     Args:
       streams: part -> the stream that it is given, as shapes; () for the first part.
@@ -39,21 +39,21 @@ class Flow:
     shapes: Mapping[Value, jax.ShapeDtypeStruct]
 
     def readers(self, value: Value) -> list[int]:
-        """The parts that read a value, in their order."""
+        """Return the parts that read a value, in order."""
         return [part for part, values in enumerate(self.reads) if value in values]
 
     def has_error(self, value: Value) -> bool:
-        """Whether errors come back for a value: masks and numbers have none."""
+        """Whether a value has cotangents: masks and integers have none."""
         return jnp.issubdtype(self.shapes[value].dtype, jnp.inexact)
 
     def num_bytes(self, value: Value) -> int:
-        """Of one message of it."""
+        """Return the size of one message of a value."""
         shape = self.shapes[value]
         return shape.size * shape.dtype.itemsize
 
 
 def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows: int) -> Flow:
-    """Trace parts one after the other; nothing is computed.
+    """Trace parts one after the other, without computing anything.
 
     Args:
       parts: each a function (params, stream) -> stream; the first is given (), the last returns anything.
@@ -93,7 +93,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
 
 
 def _stream_problem(part: int, stream: Any, num_rows: int) -> str:
-    """What keeps a stream from being handed on; "" if nothing."""
+    """Describe why the activations of a part cannot be sent; "" if they can."""
     leaves = jax.tree.leaves_with_path(stream)
     if not leaves:
         return f"part {part} of the model returns a stream without arrays; return what the next block reads"

@@ -1,7 +1,7 @@
-"""What each stage holds of a model whose stages are programs of their own.
+"""The part of a model that one stage across islands owns and computes.
 
 Every parameter belongs to one stage, the first that uses it; a later one that uses it too (a head tied to
-the embedding) borrows it for the step. So stages share out a model, its optimizer state and its checkpoint.
+the embedding) borrows it for the step. So the stages split a model, its optimizer state and its checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ from shardtrain.pipeline.stacking import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageModel:
-    """A model shared out to stages.
+    """One stage's share of a model.
 
     Args:
-      model: the whole.
-      stages: how its blocks are cut.
-      traced: the model's pieces.
-      stage: which one this is.
+      model: the whole model.
+      stages: the partition of its blocks.
+      traced: the pieces of the model.
+      stage: the number of this stage.
     """
 
     model: Model
@@ -70,7 +70,7 @@ class StageModel:
 
     @property
     def borrowed(self) -> dict[str, int]:
-        """Path -> the stage that it is borrowed from."""
+        """Path of a parameter that this stage borrows -> the stage that owns it."""
         return {
             path: users[0]
             for path, users in self.users.items()
@@ -79,7 +79,7 @@ class StageModel:
 
     @property
     def lent(self) -> dict[str, list[int]]:
-        """Path of a parameter of this stage -> the stages that borrow it."""
+        """Path of a parameter that this stage owns -> the stages that borrow it."""
         return {
             path: users[1:]
             for path, users in self.users.items()
@@ -93,7 +93,7 @@ class StageModel:
         return [i for part in self.parts for i in range(starts[part], starts[part] + counts[part])]
 
     def own(self, tree: Tree, prefix: str = "") -> Tree:
-        """What this stage owns of a tree like params, or (with `STATE`) like the model state."""
+        """Return the leaves that this stage owns, of a tree like params or (with `STATE`) the model state."""
         found = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = path_text(path)
@@ -114,7 +114,7 @@ class StageModel:
         return jnp.concatenate([leaf[number : number + 1] for number in self.block_numbers])
 
     def as_model(self) -> Model:
-        """The parameters of this stage as a model of its own, which cannot be applied."""
+        """Return a model of the parameters that this stage owns; it can be initialised, not applied."""
 
         def init(key: jax.Array) -> tuple[Tree, Tree]:
             params, model_state = self.model.init(key)
@@ -128,7 +128,7 @@ class StageModel:
         return Model(init=init, apply=apply, dims=dims)
 
     def taken(self, params: Tree, part: int) -> Tree:
-        """The parameters that a part works with, of those of its stage (borrowed ones among them)."""
+        """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""
         found: Tree = {BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
         uses: frozenset[str] = frozenset()
         if part == 0:
@@ -147,7 +147,7 @@ class StageModel:
         return jax.tree.map(lambda x: x[offset : offset + count], blocks)
 
     def added(self, grads: Tree, part: int, found: Tree) -> Tree:
-        """Gradients of a stage with those of a part's `taken` added, in float32."""
+        """Add the gradients of a part's parameters (see `taken`) to those of its stage, in float32."""
         by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
         stacked = self.traced.chain.stacked
         offset = self.block_numbers.index(self.stages.starts[part])
@@ -166,7 +166,7 @@ class StageModel:
     def run(
         self, part: int, taken: Tree, model_state: Tree, rng: Any, train: bool, batch: Batch, stream: Any
     ) -> tuple[Any, Tree]:
-        """A part of the model: (stream, model state); the last one's stream is (sum, (count, metrics)).
+        """Run a part: return (activations, model state), or ((loss sum, (count, metrics)), model state).
 
         Args:
           part: its number.
@@ -206,16 +206,17 @@ class StageModel:
 
         def part(number: int) -> Callable[[Any, Any], Any]:
             def run(params: Any, stream: Any) -> Any:
-                held = StageModel(
+                stage_model = StageModel(
                     model=self.model,
                     stages=self.stages,
                     traced=self.traced,
                     stage=self.stages.part_placement.stage(number),
                 )
-                taken = held.taken(
-                    {**params, BLOCKS: held.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})}, number
+                taken = stage_model.taken(
+                    {**params, BLOCKS: stage_model.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})},
+                    number,
                 )
-                return held.run(number, taken, state, jax.random.key(0), True, batch, stream)[0]
+                return stage_model.run(number, taken, state, jax.random.key(0), True, batch, stream)[0]
 
             return run
 

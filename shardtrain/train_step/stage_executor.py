@@ -1,6 +1,6 @@
-"""A stage of a pipeline over MPI: it does its tasks of a table in order, each once its inputs are there.
+"""The executor of one stage across islands: its tasks of a table in order, each once its inputs arrived.
 
-What a task computes is somebody else's (`Programs`); here is what it waits for, and what it sends to whom.
+It knows what a task waits for and what it sends to whom; what a task computes is up to its `Programs`.
 Next: `stage_step.py`, which makes the programs.
 """
 
@@ -22,45 +22,45 @@ Observe = Callable[[Task, float, float], None]
 
 
 class Programs(Protocol):
-    """What a stage computes, on arrays as `landed` gives them."""
+    """The computations of a stage, on arrays as `landed` returns them."""
 
     def forward(self, part: int, microbatch: int, inputs: Arrays) -> Arrays:
-        """The values that a part makes, of those that it reads."""
+        """Compute the values that a part writes, from those that it reads."""
         ...
 
     def backward(self, part: int, microbatch: int, inputs: Arrays, errors: Arrays) -> Arrays:
-        """The errors of what a part read, of the errors of what it made."""
+        """Compute the cotangents of the values that a part read, from those of the values that it wrote."""
         ...
 
     def weight(self, part: int, microbatch: int, inputs: Arrays, errors: Arrays) -> None:
-        """The gradients of a part's weights, where a table has them apart."""
+        """Compute the gradients of a part's weights, where they are tasks of their own."""
         ...
 
     def landed(self, value: Value, array: np.ndarray) -> Any:
-        """An array from another island, on this one."""
+        """Put an array from another island onto the devices of this one."""
         ...
 
     def sendable(self, array: Any) -> Any:
-        """The reverse: (rows, ...), whole on this process."""
+        """Return the array (rows, ...) to send, whole on this process."""
         ...
 
     def added(self, arrays: Sequence[Any]) -> Any:
-        """The sum of errors."""
+        """Return the sum of cotangents."""
         ...
 
     def wait(self) -> None:
-        """Until everything that was asked for is computed."""
+        """Wait until everything so far is computed."""
         ...
 
 
 class StageExecutor:
-    """One stage at work.
+    """The executor of one stage.
 
     Args:
-      table: what all stages do; not of the lock-step form.
-      flow: of the model that is cut into `table.num_parts` parts.
+      table: the tasks of all stages; not of the lock-step form.
+      flow: the values between the `table.num_parts` parts of the model.
       mailbox: to the other stages.
-      observe: told of each task; tasks are then done one after the other, without overlap.
+      observe: called after each task, with its times; tasks then run one after the other, without overlap.
     """
 
     def __init__(self, table: Table, flow: Flow, mailbox: "Mailbox", observe: Observe | None = None) -> None:
@@ -71,7 +71,7 @@ class StageExecutor:
         self._kept: dict[tuple[int, int], tuple[Arrays, Arrays]] = {}
 
     def run(self, programs: Programs) -> None:
-        """All tasks of a step."""
+        """Run all tasks of a step."""
         does = {"forward": self._forward, "backward": self._backward, "weight": self._weight}
         for task in self._order:
             part = self._table.part(task)
@@ -85,7 +85,7 @@ class StageExecutor:
         assert not self._kept
 
     def _ready(self, programs: Programs, task: Task, part: int) -> Arrays:
-        """What a task needs from other parts, once it is there."""
+        """Wait for the values of other parts that a task needs, and return them."""
         flow, m = self._flow, task.microbatch
         if task.kind == "forward":
             return {value: self._taken(programs, value, part, m, "stream") for value in flow.reads[part]}
@@ -119,7 +119,7 @@ class StageExecutor:
     def _given(
         self, programs: Programs, array: Any, to: int, value: Value, reader: int, microbatch: int, kind: str
     ) -> None:
-        """Hand a value, or the error that a reader found for it, to a part."""
+        """Send a value, or the cotangent that a reader computed for it, to the stage of a part."""
         stage = self._table.part_placement.stage(to)
         if stage == self._mailbox.stage:
             self._here[kind, value, reader, microbatch] = array
@@ -128,7 +128,7 @@ class StageExecutor:
             self._mailbox.send(programs.sendable(array), stage, tag)
 
     def _taken(self, programs: Programs, value: Value, reader: int, microbatch: int, kind: str) -> Any:
-        """What `_given` handed on, here."""
+        """Receive what `_given` sent to this stage, or kept here."""
         maker = value.part if kind == "stream" else reader
         stage = self._table.part_placement.stage(maker)
         if stage == self._mailbox.stage:

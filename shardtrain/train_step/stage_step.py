@@ -1,12 +1,10 @@
-"""The step of islands that hold the stages of a pipeline, with replicas of the whole pipeline beside it.
+"""The step of a stage of a pipeline across islands, with other pipelines as replicas.
 
-Each stage walks over the same table, replicas combine gradients stage by stage, and every stage updates
-the parameters that it owns. What all must know, losses and the gradient's norm, they tell each other by
-name. Next: `trainer/train.py`.
+All stages carry out the same table, replicas combine gradients stage by stage, and every stage updates the
+parameters that it owns. Losses and the gradient's norm are all-gathered. Next: `trainer/train.py`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,6 +20,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel, nested
+from shardtrain.pipeline.sums import Sums
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.resolve import completed
@@ -35,8 +34,9 @@ from shardtrain.train_step.island_step import (
     total_model_state,
 )
 from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
-from shardtrain.train_step.stage_programs import StagePrograms, Sums
+from shardtrain.train_step.stage_programs import StagePrograms
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
 
@@ -47,78 +47,31 @@ Share = Callable[[str, Any], list[Any]]
 """(name, value of this rank) -> every rank's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seats:
-    """Who holds what: island i has stage i % stages of replica i // stages (as HyPar-Flow numbers them).
-
-    Args:
-      num_islands: of the run.
-      num_stages: islands that hold one pipeline.
-      island: this one.
-
-    Raises:
-      ValueError: islands do not make up whole pipelines.
-    """
-
-    num_islands: int
-    num_stages: int
-    island: int
-
-    def __post_init__(self) -> None:
-        if self.num_stages < 1 or self.num_islands % self.num_stages:
-            divisors = [n for n in range(1, self.num_islands + 1) if self.num_islands % n == 0]
-            raise ValueError(
-                f"partitions is {self.num_stages}, and there are {self.num_islands} islands, which do not"
-                f" make whole pipelines of it; use --partitions {', '.join(map(str, divisors))}, or"
-                f" {-(-self.num_islands // max(self.num_stages, 1)) * max(self.num_stages, 1)} islands"
-            )
-
-    @property
-    def stage(self) -> int:
-        """Of this island."""
-        return self.island % self.num_stages
-
-    @property
-    def replica(self) -> int:
-        """The number of the pipeline that this island is a part of."""
-        return self.island // self.num_stages
-
-    @property
-    def num_replicas(self) -> int:
-        """How many pipelines there are."""
-        return self.num_islands // self.num_stages
-
-    def of_replica(self, values: list[Any], replica: int | None = None) -> list[Any]:
-        """What the stages of a pipeline (by default this one's) have, of a list by island."""
-        first = (self.replica if replica is None else replica) * self.num_stages
-        return values[first : first + self.num_stages]
-
-
 class StageStep(IslandStep):
     """A step of one stage; see `across.make_island_step` for what a step across islands is.
 
     Args:
-      held: what this stage has of the model.
+      stage_model: the stage's share of the model.
       flow: the values between the parts, for the rows of this pipeline's microbatches.
-      table: what all stages do in a step; not of the lock-step form.
-      losses: likewise of an evaluation: forward tasks alone.
-      optimizer: of the stage's parameters; without clipping by the norm of all, which only `clip` can.
-      clip: the greatest norm of the whole gradient; None does not clip.
+      table: the tasks of all stages in a step; not of the lock-step form.
+      losses: the same for an evaluation: forward tasks only.
+      optimizer: of the stage's parameters; without clipping by the norm of all stages, which `clip` does.
+      clip: the largest norm of the whole gradient; None does not clip.
       placement: of the stage's own parameters on this island.
-      crossing: to the same stage of the other pipelines.
-      seats: who is who.
+      crossing: the transfer to the same stage of the other pipelines.
+      seats: which island has which stage.
       mailbox: to the other stages of this pipeline.
-      share: tells every rank's value to every rank, by name.
-      combine: how pipelines become one.
-      learning_rate: the optimizer's schedule, if it shall stand among the metrics.
-      start_row: where the rows of this pipeline begin in the whole batch.
-      observe: told of each task, see `stage_runner.StageExecutor`.
+      share: all-gathers a value over all ranks, by name.
+      combine: how the pipelines' gradients are combined.
+      learning_rate: the optimizer's schedule, to be among the metrics.
+      start_row: the first row of this pipeline in the whole batch.
+      observe: called after each task, see `StageExecutor`.
     """
 
     def __init__(
         self,
         *,
-        held: StageModel,
+        stage_model: StageModel,
         flow: Flow,
         table: Table,
         losses: Table,
@@ -134,19 +87,21 @@ class StageStep(IslandStep):
         start_row: int = 0,
         observe: Observe | None = None,
     ) -> None:
-        self.held, self.seats, self.mailbox = held, seats, mailbox
+        self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._clip, self._share = clip, share
-        self._borrowed_specs = _borrowed_specs(held, placement)
-        self._training = StagePrograms(held, flow, placement, self._borrowed_specs, start_row)
-        self._losing = StagePrograms(held, flow, placement, self._borrowed_specs, start_row, train=False)
+        self._borrowed_specs = _borrowed_specs(stage_model, placement)
+        self._training = StagePrograms(stage_model, flow, placement, self._borrowed_specs, start_row)
+        self._losing = StagePrograms(
+            stage_model, flow, placement, self._borrowed_specs, start_row, train=False
+        )
         self._flow, self._observe = flow, observe
         self.follow(table)
         self._losses = StageExecutor(losses, flow, mailbox)
-        # behind the tags of all values
+        # tags of borrowed parameters follow those of all values
         self._first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         super().__init__(
-            held.model,
-            held.traced.loss,
+            stage_model.model,
+            stage_model.traced.loss,
             optimizer,
             placement,
             crossing,
@@ -228,7 +183,7 @@ class StageStep(IslandStep):
         key = step_key(state.seed, state.step)
         programs.begin(params, state.model_state, key, batch, self._table.has_weight)
         self._runner.run(programs)
-        grads, borrowed, counted = self._reduced(programs.taken())
+        grads, borrowed, counted = self._reduced(programs.take_sums())
         self._give_back(borrowed)
         by_replica = self._told("losses", counted)
         count = np.float32(by_replica[seats.replica]["count"])
@@ -242,7 +197,8 @@ class StageStep(IslandStep):
         return self._update(state, grads, model_state, _totals(by_replica), squares, kept, extra)
 
     def follow(self, table: Table) -> None:
-        """Walk over another table from now on; of the same stages, microbatches and chunks."""
+        """Carry out another table from now on, of the same parts and microbatches."""
+        assert table.part_placement == self.stage_model.stages.part_placement
         self._table = table
         self._runner = StageExecutor(table, self._flow, self.mailbox, self._observe)
 
@@ -252,7 +208,7 @@ class StageStep(IslandStep):
         params = self._with_borrowed(state.params)
         programs.begin(params, state.model_state, jax.random.key(0), batch)
         self._losses.run(programs)
-        totals = _totals(self._told("held-out losses", self._counts(programs.taken())))
+        totals = _totals(self._told("held-out losses", self._counts(programs.take_sums())))
         return {**totals.pop("metrics"), **totals}
 
     def close(self) -> None:
@@ -261,7 +217,7 @@ class StageStep(IslandStep):
 
     def _told(self, name: str, counted: dict[str, Any]) -> list[dict[str, Any]]:
         """Pipeline -> the sums of its loss, which its last stage knows."""
-        seats, last_stage = self.seats, self.held.stages.part_placement.last_stage
+        seats, last_stage = self.seats, self.stage_model.stages.part_placement.last_stage
         is_last = seats.stage == last_stage
         mine = jax.tree.map(float, jax.device_get(counted)) if is_last else None
         found = self._share(name, mine)
@@ -289,11 +245,11 @@ class StageStep(IslandStep):
     def _with_borrowed(self, params: Tree) -> Tree:
         """The parameters that the stage works with; what others own travels anew in every step."""
         here = by_path(params)
-        for path, stages in self.held.lent.items():
+        for path, stages in self.stage_model.lent.items():
             for stage in stages:
                 self.mailbox.send(here[path], stage, self._tag(path))
-        mesh, whole = self._placement.mesh, by_path(self.held.traced.params)
-        for path, owner in self.held.borrowed.items():
+        mesh, whole = self._placement.mesh, by_path(self.stage_model.traced.params)
+        for path, owner in self.stage_model.borrowed.items():
             shape = whole[path]
             what = f"parameter {path} from stage {owner}"
             array = self.mailbox.receive(shape.shape, shape.dtype, owner, self._tag(path), what)
@@ -301,14 +257,14 @@ class StageStep(IslandStep):
         return nested(here)
 
     def _give_back(self, borrowed: Mapping[str, jax.Array]) -> None:
-        for path, owner in self.held.borrowed.items():
+        for path, owner in self.stage_model.borrowed.items():
             self.mailbox.send(borrowed[path], owner, self._tag(path))
 
     def _returned(self) -> list[dict[str, np.ndarray]]:
         """The gradients of those that borrowed."""
         found = []
-        whole = by_path(self.held.traced.params)
-        for path, stages in self.held.lent.items():
+        whole = by_path(self.stage_model.traced.params)
+        for path, stages in self.stage_model.lent.items():
             for stage in stages:
                 what = f"gradient of {path} from stage {stage}"
                 arguments = (whole[path].shape, np.float32, stage, self._tag(path), what)
@@ -316,7 +272,7 @@ class StageStep(IslandStep):
         return found
 
     def _tag(self, path: str) -> int:
-        return self._first_tag + sorted(self.held.users).index(path)
+        return self._first_tag + sorted(self.stage_model.users).index(path)
 
 
 def _counted(sums: Sums) -> dict[str, Any]:
@@ -331,14 +287,14 @@ def _totals(by_replica: list[dict[str, Any]]) -> dict[str, Any]:
     return jax.tree.map(lambda *x: np.float32(sum(x)), *found)
 
 
-def _borrowed_specs(held: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
+def _borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
     """How what a stage borrows lies on its mesh: as its owner would place it there."""
-    whole, dims = by_path(held.traced.params), held.model.dims
+    whole, dims = by_path(stage_model.traced.params), stage_model.model.dims
     names = {
         path_text(path): leaf
         for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
     }
-    arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in held.borrowed}
+    arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
     sizes = dict(placement.mesh.shape)
     layout = completed(placement.layout, arrays, sizes)
     like = {path: whole[path] for path in arrays}

@@ -18,7 +18,7 @@ from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
-from shardtrain.train_step.stage_step import Seats
+from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.loop_parts import StepVote
 
 AGREEMENT_SECONDS = 600.0

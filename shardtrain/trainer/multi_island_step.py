@@ -74,7 +74,7 @@ def _make_stage_step(
         for name, x in stage_model.traced.batch.items()
     }
     return StageStep(
-        held=stage_model,
+        stage_model=stage_model,
         flow=stage_model.flow(shapes),
         table=make_table(pipeline.schedule, *sizes),
         losses=forward_only(*sizes, placement=pipeline.placement),

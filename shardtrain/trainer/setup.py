@@ -24,7 +24,7 @@ from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
-from shardtrain.train_step.stage_step import Seats
+from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run
 
 FIRST_POSITION = Position(epoch=0, index=0)

@@ -30,7 +30,8 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.stage_step import Seats, StageStep
+from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.step import make_evaluate, make_step
 
 ROWS, SEQ, VOCAB = 40, 16, 32
@@ -168,12 +169,12 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
     pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages="params")
     stages = make_partition(model(name), pipeline, num_stages, loss, microbatch)
     traced = Traced(model(name), loss, microbatch)
-    held = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
-    placement = make_placement(held.as_model(), gradients_as_state(), layout, mesh)
+    stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
+    placement = make_placement(stage_model.as_model(), gradients_as_state(), layout, mesh)
     same_stage = comm.Split(seats.stage, comm.rank)
     step = StageStep(
-        held=held,
-        flow=held.flow(microbatch),
+        stage_model=stage_model,
+        flow=stage_model.flow(microbatch),
         table=make_table(schedule, num_stages, microbatches, chunks),
         losses=forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
         optimizer=gradients_as_state(),
@@ -188,7 +189,7 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
         combine=combine,
         start_row=start,
     )
-    state = init_state(held.as_model(), gradients_as_state(), placement, 7)
+    state = init_state(stage_model.as_model(), gradients_as_state(), placement, 7)
     state = state._replace(combine_state=step.init_combine_state())
     return step, state, place(rows, mesh, layout.batch_axes, microbatches)
 
@@ -214,8 +215,8 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
         after, found = step(jax.tree.map(jnp.copy, state), batch)
         sent = (step.mailbox.num_messages - before[0], step.mailbox.num_bytes - before[1])
         close(jax.device_get(found), metrics, case)
-        close(jax.device_get(after.opt_state), step.held.own(grads), case)
-        close(jax.device_get(after.model_state), step.held.own(model_state, "model_state/"), case)
+        close(jax.device_get(after.opt_state), step.stage_model.own(grads), case)
+        close(jax.device_get(after.model_state), step.stage_model.own(model_state, "model_state/"), case)
         if name in ("tied", "untied"):
             traffic(step, sent, microbatches, case)
     if schedules[0] in ("1f1b", "zb_v"):
@@ -225,13 +226,15 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
 
 def traffic(step, sent, microbatches, case) -> None:
     """Activations x microbatches x boundaries, each way; and what is borrowed goes there and back."""
-    held, seats = step.held, step.seats
-    placement = held.stages.part_placement
-    others = [part + by for part in held.parts for by in (-1, 1) if 0 <= part + by <= held.last_part]
-    boundaries = sum(placement.stage(part) != held.stage for part in others)
-    rows = step.held.traced.batch["tokens"].shape[0]
+    stage_model, seats = step.stage_model, step.seats
+    placement = stage_model.stages.part_placement
+    others = [
+        part + by for part in stage_model.parts for by in (-1, 1) if 0 <= part + by <= stage_model.last_part
+    ]
+    boundaries = sum(placement.stage(part) != stage_model.stage for part in others)
+    rows = step.stage_model.traced.batch["tokens"].shape[0]
     table = VOCAB * 32 * 4
-    borrows = (seats.stage in (0, seats.num_stages - 1)) and bool(held.lent or held.borrowed)
+    borrows = (seats.stage in (0, seats.num_stages - 1)) and bool(stage_model.lent or stage_model.borrowed)
     expected = (
         boundaries * microbatches + borrows,
         boundaries * microbatches * rows * SEQ * 32 * 4 + borrows * table,
@@ -250,7 +253,7 @@ def adasum_of_pipelines(comm, num_stages) -> None:
         alone = jax.device_get(plain(own, rows)[0].opt_state)
     means = comm.allgather(alone)[:2]
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.opt_state)):
-        a, b = (np.asarray(by_path(step.held.own(mean))[path_text(path)]) for mean in means)
+        a, b = (np.asarray(by_path(step.stage_model.own(mean))[path_text(path)]) for mean in means)
         layers = zip(a, b, leaf, strict=True) if path_text(path).startswith("blocks/") else [(a, b, leaf)]
         for x, y, got in layers:
             dot, xx, yy = (float((p.astype(np.float64) * q).sum()) for p, q in ((x, y), (x, x), (y, y)))

@@ -1,0 +1,51 @@
+"""Stages and replicas of a pipeline across islands, by the numbers of islands."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seats:
+    """Which island has which stage: island i has stage i % stages of replica i // stages, as in HyPar-Flow.
+
+    Args:
+      num_islands: of the run.
+      num_stages: islands that hold one pipeline.
+      island: this one.
+
+    Raises:
+      ValueError: islands do not make up whole pipelines.
+    """
+
+    num_islands: int
+    num_stages: int
+    island: int
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1 or self.num_islands % self.num_stages:
+            divisors = [n for n in range(1, self.num_islands + 1) if self.num_islands % n == 0]
+            raise ValueError(
+                f"partitions is {self.num_stages}, and there are {self.num_islands} islands, which do not"
+                f" make whole pipelines of it; use --partitions {', '.join(map(str, divisors))}, or"
+                f" {-(-self.num_islands // max(self.num_stages, 1)) * max(self.num_stages, 1)} islands"
+            )
+
+    @property
+    def stage(self) -> int:
+        """Of this island."""
+        return self.island % self.num_stages
+
+    @property
+    def replica(self) -> int:
+        """The number of the pipeline that this island is a part of."""
+        return self.island // self.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """How many pipelines there are."""
+        return self.num_islands // self.num_stages
+
+    def of_replica(self, values: list[Any], replica: int | None = None) -> list[Any]:
+        """What the stages of a pipeline (by default this one's) have, of a list by island."""
+        first = (self.replica if replica is None else replica) * self.num_stages
+        return values[first : first + self.num_stages]

@@ -1,0 +1,261 @@
+"""The compiled functions of one stage of a pipeline across islands: its parts forward and backward.
+
+The island's own replicas (its data axis) are a leading dim of everything, as in `gradients.py`.
+Next: `stage_programs.py`, which calls them task by task.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain import axes
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.loss import Batch
+from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.rng import row_key
+from shardtrain.pipeline.flow import Flow
+from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.pipeline.sums import Sums, add_loss
+from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.train_step.gradients import constrained
+from shardtrain.train_step.placement import Placement
+
+
+class TaskInputs(NamedTuple):
+    """Everything that a task of a stage reads.
+
+    Args:
+      params: of the stage, borrowed ones among them.
+      model_state: of the stage, before the part's forward; each array (R, ...).
+      key: of the step.
+      first_rows: uint32 (M, R), the number of each share's first row.
+      batch: every array (M, R, rows, ...).
+      microbatch: int32 scalar.
+      inputs: the values that the part reads, in the order of `Flow.reads`; each (R, rows, ...).
+      cotangents: of the values that it writes, of those that have one, in the order of `Flow.writes`.
+    """
+
+    params: Tree
+    model_state: Tree
+    key: jax.Array
+    first_rows: jax.Array
+    batch: Batch
+    microbatch: Any
+    inputs: Sequence[Any] = ()
+    cotangents: Sequence[Any] = ()
+
+
+class StageFunctions:
+    """The functions that a stage compiles, one of each for each of its parts.
+
+    Args:
+      stage_model: the stage's share of the model.
+      flow: the values between the parts of the whole model.
+      placement: of the stage's own parameters on this island.
+      borrowed: path -> PartitionSpec of a parameter that another stage owns.
+      start_row: the first row of this pipeline in the whole batch.
+      train: with dropout and backward tasks, or only losses.
+    """
+
+    def __init__(
+        self,
+        stage_model: StageModel,
+        flow: Flow,
+        placement: Placement,
+        borrowed: Mapping[str, PartitionSpec],
+        start_row: int,
+        train: bool,
+    ) -> None:
+        self.stage_model, self.flow, self.placement, self.train = stage_model, flow, placement, train
+        layout, mesh = placement.layout, placement.mesh
+        self.replica_axes = layout.replica_axes
+        self.num_replicas = math.prod(mesh.shape[axis] for axis in self.replica_axes)
+        self._rules = layout.rules_of_replica()
+        self.rows = PartitionSpec(self.replica_axes, self._rules[axes.BATCH])
+        self._start_row, self._borrowed = start_row, borrowed
+
+    def compiled(self, function: Callable[..., Any], part: int, **options: Any) -> Callable[..., Any]:
+        """Return a function of (part, ...) below, compiled for one part."""
+
+        def run(*arguments: Any) -> Any:
+            with activation_rules(self._rules, self.placement.mesh, self.placement.layout.unnamed):
+                return function(part, *arguments)
+
+        return jax.jit(run, **options)
+
+    # -- before the tasks of a step --
+
+    def by_replica(self, batch: Batch, model_state: Tree) -> tuple[Batch, jax.Array, Tree]:
+        """Return per replica the batch (M, R, rows, ...), first rows (M, R) and model state (R, ...)."""
+        count = self.num_replicas
+        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
+        batch = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, *x.shape[2:]), batch)
+        spec = PartitionSpec(None, *self.rows)
+        batch = constrained(batch, jax.tree.map(lambda _: spec, batch), self.placement.mesh)
+        shares = jnp.arange(num_microbatches * count, dtype=jnp.uint32)
+        first_rows = (self._start_row + shares * (num_rows // count)).reshape(num_microbatches, count)
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model_state)
+        return batch, first_rows, state
+
+    def initial_sums(self, last: int, task: TaskInputs) -> Sums:
+        """Return zeros for the sums of a step.
+
+        Args:
+          last: the last part of this stage.
+          task: without inputs.
+        """
+        grads = jax.tree.map(lambda x: jnp.zeros((self.num_replicas, *x.shape), jnp.float32), task.params)
+        grads = self._constrain_grads(grads) if self.train else {}
+        zeros = self._by_rows(jnp.zeros(self.num_replicas))
+        metrics: Any = {}
+        if last == self.stage_model.last_part:
+            # only the loss knows which metrics it has
+            values = (self.flow.shapes[value] for value in self.flow.reads[last])
+            inputs = [
+                jax.ShapeDtypeStruct(
+                    (self.num_replicas, x.shape[0] // self.num_replicas, *x.shape[1:]), x.dtype
+                )
+                for x in values
+            ]
+            found, _ = jax.eval_shape(partial(self._run, last, train=False), task._replace(inputs=inputs))
+            metrics = self._by_rows(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found[1][1]))
+        return Sums(zeros, zeros, metrics, grads)
+
+    # -- tasks --
+
+    def forward(self, part: int, task: TaskInputs) -> tuple[Any, Tree]:
+        """Return what a part writes (the last one: its losses as `Sums`), and the model state after it."""
+        found, model_state = self._run(part, task, self.train)
+        if part < self.stage_model.last_part:
+            return found, model_state
+        loss_sum, (count, metrics) = found
+        return Sums(*self._by_rows((loss_sum, count, metrics)), grads={}), model_state
+
+    def backward(self, part: int, sums: Sums, task: TaskInputs) -> tuple[Any, Sums, Tree]:
+        """Return the cotangents of a part's inputs, the sums with its gradients, and the model state."""
+        grads, cotangents, loss, model_state = self._vjp(part, task)
+        sums = sums._replace(grads=self._add_grads(part, sums.grads, grads))
+        return cotangents, self._add_loss(sums, loss), model_state
+
+    def input_backward(self, part: int, sums: Sums, task: TaskInputs) -> tuple[Any, Sums, Tree]:
+        """Return the same without gradients, where they are computed by weight tasks."""
+        _, cotangents, loss, model_state = self._vjp(part, task)
+        return cotangents, self._add_loss(sums, loss), model_state
+
+    def weight(self, part: int, sums: Sums, task: TaskInputs) -> Sums:
+        """Return the sums with the gradients of a part."""
+        grads, *_ = self._vjp(part, task)
+        return sums._replace(grads=self._add_grads(part, sums.grads, grads))
+
+    def _run(self, part: int, task: TaskInputs, train: bool) -> tuple[Any, Tree]:
+        run = self._replica_run(part, task.key, train)
+        params = self.stage_model.taken(task.params, part)
+        rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
+        return self._vmapped(run, (None, 0, 0, 0, 0))(params, task.model_state, *rows, list(task.inputs))
+
+    def _replica_run(self, part: int, key: jax.Array, train: bool) -> Callable[..., Any]:
+        """Return (params, model state, first row, batch, inputs) -> what the part writes, of one replica."""
+
+        def run(params: Tree, model_state: Tree, first_row: Any, batch: Batch, inputs: Any) -> Any:
+            num_rows = jax.tree.leaves(batch)[0].shape[0]
+            rng = row_key(key, first_row, num_rows)
+            entering = self._entering(part, inputs, num_rows)
+            found, changed = self.stage_model.run(part, params, model_state, rng, train, batch, entering)
+            # a share that is all padding does not change the model state
+            is_real = batch["weights"].sum() > 0 if "weights" in batch else jnp.bool_(True)
+            changed = jax.tree.map(lambda new, old: jnp.where(is_real, new, old), changed, model_state)
+            if part < self.stage_model.last_part:
+                leaves = jax.tree.leaves(found)
+                found = [leaves[value.leaf] for value in self.flow.writes[part]]
+            return found, changed
+
+        return run
+
+    def _vjp(self, part: int, task: TaskInputs) -> tuple[Tree, list[jax.Array], Any, Tree]:
+        """Return (gradients, cotangents of the inputs, the loss, model state); XLA drops what is not used.
+
+        The forward is recomputed here, from the inputs and the model state that it had.
+        """
+        is_last = part == self.stage_model.last_part
+        # masks and numbers have no cotangent: they are closed over
+        is_float = [self.flow.has_error(value) for value in self.flow.reads[part]]
+        has_cotangent = [self.flow.has_error(value) for value in self.flow.writes[part]]
+        run = self._replica_run(part, task.key, self.train)
+
+        def replica(
+            params: Tree, model_state: Tree, first_row: Any, batch: Batch, inputs: Any, cotangents: Any
+        ) -> tuple[Tree, list[jax.Array], Any, Tree]:
+            def outputs(params: Tree, floats: Sequence[Any]) -> Any:
+                left = iter(floats)
+                given = [next(left) if yes else x for x, yes in zip(inputs, is_float, strict=True)]
+                found, changed = run(params, model_state, first_row, batch, given)
+                if is_last:
+                    return found[0], (found[1], changed)
+                return list(compress(found, has_cotangent)), ((), changed)
+
+            floats = list(compress(inputs, is_float))
+            out, pull, (counted, changed) = jax.vjp(outputs, params, floats, has_aux=True)
+            # the last part starts from its loss, others from the cotangents that arrived
+            grads, found = pull(jnp.ones_like(out) if is_last else cotangents)
+            return grads, found, (out, *counted) if is_last else (), changed
+
+        params = self.stage_model.taken(task.params, part)
+        rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
+        in_axes = (None, 0, 0, 0, 0, 0)
+        return self._vmapped(replica, in_axes)(
+            params, task.model_state, *rows, list(task.inputs), list(task.cotangents)
+        )
+
+    def _entering(self, part: int, inputs: Sequence[jax.Array], num_rows: int) -> Any:
+        """Return the activations that enter a part; leaves that it does not read are zeros."""
+        given = dict(zip(self.flow.reads[part], inputs, strict=True))
+        leaves, structure = jax.tree.flatten(self.flow.streams[part])
+        found = [
+            given[value] if value in given else jnp.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+            for value, leaf in zip(self.flow.sources[part], leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    def _vmapped(self, function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+        return jax.vmap(
+            function,
+            in_axes=in_axes,
+            axis_name=self.stage_model.model.axis_name,
+            spmd_axis_name=self.replica_axes or None,
+        )
+
+    def _add_grads(self, part: int, grads: Tree, found: Tree) -> Tree:
+        return self._constrain_grads(jax.vmap(lambda g, f: self.stage_model.added(g, part, f))(grads, found))
+
+    def _add_loss(self, sums: Sums, loss: Any) -> Sums:
+        """Add what the last part computed; other parts have no loss."""
+        if not loss:
+            return sums
+        sums = add_loss(sums, *loss)
+        return Sums(*self._by_rows(sums[:3]), grads=sums.grads)
+
+    def _constrain_grads(self, grads: Tree) -> Tree:
+        specs = with_leading_dim(self.placement.specs.params, self.replica_axes)
+        known = {path_text(path): spec for path, spec in jax.tree.leaves_with_path(specs, is_leaf=_is_spec)}
+        known |= with_leading_dim(dict(self._borrowed), self.replica_axes)
+
+        def constrain(path: Any, x: jax.Array) -> jax.Array:
+            spec = known[path_text(path)]
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.placement.mesh, spec))
+
+        return jax.tree.map_with_path(constrain, grads)
+
+    def _by_rows(self, tree: Any) -> Any:
+        """Shard sums (R,) as rows are: always alike, else a program would be compiled for each sharding."""
+        sharding = NamedSharding(self.placement.mesh, PartitionSpec(self.replica_axes))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
