@@ -17,22 +17,22 @@ from shardtrain.system.standard_streams import close_quietly, fill_closed
 from shardtrain.system.stop_signals import StopSignals, write_raw
 
 COMMANDS = {
-    "train": "train a run, or go on with it",
-    "inspect": "show how a run lies on a mesh, without compiling",
+    "train": "train a run, or resume it",
+    "inspect": "show how a run is sharded over a mesh, without its devices",
     "launch": "start a command as islands: here, on other hosts, or by Slurm",
-    "doctor": "look for what stands in the way of a run, before it starts",
-    "checkpoint": "list, show, compare, check, thin out, export and import checkpoints",
+    "doctor": "check what a run needs before it starts",
+    "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
 }
-"""Command -> what it does; the module of this package by that name has it."""
+"""Command -> what it does, in the module of that name."""
 
 FORK = ("launch", "doctor")
 """Commands that fork processes, which a process with threads must not."""
 
 CLEAN_UP = ("checkpoint",)
-"""Commands that remove what they have begun."""
+"""Commands that remove what they wrote if a signal ends them."""
 
 END_TOGETHER = ("doctor",)
-"""Commands whose ranks all end by themselves, with the same exit code."""
+"""Commands whose ranks all exit by themselves, with the same code."""
 
 HELP = ("--help", "-h")
 USER_ERROR = MISTAKE
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: without the program's name; by default those of this process.
 
     Returns:
-      The exit code: 0 done, 1 when the run, or code of the user's in it, failed, 2 a mistake in what was
-      asked (one message, no traceback unless SHARDTRAIN_TRACEBACK=1), 75 when the run shall be started
-      again, 128 + the signal's number when a signal ended the run.
+      The exit code: 0 done; 1 when the run, or code of the user's in it, failed; 2 for a mistake in the
+      arguments (one message, no traceback unless SHARDTRAIN_TRACEBACK=1); 75 when the run is to be started
+      again; 128 + the signal's number when a signal ended the run.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed()
     command, *rest = arguments or HELP
-    # before anything large is imported: Ctrl-C must end what has not begun
+    # before anything large is imported: until then Ctrl-C ends the process at once
     stop = StopSignals(
         lambda number: end_at_once(command, number), listens=command not in FORK, unwinds=command in CLEAN_UP
     )
@@ -79,7 +79,7 @@ def end_at_once(command: str, number: signal.Signals) -> None:
 
 
 def _end_other_ranks(code: int) -> None:
-    """The others would wait for this one without end."""
+    """Abort the other ranks of the job, which would wait for this one forever."""
     bridge: Any = sys.modules.get("shardtrain.islands.bridge")
     # a bridge that is being imported has no `end_all` yet
     if hasattr(bridge, "end_all") and bridge.MPI.COMM_WORLD.size > 1:
@@ -99,7 +99,7 @@ def _run(command: str, rest: list[str], stop: StopSignals) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
-        return _told(command, error)
+        return _report(command, error)
     except UserCodeFailed as failure:
         terminal.err(f"{user_traceback(failure)}shardtrain {command}: {failure}\n")
         return FAILED
@@ -118,10 +118,10 @@ def _command(command: str, rest: list[str], stop: StopSignals) -> int:
     return importlib.import_module(f"shardtrain.cli.{command}").main(rest, **own)
 
 
-def _told(command: str, error: ValueError | OSError) -> int:
-    """Say what went wrong, and return the exit code for it."""
+def _report(command: str, error: ValueError | OSError) -> int:
+    """Print an error and return its exit code."""
     code = exit_code(error)
-    # nobody reads any more (`| head`)
+    # a closed pipe (`| head`) has no reader for a message
     if not isinstance(error, BrokenPipeError):
         terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
     close_quietly(sys.stdout)
@@ -129,33 +129,33 @@ def _told(command: str, error: ValueError | OSError) -> int:
 
 
 def exit_code(error: ValueError | OSError) -> int:
-    """The exit code for an error: a mistake in what was asked, or a machine that failed.
+    """Return the exit code for an error: a mistake of the user, or a machine that failed.
 
     >>> [exit_code(each) for each in (ValueError("no"), FileNotFoundError(2, "no"), OSError(28, "full"))]
     [2, 2, 1]
     """
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE
-    # an OSError without a number is one of ours, with its cure
+    # an OSError without a number was raised by this package, with its cure
     asked = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
     return USER_ERROR if isinstance(error, (ValueError, *asked)) or error.errno is None else FAILED
 
 
 def usage() -> str:
-    """The text of --help."""
+    """Return the text of --help."""
     lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
     return (
         "usage: shardtrain COMMAND ...\n\n"
         + "\n".join(lines)
-        + "\n\nshardtrain COMMAND --help tells its options.\n"
+        + "\n\nshardtrain COMMAND --help shows its options.\n"
     )
 
 
 def set_cpu_devices(arguments: list[str]) -> None:
-    """Take `--cpu-devices N` out of the arguments and have jax simulate N devices on the CPU.
+    """Remove `--cpu-devices N` from the arguments and let jax simulate N devices on the CPU.
 
     `--cpu-devices 2,1` gives each island its own number, by the rank that the launcher gave this process.
-    What stands behind `--` is another program's.
+    Arguments after `--` belong to another program.
 
     Raises:
       ValueError: N is not a number from 1, or not one number an island.
@@ -176,8 +176,8 @@ def set_cpu_devices(arguments: list[str]) -> None:
     del arguments[start : start + (1 if equals else 2)]
     number = numbers if "," not in numbers else _of_this_island(word, numbers.split(","))
     flag = f"--xla_force_host_platform_device_count={number}"
-    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
-    os.environ["XLA_FLAGS"] = " ".join([*kept, flag])
+    other_flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
+    os.environ["XLA_FLAGS"] = " ".join([*other_flags, flag])
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 

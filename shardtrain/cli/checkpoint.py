@@ -1,6 +1,6 @@
-"""`shardtrain checkpoint COMMAND ...`: look at checkpoints, check them, thin them out, and convert them.
+"""`shardtrain checkpoint COMMAND ...`: list, show, compare, verify, prune and convert checkpoints.
 
-Converters of files come in by name (`checkpoint_files.py`). Next: `checkpoints/reader.py`.
+Converters of files are imported by name (`checkpoint_files.py`). Next: `checkpoints/reader.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ DAMAGED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
-    """What steps there are.
+    """List the steps of a run.
 
     Args:
       run: a run's folder, its folder of checkpoints, or the folder of a step.
@@ -41,11 +41,11 @@ class Ls:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """What a step holds: its arrays, and the run that saved it.
+    """Show a step: its arrays, and the run that saved it.
 
     Args:
       run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it.
-      step: by default the newest.
+      step: the number of the step; None: the newest.
     """
 
     run: tyro.conf.Positional[Where]
@@ -54,11 +54,11 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """In what two steps differ: arrays, values, options of the run.
+    """Compare two steps: arrays, values, options of the run.
 
     Args:
       first: a run's folder (the newest step), or RUN@STEP, or the folder of a step.
-      second: the same.
+      second: the step to compare it with, in the same forms.
     """
 
     first: tyro.conf.Positional[Where]
@@ -67,11 +67,11 @@ class Diff:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Compare every file with the size and checksum that it was saved with; exit code 1 where one differs.
+    """Compare every file with its saved size and checksum; exit code 1 if one differs.
 
     Args:
       run: a run's folder, its folder of checkpoints, or the folder of a step.
-      step: by default all.
+      step: the number of the step; None: all.
     """
 
     run: tyro.conf.Positional[Where]
@@ -80,13 +80,13 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """Delete old steps. The newest whole one always stays.
+    """Delete old steps; the newest valid one is always kept.
 
     Args:
       run: a run's folder, or its folder of checkpoints.
-      keep: how many of the newest whole steps stay.
-      keep_every: steps that this divides stay too.
-      dry_run: tell what would be deleted, and delete nothing.
+      keep: number of newest valid steps to keep.
+      keep_every: keep steps that are multiples of this too.
+      dry_run: print what would be deleted, and delete nothing.
     """
 
     run: tyro.conf.Positional[Where]
@@ -96,7 +96,7 @@ class Prune:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out one of `COMMANDS`.
+    """Run one of `COMMANDS`.
 
     Returns:
       0; 1 where `verify` found a broken step.
@@ -113,12 +113,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """The text of --help."""
+    """Return the text of --help."""
     lines = [f"  {name:8} {(kind.__doc__ or '').splitlines()[0]}" for name, (kind, _) in COMMANDS.items()]
     return (
         "usage: shardtrain checkpoint COMMAND ...\n\n"
         + "\n".join(lines)
-        + "\n\nshardtrain checkpoint COMMAND --help tells its options.\n"
+        + "\n\nshardtrain checkpoint COMMAND --help shows its options.\n"
     )
 
 
@@ -164,7 +164,7 @@ def _prune(options: Prune) -> int:
         raise ValueError(f"{options.run} is one step; give the run's folder to prune it")
     if options.dry_run:
         return _pruned(place, policy, lambda folder: None)
-    with _nobody_trains(place.folder):
+    with _exclusive(place.folder):
         return _pruned(place, policy, delete)
 
 
@@ -192,7 +192,7 @@ def _pruned(place: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[P
 
 
 def _newest_whole(found: Sequence[CheckpointReader], number: int) -> list[CheckpointReader]:
-    """As many of the newest whole steps as there shall be, the newest first; older ones are not read."""
+    """Return the newest whole steps, the newest first; older ones are not read."""
     whole: list[CheckpointReader] = []
     for reader in reversed(found):
         if len(whole) < number and not reader.problems():
@@ -201,11 +201,11 @@ def _newest_whole(found: Sequence[CheckpointReader], number: int) -> list[Checkp
 
 
 @contextmanager
-def _nobody_trains(folder: Path) -> Iterator[None]:
-    """Hold the locks of a folder of checkpoints, and of the run that it is of.
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Hold the locks of a folder of checkpoints and of its run.
 
     Raises:
-      ValueError: a run holds one.
+      ValueError: a running process has one of them.
     """
     run = folder.resolve().parent
     try:
@@ -231,4 +231,4 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "import": (Import, import_checkpoint),
     "prune": (Prune, _prune),
 }
-"""Name -> its options, and what carries it out and returns the exit code."""
+"""Name -> the class of its options, and the function that runs it and returns the exit code."""

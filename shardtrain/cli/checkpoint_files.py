@@ -1,7 +1,7 @@
-"""`shardtrain checkpoint export` and `import`: checkpoints from and into other programs' files.
+"""`shardtrain checkpoint export` and `import`: convert checkpoints to and from other programs' files.
 
-Who knows the files is a module that is loaded by its name, as a user's own model is: shardtrain itself does
-not know its models. Any module with `export_model` and `import_model` like the default's will do.
+A converter is a module that is imported by its name, as a user's own model is: shardtrain itself does not know
+its models. Any module with `export_model` and `import_model` like the default's can be one.
 """
 
 import importlib
@@ -30,17 +30,17 @@ RUN_FILE, TOKENIZER = "run.py", "tokenizer"
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a step's parameters as a folder that Hugging Face's `transformers` loads as it is.
+    """Write the parameters of a step as a folder that Hugging Face's `transformers` loads unchanged.
 
     Args:
       run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it.
       out: the folder to write.
-      step: by default the newest.
-      dtype: of what is written: float32, bfloat16 or float16.
-      max_shard_bytes: the weights are cut into files of so many bytes.
-      tokenizer: a folder whose tokenizer files are copied; by default tokenizer/ in the run's folder.
-      run_file: the run file that it was trained with, where the checkpoint does not tell the model's options.
-      using: the module that knows the files.
+      step: the number of the step; None: the newest.
+      dtype: dtype of the written weights: float32, bfloat16 or float16.
+      max_shard_bytes: most bytes in a file of weights; larger models are split over several.
+      tokenizer: a folder whose tokenizer files are copied; None: tokenizer/ in the run's folder.
+      run_file: the run file that trained it, for a checkpoint that lacks the options of the model.
+      using: the module that converts the files.
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
@@ -55,12 +55,12 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Make a checkpoint to start from out of a folder of Hugging Face's (GPT-2, Llama, BERT).
+    """Convert a folder of Hugging Face's (GPT-2, Llama, BERT) to a checkpoint to start from.
 
     Args:
-      folder: with config.json, model.safetensors (or several and their index), and tokenizer files.
-      out: the folder to write: a checkpoint, a run file that trains on from it, and the tokenizer.
-      using: the module that knows the files.
+      folder: a folder with config.json, model.safetensors (or several and their index), and tokenizer files.
+      out: the folder to write: a checkpoint, a run file that trains it further, and the tokenizer.
+      using: the module that converts the files.
     """
 
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
@@ -69,7 +69,7 @@ class Import:
 
 
 def export_checkpoint(options: Export) -> int:
-    """Export; returns 0.
+    """Export a checkpoint and return 0.
 
     Raises:
       ValueError: the step is broken, or of a model that the converter does not know.
@@ -193,7 +193,7 @@ def run_file_text(kind: type, masked: bool) -> str:
         names, path = [*names, "MaskedTokens", "masked_token_loss"], "--data.data.path"
         readers = ["read_mask_token", "read_model"]
     names.sort(key=lambda name: (not name[0].isupper(), name))
-    return f'''"""Trains on from the imported checkpoint in this folder; {MODEL_FILE} describes its model.
+    return f'''"""Trains the imported checkpoint in this folder further; {MODEL_FILE} describes its model.
 
 Its tokens are those of its tokenizer: write them with `shardtrain.data.write_tokens`, then
 

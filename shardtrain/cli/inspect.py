@@ -38,17 +38,17 @@ MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Options of inspect alone.
+    """Options of inspect.
 
     Args:
-      devices: how many devices to lay it on; by default as many as --mesh names, or those here.
-      compile: compile the step for devices of this kind, cpu, h100 or a100, which need not be here, and show
-        what it moves and holds; for cpu with --cpu-devices.
-      pipeline_stages: draw the schedule for so many; by default the size of the mesh axis pipeline, or 4.
-      microbatches: draw the schedule for so many; by default those of --accumulate.
+      devices: number of devices; by default the product of --mesh, or those of this machine.
+      compile: compile the step for devices of this kind (cpu with --cpu-devices; h100 or a100, which need
+        not be here) and show the bytes that it moves and its memory.
+      pipeline_stages: stages of the drawn schedule; by default the size of the mesh axis pipeline, or 4.
+      microbatches: microbatches of the drawn schedule; by default those of --accumulate.
       lockstep: draw the form for a mesh, where every tick waits for all stages, or the one for islands;
         by default the first where the mesh has an axis pipeline.
-      timeline: draw the schedule as a picture too, .svg or .png.
+      timeline: file for a picture of the schedule, .svg or .png.
     """
 
     devices: int | None = None
@@ -72,7 +72,7 @@ class InspectOptions:
 
     @property
     def of_schedule(self) -> bool:
-        """Whether one of them is about the schedule."""
+        """Whether an option of the schedule was given."""
         others = ("devices", "compile")
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
-    """Compile the step and describe it; the data is prepared in a folder that is deleted again."""
+    """Compile the step and describe it; the data is prepared in a temporary folder."""
     from shardtrain.trainer.setup import make_setup, microbatch_of  # with all that islands need
 
     mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
@@ -115,7 +115,7 @@ def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
 
 
 def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
-    """How such a mesh cuts the blocks; what needs the shapes of the data is shown cut evenly."""
+    """Return the partition of the blocks on such a mesh; equal where a cut needs the shapes of the data."""
     if num_stages == 1 or model.chain is None or not model.chain.stacked:
         return None
     pipeline = run.strategy.pipeline
@@ -133,7 +133,7 @@ def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
 
 
 def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:
-    """The table that such a mesh runs; without a pipeline in it, one to look at."""
+    """Return the schedule of such a mesh; without a pipeline in it, that of an example."""
     schedule, chunks = strategy.pipeline.schedule, strategy.pipeline.virtual_stages
     lockstep = num_stages > 1 if options.lockstep is None else options.lockstep
     sizes = (num_stages, strategy.accumulate, chunks)
@@ -147,7 +147,7 @@ def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Tabl
 
 
 def _show(table: Table, picture: Path | None) -> None:
-    """The timeline of a schedule; whole where there is no terminal that could be too narrow."""
+    """Print the timeline of a schedule; in full width where the output is no terminal."""
     width, _ = shutil.get_terminal_size(fallback=(1_000_000, 24))
     terminal.out("\n" + timeline_text(table, width))
     if picture is not None:
