@@ -36,6 +36,7 @@ OTHERS = {
     "containers": "--cpus --memory --shm-size",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--model --model.NAME --model.no --watch",
+    "rejected in a decision": "--placement",
 }
 """Options of other programs that pages and messages name, and beginnings of ours."""
 

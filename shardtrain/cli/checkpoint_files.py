@@ -1,7 +1,7 @@
 """`shardtrain checkpoint export` and `import`: convert checkpoints to and from other programs' files.
 
-A converter is a module that is imported by its name, as a user's own model is: shardtrain itself does not know
-its models. Any module with `export_model` and `import_model` like the default's can be one.
+A converter is a module that is imported by its name, as a user's own model is: shardtrain itself does not
+know its models. Any module with `export_model` and `import_model` like the default's can be one.
 """
 
 import importlib
@@ -99,7 +99,7 @@ def export_checkpoint(options: Export) -> int:
 
 
 def import_checkpoint(options: Import) -> int:
-    """Import; returns 0.
+    """Import a folder as a checkpoint and return 0.
 
     Raises:
       FileExistsError: the folder to write holds something.
@@ -138,13 +138,13 @@ def import_checkpoint(options: Import) -> int:
 
 
 def changed_options(config: Any) -> list[tuple[str, Any]]:
-    """Options of a dataclass that are not at their defaults."""
+    """Return the fields of a dataclass that are not at their defaults."""
     values = [(f.name, getattr(config, f.name), f.default) for f in fields(config)]
     return [(name, value) for name, value, default in values if value != default]
 
 
 def option_words(config: Any) -> list[str]:
-    """The command line of a run whose model has these options; all of them, for its own may be others.
+    """Return the command line options that give a run's model this configuration: all of them.
 
     >>> from shardtrain.models.mlp import MlpConfig
     >>> option_words(MlpConfig(features=4, mlp=8, num_layers=1, classes=3, dtype="bfloat16"))[-2:]
@@ -161,18 +161,18 @@ def option_words(config: Any) -> list[str]:
 
 
 def model_text(config: Any) -> str:
-    """A configuration as Python: `DecoderConfig(vocab=256, ...)`."""
+    """Return a configuration as Python: `DecoderConfig(vocab=256, ...)`."""
     inside = ", ".join(f"{name}={value!r}" for name, value in changed_options(config))
     return f"{type(config).__name__}({inside})"
 
 
 def has_masks(config: Any) -> bool:
-    """Whether a model reads from both sides, and so trains by masked tokens."""
+    """Whether the attention of a model is bidirectional, so that it trains on masked tokens."""
     return hasattr(config, "segments")
 
 
 def run_file_text(kind: type, masked: bool) -> str:
-    """A run file that trains on from what was imported; nothing of the download stands in it.
+    """Return the text of a run file that trains the import further, without any text of the download.
 
     Args:
       kind: the class of the model's configuration.
@@ -268,7 +268,7 @@ def _converter(name: str, function: str) -> Any:
 
 
 def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, Any]:
-    """Options of the model, by name: of the run file, or as the checkpoint tells them.
+    """Return the options of the model, by name: of the run file, or those in the checkpoint.
 
     Raises:
       ValueError: they are not known.
@@ -284,7 +284,7 @@ def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, 
     found = {name.removeprefix(MODEL): run[name] for name in run if name.startswith(MODEL)}
     if not found:
         raise ValueError(
-            "the checkpoint does not tell its model's options; give the run file that it was trained with:"
+            "the checkpoint lacks its model's options; give the run file that it was trained with:"
             " --run-file examples/gpt_text.py"
         )
     return found

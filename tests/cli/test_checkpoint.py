@@ -305,7 +305,7 @@ class TestFiles:
         with Checkpoints(tmp_path / "run", CheckpointPolicy()) as checkpoints:
             checkpoints.save(1, {"params": {"w": jnp.zeros(2)}}, {"run": {"model": "given in Python"}})
         code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out")
-        assert (code, "does not tell its model's options" in text) == (2, True)
+        assert (code, "lacks its model's options" in text) == (2, True)
         gpt = Path(__file__).parents[2] / "examples" / "gpt_text.py"
         code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out", "--run-file", gpt)
         assert (code, "embedding is missing; it needs shape (256, 128)" in text) == (2, True)
