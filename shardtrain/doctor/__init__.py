@@ -1,4 +1,4 @@
-"""What stands in the way of a run, looked for before it starts: one file a subject, `look` and `judge`.
+"""Checks before a run: one file per subject, each with `look` (collect facts) and `judge` (rows from them).
 
 `examine.py` has them all in one dict, `check.py` says what a check is. `look` gathers facts on every rank,
 plain data; `judge` makes rows of the facts of all ranks, and knows nothing else.

@@ -18,7 +18,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def look(here: RankContext) -> Facts:
-    """Where this rank may run, and what it may take."""
+    """Collect the cores, memory and limits of this rank."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     names = {
         "memlock": resource.RLIMIT_MEMLOCK,
@@ -88,7 +88,7 @@ def ranges_text(numbers: Sequence[int]) -> str:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of cores, of NUMA nodes, of limits on cores and memory, of /dev/shm and ulimits."""
+    """Return rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
     hosts = by_host(told)
     rows = [_cores(told, hosts), _numa(told), *_threads(told), _quota(told), _memory_limit(hosts)]
     return [*rows, _shm(hosts), *_ulimits(told)]

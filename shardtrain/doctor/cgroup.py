@@ -1,4 +1,4 @@
-"""What control groups, of version 1 and 2, allow this process: time of cores, and memory."""
+"""The limits on CPU time and memory that control groups (version 1 and 2) set for this process."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ NO_LIMIT_BYTES = 2**60
 
 
 def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Facts:
-    """The tightest limits of the groups that this process is in, from its own up to the root.
+    """Return the tightest limits of the groups of this process, from its own up to the root.
 
     Returns:
       `cores`: how many cores' time it may take, a fraction too; `memory_bytes`. None: no limit.

@@ -1,4 +1,4 @@
-"""What a check is: `look` on every rank -> facts, `judge` of the facts of all ranks -> rows. Values only."""
+"""A check: `look` collects facts on every rank, `judge` makes rows of the facts of all. Values only."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class ControlChannel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a check knows of the rank that it looks from.
+    """The rank on which a check collects facts.
 
     Args:
       environment: what the launcher said.
@@ -80,12 +80,12 @@ class RankContext:
 
     @property
     def rank(self) -> int:
-        """Among those that can talk to each other."""
+        """The rank among those that can exchange messages."""
         return self.control.rank
 
     @property
     def is_first_on_host(self) -> bool:
-        """This rank looks at what all ranks of a host have in common."""
+        """Whether this rank collects what all ranks of its host have in common."""
         return self.hosts.index(self.hosts[self.rank]) == self.rank
 
     @property
@@ -96,7 +96,7 @@ class RankContext:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What a rank found.
+    """The facts that a check collected on one rank.
 
     Args:
       rank: which.
@@ -133,7 +133,7 @@ class Check:
 
 
 def each(texts: Iterable[tuple[str, str]]) -> str:
-    """Texts with who they are of; once, where all are the same.
+    """Join texts with the names they belong to; only once if all are equal.
 
     Args:
       texts: (name, text).
@@ -150,7 +150,7 @@ def each(texts: Iterable[tuple[str, str]]) -> str:
 
 
 def some(names: Sequence[str], most: int = 4) -> str:
-    """Names, the first of them where there are many.
+    """Join names; only the first few if there are many.
 
     >>> some("abc"), some("abcdefg")
     ('a, b, c', 'a, b, c and 4 more')
@@ -161,7 +161,7 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 
 def by_host(told: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
-    """Host -> its ranks."""
+    """Group ranks by host."""
     hosts: dict[str, list[RankFacts]] = {}
     for one in told:
         hosts.setdefault(one.host, []).append(one)
@@ -169,7 +169,7 @@ def by_host(told: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of some verdicts.
+    """Return the worst of several verdicts.
 
     >>> worst(["ok", "warning", "note"])
     'warning'

@@ -1,4 +1,4 @@
-"""What might crash or hang is tried in a child process: a Python program that prints facts, line by line."""
+"""Run what might crash or hang in a child process: a Python program that prints facts as JSON lines."""
 
 import json
 import os

@@ -1,10 +1,10 @@
-"""devices: what jax sees in a child process, beside what the machine has and this process was given."""
+"""devices: compare the devices that jax sees with those of the machine and those visible to this process."""
 
 from collections.abc import Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, some
 from shardtrain.doctor.child import tell
-from shardtrain.doctor.visible_gpus import granted, uuids
+from shardtrain.doctor.visible_gpus import uuids, visible_gpu_facts
 from shardtrain.report.quantities import bytes_text
 
 CHILD_SECONDS = 90.0
@@ -23,8 +23,8 @@ print(json.dumps({"devices": seen}))
 
 
 def look(here: RankContext) -> Facts:
-    """The devices of this rank, and the GPUs that it was given."""
-    facts = granted(here.environ)
+    """Collect the devices of this rank, and the GPUs visible to it."""
+    facts = visible_gpu_facts(here.environ)
     facts["uuids"] = uuids(facts, facts["visible"])
     # the ranks that share a GPU all start a child at once
     environ = {**here.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -32,7 +32,7 @@ def look(here: RankContext) -> Facts:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of what jax sees, what it should see, and who shares a GPU."""
+    """Return rows for the devices that jax sees, those that it should see, and shared GPUs."""
     rows = [_seen(told)]
     if idle := [one for one in told if _is_idle(one.facts)]:
         rows.append(_not_used(idle))
@@ -43,7 +43,7 @@ def judge(told: Sequence[RankFacts]) -> list[Row]:
             " jax does not see although it is given is broken or taken: nvidia-smi on that host"
         )
         found = each((one.name, str(_problem(one.facts))) for one in short)
-        rows.append(Row(check="devices", what="granted", found=found, verdict="wrong", do=do))
+        rows.append(Row(check="devices", what="visible GPUs", found=found, verdict="wrong", do=do))
     rows += [row for ranks in by_host(told).values() for row in _shared(ranks)]
     return rows + _busy(told) + _rights(told)
 

@@ -1,4 +1,4 @@
-"""All checks in one dict, and how they are run: on every rank, timed, each with a limit; then judged.
+"""All checks in one dict, and how they run: on every rank, with a time limit each.
 
 A check that fails or hangs becomes a row; a rank that does not come ends the examination, by name.
 """
@@ -33,7 +33,7 @@ SLACK_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What was found.
+    """The result of all checks.
 
     Args:
       rows: of all checks that were made.
@@ -58,7 +58,7 @@ class Examined:
 def examine(
     checks: Mapping[str, Check], heres: Sequence[RankContext], slack_seconds: float = SLACK_SECONDS
 ) -> Examined:
-    """Make checks; all ranks make the same ones.
+    """Run checks; all ranks run the same ones.
 
     Args:
       checks: by name, in order.
@@ -89,7 +89,7 @@ def examine(
 
 
 def attempt(check: Check, here: RankContext) -> Facts:
-    """Look, in a thread that may be left behind.
+    """Collect the facts of a check in a thread that is abandoned at its time limit.
 
     Returns:
       `facts` (None: it failed), `failed` in words, whether it `hung`, and the `seconds` it took.
@@ -116,7 +116,7 @@ def attempt(check: Check, here: RankContext) -> Facts:
 def _gather(
     here: RankContext, name: str, mine: Facts, patience_seconds: float
 ) -> tuple[dict[int, Facts], Any]:
-    """Rank -> answer, and the error that names who did not come."""
+    """Gather the answers of all ranks, and the error if some did not come."""
     if here.control.size == 1:
         return {0: mine}, None
     try:
@@ -126,7 +126,7 @@ def _gather(
 
 
 def judged(name: str, check: Check, here: RankContext, answers: Mapping[int, Facts]) -> list[Row]:
-    """The rows of a check: of its judge, and of the ranks where it failed."""
+    """Return the rows of a check: those of its `judge`, and of the ranks where it failed."""
     called = here.control.names
     told = [
         RankFacts(rank=rank, name=called[rank], host=here.hosts[rank], facts=answer["facts"])
@@ -156,10 +156,10 @@ def judged(name: str, check: Check, here: RankContext, answers: Mapping[int, Fac
 
 
 def missing_row(name: str, text: str, left: Sequence[str]) -> Row:
-    """A rank that did not come.
+    """Return the row for ranks that did not come.
 
-    >>> missing_row("files", "rank 1 (host b) did not come to 'files' within 40 s", ["rates"]).found
-    "rank 1 (host b) did not come to 'files' within 40 s; not looked at: rates"
+    >>> missing_row("files", "rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).found
+    "rank 1 (host b) did not reach 'files' within 40 s; not looked at: rates"
     """
     rest = f"; not looked at: {some(left, 9)}" if left else ""
     do = (

@@ -1,4 +1,4 @@
-"""What a file system does under a checkpoint: rename, fsync, lock, many small files, one large one.
+"""Probes of what checkpoints need of a file system: rename, fsync, lock, small files, one large file.
 
 Each probe is a function of a folder of its own; what it cannot do is in its answer. Rows are in `files.py`.
 """
@@ -29,7 +29,7 @@ except BlockingIOError:
 
 
 def mount_of(path: Path, mounts: str) -> Facts:
-    """The mount that a path is on.
+    """Return the mount that a path is on.
 
     Args:
       path: absolute, without links.
@@ -55,7 +55,7 @@ def mount_of(path: Path, mounts: str) -> Facts:
 
 
 def nearest(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """Return the folder itself, or the nearest existing one above it."""
     path = path.absolute()
     while not path.is_dir():
         path = path.parent
@@ -63,7 +63,7 @@ def nearest(path: Path) -> Path:
 
 
 def space(folder: Path) -> Facts:
-    """What is free for this user."""
+    """Return the free space and inodes for this user."""
     room = os.statvfs(folder)
     return {
         "free_bytes": room.f_frsize * room.f_bavail,
@@ -74,7 +74,7 @@ def space(folder: Path) -> Facts:
 
 
 def probe(folder: Path, large_bytes: int) -> Facts:
-    """All probes of a folder that is ours.
+    """Run all probes in a folder of our own.
 
     Returns:
       By probe what was measured, or its `error`: the name of the error of the system, and its words.
@@ -90,7 +90,7 @@ def probe(folder: Path, large_bytes: int) -> Facts:
 
 
 def attempt(one: Callable[[Path], Facts], folder: Path) -> Facts:
-    """A probe's answer, or how it failed."""
+    """Return the result of a probe, or its error."""
     try:
         return one(folder)
     except OSError as error:
@@ -111,7 +111,7 @@ def rename(folder: Path) -> Facts:
 
 
 def fsync(folder: Path) -> Facts:
-    """How long it takes until some bytes, and a folder's new entry, are said to be on the disk."""
+    """Measure how long fsync of a small file and of a folder takes."""
     files, folders = [], []
     for number in range(NUM_SYNCS):
         with (folder / f"synced-{number}").open("wb") as file:
@@ -123,7 +123,7 @@ def fsync(folder: Path) -> Facts:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have a folder's entries on the disk."""
+    """Write a folder's entries to the disk."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -132,7 +132,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock(folder: Path) -> Facts:
-    """Whether a lock that is held is seen by another process."""
+    """Return whether another process sees a lock that is held."""
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         code = subprocess.run([sys.executable, "-I", "-S", "-c", TRY_LOCK, file.name], check=False).returncode
@@ -140,7 +140,7 @@ def lock(folder: Path) -> Facts:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody else holds the lock of a file."""
+    """Return whether another process holds the lock of a file."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,7 +150,7 @@ def is_locked(path: Path) -> bool:
 
 
 def small(folder: Path) -> Facts:
-    """How long it takes to make a file, and to look at it."""
+    """Measure how long it takes to create a small file, and to stat it."""
     paths = [folder / f"small-{number}" for number in range(NUM_SMALL)]
     made = [_timed(lambda path=path: path.write_bytes(b"x")) for path in paths]
     looked = [_timed(path.stat) for path in paths]
@@ -158,7 +158,7 @@ def small(folder: Path) -> Facts:
 
 
 def large(folder: Path, num_bytes: int) -> Facts:
-    """How fast a large file is on the disk."""
+    """Measure how fast a large file is written to the disk."""
     # not zeros, which some file systems do not store
     piece = os.urandom(PIECE_BYTES)
     began = time.monotonic()

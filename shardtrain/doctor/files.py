@@ -37,7 +37,7 @@ LOST = {
 
 
 def look(here: RankContext) -> Facts:
-    """Try the folder on the first rank of each host, and whether all see rank 0's files and lock."""
+    """Probe the folder on the first rank of each host, and whether all ranks see rank 0's files and lock."""
     facts, mine = _open(here)
     try:
         if mine is not None and here.is_first_on_host:
@@ -111,7 +111,7 @@ def _sees_lock(path: Path) -> bool:
 
 
 def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
-    """How long it takes until a file is seen; None where it is not."""
+    """Return the seconds until a file is visible; None if it is not."""
     began = time.monotonic()
     while True:
         # listing makes a network file system ask its server again
@@ -127,7 +127,7 @@ def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of the folder, of who sees it, of its space, and of each probe."""
+    """Return rows for the folder, its visibility on all ranks, its space, and each probe."""
     hosts = {host: ranks[0] for host, ranks in by_host(told).items()}
     refused = [(one.name, one.facts["error"]) for one in told if one.facts["error"]]
     rows = [_refused(told[0], refused) if refused else _folder(hosts)]

@@ -1,4 +1,4 @@
-"""links: how fast the devices of a rank reach each other, and how fast the ranks do, by pairs, over MPI.
+"""links: bandwidth and latency between pairs of devices, and between pairs of ranks over MPI.
 
 Pairs that share no rank are measured at the same time, as they would be in a run.
 """
@@ -33,7 +33,7 @@ EXAMPLE_PARAMETERS = 100_000_000
 
 
 def look(here: RankContext) -> Facts:
-    """Pairs of this rank's devices, then pairs of ranks, then a sum over all ranks by mpi4jax."""
+    """Measure pairs of this rank's devices, then pairs of ranks, then a sum over all ranks by mpi4jax."""
     import jax
 
     devices = jax.local_devices()
@@ -52,7 +52,7 @@ def look(here: RankContext) -> Facts:
 
 
 def sampled(num_devices: int) -> list[tuple[int, int]]:
-    """Pairs of devices: all, or where these are many, neighbours and opposites.
+    """Choose pairs of devices: all, or neighbours and opposites if there are many.
 
     >>> sampled(3), len(sampled(8)), len(sampled(64))
     ([(0, 1), (0, 2), (1, 2)], 8, 8)
@@ -68,7 +68,7 @@ def sampled(num_devices: int) -> list[tuple[int, int]]:
 
 
 def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
-    """Bytes per second that each of two devices sends to the other."""
+    """Return the bytes per second that each of two devices sends to the other."""
     import jax
 
     return num_bytes / best(
@@ -97,7 +97,7 @@ def _on_mesh(devices: Sequence[Any], num_bytes: int, body: Any):
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Rounds of a tournament: each pair of ranks meets once, and in a round nobody is in two pairs.
+    """Return rounds of disjoint pairs of ranks that contain each pair once.
 
     >>> rounds(3)
     [[(1, 2)], [(0, 2)], [(0, 1)]]
@@ -164,7 +164,7 @@ def _bridge(here: RankContext) -> float:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of devices inside ranks, of pairs of ranks, and of the sum over all ranks."""
+    """Return rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
     rows = _devices(told)
     names = {one.rank: one for one in told}
     pairs = {
@@ -242,7 +242,7 @@ def times_text(seconds: Sequence[float]) -> str:
 
 
 def outliers_of(rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
-    """The pairs that stand out."""
+    """Return the pairs that are much slower than the median."""
     limit = OUTLIER_SHARE * median(rates.values())
     return [pair for pair, rate in rates.items() if rate < limit]
 

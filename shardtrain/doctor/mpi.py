@@ -1,4 +1,4 @@
-"""mpi: which MPI mpi4py, mpi4jax and mpiexec are of, what started the ranks, and whether a message passes.
+"""mpi: the MPI of mpi4py, mpi4jax and mpiexec, the launcher, and a message through mpi4jax.
 
 MPI and mpi4jax are tried in a child process: where libraries do not fit together they crash or hang.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each
 from shardtrain.doctor.child import tell
-from shardtrain.doctor.mpi_vendor import fit, flavour
+from shardtrain.doctor.mpi_vendor import fit, vendor
 from shardtrain.doctor.visible_gpus import gpus_wanted
 from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
@@ -43,7 +43,7 @@ tell(moved=bool((x == y).all()))
 
 
 def look(here: RankContext) -> Facts:
-    """What started this rank; on the first of each host also which MPIs there are, and whether they work."""
+    """Collect this rank's launcher, and on the first rank of each host whether its MPI libraries work."""
     facts: Facts = {
         "launcher": here.environment.launcher,
         "told": [here.environment.rank, here.environment.size],
@@ -79,7 +79,7 @@ def _mpiexec() -> Facts:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of the launcher, the libraries, the mpiexec, and the messages that were tried."""
+    """Return rows for the launcher, the libraries, the mpiexec, and the test message."""
     firsts = [one for one in (ranks[0] for ranks in by_host(told).values()) if "child" in one.facts]
     rows = [_launcher(told)]
     if problem := told[0].facts["seats_problem"]:
@@ -221,10 +221,10 @@ def _launches(firsts: Sequence[RankFacts]) -> Row:
         )
         return Row(check="mpi", what="mpiexec", found=found, verdict="warning", do=do)
     other = [
-        (one.host, flavour(one.facts["child"]["library"]))
+        (one.host, vendor(one.facts["child"]["library"]))
         for one in firsts
         if "library" in one.facts["child"]
-        and not fit(one.facts["mpiexec"]["flavour"], flavour(one.facts["child"]["library"]))
+        and not fit(one.facts["mpiexec"]["flavour"], vendor(one.facts["child"]["library"]))
     ]
     if other:
         do = (

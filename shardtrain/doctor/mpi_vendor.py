@@ -1,4 +1,4 @@
-"""Whose MPI a library is, and whether a launcher and a library are of one MPI. Texts only: no MPI, no jax."""
+"""The vendor of an MPI library, and whether a launcher fits it. Texts only: no MPI, no jax."""
 
 import re
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from shardtrain.islands.rank_environment import RankEnvironment
 LIBRARY_SECONDS = 60.0
 
 
-def flavour(library: str) -> str:
-    """Whose library it is, in the words of `launch.mpi.Mpiexec`.
+def vendor(library: str) -> str:
+    """Return the vendor of a library: a value of `launch.mpi.Mpiexec.vendor`, or "other".
 
-    >>> flavour("Open MPI v5.0.3, package: Open MPI"), flavour("MPICH Version: 5.0.2"), flavour("?")
+    >>> vendor("Open MPI v5.0.3, package: Open MPI"), vendor("MPICH Version: 5.0.2"), vendor("?")
     ('openmpi', 'hydra', 'other')
     """
     if "Open MPI" in library:
@@ -25,7 +25,7 @@ def flavour(library: str) -> str:
 
 
 def fit(launcher: str, library: str) -> bool:
-    """Whether an mpiexec of one flavour starts ranks of another that find each other.
+    """Return whether ranks with this vendor's library find each other under that vendor's mpiexec.
 
     MPICH's and Intel's speak the same PMI; of a library that is not known nothing can be said.
 
@@ -36,7 +36,7 @@ def fit(launcher: str, library: str) -> bool:
 
 
 def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> str | None:
-    """Why MPI would not start in this rank, or leave it alone; None where nothing speaks against it.
+    """Return why MPI would not start in this rank, or not find the others; None if it should work.
 
     The library is asked in a child that no launcher started: in a rank of another MPI it may end the process.
     """
@@ -46,7 +46,7 @@ def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> 
         return f"mpi4py does not start: {told['died']}"
     # srun and flux start the ranks of any MPI
     launcher = LAUNCHERS[environment.launcher].mpi_vendor
-    if launcher is None or fit(launcher, flavour(told["library"])):
+    if launcher is None or fit(launcher, vendor(told["library"])):
         return None
     version = told["library"].splitlines()[0]
     return (

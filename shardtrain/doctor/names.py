@@ -1,4 +1,4 @@
-"""names: what the hosts are called, whether they find each other by name, and whether their clocks agree."""
+"""names: host names, whether they resolve on the other hosts, and whether the clocks agree."""
 
 import ipaddress
 import socket
@@ -19,7 +19,7 @@ MOST_HOSTS = 64
 
 
 def look(here: RankContext) -> Facts:
-    """This host's name, what it and the others' names lead to, and its clock at a common moment."""
+    """Collect this host's name, the addresses of all names, and its clock at a common moment."""
     name = socket.gethostname()
     machine = Path("/proc/sys/kernel/random/boot_id")
     mine = {
@@ -36,7 +36,7 @@ def look(here: RankContext) -> Facts:
 
 
 def resolve(name: str) -> Facts:
-    """What a name leads to.
+    """Return the addresses of a name.
 
     Returns:
       `addresses`, the `seconds` it took, and an `error` where it leads nowhere.
@@ -60,7 +60,7 @@ def is_loopback(address: str) -> bool:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of own names, of other hosts' names, and of clocks."""
+    """Return rows for own names, other hosts' names, and clocks."""
     firsts = [ranks[0] for ranks in by_host(told).values()]
     rows = [_own(firsts), *_doubles(firsts), *_slow(firsts)]
     if len(firsts) > 1:

@@ -21,7 +21,7 @@ WHY = {
 
 
 def look(here: RankContext) -> Facts:
-    """Listen on a port that the system chooses, and connect to those of the other hosts."""
+    """Listen on a free port, and connect to those of the other hosts."""
     facts: Facts = {"listens": None, "connects": {}}
     if not here.is_first_on_host:
         here.control.all_gather("ports", None)
@@ -79,7 +79,7 @@ def connect(address: str, port: int) -> Facts:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of listening and of connecting."""
+    """Return rows for listening and for connecting."""
     firsts = [ranks[0] for ranks in by_host(told).values()]
     if deaf := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
         do = (

@@ -22,7 +22,7 @@ CURES = {
 
 
 def cure(errors: Sequence[str]) -> str:
-    """What to do about an error of the system.
+    """Return what to do about an error of the operating system.
 
     >>> cure(["EROFS: Read-only file system"])[:24]
     'it is mounted read-only:'

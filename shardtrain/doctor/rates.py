@@ -41,7 +41,7 @@ def look(here: RankContext) -> Facts:
 
 
 def measure(device: Any) -> Facts:
-    """The rates of one device.
+    """Measure the rates of one device.
 
     Args:
       device: of jax.
@@ -179,7 +179,7 @@ def spread_text(values: Iterable[float], unit: str) -> str:
 
 
 def outliers(rates: dict[str, float], share: float) -> dict[str, float]:
-    """What is below a share of the median.
+    """Return the entries below a fraction of the median.
 
     >>> outliers({"a": 10.0, "b": 7.0, "c": 10.5}, 0.8)
     {'b': 7.0}

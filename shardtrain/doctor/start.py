@@ -1,4 +1,4 @@
-"""From launched processes to ranks that can talk, or to the reason why they cannot: MPI may not even start.
+"""Connect the launched processes for the checks, or find out why MPI does not start.
 
 Next: `examine.py`.
 """
@@ -31,7 +31,7 @@ class Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """What became of the start.
+    """The connected ranks, or why they cannot be connected.
 
     Args:
       controls: one for `examine`, and one for each check.
@@ -51,7 +51,7 @@ class Started:
 def start(
     environment: RankEnvironment, environ: Mapping[str, str], num_controls: int, patience_seconds: float
 ) -> Started:
-    """Bring the ranks together.
+    """Connect the ranks.
 
     Args:
       environment: what the launcher said.
@@ -101,7 +101,7 @@ def _with(alone: Started, problem: str) -> Started:
 
 
 def late_text(who: str, after_seconds: float) -> str:
-    """What is said for a rank on which MPI does not start.
+    """Return the message for a rank on which MPI does not start.
 
     >>> late_text("rank 1 of 2 (host a)", 60.0)[:65]
     'shardtrain doctor: rank 1 of 2 (host a): MPI did not start within'
@@ -114,7 +114,7 @@ def late_text(who: str, after_seconds: float) -> str:
 
 
 def dead_text(who: str) -> str:
-    """What is said for a rank that MPI's start ended.
+    """Return the message for a rank that ended while MPI started.
 
     >>> dead_text("rank 1 of 2 (host a)")[:68]
     'shardtrain doctor: rank 1 of 2 (host a): the process ended while MPI'
@@ -129,7 +129,7 @@ def dead_text(who: str) -> str:
 
 @contextmanager
 def last_words(who: str, after_seconds: float) -> Iterator[None]:
-    """Say what became of this process, where what is inside does not end in time, or ends the process.
+    """Report from a child process if the enclosed code ends this process, or does not end in time.
 
     MPI's start holds Python up while it waits: no thread and no signal handler would come to its turn. So a
     child process watches.

@@ -15,7 +15,7 @@ SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
 
 
 def look(here: RankContext) -> Facts:
-    """What computes here."""
+    """Collect versions, flags, system and driver of this rank."""
     return {
         **versions(),
         **flags(here.environ),
@@ -28,7 +28,7 @@ def look(here: RankContext) -> Facts:
 
 
 def system_name() -> str:
-    """What the distribution calls itself."""
+    """Return the name of the Linux distribution."""
     try:
         return platform.freedesktop_os_release().get("PRETTY_NAME", "?")
     except OSError:
@@ -36,7 +36,7 @@ def system_name() -> str:
 
 
 def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """Rows of packages and flags, which must agree, and of systems, which may differ."""
+    """Return rows for packages and flags, which must agree, and for systems, which may differ."""
     return [_packages(told), _flags(told), _python(told), _system(told)]
 
 

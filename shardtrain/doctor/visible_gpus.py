@@ -1,4 +1,4 @@
-"""Which GPUs this host has, and which of them this process was given: by the driver's files and nvidia-smi.
+"""The GPUs of this host, and those visible to this process: from device files and nvidia-smi.
 
 No jax and no rows: `devices.py` compares it with what jax sees.
 """
@@ -18,8 +18,8 @@ QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version
 SMI_SECONDS = 20.0
 
 
-def granted(environ: Mapping[str, str]) -> Facts:
-    """The GPUs that this process may use.
+def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
+    """Collect the GPUs that this process may use.
 
     Returns:
       `nodes`: GPUs with a device file that can be opened; `closed`: without the right to; `gpus`: as
@@ -44,13 +44,13 @@ def granted(environ: Mapping[str, str]) -> Facts:
 
 
 def gpus_wanted(environ: Mapping[str, str]) -> bool:
-    """There is a GPU, and jax was not told to use the CPU."""
-    here = granted_nodes() > 0 and visible(environ) != []
+    """Return whether there is a GPU, and jax is not set to use the CPU."""
+    here = num_device_files() > 0 and visible(environ) != []
     return here and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
 
 
-def granted_nodes() -> int:
-    """How many GPUs have a device file."""
+def num_device_files() -> int:
+    """Return the number of GPUs with a device file."""
     return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
 
 
@@ -69,7 +69,7 @@ def visible(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def slurm_gpus(environ: Mapping[str, str]) -> int | None:
-    """How many GPUs Slurm gave on this host.
+    """Return the number of GPUs that Slurm allocated on this host; None: not known.
 
     >>> slurm_gpus({"SLURM_STEP_GPUS": "0,1"}), slurm_gpus({"SLURM_GPUS_ON_NODE": "4"}), slurm_gpus({})
     (2, 4, None)
@@ -81,7 +81,7 @@ def slurm_gpus(environ: Mapping[str, str]) -> int | None:
 
 
 def read_gpus(text: str) -> list[Facts]:
-    """What nvidia-smi printed as CSV.
+    """Parse the CSV output of nvidia-smi.
 
     >>> read_gpus("0, GPU-1, NVIDIA L4, 23034, 5, 550.54\\n")[0]["used_bytes"]
     5242880
@@ -115,7 +115,7 @@ def _nvidia_smi() -> tuple[list[Facts], str | None]:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver; None without one.
+    """Return the version of NVIDIA's driver; None without one.
 
     >>> driver() is None or driver()[0].isdigit()
     True
@@ -129,7 +129,7 @@ def driver() -> str | None:
 
 
 def plugin() -> str | None:
-    """The CUDA plugin of jax that is installed, and its version."""
+    """Return the installed CUDA plugin of jax and its version; None for none."""
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:
             return f"{name} {metadata.version(name)}"

@@ -86,7 +86,7 @@ def disagreement(
 
 
 def _entries(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Facts as text; a table is compared entry by entry."""
+    """Flatten facts to text; mappings are compared entry by entry."""
     flat: dict[str, str] = {}
     for name, value in facts.items():
         flat |= (
@@ -100,7 +100,7 @@ def _entries(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _groups(
     fact: str, by_rank: Sequence[Mapping[str, str]], names: Sequence[str], *, everywhere: bool
 ) -> dict[str, list[str]]:
-    """Value -> ranks that have it: most ranks first, at equal numbers that of the first rank."""
+    """Group ranks by value: the largest group first, then that of the first rank."""
     groups: dict[str, list[str]] = {}
     for facts, name in zip(by_rank, names, strict=True):
         if fact in facts or everywhere:

@@ -1,4 +1,4 @@
-"""The one door to MPI: groups for the combiners over mpi4jax, and named, timed messages over mpi4py.
+"""The only importer of MPI: groups for the combiners over mpi4jax, all-gathers with a name over mpi4py.
 
 mpi4jax moves arrays inside a compiled program of one device; mpi4py, on communicators of its own,
 carries what ranks must agree on. Next: `transfer.py`, which brings arrays of a mesh here and back.
@@ -57,7 +57,7 @@ class MpiGroup:
             _ = self._levels  # communicators are made here, where all ranks are, not while one traces
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """The sum over each block of `span` consecutive ranks, by default over all.
+        """Return the sum over each block of `span` consecutive ranks, by default over all.
 
         Args:
           x: float32 or int32, the same shape on every rank.
@@ -79,7 +79,7 @@ class MpiGroup:
         return mpi4jax.allreduce(x, op=MPI.SUM, comm=self._comm)
 
     def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
-        """What rank `sources[i]` passed, on rank i.
+        """Permute arrays between ranks: rank i gets the array of rank `sources[i]`.
 
         Args:
           x: any dtype, the same shape on every rank.
@@ -93,19 +93,19 @@ class MpiGroup:
         return _from_bits(got, x.dtype)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """The arrays of all ranks, (size, ...)."""
+        """Return the arrays of all ranks, stacked to (size, ...)."""
         if self.size == 1 or x.size == 0:
             return jnp.broadcast_to(x, (self.size, *x.shape))
         return _from_bits(mpi4jax.allgather(_as_bits(x), comm=self._comm), x.dtype)
 
     def broadcast(self, x: jax.Array, root: int = 0) -> jax.Array:
-        """The array of rank `root`, on every rank."""
+        """Return the array of rank `root` on every rank."""
         if self.size == 1 or x.size == 0:
             return x
         return _from_bits(mpi4jax.bcast(_as_bits(x), root, comm=self._comm), x.dtype)
 
     def whole(self, x: jax.Array, op: Literal["sum", "max"] = "sum") -> jax.Array:
-        """Leaves cross the bridge whole: a rank's partial values are those of its leaves."""
+        """Return `x` unchanged: arrays are transferred whole, so partial values are already complete."""
         return x
 
     @cached_property
@@ -123,7 +123,7 @@ class MpiGroup:
 
 
 def _as_bits(x: jax.Array) -> jax.Array:
-    """mpi4jax knows no 16-bit floats."""
+    """Reinterpret 16-bit floats as integers, because mpi4jax has no such dtypes."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
@@ -136,7 +136,7 @@ KNOWN_SECONDS = 1.0
 
 
 class Control:
-    """Named, timed messages between all ranks: what they must agree on goes here.
+    """All-gathers of small values between all ranks, with a name and a time limit.
 
     Args:
       comm: duplicated.
@@ -165,16 +165,16 @@ class Control:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """The rank of this process."""
         return self._comm.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._comm.size
 
     def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
-        """Give every rank's value to every rank; nobody goes on before all have come.
+        """Gather the values of all ranks on every rank; this is a barrier too.
 
         Args:
           name: of this meeting; all ranks must be at the same one.
@@ -231,12 +231,12 @@ class Control:
 
 
 def _values(name: str, found: Mapping[int, Any]) -> dict[int, Any]:
-    """The values of those that are at this meeting."""
+    """The values of the ranks that joined this all-gather."""
     return {rank: value for rank, (there, value) in found.items() if there == name}
 
 
 def world() -> MPI.Comm:
-    """All launched ranks; a process without a launcher is alone. An uncaught exception ends them all."""
+    """Return the communicator of all launched ranks; from now on an uncaught exception ends them all."""
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = _end_all
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -253,7 +253,7 @@ def _end_all(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 
 
 def end_all(code: int) -> NoReturn:
-    """End every rank: one that only left would keep the others waiting for ever."""
+    """End every rank by MPI_Abort: the others would wait for ever for one that only exited."""
     sys.stdout.flush()
     sys.stderr.flush()
     MPI.COMM_WORLD.Abort(code)

@@ -1,4 +1,4 @@
-"""Which gradients cross to other islands together: buckets of leaves with a cap in bytes. No jax.
+"""Assign gradients to the buckets in which they are transferred to other islands. No jax.
 
 Owns the assignment, which every rank computes for itself from the same leaves; what crosses, and
 when, is in `transfer.py`.
@@ -16,7 +16,7 @@ FIRST_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array that has to cross.
+    """One array to be transferred.
 
     Args:
       num_bytes: how long it is.
@@ -32,7 +32,7 @@ class Leaf:
 
 @dataclass
 class _Open:
-    """The bucket of one kind that is being filled, and how many of that kind are closed."""
+    """The open bucket of one kind, and the number of closed ones of that kind."""
 
     indices: list[int] = field(default_factory=list)
     num_bytes: int = 0
@@ -42,7 +42,7 @@ class _Open:
 def assign_buckets(
     leaves: Sequence[Leaf], cap_bytes: int = CAP_BYTES, first_bytes: int = FIRST_BYTES
 ) -> list[list[int]]:
-    """Put leaves into buckets as PyTorch's DistributedDataParallel does.
+    """Assign leaves to buckets as PyTorch's DistributedDataParallel does.
 
     Leaves are taken in reverse, for gradients of the last layers are ready first; a unit is ready
     with the last of its leaves. Each goes into the open bucket of its dtype, which is closed as soon
@@ -93,7 +93,7 @@ def assign_buckets(
 
 
 def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """What cannot be parted, each in the order in which its leaves are ready, the first ready first."""
+    """Groups of leaves that stay together, each in the order in which its leaves are ready."""
     units: dict[tuple[str, Hashable], list[int]] = {}
     for index in reversed(range(len(leaves))):
         unit = leaves[index].unit

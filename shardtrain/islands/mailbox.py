@@ -1,4 +1,4 @@
-"""Arrays from stage to stage over MPI: sends never wait, so no order of tasks can deadlock.
+"""Send arrays between pipeline stages over MPI: sends never block, so no order of tasks can deadlock.
 
 A thread waits for what is to be sent, starts the message and keeps it going; messages of any size
 arrive while the stage computes. Next: `train_step/stage_executor.py`.
@@ -55,7 +55,7 @@ class Mailbox:
 
     @property
     def stage(self) -> int:
-        """This rank."""
+        """The stage of this process."""
         return self._comm.rank
 
     def send(self, array: Any, to: int, tag: int) -> None:
@@ -108,7 +108,7 @@ class Mailbox:
         return found
 
     def close(self) -> None:
-        """End the thread once everything is sent; it does not wait for a thread that is stuck."""
+        """End the thread once everything is sent; do not wait for a thread that is stuck."""
         self._queue.put(None)
         self._thread.join(timeout=5.0)
 
@@ -140,5 +140,5 @@ class Mailbox:
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """The memory of an array, for MPI knows no 16-bit floats."""
+    """View the memory of an array as bytes, because MPI has no 16-bit floats."""
     return array.reshape(-1).view(np.uint8)

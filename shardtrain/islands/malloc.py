@@ -1,4 +1,4 @@
-"""Large buffers keep their pages between steps: settings of glibc's malloc, made by the process itself.
+"""Settings of glibc's malloc with which large buffers keep their pages between steps.
 
 On a CPU, page faults were half of what crossing cost (docs/benchmarks/bridge.md). No jax, no MPI.
 """
@@ -22,7 +22,7 @@ MADV_HUGEPAGE = 14
 
 
 def tune_malloc(environ: Mapping[str, str] | None = None, reserve_bytes: int = RESERVE_BYTES) -> bool:
-    """Have malloc give no memory back to the system, and ask for huge pages.
+    """Set malloc to return no memory to the system, and ask for huge pages.
 
     A buffer that comes straight from the system is zeroed page by page when it is written: by default that
     is every buffer above 32 MB, and every one above 64 MB of a thread's own arena, whatever the threshold.
@@ -53,7 +53,7 @@ def tune_malloc(environ: Mapping[str, str] | None = None, reserve_bytes: int = R
 
 
 def _reserve(libc: ctypes.CDLL, num_bytes: int) -> None:
-    """Take address space, mark it and free it: later buffers are cut from it, for nothing is trimmed."""
+    """Reserve address space for huge pages and free it: malloc takes later buffers from it."""
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -1,4 +1,4 @@
-"""Who takes part: from launched processes to islands that know each other, before jax starts.
+"""The islands of a run and the processes of each: how launched processes join before jax starts.
 
 A process that nothing launched is alone, and MPI is never loaded. Next: `transfer.py`.
 """
@@ -37,7 +37,7 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Islands:
-    """The islands of a run, as one of their processes sees them.
+    """The islands of a run and the channels between them, for one of their processes.
 
     Args:
       seat: of this process.
@@ -59,22 +59,22 @@ class Islands:
 
     @property
     def is_first(self) -> bool:
-        """This is the process that speaks and writes for all."""
+        """Whether this is rank 0, which writes files and messages for all."""
         return self.environment.rank == 0
 
     def broadcast(self, name: str, value: Any = None) -> Any:
-        """What rank 0 says, on every rank."""
+        """Return the value of rank 0 on every rank."""
         return self.control.all_gather(name, value if self.is_first else None)[0]
 
     def all_gather_islands(self, name: str, value: Any) -> list[Any]:
-        """What the first process of each island says."""
+        """Gather the value of the first process of each island on every rank."""
         values = self.control.all_gather(name, value)
         return [values[rank] for rank in self.first_ranks]
 
     def transfer(
         self, mesh: Mesh, across: Across = Across(), on_device: bool = False, stage: int = 0
     ) -> Transfer:
-        """The way from this island's mesh to the others; all ranks must make it together.
+        """Make the transfer between this island's mesh and the others; a collective call of all ranks.
 
         Args:
           mesh: of this island.
@@ -97,7 +97,7 @@ class Islands:
         return Transfer(mesh, groups, *caps, on_device, self.control.activity)
 
     def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
-        """Messages between the stages of a pipeline; all ranks must make it together.
+        """Make the messages between pipeline stages; a collective call of all ranks.
 
         Args:
           replica: which pipeline this island is a part of.
@@ -182,7 +182,7 @@ def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
 
 
 def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands: Islands | None) -> Watchdog:
-    """The watchdog of this process; all ranks must make it together.
+    """Make the watchdog of this process; a collective call of all ranks.
 
     Args:
       watch: the limits.
@@ -200,7 +200,7 @@ def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands:
 
 
 def _join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
-    """One JAX runtime of an island's processes; the first of them says where they meet."""
+    """Start one JAX runtime for an island's processes; the first of them is the coordinator."""
     island = comm.Split(seat.island, seat.process)
     if seat.num_processes > 1:
         mine = listening_address(island.allgather(host), os.environ)
@@ -237,7 +237,7 @@ def _start_runtime(seat: Seat, address: str, mine: str | None) -> None:
 
 
 def _keep_gloo_on(address: str) -> None:
-    """Have gloo listen there; jax has no option for it, and would take the address of the host's name."""
+    """Make gloo listen on an address; jax has no option for it, and would use that of the host's name."""
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     private: Any = _jax
@@ -246,7 +246,7 @@ def _keep_gloo_on(address: str) -> None:
 
 
 def rank_name(seat: Seat, host: str) -> str:
-    """How people call a rank.
+    """Return the name of a rank in messages.
 
     >>> rank_name(Seat(island=1, num_islands=2, process=0, num_processes=1), "b")
     'island 1 (host b)'
@@ -273,7 +273,7 @@ def other_mpi_text(environment: RankEnvironment, rank: int, size: int) -> str:
 
 
 def binding(islands: Islands) -> list[dict[str, Any]]:
-    """By rank: island, host, pid, devices and cores, for the table that is shown at the start."""
+    """Gather island, host, pid, devices and cores of each rank, for the table shown at the start."""
     devices = jax.local_devices()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     mine = {

@@ -1,4 +1,4 @@
-"""Where MPI's library is found, and what to install where it cannot be loaded. Imports no MPI.
+"""Find MPI's library, or what to install if it cannot be loaded. Imports no MPI.
 
 Next: `bridge.py`, which loads it.
 """
@@ -16,7 +16,7 @@ PACKAGES = ("mpi4py", "mpi4jax")
 
 
 def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) -> dict[str, str]:
-    """The variables by which mpi4py finds the library of the environment that it is installed in.
+    """Return the variables by which mpi4py finds the MPI of the environment it is installed in.
 
     mpi4py looks in that of the Python that runs, which is another one where environments are layered, as by
     `uv run --with`.
@@ -35,12 +35,12 @@ def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) ->
 
 
 def not_installed() -> list[str]:
-    """The packages for MPI that are missing here."""
+    """Return the packages for MPI that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def not_loaded_text(error: BaseException) -> str:
-    """The message where ranks were launched, and MPI cannot be loaded.
+    """Return the message for launched ranks whose MPI cannot be loaded.
 
     >>> not_loaded_text(ImportError("no 'mpi4jax'")).splitlines()[0]
     "several processes were launched, and MPI cannot be loaded: ImportError: no 'mpi4jax'"

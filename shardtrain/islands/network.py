@@ -1,4 +1,4 @@
-"""On which address a run listens: that of loopback on one host, that of the job's interface on several.
+"""The address on which a run listens: loopback on one host, the job's interface on several.
 
 MPI reads its own variables, see `launch/job.py`; here is what jax is told. No jax, no MPI.
 """
@@ -17,7 +17,7 @@ SIOCGIFADDR = 0x8915
 
 
 def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """The address on which a process of an island listens; None: all of them, for nothing says which.
+    """Return the address on which a process of an island listens; None: all of them.
 
     Args:
       hosts: of the island's processes.
@@ -36,7 +36,7 @@ def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str |
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface.
+    """Return the IPv4 address of an interface.
 
     Raises:
       ValueError: it is not there, or has none; names those that are.

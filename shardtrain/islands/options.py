@@ -1,4 +1,4 @@
-"""How islands are joined: values only, no jax, no MPI."""
+"""Options of the transfers between islands. Values only: no jax, no MPI."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ REDUCE = ("all_reduce", "root", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class Across:
-    """What crosses between islands, and how.
+    """Options of what is transferred between islands, and how.
 
     Args:
       axis: "data": each island is a replica, and has a share of every batch. "pipeline": each island holds

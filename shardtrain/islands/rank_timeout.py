@@ -1,11 +1,11 @@
-"""Ranks that did not come: the error, and its words. No MPI."""
+"""The error for ranks that do not join a collective in time, and its message. No MPI."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class RankTimeout(RuntimeError):
-    """Ranks did not come to where the others are.
+    """Ranks did not join a collective or send a message in time.
 
     Args:
       text: who, where and for how long.
@@ -20,9 +20,9 @@ class RankTimeout(RuntimeError):
 
 
 def missing_text(name: str, missing: Sequence[str], waited_seconds: float) -> str:
-    """Who did not come.
+    """Return the message that names the ranks that did not come.
 
     >>> missing_text("start", ["island 1 (host b)"], 12.34)
-    "island 1 (host b) did not come to 'start' within 12 s"
+    "island 1 (host b) did not reach 'start' within 12 s"
     """
-    return f"{', '.join(missing)} did not come to {name!r} within {waited_seconds:.0f} s"
+    return f"{', '.join(missing)} did not reach {name!r} within {waited_seconds:.0f} s"

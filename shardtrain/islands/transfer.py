@@ -1,4 +1,4 @@
-"""Arrays from the mesh of an island to the other islands and back, bucket by bucket.
+"""Transfer arrays from the mesh of an island to the other islands and back, bucket by bucket.
 
 A bucket's arrays cross whole, on one local device (its lane), in one compiled program: pack, MPI,
 unpack. One thread makes all MPI calls, so their order is the same on every rank.
@@ -33,7 +33,7 @@ class _BucketDevice(NamedTuple):
 
 
 class Transfer:
-    """The way from one island's mesh to the others.
+    """Transfers arrays between one island's mesh and the others.
 
     All processes of all islands must make the same calls in the same order.
 
@@ -69,7 +69,7 @@ class Transfer:
         self._programs: dict[Any, Any] = {}
 
     def buckets(self, leaves: Sequence[Any], units: Sequence[Hashable] | None = None) -> list[list[int]]:
-        """Which arrays cross together, in the order in which they go.
+        """Assign arrays to buckets, in the order of their transfer.
 
         Args:
           leaves: arrays or shapes.
@@ -89,7 +89,7 @@ class Transfer:
         return assign_buckets(described, *self._caps)
 
     def start(self, number: int, program: LaneProgram, arrays: Any) -> Future[Any]:
-        """Send a bucket on its way; the caller goes on.
+        """Start the transfer of a bucket and return at once.
 
         Args:
           number: of the bucket; buckets take turns on the lanes.
@@ -118,7 +118,7 @@ class Transfer:
             return jax.block_until_ready(compiled(arrays))
 
     def land(self, number: int, arrays: Any, like: Any) -> Any:
-        """What came out of a lane, on the mesh.
+        """Place the outputs of a bucket device on the mesh.
 
         Args:
           number: of the bucket.
@@ -131,7 +131,7 @@ class Transfer:
         return self._spread(self._lane(number), arrays, like, shardings)
 
     def map(self, program: LaneProgram, tree: Any) -> Any:
-        """A tree through a program and back, with the shapes and shardings that it had.
+        """Apply a program to the arrays of a tree bucket by bucket; shapes and shardings stay the same.
 
         Args:
           program: (list of arrays, group) -> list of arrays.
@@ -147,7 +147,7 @@ class Transfer:
         return jax.tree.unflatten(structure, leaves)
 
     def close(self) -> None:
-        """End the thread, without waiting: after an error it may be in MPI, where nobody else comes."""
+        """End the thread without waiting for it: after an error it may be blocked in MPI."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _lane(self, number: int) -> _BucketDevice:
@@ -160,7 +160,7 @@ class Transfer:
         return self._programs[key]
 
     def _whole(self, arrays: Any) -> Any:
-        """Each array on every device; there is nothing to do for those that are replicated."""
+        """Replicate each array on all devices of the mesh."""
         if all(x.is_fully_replicated for x in jax.tree.leaves(arrays)):
             return arrays
         if "whole" not in self._programs:
@@ -169,7 +169,7 @@ class Transfer:
         return self._programs["whole"](arrays)
 
     def _spread(self, lane: _BucketDevice, arrays: Any, like: Any, shardings: Any) -> Any:
-        """From one device to those of other processes too: a sum in which all others hold zeros."""
+        """Broadcast from one device to those of other processes: a sum in which all others hold zeros."""
         mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
         stacked = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 

@@ -105,7 +105,7 @@ class Keeper:
         self._child: subprocess.Popen | None = None
 
     def run(self, program: Sequence[str]) -> int:
-        """Run it to its end; returns the code that this process should end with."""
+        """Run a program to its end; return the exit code for this process."""
         parent = os.getppid()
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
@@ -152,7 +152,7 @@ class Keeper:
                 os.kill(self._child.pid, meant)
 
     def _meant(self) -> signal.Signals:
-        """What SIGUSR1 stands for: what the launch was sent, if it says so."""
+        """The signal that SIGUSR1 stands for: the one that the launch received, if it is recorded."""
         try:
             return signal.Signals[self._asked_path.read_text(encoding="utf-8").strip()]
         except (OSError, KeyError):

@@ -1,4 +1,4 @@
-"""A launch again and again: after a crash or a hang, until it ends well or there is no use in it.
+"""Restart a launch after a crash or a hang, until it succeeds or a restart would not help.
 
 Next: `supervise.py`, which runs one.
 """
@@ -16,7 +16,7 @@ LONGEST_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """How often a launch is started again.
+    """Number and spacing of the restarts of a launch.
 
     Args:
       most: how often; 0 never.
@@ -37,7 +37,7 @@ class Restarts:
             raise problems_error("a launch cannot be started again like this", problems)
 
     def pause_seconds(self, done: int) -> float:
-        """How long to wait before the next restart.
+        """Return the seconds to wait before the next restart.
 
         Args:
           done: how many there were.
@@ -69,7 +69,7 @@ def run_again(
     tell: Callable[[str], object],
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Start until it ends well, was asked to stop, or fails at the same step twice in a row.
+    """Run a launch until it succeeds, is asked to stop, or fails at the same step twice in a row.
 
     Args:
       start: number of the start, from 0 -> how it ended.
@@ -102,7 +102,7 @@ def run_again(
 
 
 def again_text(step: int) -> str:
-    """Why another restart would not help.
+    """Return why another restart would not help.
 
     >>> again_text(7)
     'step 7 failed twice in a row, and would fail again'

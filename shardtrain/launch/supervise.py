@@ -1,4 +1,4 @@
-"""Runs a launch to its end: Ctrl-C asks all ranks to stop and save, a second one kills, none is left behind.
+"""Run a launch to its end: Ctrl-C asks all ranks to stop and save, a second one kills them.
 
 The launcher gets a session of its own, so that the terminal's Ctrl-C reaches this process alone, which
 passes it on as SIGUSR1: MPI launchers forward that one and end at the others.
@@ -46,7 +46,7 @@ def supervise(
     stop_seconds: float = 120,
     write: Callable[[str], object] = terminal.err,
 ) -> int:
-    """Run a launch, and tell how it ended.
+    """Run a launch, and report how it ended.
 
     Args:
       launch: what to run.
@@ -75,7 +75,7 @@ def supervise_once(
     stop_seconds: float = 120,
     write: Callable[[str], object] = terminal.err,
 ) -> Ended:
-    """As `supervise`, for those who may start it again."""
+    """Run a launch like `supervise`, and return what decides about a restart."""
     logs.mkdir(parents=True, exist_ok=True)
     # how ranks ended in an earlier start of this launch
     for path in logs.glob("rank-*.json"):
@@ -143,7 +143,7 @@ class _Run:
         self._restore()
 
     def wait(self, logs: Path, time_seconds: float | None, stop_seconds: float) -> int:
-        """Until it ends; returns its exit code."""
+        """Wait for the launcher to end; return its exit code."""
         began = time.monotonic()
         while (code := self._process.poll()) is None:
             self._relay(LOOK_EVERY_SECONDS)
@@ -203,7 +203,7 @@ class _Run:
         self.tell(f"\n{why}: all ranks are asked to stop and save; Ctrl-C kills them\n")
 
     def tell(self, text: str) -> None:
-        """Tell the person who waits, if there still is one."""
+        """Print a message, if the terminal is still there."""
         # the terminal may be gone, and then the ranks must still be asked to save
         with contextlib.suppress(OSError):
             self._tell(text)

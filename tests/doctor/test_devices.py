@@ -3,7 +3,7 @@
 import pytest
 
 from shardtrain.doctor.devices import judge
-from shardtrain.doctor.visible_gpus import granted, uuids, visible
+from shardtrain.doctor.visible_gpus import uuids, visible, visible_gpu_facts
 
 GPUS = [
     {"index": str(i), "uuid": f"GPU-{i}", "name": "H100", "memory_bytes": 80 * 2**30, "used_bytes": 0}
@@ -65,8 +65,8 @@ def test_a_rank_that_was_given_no_gpu_may_use_the_cpu(told, by_what):
         (rank(3, slurm=2), "Slurm names 2 GPUs, jax sees 3"),
     ],
 )
-def test_seen_and_granted_must_be_the_same(told, by_what, facts, found):
-    row = by_what(judge(told([facts], "a")))["granted"]
+def test_the_devices_of_jax_are_the_visible_gpus(told, by_what, facts, found):
+    row = by_what(judge(told([facts], "a")))["visible GPUs"]
     assert (row.verdict, row.found) == ("wrong", found)
 
 
@@ -108,5 +108,5 @@ def test_cuda_ignores_what_stands_behind_a_word_that_is_not_valid():
 
 
 def test_what_this_process_was_given_is_looked_up():
-    facts = granted({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "2", "JAX_PLATFORMS": "cpu"})
+    facts = visible_gpu_facts({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "2", "JAX_PLATFORMS": "cpu"})
     assert (facts["visible"], facts["slurm"], facts["cpu_wanted"]) == ([], 2, True)

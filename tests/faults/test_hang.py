@@ -34,7 +34,7 @@ def test_of_three_ranks_one_is_stopped(folder, mpirun, started, until):
     assert process.wait(GONE_SECONDS) == COME_AGAIN
     assert time.time() - began < GONE_SECONDS
     err = Path("err").read_text()
-    named = r"shardtrain watchdog: island 1 \(host \S+\) has not been heard of for \d+ s: its process "
+    named = r"shardtrain watchdog: island 1 \(host \S+\) has sent no heartbeat for \d+ s: its process "
     assert len(re.findall(named, err)) == 1, err
     assert re.search(rf"{named}{pid} is stopped \(by SIGSTOP\)\n", err), err
     assert re.search(r"its last heartbeat: at (step \d+|the start), in '.*' for", err)
@@ -58,7 +58,7 @@ def test_launch_tells_it_restarts_and_goes_on(folder, started, until):
     assert process.wait(240) == 0, Path("err").read_text()
     err, out = Path("err").read_text(), Path("out").read_text()
     assert err.count("=== the run hung: island 0 on ") == 1
-    assert re.search(r" ===\nshardtrain watchdog: island 1 .* has not been heard of for", err)
+    assert re.search(r" ===\nshardtrain watchdog: island 1 .* has sent no heartbeat for", err)
     assert re.search(r"\nlaunch: ended with exit code 75 at step \d+; restart 1 of 2 in 1 s\n", err)
     assert "resumed from step " in out
     # the first start had done what the second was asked for
@@ -71,7 +71,7 @@ def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
     process = started([*mpirun(2), *TRAIN, *options], HURT="sleep", HURT_RANK="1")
     assert process.wait(240) == COME_AGAIN
     err = Path("err").read_text()
-    text = r"shardtrain watchdog: island 1 \(host \S+\) does not go on: at step \d+, in 'reading a batch' for"
+    text = r"watchdog: island 1 \(host \S+\) makes no progress: at step \d+, in 'reading a batch' for"
     assert re.search(text, err), err
     assert re.search(r"\n +island 0 \(host \S+\): at step \d+, in 'combine gradients' for ", err)
     assert re.search(r"allowed are 4 s; if it was only slow: --watch.stall-seconds \d+\n", err)
@@ -83,6 +83,6 @@ def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
 def test_a_run_that_is_alone_is_watched(folder, started):
     words = [sys.executable, "-m", "shardtrain", *TRAIN, "--watch.stall-seconds", "4"]
     assert started(words, HURT="sleep", HURT_RANK="0").wait(240) == COME_AGAIN
-    text = r"shardtrain watchdog: the run on host \S+ does not go on: at step \d+, in 'reading a batch' for"
+    text = r"watchdog: the run on host \S+ makes no progress: at step \d+, in 'reading a batch' for"
     assert re.search(text, Path("err").read_text())
     assert "in __getitem__" in Path("run/stacks.txt").read_text()

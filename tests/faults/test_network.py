@@ -62,7 +62,7 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts, folder, started, u
     assert [line["step"] for line in read_jsonl(metrics)][:3] == [1, 2, 3]
     for mine, other in ((0, 1), (1, 0)):
         text = (
-            rf"shardtrain watchdog: island {other} \(host n{other}\) has not been heard of for \d+ s: it is"
+            rf"shardtrain watchdog: island {other} \(host n{other}\) has sent no heartbeat for \d+ s: it is"
             rf" stopped, host n{other} is down, or the network between it and host n{mine} is cut\n"
         )
         assert re.search(text, Path(f"logs/rank-{mine}.log").read_text())

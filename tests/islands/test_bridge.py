@@ -61,7 +61,7 @@ def test_groups_and_messages_on_several_ranks(mpiexec):
 
 def test_who_is_missing_is_named(mpiexec):
     texts = mpiexec(3, MISSING)
-    first = "island 1 (host b) did not come to 'agreement' within 1 s (1,)\n"
+    first = "island 1 (host b) did not reach 'agreement' within 1 s (1,)\n"
     assert texts[0] == first + "zero is at 'evaluate', but two at 'save'\n"
     assert texts[1] == "one is at 'evaluate', but two at 'save'\n"
     assert texts[2] == first + "two is at 'save', but zero at 'evaluate', one at 'evaluate'\n"

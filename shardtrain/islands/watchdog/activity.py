@@ -1,4 +1,4 @@
-"""What this process is doing right now, by name: set where it may hang, read by the watchdog's thread.
+"""The current activity of this process, by name: set where it may hang, read by the watchdog's thread.
 
 A mark is one assignment of a tuple, so that every wait of every step can have one. Next: `diagnosis.py`.
 """
@@ -32,7 +32,7 @@ class Activity(NamedTuple):
 
 
 class ActivityRecord:
-    """The activity of a process; its main thread sets them, and the bridge's thread its own.
+    """The current activity of a process: of its main thread, and of the thread that calls MPI.
 
     Args:
       step_file: told of every step, if somebody wants to know it after this process is gone.
@@ -55,7 +55,7 @@ class ActivityRecord:
         self.bridge: Activity | None = None
 
     def begin_step(self, step: int) -> None:
-        """From now on this step, counted from 1, is being done."""
+        """Record that a step, counted from 1, begins."""
         self.step, self.failed_at = step, None
         if self.step_file is not None:
             self.step_file.write_step(step)
@@ -64,7 +64,7 @@ class ActivityRecord:
     def at(
         self, operation: str, *, waits: bool = False, long: bool = False, waits_for: tuple[int, ...] = ()
     ) -> Iterator[None]:
-        """While this is entered, the main thread is at an operation, see `Activity`."""
+        """Record an operation of the main thread while the context is entered, see `Activity`."""
         before = self.main
         self.main = Activity(operation, time.monotonic(), waits, long, waits_for)
         try:
@@ -88,18 +88,18 @@ class ActivityRecord:
             self.bridge = None
 
     def awaits(self, ranks: tuple[int, ...]) -> None:
-        """The main thread knows by now for whom it waits."""
+        """Record the ranks for which the main thread waits."""
         if ranks != self.main.waits_for:
             self.main = self.main._replace(waits_for=ranks)
 
     def now(self) -> Activity:
-        """What this process is at: the bridge's operation where the main thread waits for it."""
+        """Return the current activity: that of the MPI thread if the main thread waits for it."""
         main, bridge = self.main, self.bridge
         return bridge if bridge is not None and main.waits else main
 
 
 def activity_record(environ: Mapping[str, str] = os.environ) -> ActivityRecord:
-    """Marks whose steps can be read by the keeper of this rank, where it has one."""
+    """Make the activity record of this process, with a step file if its launcher asked for one."""
     path = environ.get(STEP_FILE)
     try:
         return ActivityRecord(StepFile(Path(path)) if path else None)

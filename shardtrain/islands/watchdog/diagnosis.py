@@ -1,4 +1,4 @@
-"""Who keeps a run from going on, judged by what ranks told of themselves, and the sentence about it.
+"""Diagnose which rank stalls the run from the heartbeats of all, and format the message.
 
 Values only: no thread, no clock, no MPI. Next: `watchdog.py`, which collects heartbeats and acts.
 """
@@ -19,7 +19,7 @@ LEAST_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """When a run that does not go on is ended.
+    """Time limits after which a run that makes no progress is ended.
 
     Args:
       silence_seconds: a rank that is not heard of for so long is lost: stopped, or its host or the network
@@ -51,12 +51,12 @@ class Watch:
             raise problems_error("a run cannot be watched like this", problems)
 
     def limit(self, long: bool) -> float:
-        """How long an operation may take."""
+        """Return the time limit of an operation in seconds."""
         return (self.long_seconds if long else self.stall_seconds) or math.inf
 
     @property
     def silent_work_seconds(self) -> float:
-        """How long a rank whose process is well may be silent; never for ever, for nothing else tells of it.
+        """Seconds without heartbeats after which a rank is lost although its process runs; always finite.
 
         >>> Watch().silent_work_seconds, Watch(stall_seconds=0, long_seconds=0).silent_work_seconds
         (600.0, 20.0)
@@ -65,7 +65,7 @@ class Watch:
 
 
 class Heartbeat(NamedTuple):
-    """What a rank tells of itself every second.
+    """The message that a rank sends about itself every second.
 
     Args:
       step: the step that it is doing, from 1; 0 before the first.
@@ -98,7 +98,7 @@ class Heartbeat(NamedTuple):
         )
 
     def encode(self) -> bytes:
-        """As bytes."""
+        """Encode as bytes."""
         return json.dumps(self).encode()
 
     @classmethod
@@ -109,7 +109,7 @@ class Heartbeat(NamedTuple):
 
 
 def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
-    """The ranks that keep the others from going on; [] while nobody takes too long.
+    """Return the ranks that stall the run; [] while all are within their limits.
 
     Whoever waits for others is not to blame while one of these is at work of its own, within the limit
     of that work.
@@ -132,10 +132,10 @@ def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
         return working if waiting else []
     if not all(heartbeat.seconds > watch.limit(heartbeat.long) for heartbeat in heartbeats.values()):
         return []
-    return _hold_up(heartbeats)
+    return _blocking(heartbeats)
 
 
-def _hold_up(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+def _blocking(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
     """Where all wait: the ranks that joined the fewest collectives; of these, those for whom others wait."""
     fewest = min(heartbeat.num_collectives for heartbeat in heartbeats.values())
     behind = [rank for rank, heartbeat in heartbeats.items() if heartbeat.num_collectives == fewest]
@@ -144,14 +144,14 @@ def _hold_up(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
     return waited_for or behind
 
 
-def place_text(heartbeat: Heartbeat | None) -> str:
-    """Where a rank is.
+def activity_text(heartbeat: Heartbeat | None) -> str:
+    """Describe the last known activity of a rank.
 
-    >>> place_text(Heartbeat(12, 30, "combine gradients", 21.4))
+    >>> activity_text(Heartbeat(12, 30, "combine gradients", 21.4))
     "at step 12, in 'combine gradients' for 21 s"
     """
     if heartbeat is None:
-        return "nothing was heard of it yet"
+        return "no heartbeat yet"
     step = f"step {heartbeat.step}" if heartbeat.step else "the start"
     return f"at {step}, in {heartbeat.operation!r} for {heartbeat.seconds:.0f} s"
 
@@ -159,8 +159,8 @@ def place_text(heartbeat: Heartbeat | None) -> str:
 def stall_text(
     culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str], watch: Watch
 ) -> str:
-    """The sentence about ranks that take too long."""
-    lines = [f"{names[rank]} does not go on: {place_text(heartbeats[rank])}" for rank in culprits[:8]]
+    """Return the message about ranks that take too long."""
+    lines = [f"{names[rank]} makes no progress: {activity_text(heartbeats[rank])}" for rank in culprits[:8]]
     if len(culprits) == len(heartbeats) > 1:
         lines.append("all ranks wait for each other: a message was lost, or they take different ways")
     lines += _others(culprits, heartbeats, names)
@@ -169,7 +169,7 @@ def stall_text(
     limit = getattr(watch, f"{field}_seconds")
     more = math.ceil(2 * max(heartbeats[slowest].seconds, limit))
     lines.append(f"allowed are {limit:g} s; if it was only slow: --watch.{field}-seconds {more}")
-    return told(lines)
+    return message(lines)
 
 
 def silence_text(
@@ -179,7 +179,7 @@ def silence_text(
     names: Sequence[str],
     watch: Watch,
 ) -> str:
-    """The sentence about ranks that are not heard of.
+    """Return the message about ranks without heartbeats.
 
     Args:
       silent: rank -> seconds since its last heartbeat.
@@ -190,26 +190,26 @@ def silence_text(
     """
     lines = []
     for rank, seconds in list(silent.items())[:8]:
-        lines.append(f"{names[rank]} has not been heard of for {seconds:.0f} s: {causes[rank]}")
-        lines.append(f"  its last heartbeat: {place_text(heartbeats.get(rank))}")
+        lines.append(f"{names[rank]} has sent no heartbeat for {seconds:.0f} s: {causes[rank]}")
+        lines.append(f"  its last heartbeat: {activity_text(heartbeats.get(rank))}")
     lines += _others(list(silent), heartbeats, names)
     more = math.ceil(2 * max(silent.values()))
     allowed = f"allowed are {watch.silence_seconds:g} s"
     lines.append(f"{allowed}; if it was only slow: --watch.silence-seconds {more}")
-    return told(lines)
+    return message(lines)
 
 
 def _others(culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str]) -> list[str]:
     others = [rank for rank in sorted(heartbeats) if rank not in culprits]
-    lines = [f"  {names[rank]}: {place_text(heartbeats[rank])}" for rank in others[:8]]
+    lines = [f"  {names[rank]}: {activity_text(heartbeats[rank])}" for rank in others[:8]]
     return [*lines, *([f"  and {len(others) - 8} more"] if len(others) > 8 else [])]
 
 
-def told(lines: Sequence[str]) -> str:
-    """A message of lines, with what happens now."""
+def message(lines: Sequence[str]) -> str:
+    """Format the lines of a diagnosis, with what happens next."""
     first, *rest = lines
     again = (
-        f"-> all ranks end with exit code {COME_AGAIN}; the same command goes on from the last checkpoint"
+        f"-> all ranks end with exit code {COME_AGAIN}; the same command resumes from the last checkpoint"
         " (launch --restarts N gives it again by itself)"
     )
     return "\n".join([f"shardtrain watchdog: {first}", *(f"  {line}" for line in [*rest, again])]) + "\n"

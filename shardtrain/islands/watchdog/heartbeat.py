@@ -1,4 +1,4 @@
-"""Beats between ranks, on a communicator of their own: rank 0 hears all, all hear rank 0.
+"""Heartbeats between rank 0 and every other rank, on a communicator of their own.
 
 Nothing here waits: a message that is still under way to a rank is not followed by a second one.
 """
@@ -9,7 +9,7 @@ from shardtrain.islands.bridge import MPI, end_all
 
 
 class HeartbeatChannel:
-    """Messages of the watchdogs; all ranks must make it together.
+    """The channel between watchdogs; constructing it is a collective call of all ranks.
 
     Args:
       comm: duplicated.
@@ -22,7 +22,7 @@ class HeartbeatChannel:
 
     @property
     def partners(self) -> list[int]:
-        """Whom this rank tells, and hears."""
+        """The ranks with which this one exchanges heartbeats."""
         return [rank for rank in range(self.size) if rank != self.rank] if self.rank == 0 else [0]
 
     def send(self, rank: int, tag: int, data: bytes = b"") -> None:

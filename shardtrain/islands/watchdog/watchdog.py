@@ -20,11 +20,11 @@ from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import (
     Heartbeat,
     Watch,
-    place_text,
+    activity_text,
+    message,
     silence_text,
     stall_text,
     stalled,
-    told,
 )
 from shardtrain.islands.watchdog.peer import Peer, cause_text, is_at_work
 from shardtrain.system.atomic_write import open_own
@@ -32,22 +32,22 @@ from shardtrain.system.atomic_write import open_own
 if TYPE_CHECKING:
     from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel  # importing it starts MPI
 
-BEAT, LEAVE, VERDICT, WRITTEN = 1, 2, 3, 4
-"""Tags: where a rank is; that it leaves in order; that it found what is wrong, and all end; that the stacks
-of a rank that was told so are written."""
+BEAT, LEAVE, DIAGNOSED, WRITTEN = 1, 2, 3, 4
+"""Tags of messages: a heartbeat; the rank leaves in order; the rank diagnosed a hang, and all end; the rank that
+received this has written its stacks."""
 
 BEAT_SECONDS = 1.0
 STACKS = "stacks.txt"
-"""In the run folder: what every rank was at when a run was ended."""
+"""File in the run folder with the stacks of every rank of a run that was ended."""
 
 WRITE_SECONDS = 3.0
-"""How long the stacks may take: the file system may be what hangs."""
+"""Time limit for writing the stacks: the file system may be what hangs."""
 
 OTHERS_SECONDS = 4.0
-"""How long ranks that are told of the end have for their stacks, before MPI ends them."""
+"""Time that the other ranks have for their stacks before MPI ends them."""
 
 LAST_SECONDS = 9.0
-"""So long after a verdict this process is gone, whatever MPI does."""
+"""Seconds after a diagnosis at which this process exits, whatever MPI does."""
 
 
 class Watchdog:
@@ -97,7 +97,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """The others hear that this rank leaves in order, and no longer wait for its heartbeats."""
+        """Announce that this rank leaves in order: the others no longer expect its heartbeats."""
         self._leave.set()
         self._thread.join(timeout=LAST_SECONDS)
         faulthandler.cancel_dump_traceback_later()
@@ -146,7 +146,7 @@ class Watchdog:
                 self._last[rank] = Heartbeat.decode(data), now
             elif tag == LEAVE:
                 self._left.add(rank)
-            elif tag == VERDICT:
+            elif tag == DIAGNOSED:
                 self._end(None, said_by=rank)
 
     def _judge(self, now: float) -> None:
@@ -188,7 +188,7 @@ class Watchdog:
         Args:
           text: why.
         """
-        self._end(told([text]))
+        self._end(message([text]))
         # the other thread was first
         time.sleep(LAST_SECONDS)
         os._exit(COME_AGAIN)
@@ -209,7 +209,7 @@ class Watchdog:
             self._activity.step_file.write_hung()
         if text is not None:
             self._write(f"\n{text}(stacks of the ranks that could write them: {self._stacks})\n")
-        others = self._tell_verdict() if said_by is None else set()
+        others = self._send_diagnosis() if said_by is None else set()
         writing = threading.Thread(target=self._write_stacks, daemon=True)
         writing.start()
         writing.join(timeout=WRITE_SECONDS)
@@ -219,17 +219,18 @@ class Watchdog:
             self._heartbeats.end_all(COME_AGAIN)
         os._exit(COME_AGAIN)
 
-    def _tell_verdict(self) -> set[int]:
-        """The ranks that are told of the end."""
+    def _send_diagnosis(self) -> set[int]:
+        """Send the diagnosis to the other ranks; return which."""
         others = set(range(len(self._peers))) - {self._rank} - self._left - self._lost
         if self._heartbeats is not None:
             with contextlib.suppress(Exception):
                 for rank in others:
-                    self._heartbeats.send(rank, VERDICT)
+                    self._heartbeats.send(rank, DIAGNOSED)
         return others
 
     def _wait_for_stacks(self, heartbeats: "HeartbeatChannel", others: set[int], said_by: int | None) -> None:
-        """Until those that were told have written theirs; such a one is ended by the rank that told it."""
+        """Wait until the other ranks have written their stacks; a rank that received the diagnosis is ended by its
+        sender."""
         if said_by is not None:
             heartbeats.send(said_by, WRITTEN)
             time.sleep(LAST_SECONDS)
@@ -243,7 +244,7 @@ class Watchdog:
         peer, mark = self._peers[self._rank], self._mine(time.monotonic())
         head = (
             f"=== {peer.name}, rank {self._rank}, process {peer.pid}, {datetime.now():%Y-%m-%d %H:%M:%S}:"
-            f" {place_text(mark)}; last collective of all ranks: {self._activity.last_collective!r} ===\n"
+            f" {activity_text(mark)}; last collective of all ranks: {self._activity.last_collective!r} ===\n"
         )
         with contextlib.suppress(OSError):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)

@@ -53,11 +53,12 @@ def test_nothing_is_too_long_where_it_is_switched_off():
 def test_the_sentence_about_a_stall():
     heartbeats = dict(enumerate([waits(150, 1), at("reading a batch", 101.2), waits(149, 1)]))
     assert stall_text([1], heartbeats, NAMES, WATCH) == (
-        "shardtrain watchdog: island 1 (host b) does not go on: at step 7, in 'reading a batch' for 101 s\n"
+        "shardtrain watchdog: island 1 (host b)"
+        " makes no progress: at step 7, in 'reading a batch' for 101 s\n"
         "    island 0 (host a): at step 7, in 'combine gradients' for 150 s\n"
         "    island 2 (host c): at step 7, in 'combine gradients' for 149 s\n"
         "  allowed are 100 s; if it was only slow: --watch.stall-seconds 203\n"
-        "  -> all ranks end with exit code 75; the same command goes on from the last checkpoint"
+        "  -> all ranks end with exit code 75; the same command resumes from the last checkpoint"
         " (launch --restarts N gives it again by itself)\n"
     )
     text = stall_text([0, 1, 2], {rank: waits(101) for rank in range(3)}, NAMES, WATCH)
@@ -70,13 +71,13 @@ def test_the_sentence_about_silence():
     heartbeats = {0: waits(19, 1), 1: at("the step", 0.4)}
     text = silence_text({1: 21.4}, {1: "its process 12 is stopped"}, heartbeats, NAMES, WATCH)
     first, last, other, allowed, again = text.splitlines()
-    assert first.endswith("island 1 (host b) has not been heard of for 21 s: its process 12 is stopped")
+    assert first.endswith("island 1 (host b) has sent no heartbeat for 21 s: its process 12 is stopped")
     assert last == "    its last heartbeat: at step 7, in 'the step' for 0 s"
     assert other == "    island 0 (host a): at step 7, in 'combine gradients' for 19 s"
     assert allowed == "  allowed are 20 s; if it was only slow: --watch.silence-seconds 43"
     assert "exit code 75" in again
     never = silence_text({2: 21.0}, {2: "x"}, {}, NAMES, WATCH)
-    assert "its last heartbeat: nothing was heard of it yet" in never
+    assert "its last heartbeat: no heartbeat yet" in never
 
 
 @pytest.mark.parametrize(
