@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel  # importing it starts MPI
 
 BEAT, LEAVE, DIAGNOSED, WRITTEN = 1, 2, 3, 4
-"""Tags of messages: a heartbeat; the rank leaves in order; the rank diagnosed a hang, and all end; the rank that
-received this has written its stacks."""
+"""Tags of messages: a heartbeat; the rank leaves in order; the rank diagnosed a hang, and all end; the rank
+has written its stacks after such a diagnosis."""
 
 BEAT_SECONDS = 1.0
 STACKS = "stacks.txt"
@@ -229,8 +229,7 @@ class Watchdog:
         return others
 
     def _wait_for_stacks(self, heartbeats: "HeartbeatChannel", others: set[int], said_by: int | None) -> None:
-        """Wait until the other ranks have written their stacks; a rank that received the diagnosis is ended by its
-        sender."""
+        """Wait until the other ranks have written their stacks; a diagnosis' sender ends its receivers."""
         if said_by is not None:
             heartbeats.send(said_by, WRITTEN)
             time.sleep(LAST_SECONDS)
