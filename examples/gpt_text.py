@@ -5,12 +5,9 @@ shardtrain train examples/gpt_text.py --data my_texts/ --steps 2000 --model.num-
 
 import jax
 
-from shardtrain.data import Text
+from shardtrain import Optimizer, Run, Schedule, Text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.generate import generate
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.optim.schedules import Schedule
-from shardtrain.trainer.config import Run
 
 SEQ = 128
 

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.policy import CheckpointPolicy
     from shardtrain.checkpoints.restore import Allow
     from shardtrain.combine.options import Combine
-    from shardtrain.data import Batches, MaskedTokens, Text, Tokens, place
+    from shardtrain.data import Batches, MaskedTokens, Source, Text, Tokens, place
     from shardtrain.functional.linen_model import from_linen
     from shardtrain.functional.loss import (
+        Loss,
         classification_loss,
         cross_entropy,
         masked_token_loss,
         next_token_loss,
         translation_loss,
     )
+    from shardtrain.functional.metrics import Metric, with_metrics
     from shardtrain.functional.model import Model
     from shardtrain.functional.nnx_model import from_nnx
     from shardtrain.islands.membership import join
@@ -39,20 +41,21 @@ if TYPE_CHECKING:
     from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
     from shardtrain.trainer.config import Run, StartFrom, Strategy
     from shardtrain.trainer.recovery import Recovery
-    from shardtrain.trainer.train import train
+    from shardtrain.trainer.train import Trained, train
     from shardtrain.trainer.trained_model import build, load
 
 _ROOMS = {
     "checkpoints.checkpointer": ("Checkpoints",),
     "checkpoints.policy": ("CheckpointPolicy",),
     "trainer.config": ("Run", "StartFrom", "Strategy"),
-    "data": ("Batches", "MaskedTokens", "Text", "Tokens", "place"),
+    "data": ("Batches", "MaskedTokens", "Source", "Text", "Tokens", "place"),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "islands.watchdog.diagnosis": ("Watch",),
     "sharding.layout": ("Layout",),
     "sharding.layout_file": ("read_layout",),
     "functional.loss": (
+        "Loss",
         "classification_loss",
         "cross_entropy",
         "masked_token_loss",
@@ -61,6 +64,7 @@ _ROOMS = {
     ),
     "sharding.mesh": ("make_mesh",),
     "functional.linen_model": ("from_linen",),
+    "functional.metrics": ("Metric", "with_metrics"),
     "functional.model": ("Model",),
     "functional.nnx_model": ("from_nnx",),
     "optim.optimizer": ("Optimizer", "make_optimizer"),
@@ -74,7 +78,7 @@ _ROOMS = {
     "train_step.placement": ("make_placement",),
     "train_step.step": ("make_evaluate", "make_gradients", "make_step"),
     "trainer.trained_model": ("build", "load"),
-    "trainer.train": ("train",),
+    "trainer.train": ("Trained", "train"),
 }
 
 __all__ = [
@@ -85,7 +89,9 @@ __all__ = [
     "Checkpoints",
     "Combine",
     "Layout",
+    "Loss",
     "MaskedTokens",
+    "Metric",
     "Model",
     "Optimizer",
     "Pipeline",
@@ -93,10 +99,12 @@ __all__ = [
     "Run",
     "Scaling",
     "Schedule",
+    "Source",
     "StartFrom",
     "Strategy",
     "Text",
     "Tokens",
+    "Trained",
     "Watch",
     "build",
     "classification_loss",
@@ -119,6 +127,7 @@ __all__ = [
     "restorable_state",
     "train",
     "translation_loss",
+    "with_metrics",
 ]
 
 

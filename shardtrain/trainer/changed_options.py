@@ -14,7 +14,7 @@ from shardtrain.trainer.config import Run, differences
 FREE = (
     *("batch", "steps", "strategy.*", "optimizer", "optimizer.*", "scaling.*", "nonfinite"),
     *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with"),
-    *("checkpoints.*", "run_dir", "sample", "unit"),
+    *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*"),
     *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
 )
 """Options that may differ from those of the checkpoint; each change is reported. Data that differs is read

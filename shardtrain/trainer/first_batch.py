@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 from shardtrain.axes import AXES
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.loss import CLASSES, Loss, checked
+from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
 
 MOST_ELEMENTS = 1 << 24
@@ -185,6 +186,7 @@ def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[
     """
     limit = expected.num_classes
     loss: Any = getattr(expected.loss, "__wrapped__", expected.loss)
+    loss = loss.loss if isinstance(loss, LossWithMetrics) else loss
     # a loss need not be hashable
     known: Mapping[str, Sequence[str]] = next((arrays for own, arrays in CLASSES.items() if own is loss), {})
     problems = []

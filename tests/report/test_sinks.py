@@ -1,11 +1,13 @@
 """The contract of metric sinks, held against every entry of the registry."""
 
 import math
+import os
 
 import pytest
 
 from shardtrain.report.sinks import SINKS, open_sinks
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
+from shardtrain.system import log_file
 
 VALUES = {"train/loss": 2.5, "heldout/loss": math.inf, "grad_norm": math.nan}
 
@@ -45,3 +47,35 @@ def test_a_run_writes_to_all_sinks_and_knows_its_last_step(tmp_path):
     again, last_step = open_sinks(tmp_path, 3, print)
     again.close()
     assert last_step == 3
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_each_step_is_in_the_file_when_write_returns(name, tmp_path):
+    """A run that is killed keeps its metrics."""
+    sink = SINKS[name](tmp_path, None, print)
+    assert sink is not None
+    sizes = [size_of(tmp_path)]
+    for step in (1, 2, 3):
+        sink.write(step, VALUES)
+        sizes.append(size_of(tmp_path))
+    assert sizes == sorted(set(sizes))
+    sink.close()
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_full_disk_is_reported_and_does_not_end_the_run(name, tmp_path, monkeypatch):
+    reports = []
+    sink = SINKS[name](tmp_path, None, reports.append)
+    assert sink is not None
+    fstat = os.fstat
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log_file.os, "fstat", full)
+    sink.write(1, VALUES)
+    monkeypatch.setattr(log_file.os, "fstat", fstat)
+    assert ["No space left on device" in report for report in reports] == [True]
+    sink.write(2, VALUES)
+    sink.close()
+    assert "is written again" in reports[1]

@@ -1,12 +1,17 @@
-"""A run as flat data: short, whatever its fields hold, and different where they differ."""
+"""A run as flat data: short, whatever its fields hold, and different where they differ; its public types."""
 
+import dataclasses
+import typing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardtrain.trainer.config import MOST_CHARACTERS, describe, differences, run_text
+import shardtrain
+import shardtrain.combine
+from shardtrain.combine.options import Combine
+from shardtrain.trainer.config import MOST_CHARACTERS, Run, Strategy, describe, differences, run_text
 
 
 @dataclass(frozen=True)
@@ -46,3 +51,31 @@ def test_short_ones_stand_as_they_are():
     assert describe(Data([1, "a", None]))["samples"] == [1, "a", None]
     assert describe(Data({"a": {"b": 1}})) == {"samples.a.b": 1}
     assert describe(Data(np.zeros((2, 3), np.float32)))["samples"] == "given in Python (float32 (2, 3))"
+
+
+def test_every_type_that_a_field_of_a_run_takes_is_public():
+    """So that a run file needs `shardtrain` alone, and for a combiner of its own `shardtrain.combine`."""
+    missing: set[str] = set()
+    seen: set[Any] = set()
+    queue: list[Any] = [Run]
+    while queue:
+        owner = queue.pop()
+        for hint in typing.get_type_hints(owner).values():
+            for kind in named_types(hint):
+                if kind.__module__.startswith("shardtrain.") and kind not in seen:
+                    seen.add(kind)
+                    if kind not in (getattr(package, kind.__name__, None) for package in PUBLIC):
+                        missing.add(f"{owner.__name__} takes {kind.__module__}.{kind.__name__}")
+                    queue += [kind] if dataclasses.is_dataclass(kind) else []
+    assert not missing
+    assert {Strategy, Combine} <= seen
+
+
+PUBLIC = (shardtrain, shardtrain.combine)
+
+
+def named_types(hint):
+    """The classes in a type hint, such as those of a union."""
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return [hint]
+    return [found for inner in typing.get_args(hint) for found in named_types(inner)]

@@ -1,0 +1,85 @@
+"""Metrics beside a loss, computed from the same outputs of the model: logged for training and held-out data.
+
+Next: `loss.py`, what a loss returns.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardtrain.functional.loss import Apply, Batch, Loss, checked, target_weights
+
+Metric = Callable[[Any, Batch], tuple[Any, Any]]
+"""(outputs of the model, batch) -> (sum, count), each a scalar. Padding rows have weight 0 in
+`batch["weights"]`, and must add nothing."""
+
+
+@dataclass(frozen=True)
+class LossWithMetrics:
+    """A loss that also returns metrics, see `with_metrics`."""
+
+    loss: Loss
+    metrics: Mapping[str, Metric]
+
+    def __call__(self, apply: Apply, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
+        outputs: list[Any] = []
+
+        def recording(*inputs: Any) -> Any:
+            outputs.append(apply(*inputs))
+            return outputs[-1]
+
+        loss_sum, count, metrics = checked(self.loss(recording, batch))
+        if len(outputs) != 1:
+            raise ValueError(
+                f"metrics {', '.join(self.metrics)} are of the model's outputs, but the loss calls the model"
+                f" {len(outputs)} times; return them by the loss itself: (sum, count, {{name: (sum, count)}})"
+            )
+        if twice := metrics.keys() & self.metrics.keys():
+            raise ValueError(f"the loss returns metrics {', '.join(sorted(twice))} itself; use other names")
+        # no gradient of the loss depends on a metric
+        fixed = jax.lax.stop_gradient(outputs[0])
+        return loss_sum, count, {**metrics, **{name: of(fixed, batch) for name, of in self.metrics.items()}}
+
+
+def with_metrics(loss: Loss, **metrics: Metric) -> Loss:
+    """Add metrics to a loss; each is logged as `train/NAME` and `heldout/NAME`.
+
+    Args:
+      loss: any loss that calls the model once.
+      **metrics: name -> (outputs of the model, batch) -> (sum, count), float scalars.
+
+    Returns:
+      The loss with these metrics beside its own.
+
+    Raises:
+      ValueError: (when called) a metric has the name of one that the loss returns itself, or the loss does
+        not call the model exactly once.
+
+    >>> def accuracy(logits, batch):
+    ...     right = (logits.argmax(-1) == batch["label"]) * batch["weights"]
+    ...     return right.sum(), batch["weights"].sum()
+    >>> def loss(apply, batch):
+    ...     return apply(batch["image"]).sum(), batch["weights"].sum()
+    >>> batch = {"image": jnp.eye(2), "label": jnp.array([0, 0]), "weights": jnp.ones(2)}
+    >>> total, count, found = with_metrics(loss, accuracy=accuracy)(lambda image: image, batch)
+    >>> [float(x) for x in found["accuracy"]]
+    [1.0, 2.0]
+    """
+    return LossWithMetrics(loss, metrics)
+
+
+def next_token_accuracy(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return how many next tokens are the likeliest of the model, beside `next_token_loss`.
+
+    Args:
+      logits: (B, T, V).
+      batch: "tokens" int32 (B, T + 1) and "weights", as for `next_token_loss`.
+
+    Returns:
+      (number of right tokens, number of tokens), float32 scalars.
+    """
+    targets = batch["tokens"][:, 1:]
+    weights = target_weights(batch, targets)
+    return ((logits.argmax(-1) == targets) * weights).sum(), weights.sum()

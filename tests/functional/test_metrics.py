@@ -1,0 +1,72 @@
+"""Metrics beside a loss: from a function in a run file to the lines of a run."""
+
+import io
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from shardtrain import Run, cross_entropy, next_token_loss, train, with_metrics
+from shardtrain.cli.run_options import parse_run
+from shardtrain.functional.metrics import next_token_accuracy
+from shardtrain.report.sinks.json_lines import read_jsonl
+
+RUN_FILE = """
+from pathlib import Path
+from shardtrain import Layout, Run, Strategy, Text, next_token_loss, with_metrics
+from shardtrain.functional.metrics import next_token_accuracy
+from shardtrain.models.decoder import DecoderConfig
+
+def run():
+    return Run(
+        model=DecoderConfig(vocab=256, seq=4, embed=8, num_layers=2, num_heads=2, mlp=8),
+        data=Text(paths=(Path({text!r}),), seq=4, heldout_fraction=0.2),
+        loss=with_metrics(next_token_loss, accuracy=next_token_accuracy),
+        strategy=Strategy(layout=Layout(mesh={{"pipeline": 2, "data": 4}}), accumulate=2),
+        batch=8, steps=2, log_every=1, evaluate_every=1,
+    )
+"""
+
+
+def test_a_metric_of_a_run_file_is_logged_for_training_and_heldout_data(tmp_path, monkeypatch):
+    """By a pipeline too, whose last stage alone has the outputs."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"ab" * 100)
+    (tmp_path / "metric_run.py").write_text(RUN_FILE.format(text=Path(text).as_posix()))
+    run, _ = parse_run("train", [f"{tmp_path / 'metric_run.py'}", "--run-dir", f"{tmp_path / 'run'}"])
+    assert isinstance(run, Run)
+    train(run, Console(file=io.StringIO()))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert 0 <= line["train/accuracy"] <= 1
+        assert 0 <= line["heldout/accuracy"] <= 1
+    assert "loss.metrics.accuracy" in (tmp_path / "run" / "run.txt").read_text()
+
+
+def test_the_loss_stays_the_same_and_padding_counts_nothing():
+    logits = jnp.log(jnp.array([[[0.1, 0.9], [0.8, 0.2]], [[0.1, 0.9], [0.1, 0.9]]]))
+    batch = {"tokens": jnp.array([[0, 1, 1], [0, 1, 1]]), "weights": jnp.array([1.0, 0.0])}
+    total, count, metrics = with_metrics(next_token_loss, accuracy=next_token_accuracy)(
+        lambda tokens: logits, batch
+    )
+    np.testing.assert_array_equal((total, count), next_token_loss(lambda tokens: logits, batch))
+    assert tuple(map(float, metrics["accuracy"])) == (1, 2)
+
+
+def test_metrics_need_one_call_of_the_model_and_names_of_their_own():
+    def twice(apply, batch):
+        return cross_entropy(apply(batch["x"]) + apply(batch["x"]), batch["label"])
+
+    def named(apply, batch):
+        total, count = cross_entropy(apply(batch["x"]), batch["label"])
+        return total, count, {"mine": (total, count)}
+
+    batch = {"x": jnp.ones((2, 3)), "label": jnp.array([0, 1])}
+    metric = lambda outputs, batch: (outputs.sum(), 1.0)  # noqa: E731
+    with pytest.raises(ValueError, match="the loss calls the model 2 times; return them by the loss itself"):
+        with_metrics(twice, mine=metric)(lambda x: x, batch)
+    with pytest.raises(ValueError, match="the loss returns metrics mine itself; use other names"):
+        with_metrics(named, mine=metric)(lambda x: x, batch)
