@@ -1,196 +1,30 @@
-"""The step of several islands: compiled halves, and the bridge between them.
+"""The step of several islands: compiled halves, and the transfer between islands in the middle.
 
-An island's own gradient (or its delta, after local steps) crosses bucket by bucket, is combined, and
-every island makes the same update of it. One island needs none of this: see `step.py`.
+An island's own gradient (or its delta, after local steps) is sent bucket by bucket and combined, and every
+island makes the same update of the result. A run of one island uses `step.py` alone.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine import Combiner, MeshGroup, make_combiner
 from shardtrain.combine.options import Combine
-from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
 from shardtrain.functional.loss import Batch, Loss
-from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.gradients import Gradients, make_gradients
+from shardtrain.train_step.island_combiner import IslandCombiner, by_path, joined_metrics, like_paths
+from shardtrain.train_step.island_totals import Totals, all_reduce_totals
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, compiled, unless_skipped
-
-
-class _Bucket(NamedTuple):
-    number: int
-    like: dict[str, jax.ShapeDtypeStruct]  # path -> what crosses
-    # of the combiner, with shardings: a process must know them of lanes that are not its own
-    state: Any
-    metrics: dict[str, jax.ShapeDtypeStruct]
-
-    def pieces(self, stacked: frozenset[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        return split_layers(self.like, stacked)
-
-
-class Crossed(NamedTuple):
-    """What came back from the other islands.
-
-    Args:
-      value: path -> array, with the shardings of what was sent.
-      state: the combiner's, bucket by bucket, whole on every device.
-      metrics: the combiner's, bucket by bucket.
-    """
-
-    value: dict[str, jax.Array]
-    state: list[Any]
-    metrics: list[dict[str, jax.Array]]
-
-
-class Combining:
-    """A combiner at work across islands: which arrays cross together, and what it keeps of each bucket.
-
-    Args:
-      combiner: any.
-      placement: of this island.
-      crossing: to the others.
-    """
-
-    def __init__(self, combiner: Combiner, placement: Placement, crossing: Transfer) -> None:
-        specs = placement.specs
-        self._combiner, self._crossing = combiner, crossing
-        self._stacked = stacked_paths(specs.arrays, specs.sharded)
-        self._whole = whole = NamedSharding(crossing.mesh, PartitionSpec())
-        leaves = [
-            (path_text(path), jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
-            for path, leaf in jax.tree.leaves_with_path(specs.abstract.params)
-        ]
-        together = ["all"] * len(leaves) if combiner.across_leaves else None
-        self._buckets = []
-        for number, bucket in enumerate(crossing.buckets([leaf for _, leaf in leaves], together)):
-            like = dict(leaves[i] for i in bucket)
-            shapes = _state_and_metrics(combiner, split_layers(like, self._stacked))
-            state, metrics = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
-            )
-            self._buckets.append(_Bucket(number, like, state, metrics))
-
-    @property
-    def labels(self) -> list[str]:
-        """What the entries of a metric (L,) are of: a parameter, or a layer of a stacked one."""
-        return [label for bucket in self._buckets for label in sorted(bucket.pieces(self._stacked))]
-
-    def init(self) -> list[Any]:
-        """What the combiner keeps, bucket by bucket."""
-        pieces = [bucket.pieces(self._stacked) for bucket in self._buckets]
-        create = jax.jit(lambda: [self._combiner.init(each) for each in pieces], out_shardings=self._whole)
-        return create()
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the combiner keeps anything."""
-        return any(jax.tree.leaves(bucket.state) for bucket in self._buckets)
-
-    def start(self, tree: dict[str, jax.Array], count: jax.Array, state: Sequence[Any]) -> list[Future[Any]]:
-        """Send everything on its way; the caller goes on.
-
-        Args:
-          tree: path -> float32 array on the mesh, the mean over this island's examples.
-          count: float32 scalar on the mesh, how many examples.
-          state: from `init`, or of the step before.
-        """
-        return [
-            self._crossing.start(b.number, self._combine, ({p: tree[p] for p in b.like}, count, kept))
-            for b, kept in zip(self._buckets, state, strict=True)
-        ]
-
-    def finish(self, tree: dict[str, jax.Array], under_way: Sequence[Future[Any]]) -> Crossed:
-        """Wait for what was started.
-
-        Args:
-          tree: what was sent.
-          under_way: from `start`.
-        """
-        crossed = Crossed({}, [], [])
-        for bucket, future in zip(self._buckets, under_way, strict=True):
-            like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics)
-            value, kept, metrics = self._crossing.land(bucket.number, future.result(), like)
-            crossed.value.update(value)
-            crossed.state.append(kept)
-            crossed.metrics.append(metrics)
-        return crossed
-
-    def _combine(self, arrays: Any, group: Any) -> Any:
-        tree, count, kept = arrays
-        found = self._combiner.combine(split_layers(tree, self._stacked), count, kept, group)
-        return stack_layers(found.value, tree, self._stacked), found.state, found.metrics
-
-
-def _state_and_metrics(combiner: Combiner, pieces: Any) -> Any:
-    """The shapes of what a combiner keeps, and of its metrics."""
-
-    def run(tree: Any) -> Any:
-        kept = combiner.init(pieces)
-        return kept, combiner.combine(tree, jnp.float32(1), kept, MeshGroup("islands", 2)).metrics
-
-    two = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), pieces)
-    found = jax.eval_shape(jax.vmap(run, axis_name="islands"), two)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
-
-
-class _Totals(NamedTuple):
-    """What every island adds to, beside gradients."""
-
-    sums: dict[str, Any]
-    model_state: Any
-
-
-def _total_program(arrays: Any, group: Any) -> Any:
-    """Sums are added; a model state is the mean by count, or island 0's where it is of integers."""
-    totals, count = arrays
-    leaves, structure = jax.tree.flatten(totals.sums)
-    sums = group.all_reduce(jnp.stack(leaves))
-    floats = {
-        path_text(path): x
-        for path, x in jax.tree.leaves_with_path(totals.model_state)
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    }
-    merged = make_combiner("mean").combine(floats, count, (), group).value if floats else {}
-
-    def merge(path: Any, x: jax.Array) -> jax.Array:
-        # where nobody had an example, the mean is of nothing
-        found = merged.get(path_text(path))
-        return group.broadcast(x) if found is None else jnp.where(group.all_reduce(count) > 0, found, x)
-
-    model_state = jax.tree.map_with_path(merge, totals.model_state)
-    return _Totals(jax.tree.unflatten(structure, list(sums)), model_state)
-
-
-def _total(crossing: Transfer, totals: _Totals, count: jax.Array) -> _Totals:
-    return crossing.land(0, crossing.start(0, _total_program, (totals, count)).result(), totals)
-
-
-def total_model_state(crossing: Transfer, model_state: Any, count: jax.Array) -> Any:
-    """A model state that every island changed for itself: the mean by count, or island 0's of integers."""
-    if not jax.tree.leaves(model_state):
-        return model_state
-    return _total(crossing, _Totals({"count": count}, model_state), count).model_state
-
-
-def by_path(tree: Any) -> dict[str, jax.Array]:
-    """Path -> leaf."""
-    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def like_paths(tree: Any, found: dict[str, jax.Array]) -> Any:
-    """A tree of what stands at its paths."""
-    return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)
 
 
 def make_island_step(
@@ -198,72 +32,85 @@ def make_island_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
     placement: Placement,
-    crossing: Transfer,
+    transfer: Transfer,
+    *,
     combine: Combine = Combine(),
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
-    meet: Callable[[str], None] = lambda name: None,
+    barrier: Callable[[str], None] = lambda name: None,
 ) -> "IslandStep":
-    """The training step of one island among several.
+    """Make the training step of one island among several.
 
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
       placement: of this model and optimizer on this island, whose own replicas are averaged.
-      crossing: to the other islands.
-      combine: how islands become one.
-      learning_rate: the optimizer's schedule, if it shall stand among the metrics.
-      start_row: where this island's rows begin in the whole batch.
-      meet: called with a name before islands meet in MPI, so that somebody can say who is missing.
+      transfer: to the other islands.
+      combine: how islands are combined.
+      learning_rate: the optimizer's schedule, to have it among the metrics.
+      start_row: the number of this island's first row in the whole batch.
+      barrier: called with a name before each collective over islands; it can say which rank is missing, which
+        MPI in a compiled program cannot.
 
     Returns:
-      (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. Where
-      islands step alone, those of the loss come with the step that combines, and have count 0 until then;
-      learning_rate, and grad_norm and skipped until then, are the island's own. It remembers what happened
-      since islands last met: give it the states that it returns.
+      (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. With
+      local steps those of the loss come with the step that combines, and have count 0 until then;
+      learning_rate, and grad_norm and skipped until then, are the island's own. It remembers the local steps
+      since the last combination: give it the states that it returns.
     """
     assert placement.combine.is_mean
     kind = _DeltaStep if combine.on_deltas else _GradientStep
-    return kind(model, loss, optimizer, placement, crossing, combine, learning_rate, start_row, meet)
+    return kind(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        placement=placement,
+        transfer=transfer,
+        combine=combine,
+        learning_rate=learning_rate,
+        start_row=start_row,
+        barrier=barrier,
+    )
 
 
 class IslandStep(ABC):
-    """A step across islands; see `make_island_step`."""
+    """A step of one island among several; see `make_island_step`."""
 
     def __init__(
         self,
+        *,
         model: Model,
         loss: Loss,
         optimizer: optax.GradientTransformation,
         placement: Placement,
-        crossing: Transfer,
+        transfer: Transfer,
         combine: Combine,
         learning_rate: optax.Schedule | None,
         start_row: int,
-        meet: Callable[[str], None],
+        barrier: Callable[[str], None],
     ) -> None:
-        self._crossing, self._combine, self._placement = crossing, combine, placement
-        self._meet = meet
-        self._combining = Combining(combine.combiner, placement, crossing)
-        self.labels = self._combining.labels
+        self._transfer, self._combine, self._placement = transfer, combine, placement
+        self._barrier = barrier
+        self._combiner = IslandCombiner(combine.combiner, placement, transfer)
+        self.labels = self._combiner.labels
         self._make(model, loss, optimizer, learning_rate, start_row)
 
     def init_combine_state(self) -> list[Any]:
-        """What the combiner keeps on this island, for `State.combine_state`."""
-        return self._combining.init()
+        """Create the combiner's state on this island, for `State.combine_state`."""
+        return self._combiner.init()
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the combiner keeps anything."""
-        return self._combining.keeps_state
+        """Whether the combiner has a state."""
+        return self._combiner.keeps_state
 
     def combines(self, step: int) -> bool:
-        """Whether islands meet at the end of this step (counted from 1)."""
+        """Whether islands are combined at the end of this step (counted from 1)."""
         return step % self._combine.local_steps == 0
 
     def forget(self) -> None:
-        """The next state is not the one that was returned last."""
+        """Forget the local steps: the next state is not the one that was returned last."""
         return
 
     @abstractmethod
@@ -271,11 +118,11 @@ class IslandStep(ABC):
 
     @abstractmethod
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """One step."""
+        """Run one step."""
 
 
 class _GradientStep(IslandStep):
-    """Gradients cross in every step; microbatches before the last send nothing."""
+    """A step that combines the islands' gradients, once for all microbatches."""
 
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
         placement, combine, mesh = self._placement, self._combine, self._placement.mesh
@@ -287,9 +134,9 @@ class _GradientStep(IslandStep):
             found = gradients(state.params, state.model_state, step_key(state.seed, state.step), batch)
             return found._replace(grads=jax.tree.map(lambda g: g * factor, found.grads))
 
-        def update(state: State, found: Gradients, kept: Any, extra: Any) -> tuple[State, Metrics]:
+        def update(state: State, found: Gradients, combine_state: Any, extra: Any) -> tuple[State, Metrics]:
             new, metrics = apply_gradients(optimizer, placement, state, found)
-            new = new._replace(combine_state=kept)
+            new = new._replace(combine_state=combine_state)
             return unless_skipped(state, new, {**metrics, **joined_metrics(extra)}, learning_rate)
 
         whole = NamedSharding(mesh, PartitionSpec())
@@ -309,37 +156,30 @@ class _GradientStep(IslandStep):
         )
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """One step."""
-        # who comes late to the meeting computed longer
+        """Run one step."""
+        # computed before the barrier, so that a slow island is one that arrives late there
         found = jax.block_until_ready(self._local(state, batch))
         grads = by_path(found.grads)
-        self._meet("combine gradients")
-        under_way = self._combining.start(grads, found.count, state.combine_state)
+        self._barrier("combine gradients")
+        # the sums and the model state are reduced while buckets of gradients are under way
+        started = self._combiner.start(grads, found.count, state.combine_state)
         sums = {"loss_sum": found.loss_sum, "count": found.count, "metrics": found.metrics}
-        totals = _total(self._crossing, _Totals(sums, found.model_state), found.count)
-        crossed = self._combining.finish(grads, under_way)
-        combined = like_paths(found.grads, crossed.value)
-        found = Gradients(grads=combined, model_state=totals.model_state, **totals.sums)
-        return self._update(state, found, crossed.state, crossed.metrics)
-
-
-def joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """The metrics of all buckets: one array (L,) of all buckets, or the mean of their scalars."""
-    names = by_bucket[0] if by_bucket else {}
-    found = {name: [metrics[name] for metrics in by_bucket] for name in names}
-    return {
-        name: jnp.concatenate(values) if values[0].ndim else jnp.stack(values).mean()
-        for name, values in found.items()
-    }
+        totals = all_reduce_totals(self._transfer, Totals(sums, found.model_state), found.count)
+        combined = self._combiner.finish(grads, started)
+        # every island makes the same update
+        found = Gradients(
+            grads=like_paths(found.grads, combined.value), model_state=totals.model_state, **totals.sums
+        )
+        return self._update(state, found, combined.state, combined.metrics)
 
 
 class _DeltaStep(IslandStep):
-    """Each island steps with its own optimizer; every `local_steps` steps what it changed is combined."""
+    """A step with the island's own optimizer; every `local_steps` steps the islands' deltas are combined."""
 
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
         placement = self._placement
         gradients = make_gradients(model, loss, placement, start_row)
-        # since islands last met: the parameters that all had then, steps done, and what was counted
+        # since the last combination: the parameters that all islands had then, steps done, and the sums
         self._common: Any = None
         self._done = 0
         self._sums: Any = None
@@ -348,7 +188,7 @@ class _DeltaStep(IslandStep):
             key = step_key(state.seed, state.step)
             found = gradients(state.params, state.model_state, key, batch)
             new, metrics = apply_gradients(optimizer, placement, state, found)
-            # an island without examples takes no step
+            # an island without examples leaves its state as it is
             new = jax.tree.map(lambda n, o: jnp.where(found.count > 0, n.astype(o.dtype), o), new, state)
             return unless_skipped(state, new, metrics, learning_rate)
 
@@ -370,36 +210,38 @@ class _DeltaStep(IslandStep):
         self._done = 0
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """One step."""
-        kept, state = state.combine_state, state._replace(combine_state=())
+        """Run one step."""
+        # the combiner's state is no part of the local step's program
+        combine_state, state = state.combine_state, state._replace(combine_state=())
+        # the first local step: keep a copy of the common parameters, as the step donates its state
         if self._sums is None:
             self._common, self._done = self._copy(state.params), int(state.step)
         state, metrics = self._step(state, batch)
         self._done += 1
-        sums = _counted(metrics)
+        sums = _step_sums(metrics)
         self._sums = sums if self._sums is None else jax.tree.map(jnp.add, self._sums, sums)
         if not self.combines(self._done):
-            return state._replace(combine_state=kept), {
-                **metrics,
-                **_shown(jax.tree.map(jnp.zeros_like, sums)),
-            }
+            nothing = _loss_metrics(jax.tree.map(jnp.zeros_like, sums))
+            return state._replace(combine_state=combine_state), {**metrics, **nothing}
+        # the last local step: combine what every island changed, and add it to the common parameters
         deltas = by_path(jax.block_until_ready(self._delta(state.params, self._common)))
-        self._meet("combine deltas")
-        under_way = self._combining.start(deltas, self._sums["count"], kept)
-        totals = _total(self._crossing, _Totals(self._sums, state.model_state), self._sums["count"])
-        crossed = self._combining.finish(deltas, under_way)
-        params = self._merged(self._common, like_paths(state.params, crossed.value))
+        self._barrier("combine deltas")
+        count = self._sums["count"]
+        started = self._combiner.start(deltas, count, combine_state)
+        totals = all_reduce_totals(self._transfer, Totals(self._sums, state.model_state), count)
+        combined = self._combiner.finish(deltas, started)
+        params = self._merged(self._common, like_paths(state.params, combined.value))
         self._common = self._sums = None
-        state = state._replace(params=params, model_state=totals.model_state, combine_state=crossed.state)
+        state = state._replace(params=params, model_state=totals.model_state, combine_state=combined.state)
         others = {
             "grad_norm": jnp.sqrt(totals.sums["squares"] / jnp.maximum(totals.sums["steps"], 1)),
             "skipped_by_islands": totals.sums["skipped"],
         }
-        return state, {**metrics, **_shown(totals.sums), **others, **joined_metrics(crossed.metrics)}
+        return state, {**metrics, **_loss_metrics(totals.sums), **others, **joined_metrics(combined.metrics)}
 
 
-def _counted(metrics: Metrics) -> dict[str, Any]:
-    """The sums of a step; nothing but that it was skipped where it was."""
+def _step_sums(metrics: Metrics) -> dict[str, Any]:
+    """Return the sums of a step to add up over local steps; 0 but for "skipped" if it was skipped."""
     skipped = metrics["skipped"]
     sums = {
         "loss_sum": metrics["loss_sum"],
@@ -411,5 +253,6 @@ def _counted(metrics: Metrics) -> dict[str, Any]:
     return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
 
 
-def _shown(sums: dict[str, Any]) -> Metrics:
+def _loss_metrics(sums: dict[str, Any]) -> Metrics:
+    """Return the sums that are metrics of the loss."""
     return {"loss_sum": sums["loss_sum"], "count": sums["count"], **sums["metrics"]}

@@ -26,13 +26,9 @@ from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.resolve import completed
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.gradients import Gradients, merge_replicas, sum_replicas
-from shardtrain.train_step.island_step import (
-    IslandStep,
-    by_path,
-    joined_metrics,
-    like_paths,
-    total_model_state,
-)
+from shardtrain.train_step.island_combiner import by_path, joined_metrics, like_paths
+from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
@@ -48,7 +44,7 @@ Share = Callable[[str, Any], list[Any]]
 
 
 class StageStep(IslandStep):
-    """A step of one stage; see `across.make_island_step` for what a step across islands is.
+    """A step of one stage; see `island_step.make_island_step` for what a step across islands is.
 
     Args:
       stage_model: the stage's share of the model.
@@ -100,15 +96,15 @@ class StageStep(IslandStep):
         # tags of borrowed parameters follow those of all values
         self._first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         super().__init__(
-            stage_model.model,
-            stage_model.traced.loss,
-            optimizer,
-            placement,
-            crossing,
-            combine,
-            learning_rate,
-            start_row,
-            lambda name: None,
+            model=stage_model.model,
+            loss=stage_model.traced.loss,
+            optimizer=optimizer,
+            placement=placement,
+            transfer=crossing,
+            combine=combine,
+            learning_rate=learning_rate,
+            start_row=start_row,
+            barrier=lambda name: None,
         )
 
     def _make(self, model: Any, loss: Any, optimizer: Any, learning_rate: Any, start_row: int) -> None:
@@ -228,9 +224,9 @@ class StageStep(IslandStep):
         mesh = self._placement.mesh
         on_mesh = jax.device_put(count, NamedSharding(mesh, PartitionSpec()))
         sent = by_path(grads)
-        under_way = self._combining.start(sent, on_mesh, kept)
-        model_state = total_model_state(self._crossing, model_state, on_mesh)
-        crossed = self._combining.finish(sent, under_way)
+        under_way = self._combiner.start(sent, on_mesh, kept)
+        model_state = average_model_state(self._transfer, model_state, on_mesh)
+        crossed = self._combiner.finish(sent, under_way)
         return like_paths(grads, crossed.value), crossed.state, crossed.metrics, model_state
 
     def _merged_state(self, model_state: Tree, batch: Batch) -> Tree:

@@ -52,10 +52,10 @@ def make_multi_island_step(
         setup.optimizer,
         setup.placement,
         coordination.transfer,
-        combine,
-        setup.learning_rate,
-        loader.shard.start,
-        coordination.barrier,
+        combine=combine,
+        learning_rate=setup.learning_rate,
+        start_row=loader.shard.start,
+        barrier=coordination.barrier,
     )
 
 

@@ -23,7 +23,8 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.island_step import Combining, make_island_step
+from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_step import make_island_step
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
@@ -94,9 +95,9 @@ def main() -> None:
         placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
         rows, start = rows_of(shares, island, len(devices) * microbatches)
         batch = place(rows, mesh, layout.batch_axes, microbatches)
-        crossing = Transfer(mesh, groups["all_reduce"], 3000, 1000)
+        transfer = Transfer(mesh, groups["all_reduce"], 3000, 1000)
         step = make_island_step(
-            MODEL, classification_loss, gradients_as_state(), placement, crossing, Combine(), start_row=start
+            MODEL, classification_loss, gradients_as_state(), placement, transfer, start_row=start
         )
         state = init_state(MODEL, gradients_as_state(), placement, 7)
         state = state._replace(combine_state=step.init_combine_state())
@@ -109,9 +110,9 @@ def main() -> None:
     found = gradients(state.params, state.model_state, key, batch)
     tree = {path_text(path): x for path, x in jax.tree.leaves_with_path(found.grads)}
     for reduce, cap in itertools.product(REDUCE, [0, 2000, 25 << 20]):
-        combining = Combining(mean(), placement, Transfer(mesh, groups[reduce], cap, min(cap, 1000)))
-        crossed = combining.finish(tree, combining.start(tree, found.count, combining.init()))
-        got = [crossed.value[path] for path in tree]
+        combiner = IslandCombiner(mean(), placement, Transfer(mesh, groups[reduce], cap, min(cap, 1000)))
+        combined = combiner.finish(tree, combiner.start(tree, found.count, combiner.init()))
+        got = [combined.value[path] for path in tree]
         check(comm, got, jax.tree.leaves(expected[2]), f"{reduce} {cap}")
     if num_islands == 2:
         one_bad_island(comm, Transfer(mesh, groups["all_reduce"]), placement, batch, start)
@@ -119,11 +120,11 @@ def main() -> None:
     sys.stdout.write("done\n")
 
 
-def one_bad_island(comm, crossing, placement, batch, start) -> None:
+def one_bad_island(comm, transfer, placement, batch, start) -> None:
     """A gradient that is not finite on one island changes nothing on any, what a codec keeps included."""
     combine = Combine(by="int8+adasum")
-    arguments = (MODEL, classification_loss, gradients_as_state(), placement, crossing, combine)
-    step = make_island_step(*arguments, start_row=start)
+    arguments = (MODEL, classification_loss, gradients_as_state(), placement, transfer)
+    step = make_island_step(*arguments, combine=combine, start_row=start)
     state = init_state(MODEL, gradients_as_state(), placement, 7)
     state, metrics = step(state._replace(combine_state=step.init_combine_state()), batch)
     assert metrics["skipped"] == 0
@@ -136,20 +137,13 @@ def one_bad_island(comm, crossing, placement, batch, start) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state)._replace(step=before.step), before)
 
 
-def an_empty_island(comm, crossing, layout, mesh, batch, start) -> None:
+def an_empty_island(comm, transfer, layout, mesh, batch, start) -> None:
     """An island without rows takes no step of its own, and a delta is of the parameters that were given."""
     optimizer = optax.adam(1e-2)
     placement = make_placement(MODEL, optimizer, layout, mesh)
     batch = {**batch, "weights": batch["weights"] * (comm.rank == 0)}
-    arguments = (
-        MODEL,
-        classification_loss,
-        optimizer,
-        placement,
-        crossing,
-        Combine(by="adasum", on="deltas"),
-    )
-    step = make_island_step(*arguments, start_row=start)
+    arguments = (MODEL, classification_loss, optimizer, placement, transfer)
+    step = make_island_step(*arguments, combine=Combine(by="adasum", on="deltas"), start_row=start)
     state = init_state(MODEL, optimizer, placement, 7)._replace(combine_state=step.init_combine_state())
     first = jax.device_get(state.params)
     state, _ = step(state, batch)

@@ -1,0 +1,158 @@
+"""A combiner run between islands: bucket by bucket, with the state that it keeps of each bucket.
+
+Next: `island_step.py`, which uses it; `islands/transfer.py`, which moves the buckets.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.combine import Combiner, MeshGroup
+from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
+from shardtrain.functional.model import path_text
+from shardtrain.islands.transfer import Transfer
+from shardtrain.train_step.placement import Placement
+
+
+class _Bucket(NamedTuple):
+    number: int
+    like: dict[str, jax.ShapeDtypeStruct]  # path -> what is sent
+    # of the combiner, with shardings: a process must know them of buckets that another one transfers
+    state: Any
+    metrics: dict[str, jax.ShapeDtypeStruct]
+
+    def layers(self, stacked: frozenset[str]) -> dict[str, jax.ShapeDtypeStruct]:
+        return split_layers(self.like, stacked)
+
+
+class CombinedIslands(NamedTuple):
+    """What a combiner made of the trees of all islands.
+
+    Args:
+      value: path -> array, with the shardings of what was sent.
+      state: the combiner's, bucket by bucket, replicated over the devices.
+      metrics: the combiner's, bucket by bucket.
+    """
+
+    value: dict[str, jax.Array]
+    state: list[Any]
+    metrics: list[dict[str, jax.Array]]
+
+
+class IslandCombiner:
+    """A combiner between islands, which sends a tree in buckets and keeps a state for each.
+
+    Args:
+      combiner: any.
+      placement: of this island.
+      transfer: to the other islands.
+    """
+
+    def __init__(self, combiner: Combiner, placement: Placement, transfer: Transfer) -> None:
+        specs = placement.specs
+        self._combiner, self._transfer = combiner, transfer
+        self._stacked = stacked_paths(specs.arrays, specs.sharded)
+        self._whole = whole = NamedSharding(transfer.mesh, PartitionSpec())
+        leaves = [
+            (path_text(path), jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
+            for path, leaf in jax.tree.leaves_with_path(specs.abstract.params)
+        ]
+        # leaves of one unit are sent in one bucket
+        units = ["all"] * len(leaves) if combiner.across_leaves else None
+        self._buckets = []
+        for number, bucket in enumerate(transfer.buckets([leaf for _, leaf in leaves], units)):
+            like = dict(leaves[i] for i in bucket)
+            shapes = _state_and_metrics(combiner, split_layers(like, self._stacked))
+            state, metrics = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
+            )
+            self._buckets.append(_Bucket(number, like, state, metrics))
+
+    @property
+    def labels(self) -> list[str]:
+        """The paths that the entries of a metric (L,) belong to: a parameter, or a layer of a stacked one."""
+        return [label for bucket in self._buckets for label in sorted(bucket.layers(self._stacked))]
+
+    def init(self) -> list[Any]:
+        """Create the combiner's state, bucket by bucket."""
+        layers = [bucket.layers(self._stacked) for bucket in self._buckets]
+        create = jax.jit(lambda: [self._combiner.init(each) for each in layers], out_shardings=self._whole)
+        return create()
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the combiner has a state."""
+        return any(jax.tree.leaves(bucket.state) for bucket in self._buckets)
+
+    def start(self, tree: dict[str, jax.Array], count: jax.Array, state: Sequence[Any]) -> list[Future[Any]]:
+        """Start to send and combine every bucket, in the background.
+
+        Args:
+          tree: path -> float32 array on the mesh, the mean over this island's examples.
+          count: float32 scalar on the mesh, how many examples.
+          state: from `init`, or of the step before.
+
+        Returns:
+          One future a bucket, for `finish`.
+        """
+        return [
+            self._transfer.start(b.number, self._combine, ({p: tree[p] for p in b.like}, count, own))
+            for b, own in zip(self._buckets, state, strict=True)
+        ]
+
+    def finish(self, tree: dict[str, jax.Array], started: Sequence[Future[Any]]) -> CombinedIslands:
+        """Wait for all buckets, and put the result on the mesh.
+
+        Args:
+          tree: what was sent.
+          started: from `start`.
+        """
+        combined = CombinedIslands({}, [], [])
+        for bucket, future in zip(self._buckets, started, strict=True):
+            like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics)
+            value, state, metrics = self._transfer.land(bucket.number, future.result(), like)
+            combined.value.update(value)
+            combined.state.append(state)
+            combined.metrics.append(metrics)
+        return combined
+
+    def _combine(self, arrays: Any, group: Any) -> Any:
+        tree, count, state = arrays
+        found = self._combiner.combine(split_layers(tree, self._stacked), count, state, group)
+        return stack_layers(found.value, tree, self._stacked), found.state, found.metrics
+
+
+def _state_and_metrics(combiner: Combiner, layers: Any) -> Any:
+    """Return the shapes of a combiner's state and of its metrics."""
+
+    def run(tree: Any) -> Any:
+        state = combiner.init(layers)
+        return state, combiner.combine(tree, jnp.float32(1), state, MeshGroup("islands", 2)).metrics
+
+    two = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), layers)
+    found = jax.eval_shape(jax.vmap(run, axis_name="islands"), two)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
+
+
+def joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Join the metrics of all buckets: arrays (L,) are concatenated, of scalars the mean is taken."""
+    names = by_bucket[0] if by_bucket else {}
+    found = {name: [metrics[name] for metrics in by_bucket] for name in names}
+    return {
+        name: jnp.concatenate(values) if values[0].ndim else jnp.stack(values).mean()
+        for name, values in found.items()
+    }
+
+
+def by_path(tree: Any) -> dict[str, jax.Array]:
+    """Return the leaves of a tree by their paths."""
+    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def like_paths(tree: Any, found: dict[str, jax.Array]) -> Any:
+    """Return a tree of the same structure with the leaves found at its paths."""
+    return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)

@@ -1,0 +1,61 @@
+"""Sums of the loss and the model state, reduced over islands. Next: `island_step.py`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.combine import make_combiner
+from shardtrain.functional.model import path_text
+from shardtrain.islands.transfer import Transfer
+
+
+class Totals(NamedTuple):
+    """What islands reduce beside gradients.
+
+    Args:
+      sums: tree of float32 scalars, added up.
+      model_state: averaged by the number of examples.
+    """
+
+    sums: dict[str, Any]
+    model_state: Any
+
+
+def _reduce(arrays: Any, group: Any) -> Any:
+    """Add up the sums, and average the model state by count; integers are those of island 0."""
+    totals, count = arrays
+    leaves, structure = jax.tree.flatten(totals.sums)
+    sums = group.all_reduce(jnp.stack(leaves))
+    floats = {
+        path_text(path): x
+        for path, x in jax.tree.leaves_with_path(totals.model_state)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    merged = make_combiner("mean").combine(floats, count, (), group).value if floats else {}
+
+    def merge(path: Any, x: jax.Array) -> jax.Array:
+        # where no island has examples there is no mean: the state stays
+        found = merged.get(path_text(path))
+        return group.broadcast(x) if found is None else jnp.where(group.all_reduce(count) > 0, found, x)
+
+    model_state = jax.tree.map_with_path(merge, totals.model_state)
+    return Totals(jax.tree.unflatten(structure, list(sums)), model_state)
+
+
+def all_reduce_totals(transfer: Transfer, totals: Totals, count: jax.Array) -> Totals:
+    """All-reduce the totals over islands.
+
+    Args:
+      transfer: to the other islands.
+      totals: of this island.
+      count: float32 scalar, this island's examples.
+    """
+    return transfer.land(0, transfer.start(0, _reduce, (totals, count)).result(), totals)
+
+
+def average_model_state(transfer: Transfer, model_state: Any, count: jax.Array) -> Any:
+    """Average the model states of all islands by count; integers are those of island 0."""
+    if not jax.tree.leaves(model_state):
+        return model_state
+    return all_reduce_totals(transfer, Totals({"count": count}, model_state), count).model_state
