@@ -12,15 +12,22 @@ from jax import lax
 
 from shardtrain.combine.combiner import Combined, Combiner, contribution, flatten
 from shardtrain.combine.group import Group
-from shardtrain.combine.slices import block_sources, cut, join, part, split, uncut
+from shardtrain.combine.slices import (
+    block_sources,
+    join_slices,
+    pack_messages,
+    part,
+    split_into_slices,
+    unpack_messages,
+)
 
 
 def mean() -> Combiner:
-    """The mean over all examples: sum_r count_r x_r / sum_r count_r, zeros if there are none.
+    """Make the mean over all examples: sum_r count_r x_r / sum_r count_r, zeros if there are none.
 
-    Sums are float32. float32 leaves cross in one all-reduce, with the counts: 4 (n + P) bytes in the
-    buffer, so a ring sends 8 (n + P) (P - 1) / P per rank. Leaves of 16 bits cross as such, in slices:
-    each rank sums the slice of its own and gives it to the others, 4 n (P - 1) / P bytes sent per rank.
+    Sums are float32. float32 leaves are sent in one all-reduce, with the counts: 4 (n + P) bytes in the
+    buffer, so a ring sends 8 (n + P) (P - 1) / P per rank. Leaves of 16 bits are sent as such, in slices: a
+    reduce-scatter, whose sums are float32, then an all-gather, 4 n (P - 1) / P bytes sent per rank.
 
     Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce, section 3 (reduce-scatter, all-gather).
 
@@ -34,7 +41,7 @@ def mean() -> Combiner:
 
 
 def sum() -> Combiner:
-    """The sum of the ranks' means, as the mean over all examples times the number of ranks with any.
+    """Make the sum of the ranks' means: the mean over all examples times the number of ranks with any.
 
     Costs what `mean` costs. Equal counts: sum_r x_r.
     """
@@ -63,7 +70,7 @@ def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -
 
 
 def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list[jax.Array], jax.Array]:
-    """The weighted sums of float32 leaves over all ranks, and the ranks' counts."""
+    """Return the weighted sums of float32 leaves over all ranks, and the ranks' counts."""
     mark = (jnp.arange(group.size) == group.index).astype(jnp.float32)
     # packed before it is weighed: a bare concatenation copies memory, one with arithmetic goes by elements
     packed = lax.optimization_barrier(jnp.concatenate([*(x.reshape(-1) for x in leaves), mark]))
@@ -79,24 +86,24 @@ def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list
 def _combine_narrow(
     leaves: list[jax.Array], counts: jax.Array, factor: jax.Array, group: Group
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Leaves of one dtype of 16 bits; also what this rank rounded off the slice that it added up."""
+    """Combine leaves of one 16-bit dtype; also return what this rank rounded off the slice that it summed."""
     size, index = group.size, group.index
-    stacks, owners = cut(leaves, size)
+    stacks, owners = split_into_slices(leaves, size)
     if not stacks:
         return leaves, [jnp.zeros(leaf.shape) for leaf in leaves]
     exact: list[Any] = [0.0] * len(stacks)
     for turn in range(size):
-        # the slice of the rank that hears from this one
-        messages = join([part(stack, (index - turn) % size, size) for stack in stacks])
+        # the slice of the rank that receives from this one
+        messages = pack_messages([part(stack, (index - turn) % size, size) for stack in stacks])
         if turn:
             messages = [group.exchange(x, block_sources(size, 1, size, turn)) for x in messages]
         count = counts[(index + turn) % size]
-        heard = [contribution(x.astype(jnp.float32), count) for x in split(messages, stacks)]
-        exact = [e + x * (count * factor) for e, x in zip(exact, heard, strict=True)]
+        received = [contribution(x.astype(jnp.float32), count) for x in unpack_messages(messages, stacks)]
+        exact = [e + x * (count * factor) for e, x in zip(exact, received, strict=True)]
     rounded = [x.astype(leaves[0].dtype) for x in exact]
     mine = (jnp.arange(size) == index)[:, None, None]
     lost = [jnp.where(mine, x - r.astype(jnp.float32), 0) for x, r in zip(exact, rounded, strict=True)]
-    whole = [group.all_gather(message[0]) for message in join(rounded)]
+    whole = [group.all_gather(message[0]) for message in pack_messages(rounded)]
     floats = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in leaves]
-    blocks, lost_blocks = ([[x] for x in stacks] for stacks in (split(whole, stacks), lost))
-    return uncut(blocks, owners, leaves), uncut(lost_blocks, owners, floats)
+    blocks, lost_blocks = ([[x] for x in stacks] for stacks in (unpack_messages(whole, stacks), lost))
+    return join_slices(blocks, owners, leaves), join_slices(lost_blocks, owners, floats)

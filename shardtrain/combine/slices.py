@@ -1,4 +1,4 @@
-"""Leaves cut in as many equal slices as there are ranks, and the messages that carry them.
+"""Leaves split into as many equal slices as there are ranks, and the messages that carry the slices.
 
 Every slice holds the same static share of every leaf. Leaves of one dtype and size are stacked, so that
 programs grow with the number of different sizes only. Next: `mean.py`, `adasum.py`.
@@ -17,13 +17,16 @@ Owners = list[list[int]]
 """For each stack the leaf of each of its pieces."""
 
 
-def cut(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax.Array], Owners]:
-    """Stacks (parts, pieces, width): row p holds slice p of each piece; and the leaf of each piece.
+def split_into_slices(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax.Array], Owners]:
+    """Split leaves into equal slices.
+
+    Returns:
+      (stacks (parts, pieces, width), whose row p holds slice p of each piece; the leaf of each piece).
 
     A leaf whose size `parts` does not divide gives two pieces: what divides, and its last few elements,
     padded with zeros.
 
-    >>> stacks, owners = cut([jnp.arange(5.0), jnp.arange(4.0)], 2)
+    >>> stacks, owners = split_into_slices([jnp.arange(5.0), jnp.arange(4.0)], 2)
     >>> [stack.shape for stack in stacks], owners
     ([(2, 2, 2), (2, 1, 1)], [[0, 1], [0]])
     """
@@ -40,12 +43,14 @@ def cut(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax.Array], Owner
     return stacks, [[i for i, _ in pieces] for pieces in ordered]
 
 
-def uncut(stacks: Sequence[Sequence[jax.Array]], owners: Owners, leaves: Sequence[Any]) -> list[jax.Array]:
-    """The leaves again.
+def join_slices(
+    stacks: Sequence[Sequence[jax.Array]], owners: Owners, leaves: Sequence[Any]
+) -> list[jax.Array]:
+    """Return the leaves that `split_into_slices` split.
 
     Args:
       stacks: each as blocks of its rows, in order.
-      owners: as `cut` gave them.
+      owners: as `split_into_slices` gave them.
       leaves: arrays or shapes, of the shapes wanted.
     """
     pieces: list[list[jax.Array]] = [[] for _ in leaves]
@@ -59,31 +64,31 @@ def uncut(stacks: Sequence[Sequence[jax.Array]], owners: Owners, leaves: Sequenc
 
 
 def part(stack: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
-    """The rows at `position` of `parts` equal blocks of rows."""
+    """Return the rows at `position` of `parts` equal blocks of rows."""
     rows = stack.shape[0] // parts
     if isinstance(position, int):
         return stack[position * rows : (position + 1) * rows]
     return lax.dynamic_slice_in_dim(stack, position * rows, rows)
 
 
-def join(stacks: Sequence[jax.Array]) -> list[jax.Array]:
-    """Messages (rows, C): a large stack is one by itself, without a copy; small ones are joined by dtype."""
+def pack_messages(stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Pack stacks into messages (rows, C): a large stack is a message of its own; small ones share one."""
     flat = [stack.reshape(stack.shape[0], -1) for stack in stacks]
     return [
         flat[which[0]] if len(which) == 1 else jnp.concatenate([flat[i] for i in which], axis=1)
-        for which in _together(stacks)
+        for which in _by_message(stacks)
     ]
 
 
-def split(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> list[jax.Array]:
-    """What `join` joined: stacks with the rows of the messages.
+def unpack_messages(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> list[jax.Array]:
+    """Unpack what `pack_messages` packed: stacks with the rows of the messages.
 
     Args:
       messages: (rows, C) each.
-      stacks: arrays or shapes with the pieces, widths and dtypes of what was joined.
+      stacks: arrays or shapes with the pieces, widths and dtypes of what was packed.
     """
     found: list[Any] = [None] * len(stacks)
-    for message, which in zip(messages, _together(stacks), strict=True):
+    for message, which in zip(messages, _by_message(stacks), strict=True):
         first = 0
         for i in which:
             _, pieces, width = stacks[i].shape
@@ -93,8 +98,8 @@ def split(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> list[jax.Arra
     return found
 
 
-def _together(stacks: Sequence[Any]) -> list[list[int]]:
-    """Which stacks share a message; the same at every level, whatever the number of rows."""
+def _by_message(stacks: Sequence[Any]) -> list[list[int]]:
+    """Return the stacks of each message; the same at every level, whatever the number of rows."""
     messages: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
         alone = stack.shape[1] * stack.shape[2] >= LARGE
@@ -103,7 +108,7 @@ def _together(stacks: Sequence[Any]) -> list[list[int]]:
 
 
 def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
-    """For each rank the partner from which it hears in a turn.
+    """Return for each rank the partner that it receives from in a turn.
 
     Ranks fall into blocks of `distance * radix`; a rank's partners stand `distance` apart in its block.
 
@@ -117,7 +122,7 @@ def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
 
 
 def in_order(turns: Sequence[jax.Array], position: int | jax.Array) -> list[jax.Array]:
-    """What came in turns 0 (this rank's own), 1, ..., ordered by the position of the sender."""
+    """Order what was received in turns 0 (this rank's own), 1, ... by the position of the sender."""
     radix = len(turns)
     if isinstance(position, int):
         return [turns[(sender - position) % radix] for sender in range(radix)]
