@@ -1,6 +1,6 @@
 """The pure functions of a linen module. Next: `model.py` (what they are)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,7 +63,16 @@ def from_linen(
             )
         return outputs, same_structure({**model_state, **changed}, model_state)
 
-    # trace the initialisation once: it shows all modules, and the boxes with the dim names
+    boxed, calls, axis_name = _trace(variables)
+    if sync_batch_norm and any(isinstance(call.module, nn.BatchNorm) for call in calls):
+        axis_name = axis_name or REPLICAS
+    if evaluation is None:
+        check_evaluation(type(module).__name__, calls)
+    return Model(init=init, apply=with_axis_bound(apply, axis_name), dims=_dims(boxed), axis_name=axis_name)
+
+
+def _trace(variables: Callable[[jax.Array], dict[str, Tree]]) -> tuple[Tree, list[Call], str | None]:
+    """Trace the initialisation; return the boxed parameters, all module calls, and the axis name of norms."""
     calls: list[Call] = []
     try:
         with recorded(calls):
@@ -71,11 +80,7 @@ def from_linen(
     finally:
         # raise about axis names first: a norm that cannot be synchronised fails with an unbound axis name
         axis_name = one_axis_name(call.module for call in calls)
-    if sync_batch_norm and any(isinstance(call.module, nn.BatchNorm) for call in calls):
-        axis_name = axis_name or REPLICAS
-    if evaluation is None:
-        check_evaluation(type(module).__name__, calls)
-    return Model(init=init, apply=with_axis_bound(apply, axis_name), dims=_dims(boxed), axis_name=axis_name)
+    return boxed, calls, axis_name
 
 
 def _rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:

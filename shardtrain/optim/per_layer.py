@@ -45,17 +45,6 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
         return jax.tree.map_with_path(dim, tree)
 
-    def merged(results: list[tuple[Any, Any]]) -> Any:
-        """Return for each array the result of the vmap over its own number of layers."""
-        first, _ = results[0]
-        for other, other_dims in results[1:]:
-            flat_dims = jax.tree.leaves(other_dims, is_leaf=lambda x: x is None)
-            pairs = zip(jax.tree.leaves(first), jax.tree.leaves(other), flat_dims, strict=True)
-            first = jax.tree.unflatten(
-                jax.tree.structure(first), [a if d is None else b for a, b, d in pairs]
-            )
-        return first
-
     # one vmap for each number of layers among the stacks; its results for other arrays are discarded
     def init(params: Any) -> Any:
         results = []
@@ -65,7 +54,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
             out_dims = mapped(jax.eval_shape(optimizer.init, alone), params, size)
             made = jax.vmap(optimizer.init, (in_dims,), out_dims)(params) if size else optimizer.init(params)
             results.append((made, out_dims))
-        return merged(results)
+        return _merged(results)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         results = []
@@ -73,9 +62,19 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
             of_params, of_state = mapped(updates, updates, size), mapped(state, updates, size)
             run = jax.vmap(optimizer.update, (of_params, of_state, of_params), (of_params, of_state))
             results.append((run(updates, state, params), (of_params, of_state)))
-        return merged(results) if results else optimizer.update(updates, state, params)
+        return _merged(results) if results else optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
+
+
+def _merged(results: list[tuple[Any, Any]]) -> Any:
+    """Return for each array the result of the vmap over its own number of layers."""
+    first, _ = results[0]
+    for other, other_dims in results[1:]:
+        flat_dims = jax.tree.leaves(other_dims, is_leaf=lambda x: x is None)
+        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(other), flat_dims, strict=True)
+        first = jax.tree.unflatten(jax.tree.structure(first), [a if d is None else b for a, b, d in pairs])
+    return first
 
 
 def _stacks(params: Any, dims: Tree) -> dict[str, int]:
