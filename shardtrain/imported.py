@@ -1,4 +1,4 @@
-"""The options of an imported model, as data that its run file reads: nothing of a download stands in code.
+"""Write and read the options of an imported model as JSON, never as code.
 
 They are checked when they are written, and again when they are read. No jax.
 """

@@ -1,1 +1,1 @@
-"""Checkpoints: saved in the background, proven whole, restored onto any layout."""
+"""Checkpoints: saved in the background, verified by checksums, restored onto any layout."""

@@ -1,7 +1,7 @@
-"""The one door to Orbax: save in the background, keep a few, restore the newest whole one on any mesh.
+"""The boundary to Orbax: save in the background, delete old checkpoints, restore the newest whole one.
 
 When to save is in `policy.py`, what makes a checkpoint whole in `manifest.py`, which one a run
-goes on from in `discover.py`, how it is read in `restore.py`.
+resumes from in `discover.py`, how it is read in `restore.py`.
 """
 
 import logging
@@ -38,7 +38,7 @@ _LARGE_ROW_BYTES = 1 << 20
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written. Older checkpoints are untouched, and the run can go on.
+    """A checkpoint could not be written. Older checkpoints are untouched, and the run can continue.
 
     Args:
         text: what happened, and what to do.
@@ -52,7 +52,7 @@ class SaveFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a run goes on from.
+    """The state that a run resumes from.
 
     Args:
         step: the step it was saved after.
@@ -75,13 +75,13 @@ class _Pending:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; one run at a time writes to a folder.
+    """Save and restore the checkpoints of one run folder, to which one run at a time writes.
 
     Where several processes form one JAX runtime, all of them make the same calls in the same order, and the
     folder is one that all of them see.
 
     Args:
-        folder: where the checkpoints lie; made at the first save.
+        folder: folder of the checkpoints; made at the first save.
         policy: what to keep.
         part: which part of each step this writer saves; a step is finished when it has all of them.
         report: called on the caller's thread with each line that people must see.
@@ -142,7 +142,7 @@ class Checkpoints:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where checkpoints may lie, the fastest first."""
+        """The folders that may hold checkpoints, the fastest first."""
         return tuple(dict.fromkeys((self._fast or self.folder, self.folder)))
 
     def latest(self) -> int | None:
@@ -156,7 +156,7 @@ class Checkpoints:
     def save(
         self, step: int, state: Any, extra: dict[str, Any], origins: Mapping[str, ArrayOrigin] | None = None
     ) -> None:
-        """Begin to save; the arrays may be donated or deleted as soon as this returns.
+        """Start to save; the arrays may be donated or deleted as soon as this returns.
 
         Waits for the save before, if that is still running.
 
@@ -232,7 +232,7 @@ class Checkpoints:
         self._target = self.folder
 
     def wait(self) -> None:
-        """Return when the running save is on the disk and `latest`; at once where none runs.
+        """Wait until the running save is on the disk and is `latest`; return at once if none runs.
 
         Raises:
             SaveFailed: it failed. Raised once; what is saved next is not affected.
@@ -245,7 +245,7 @@ class Checkpoints:
             )
 
     def confirm(self, step: int | None) -> None:
-        """All parts of this step are finished, so that what is older may be deleted as the policy says.
+        """Delete what the policy does not keep: all parts of this step are finished.
 
         Where there is but one part, that is so as soon as it is finished, and nobody needs to call this.
         """
@@ -258,20 +258,20 @@ class Checkpoints:
         self._deleting = self._background.submit(self._delete_old, step)
 
     def drop_after(self, step: int) -> None:
-        """Delete this writer's part of all later steps: they were found to be bad."""
+        """Delete this writer's part of all later steps, which were found to be bad."""
         for folder in self.folders if is_primary() else ():
             for later, parts in manifests.finished(folder).items():
                 if later > step and self.part in parts:
                     manifests.delete(parts[self.part])
 
     def forget_after(self, step: int) -> None:
-        """Go on from this step (-1: the start): later ones are replaced when the run comes there."""
+        """Resume from this step (-1: the start): later ones are replaced when the run reaches them."""
         steps = self.steps()
         self._broken.update(later for later in steps if later > step)
         self._latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
     def discover(self, newest: int | None = None, gather: Gather | None = None) -> Discovered:
-        """Find the newest whole checkpoint, whoever can see its parts.
+        """Find the newest whole checkpoint, each part of which is visible to some island.
 
         Before anything is loaded, every file's size and checksum are compared with the manifest (for the
         cost see `manifest.problems`): those of a part by one island that sees it. What is broken or

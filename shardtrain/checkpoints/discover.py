@@ -1,6 +1,6 @@
-"""Which checkpoint a run goes on from: the newest that is whole, whoever can see its parts. No jax.
+"""Discover the checkpoint that a run resumes from: the newest of which all parts are whole. No jax.
 
-Every island comes to the same answer, from what all of them see. Next: `restore.py`, which reads it.
+All islands gather what each of them sees, so they reach the same answer. Next: `restore.py`, which reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.untrusted_files import some
 
 Gather = Callable[[str, Callable[[int], Any]], list[Any]]
-"""(name, what an island of that number finds out) -> what each island found, as JSON has it."""
+"""All-gather: (name, function of an island's number) -> its result on each island, as JSON has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Discovered:
-    """What was found.
+    """The checkpoint to resume from, and why newer ones were skipped.
 
     Args:
         step: the newest whole step; None where nothing was ever saved completely.
@@ -37,7 +37,7 @@ class Discovered:
     broken: frozenset[int] = frozenset()
 
     def reader(self, folders: Sequence[Path]) -> CheckpointReader:
-        """What of it can be seen in these folders; a later save of the same step goes before an earlier."""
+        """Return a reader of its parts in these folders; of two saves of one step, the later."""
         mine = (self.step, self.num_parts, self.save_id)
         found = [
             each for each in visible_readers(*folders) if (each.step, each.num_parts, each.save_id) == mine
@@ -134,7 +134,7 @@ def _seers(looked: Sequence[dict[str, Any]]) -> list[tuple[tuple[int, int, str],
 def _verifying(
     folders: Sequence[Path], choice: Discovered, seers: dict[int, list[int]]
 ) -> Callable[[int], dict[str, Any]]:
-    """Each part is read by one island that sees it."""
+    """Return a function that verifies the parts assigned to an island; each has one that sees it."""
 
     def verify(island: int) -> dict[str, Any]:
         mine = [part for part, seen_by in seers.items() if seen_by[part % len(seen_by)] == island]
@@ -151,6 +151,6 @@ def _verifying(
 
 
 def all_broken_text(folder: Path, skipped: Sequence[str]) -> str:
-    """No checkpoint is whole."""
+    """Format the error for a folder in which no checkpoint is whole."""
     listed = "\n  ".join([f"every checkpoint in {folder} is broken:", *skipped])
     return f"{listed}\nBring back a copy of one, or use another run folder to start from the beginning."

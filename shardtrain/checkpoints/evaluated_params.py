@@ -1,4 +1,4 @@
-"""The parameters that a run evaluates, out of the arrays of its checkpoint. No jax.
+"""Compute the parameters that a run evaluates from the arrays of its checkpoint. No jax.
 
 As `optimizer_state.evaluated_params` has them while it runs. Next: `trainer/trained_model.py`.
 """

@@ -1,4 +1,4 @@
-"""The folder of a run on a fast disk that many runs, and perhaps many people, share. No jax.
+"""Name, create and check the private folder of a run on a fast disk shared by many runs. No jax.
 
 Two runs never have one folder, and what somebody else prepared is not used. Next: `retention.py`.
 """

@@ -1,4 +1,4 @@
-"""What of a state can be saved and restored: its arrays by path, and all that cannot, listed at once."""
+"""Flatten a state to its arrays by path, and refuse leaves that cannot be saved, all at once."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, Leaf
 
 
 def flatten(state: Any) -> dict[str, jax.Array]:
-    """The arrays of a state by path; Orbax gets them flat, so that no two of its names can fall together.
+    """Return the arrays of a state by path; Orbax gets them flat, so that no two names collide.
 
     Args:
         state: pytree of jax arrays.
@@ -35,14 +35,14 @@ def _unsaveable(leaf: Any) -> str:
 
 
 def _unsaveable_kind(leaf: Any) -> str:
-    """What shape and dtype alone tell, so that a run hears of it before its first step."""
+    """Return why an array of this shape and dtype cannot be saved; checked before the first step."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "typed key; use jax.random.key_data"
     return f"no elements, shape {leaf.shape}; leave it out" if leaf.size == 0 else ""
 
 
 def restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What is to be restored, by path.
+    """Return the shapes, dtypes and shardings to restore, by path.
 
     Args:
         abstract_state: pytree of shapes, or of arrays, with shardings.

@@ -1,4 +1,4 @@
-"""What a finished checkpoint holds, as a file that proves it: sizes and checksums, shapes and dtypes. No jax.
+"""The manifest of a finished checkpoint: sizes and checksums of files, shapes and dtypes of arrays. No jax.
 
 Owns the names in a checkpoint folder and `manifest.json`. A folder `step_00000020`, or `.part-1-of-3` of it
 where several write, is whole: it got that name, with its manifest in it, by one rename. Next: `reader.py`.
@@ -76,7 +76,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def step_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
-    """Where the finished checkpoint of a step lies, or a part of it.
+    """Return the folder of a step's finished checkpoint, or of a part of it.
 
     Examples:
         >>> step_folder(Path("runs"), 20).name, step_folder(Path("runs"), 20, WriterPart(1, 3)).name
@@ -86,7 +86,7 @@ def step_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
 
 
 def partial_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
-    """Where a step is written before it is finished, and where it goes to be deleted."""
+    """Return the folder in which a step is written, and into which it is renamed to be deleted."""
     return folder / (step_folder(folder, step, part).name + PARTIAL)
 
 
@@ -197,7 +197,7 @@ def _manifest_text(step_folder: Path) -> str:
 
 
 def problems(step_folder: Path) -> list[str]:
-    """Everything in which a step's folder differs from what was saved; empty for a whole checkpoint.
+    """Return all differences of a step's folder from what was saved; empty for a whole checkpoint.
 
     Sizes first, then checksums: each file of the right size is read once, several at a time (CRC-32 runs at
     some 4 GB/s a thread, so the disk is the limit; what it reads stays in memory for the load that follows).

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint's manifest, and whether a text that claims to be one can be trusted. No jax.
+"""Entries of a checkpoint's manifest, and the checks that turn untrusted JSON into them. No jax.
 
 A manifest may come from somebody else: names, sizes and counts are checked before anything is opened,
 counted or allocated by them. Who writes and reads the file is `manifest.py`.
@@ -35,7 +35,7 @@ SMALL_BYTES = 1 << 20
 
 
 class WriterPart(NamedTuple):
-    """Which part of a step a writer saves: islands of stages, or with states of their own, save one each."""
+    """Index and number of the parts of a step: each stage, or island with its own state, saves one."""
 
     index: int = 0
     count: int = 1
@@ -62,7 +62,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayOrigin:
-    """How an array lies in the state of the whole model, so that any other layout finds its pieces.
+    """Which rows and replica of the whole model's array a stored array holds; any layout can read it.
 
     Args:
         rows: the block of each row, where its blocks are stacked and not simply all of them in order; -1 is a

@@ -1,4 +1,4 @@
-"""How a run's state lies in its checkpoints: of which blocks, and of which replica, each array is.
+"""Record the origin of each saved array: its blocks and its replica in the whole model.
 
 What a mesh or a stage stores is saved as it lies; these notes beside it let any other layout find its rows
 in it. Next: `trainer/resume.py`.

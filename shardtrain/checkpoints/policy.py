@@ -1,4 +1,7 @@
-"""When to save and what to keep: plain numbers, no jax. What saves is in `checkpointer.py`."""
+"""Decide when to save a checkpoint and which ones to keep. No jax.
+
+The code that saves is in `checkpointer.py`.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,9 +49,9 @@ class CheckpointPolicy:
 
 
 def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
-    """Whether to save after this step.
+    """Return whether to save after this step.
 
-    Clocks differ: where several processes train together, one of them asks and tells the others.
+    Clocks differ between processes: one of them decides, and broadcasts the answer.
 
     Args:
         policy: when to save.
@@ -67,7 +70,7 @@ def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
 
 
 def steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]:
-    """Which of the whole checkpoints to delete, oldest first; never the newest.
+    """Return the steps of the whole checkpoints to delete, oldest first; never the newest.
 
     Args:
         policy: what to keep.

@@ -1,4 +1,4 @@
-"""The one door to saved arrays: a step's parts found, and any piece of any array read out of them.
+"""The boundary to TensorStore: read any slice of any array out of the parts of a saved step.
 
 Orbax writes them (`checkpointer.py`), as Zarr arrays that TensorStore reads in slices: so every process reads
 what it needs, whichever blocks and replicas were saved together. Needs no jax.

@@ -1,4 +1,4 @@
-"""From a checkpoint onto devices: each process reads the slices that its devices hold, and no more.
+"""Restore a checkpoint onto devices: each process reads only the slices that its devices hold.
 
 What lies in a checkpoint is in `reader.py`. Next: `checkpointer.py`.
 """

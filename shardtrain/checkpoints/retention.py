@@ -1,4 +1,4 @@
-"""Which folders of checkpoints are deleted, and the copies of a fast disk: what lies where. No jax.
+"""Delete old checkpoints, and copy those of a fast disk to the run folder. No jax.
 
 What a policy keeps is in `policy.py`; who calls this is `checkpointer.py`.
 """

@@ -1,1 +1,1 @@
-"""How mistakes are found and reported: messages, field types, exit codes. No jax."""
+"""Error messages, checks of field types, exceptions of user code, exit codes. No jax."""

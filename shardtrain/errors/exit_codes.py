@@ -1,4 +1,4 @@
-"""What a process ends with, and which of these ask a scheduler to start it again. Values only."""
+"""Exit codes of a process, and those at which a scheduler restarts it. Values only."""
 
 DONE = 0
 FAILED = 1

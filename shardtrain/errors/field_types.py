@@ -1,4 +1,4 @@
-"""What kind of value each field of a dataclass takes, checked against its type hints when it is made.
+"""Check the fields of a dataclass against their type hints when it is made.
 
 A dataclass calls `wrong_types(self)` first in its `__post_init__`, and checks ranges itself.
 """

@@ -1,4 +1,4 @@
-"""The words that error messages share: near names, and all problems at once. No jax."""
+"""Build error messages: suggest near names, and list all problems at once. No jax."""
 
 import difflib
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A file that a run adds to while it goes on, and that does not end it: a full disk, a quota, a lost server.
+"""A log file whose write errors (full disk, quota, lost server) do not end the run.
 
 What cannot be written waits in memory, in order. Who writes what is in `report/metrics.py`.
 """

@@ -1,4 +1,4 @@
-"""The lock of a folder that one process at a time may write to; it ends with its process. No jax.
+"""Lock a folder so that one process at a time writes to it; released when the process ends. No jax.
 
 It lies in the folder that it guards, so that every name of the folder, through links or from inside it, leads
 to the same lock.

@@ -1,4 +1,4 @@
-"""Standard output and error that a full disk, or a reader who left, does not end a run for (no jax).
+"""Keep a run alive when standard output or error cannot be written or is closed. No jax.
 
 `fill_closed` is for every command, the rest for `train` alone.
 

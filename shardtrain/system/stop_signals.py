@@ -1,4 +1,4 @@
-"""Signals that ask this process to stop: recorded where a run can save, obeyed at once where it cannot.
+"""Record signals that ask to stop, or end the process at once where nothing can be saved.
 
 A command enters `StopSignals` before it imports anything large. Python's own KeyboardInterrupt is not relied
 on: it is raised wherever the main thread is, and jax's garbage-collection callback swallows it. No jax here.

@@ -1,4 +1,4 @@
-"""The boundary to the terminal: what is written there cannot control it, whatever stands in a name. No jax.
+"""The boundary to the terminal: control characters are escaped before they are written. No jax.
 
 Names of files, arrays and options come from checkpoints and downloads; an escape sequence in one could hide
 lines, set the clipboard or the title. Our own colours come from rich, which gets texts through `printable`.

@@ -391,7 +391,7 @@ def damage_all(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_bit, damage_length, damage_all, Path.unlink])
-def test_damage_to_any_file_is_named_and_passed_over(tmp_path, damage):
+def test_damage_to_any_file_is_named_and_skipped(tmp_path, damage):
     saved_run(tmp_path / "run", [10, 20])
     newest = manifests.step_folder(tmp_path / "run", 20)
     files = step_files(newest)

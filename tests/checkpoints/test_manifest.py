@@ -86,7 +86,7 @@ LEAF = {"shape": [4, 4], "dtype": "float32"}
         ),
     ],
 )
-def test_a_manifest_of_the_wrong_form_is_passed_over(change, words, folder):
+def test_a_manifest_of_the_wrong_form_is_skipped(change, words, folder):
     edit(folder, change)
     (problem,) = problems(folder / "step_00000002")
     assert problem.startswith("manifest.json is not of the form that shardtrain writes: ")
@@ -102,7 +102,7 @@ def test_a_manifest_of_the_wrong_form_is_passed_over(change, words, folder):
 @pytest.mark.parametrize(
     "text", ["[" * 99_999, "{}", "[]", "null", '{"body": 1}', "\ud800", '{"body": NaN}', "9" * 9999]
 )
-def test_a_text_that_is_no_manifest_is_passed_over(text, folder):
+def test_a_text_that_is_no_manifest_is_skipped(text, folder):
     (folder / "step_00000002" / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
     (problem,) = problems(folder / "step_00000002")
     assert "manifest.json" in problem

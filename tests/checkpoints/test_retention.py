@@ -70,7 +70,7 @@ def test_what_another_number_of_writers_left_goes_by_the_same_policy(tmp_path):
     assert names(tmp_path) == ["20", "30"]
 
 
-def test_a_step_with_a_lost_part_is_passed_over(tmp_path):
+def test_a_step_with_a_lost_part_is_skipped(tmp_path):
     for index in (0, 2):
         write(tmp_path, 20, WriterPart(index, 3))
     write(tmp_path, 10)

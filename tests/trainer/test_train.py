@@ -232,7 +232,7 @@ def test_a_finished_run_says_so(whole, text):
     assert lines(folder) == before
 
 
-def test_a_broken_checkpoint_is_named_and_passed_over(whole, text, tmp_path):
+def test_a_broken_checkpoint_is_named_and_skipped(whole, text, tmp_path):
     trained, _, _ = whole
     start(make_run(text, tmp_path))
     newest = tmp_path / "checkpoints/step_00000012"
