@@ -28,11 +28,11 @@ class Programs(Protocol):
         """Compute the values that a part writes, from those that it reads."""
         ...
 
-    def backward(self, part: int, microbatch: int, inputs: Arrays, errors: Arrays) -> Arrays:
+    def backward(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> Arrays:
         """Compute the cotangents of the values that a part read, from those of the values that it wrote."""
         ...
 
-    def weight(self, part: int, microbatch: int, inputs: Arrays, errors: Arrays) -> None:
+    def weight(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> None:
         """Compute the gradients of a part's weights, where they are tasks of their own."""
         ...
 
