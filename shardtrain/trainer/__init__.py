@@ -1,1 +1,1 @@
-"""From a `Run` to its parts and through the loop."""
+"""Train a run: its options, set-up, agreement, restore, loop and end."""

@@ -146,6 +146,6 @@ class Rollbacks:
         return newest
 
     def restored(self, step: int) -> None:
-        """The run goes on from this step."""
+        """Record the step from which the run continues after a rollback."""
         if len(self._restored) < len(self._bad):
             self._restored.append(step)

@@ -1,4 +1,4 @@
-"""A model outside a run: built with the parameters a run begins with, or loaded with those it has learned.
+"""A model outside a run: built with initial parameters, or loaded with trained ones.
 
 No optimizer, mesh or placement takes part; arrays come whole onto the default device. See
 docs/trained_model.md.
@@ -28,7 +28,7 @@ Values = Callable[[str], Any]
 
 
 def build(model: Any, seed: int = 0) -> Any:
-    """Build a model outside a run, with the parameters that a run of this seed begins with.
+    """Build a model outside a run, with the initial parameters of a run of this seed.
 
     Args:
       model: what a run takes: a function rngs -> nnx.Module (a config of `shardtrain.models` is one), or a
