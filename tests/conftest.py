@@ -10,16 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# the programs are tiny and run once: most of a test's time is the compiler's, and what makes programs fast
-# does not pay; the fusion emitters would build an MLIR context for each kernel, half of all the time
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
+# The programs are tiny and run once: most of a test's time is the compiler's, and what makes programs fast
+# does not pay. The fusion emitters would build an MLIR context for each kernel, half of all the time.
+# DEFAULT_OPTIMIZATION=1 leaves XLA's own level; one test runs the central tests so.
+QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+FLAGS = () if os.environ.get("DEFAULT_OPTIMIZATION") else QUICK_COMPILATION
+TESTS = Path(__file__).parent
+SLOWEST_FIRST = ()
+"""Files of tests that take longest, of one or two minutes each."""
+
+DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), DEVICES, *FLAGS])
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 # without their bytecode each of the hundreds of processes would compile all modules anew, 2 s of CPU
@@ -39,6 +45,29 @@ hypothesis.settings.register_profile(
     "shared cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("shared cores")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run the whole grid of every test; without it, cases marked `full` are left out",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: a case whose pairs of values other cases cover")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what only `--full` runs, and start the slowest files first: the processes end together."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    slowest = {name: number for number, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: slowest.get(item.path.relative_to(TESTS).as_posix(), len(slowest)))
+
 
 RTOL, ATOL = 1e-5, 1e-6
 """Of the central law, in float32: how far two programs that compute the same may be apart."""
@@ -95,7 +124,7 @@ def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
             [command, "-n", str(num_ranks), *python, redirect, str(program), *map(str, arguments)],
             env={
                 **os.environ,
-                "XLA_FLAGS": " ".join([count, *FLAGS[1:]]),
+                "XLA_FLAGS": " ".join([count, *FLAGS]),
                 "MPI4JAX_NO_WARN_JAX_VERSION": "1",
                 "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # who waits leaves its core to the ranks that work
                 "PYTHONWARNINGS": "error",

@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -91,9 +94,17 @@ def plain(framework):
     return jax.tree.map(np.asarray, {"loss": value, **grads})
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "-".join(map(str, m.values())))
+def half(grid) -> list[Any]:
+    """Cases of a grid: every second one is marked `full`; the others have every pair of two values."""
+    cases = []
+    for numbers in itertools.product(*(range(len(values)) for values in grid)):
+        case = [values[number] for values, number in zip(grid, numbers, strict=True)]
+        name = "-".join("x".join(map(str, v.values())) if isinstance(v, dict) else str(v) for v in case)
+        cases.append(pytest.param(*case, marks=[pytest.mark.full] * (sum(numbers) % 2), id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "framework"), half((MESHES, (1, 4), ("nnx", "linen"))))
 def test_every_mesh_gives_the_plain_step(mesh, microbatches, framework, assert_same):
     got = sharded(models(CONFIG)[framework], Layout(mesh=mesh), microbatches=microbatches)
     assert_same(got, plain(framework))
@@ -122,3 +133,14 @@ def test_dropout_is_the_same_on_any_mesh(framework, assert_same):
             model, Layout(mesh=mesh), num_devices=math.prod(mesh.values()), microbatches=microbatches
         )
         assert_same(got, one_device)
+
+
+def test_the_law_holds_at_the_default_optimization_level_of_xla(pytestconfig):
+    """All other tests compile at level 0; some central tests compile here as a run does, `--full`: all."""
+    chosen, passed = ("not default", 48) if pytestconfig.getoption("--full") else ("2x2x2 or sequence", 4)
+    command = [sys.executable, "-m", "pytest", "-q", "--numprocesses=0", __file__, "-k", chosen]
+    command += ["--full"] * (passed > 4)
+    environment = {**os.environ, "DEFAULT_OPTIMIZATION": "1", "XLA_FLAGS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert f" {passed} passed" in f" {done.stdout.splitlines()[-1]}", done.stdout

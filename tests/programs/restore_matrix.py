@@ -39,7 +39,8 @@ from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
 
-FOLDER, *SOURCES = map(Path, sys.argv[1:])
+FULL = sys.argv[1] == "full"
+FOLDER, *SOURCES = map(Path, sys.argv[2:])
 ISLANDS = join()
 STEPS, MORE = 2, 2
 SEQ, BATCH = 8, 12
@@ -174,6 +175,14 @@ class Laid:
         return {name: each for of_rank in gathered for name, each in of_rank.items()}
 
 
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+
+
+def is_tried(source: str, name: str) -> bool:
+    """Whether one layout restores what another saved: every pair, or itself and a third of the others."""
+    return FULL or source == name or (NAMES.index(source) + 2 * NAMES.index(name)) % 3 == 0
+
+
 def lay(strategy: Strategy, stack: ExitStack) -> Laid:
     run = dataclasses.replace(RUN, strategy=strategy)
     if ISLANDS is None:
@@ -243,5 +252,6 @@ with ExitStack() as stack:
         f"{source.name} -> {name}": restored(source, name, laid)
         for name, laid in layouts.items()
         for source in sources
+        if is_tried(source.name, name)
     }
     sys.stdout.write(json.dumps(found))
