@@ -16,10 +16,11 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest import ArrayOrigin
+from shardtrain.checkpoints.differences import Allow
+from shardtrain.checkpoints.manifest_entries import ArrayOrigin
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import visible_readers
-from shardtrain.checkpoints.restore import Allow, restore_arrays
+from shardtrain.checkpoints.restore import restore_arrays
 
 BY_HAND = "by_hand"
 

@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardtrain.checkpoints.checkpointer import Checkpoints
+    from shardtrain.checkpoints.differences import Allow
     from shardtrain.checkpoints.policy import CheckpointPolicy
-    from shardtrain.checkpoints.restore import Allow
     from shardtrain.combine.options import Combine
     from shardtrain.data import Batches, MaskedTokens, Source, Text, Tokens, place
     from shardtrain.functional.linen_model import from_linen
@@ -73,7 +73,7 @@ _ROOMS = {
     "optim.scaling": ("Scaling",),
     "trainer.recovery": ("Recovery",),
     "combine.options": ("Combine",),
-    "checkpoints.restore": ("Allow",),
+    "checkpoints.differences": ("Allow",),
     "train_step.initial_state": ("init_state", "restorable_state"),
     "train_step.placement": ("make_placement",),
     "train_step.step": ("make_evaluate", "make_gradients", "make_step"),

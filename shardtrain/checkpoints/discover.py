@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardtrain.checkpoints.manifest import partial_folders
+from shardtrain.checkpoints.paths import partial_folders
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.untrusted_files import some
 

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, Leaf
+from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 
 
 def flatten(state: Any) -> dict[str, jax.Array]:
@@ -87,3 +88,30 @@ def check(wrong: list[str], what: str, change: str) -> None:
     """
     if wrong:
         raise ValueError("\n  ".join([f"{what}:", *wrong]) + f"\n{change}.")
+
+
+def extra_problems(extra: object, path: str = "extra") -> list[str]:
+    """Everything in `extra` that would not come back from JSON: other types, keys that are not text.
+
+    Tuples are let through; they come back as lists.
+
+    Examples:
+        >>> extra_problems({"seed": 1, "position": {3: 4}, "when": {5}})
+        ['extra/position: key 3 is int, not str', 'extra/when: set']
+    """
+    if extra is None or isinstance(extra, bool | int | float | str):
+        return []
+    if isinstance(extra, dict):
+        keys = [
+            f"{path}: key {key!r} is {_type_name(key)}, not str" for key in extra if not isinstance(key, str)
+        ]
+        inner = (extra_problems(value, f"{path}/{key}") for key, value in extra.items())
+        return [*keys, *chain.from_iterable(inner)]
+    if isinstance(extra, list | tuple):
+        inner = (extra_problems(value, f"{path}/{index}") for index, value in enumerate(extra))
+        return list(chain.from_iterable(inner))
+    return [f"{path}: {_type_name(extra)}"]
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__

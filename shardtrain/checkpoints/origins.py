@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardtrain import axes
-from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin
+from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin
 from shardtrain.functional.model import BLOCKS, Tree, path_text
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import without_pipeline

@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from shardtrain.checkpoints.manifest import (
-    ARRAYS,
+from shardtrain.checkpoints.manifest import problems, read_manifest
+from shardtrain.checkpoints.manifest_entries import (
     COMMON,
+    COMPRESSION,
+    SMALL_BYTES,
     ArrayOrigin,
     Leaf,
     Manifest,
-    finished,
-    problems,
-    read_manifest,
 )
-from shardtrain.checkpoints.manifest_entries import COMPRESSION, SMALL_BYTES
+from shardtrain.checkpoints.paths import ARRAYS, finished
 from shardtrain.system.untrusted_files import num_bytes_in, some, special_files
 
 Index = tuple[Any, ...]

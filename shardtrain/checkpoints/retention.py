@@ -8,8 +8,8 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from shardtrain.checkpoints import manifest as manifests
-from shardtrain.checkpoints.manifest import WriterPart
+from shardtrain.checkpoints import paths
+from shardtrain.checkpoints.manifest_entries import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 
 FAST_KEPT = 2
@@ -39,10 +39,10 @@ def delete_old(
     Returns:
         What could not be deleted, in sentences.
     """
-    found = {step: parts for step, parts in manifests.finished(folder).items() if step <= newest}
+    found = {step: parts for step, parts in paths.finished(folder).items() if step <= newest}
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
     keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use)
-    old = [path for path in manifests.partial_folders(folder) if _is_left_behind(path, part, newest)]
+    old = [path for path in paths.partial_folders(folder) if _is_left_behind(path, part, newest)]
     for step, parts in found.items():
         for other, path in parts.items():
             if other == part:
@@ -53,7 +53,7 @@ def delete_old(
     notes = []
     for path in old:
         try:
-            manifests.delete(path)
+            paths.delete(path)
         except OSError as error:
             notes.append(f"old checkpoint {path} could not be deleted: {error}")
     return notes
@@ -61,14 +61,14 @@ def delete_old(
 
 def _is_whole(parts: dict[WriterPart, Path], mine: WriterPart) -> bool:
     """My own part is there; or all parts of another number of writers are."""
-    finished = {part for part, path in parts.items() if manifests.has_manifest(path)}
+    finished = {part for part, path in parts.items() if paths.has_manifest(path)}
     others = {part.count for part in finished} - {mine.count}
     return mine in finished or any({WriterPart(i, n) for i in range(n)} <= finished for n in others)
 
 
 def _is_left_behind(path: Path, mine: WriterPart, newest: int) -> bool:
     """A save or deletion was interrupted here; no writer is at it now."""
-    step, part = manifests.read_name(path.name.removesuffix(manifests.PARTIAL))
+    step, part = paths.read_name(path.name.removesuffix(paths.PARTIAL))
     if part.count == mine.count > 1:
         return part == mine and step <= newest
     return mine.index == 0 and (step <= newest or mine.count == 1)
@@ -135,20 +135,20 @@ class Mirror:
         return notes
 
     def _copy(self, step: int) -> None:
-        partial = manifests.partial_folder(self._shared, step, self._part)
-        goal = manifests.step_folder(self._shared, step, self._part)
-        manifests.delete(partial)
-        manifests.delete(goal)
+        partial = paths.partial_folder(self._shared, step, self._part)
+        goal = paths.step_folder(self._shared, step, self._part)
+        paths.delete(partial)
+        paths.delete(goal)
         try:
-            shutil.copytree(manifests.step_folder(self._fast, step, self._part), partial, symlinks=True)
+            shutil.copytree(paths.step_folder(self._fast, step, self._part), partial, symlinks=True)
             for path in (*partial.rglob("*"), partial):
-                manifests.sync(path)
+                paths.sync(path)
             partial.rename(goal)
         except (OSError, shutil.Error):
             # half a copy would keep a full disk full
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        manifests.sync(self._shared)
+        paths.sync(self._shared)
 
 
 def _first_reason(error: OSError) -> str:

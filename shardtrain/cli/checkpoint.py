@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardtrain.checkpoints.manifest import delete, partial_folders
+from shardtrain.checkpoints.paths import delete, partial_folders
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint

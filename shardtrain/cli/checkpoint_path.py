@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.checkpoints.manifest import finished, partial_folders, read_name
+from shardtrain.checkpoints.paths import finished, partial_folders, read_name
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.untrusted_files import some
 

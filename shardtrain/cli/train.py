@@ -79,7 +79,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
         os.sched_setaffinity(0, cores)
     run, options = parse_run("train", arguments, TrainOptions)
     stop.until_seconds = options.until_seconds()
-    from shardtrain.checkpoints.checkpointer import SaveFailed  # jax starts here, after the options were read
+    from shardtrain.checkpoints.save import SaveFailed  # jax starts here, after the options were read
     from shardtrain.islands.membership import join, make_watchdog
     from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoints.manifest import Leaf, Manifest, read_manifest, size_of
+from shardtrain.checkpoints.manifest import read_manifest, size_of
+from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text

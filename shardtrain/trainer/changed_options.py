@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardtrain.checkpoints.manifest import matches
+from shardtrain.checkpoints.differences import matches
 from shardtrain.errors.messages import problems_error
 from shardtrain.trainer.config import Run, differences
 

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.restore import Allow
 from shardtrain.combine.options import Combine
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error

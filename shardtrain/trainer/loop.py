@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardtrain.checkpoints.checkpointer import SaveFailed
 from shardtrain.checkpoints.policy import due
+from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.report.sinks.json_lines import strict
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, Leaf
+from shardtrain.checkpoints.differences import Allow, check_state, widened
+from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 from shardtrain.checkpoints.origins import COMBINER_STATE, state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader
-from shardtrain.checkpoints.restore import Allow, check_state, restore_arrays, widened
+from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.model import path_text
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from shardtrain.checkpoints.checkpointer import Checkpoints, SaveFailed
-from shardtrain.checkpoints.manifest import WHOLE, ArrayOrigin, WriterPart
+from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.origins import array_origins, state_to_save
+from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State

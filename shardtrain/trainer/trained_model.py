@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardtrain.checkpoints.differences import mismatches
 from shardtrain.checkpoints.evaluated_params import exported_params
-from shardtrain.checkpoints.manifest import Leaf, mismatches
+from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, path_text

@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.checkpoints import manifest as manifests
+from shardtrain.checkpoints import paths
 from shardtrain.checkpoints import restore as restoring
-from shardtrain.checkpoints.checkpointer import Checkpoints, Restored, SaveFailed
+from shardtrain.checkpoints.checkpointer import Checkpoints, Restored
+from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.flatten import flatten
 from shardtrain.checkpoints.policy import CheckpointPolicy, due, steps_to_delete
-from shardtrain.checkpoints.restore import Allow
+from shardtrain.checkpoints.save import SaveFailed
 
 KEEP_ALL = CheckpointPolicy(keep=1000)
 MESHES = {
@@ -335,22 +337,22 @@ def test_keeping_keeps_the_newest_and_the_multiples(steps, keep, keep_every):
 
 def test_old_checkpoints_are_deleted_as_the_policy_says(tmp_path):
     saved_run(tmp_path, [10, 20, 30, 40, 50, 60], CheckpointPolicy(keep=2, keep_every=20))
-    assert list(manifests.finished(tmp_path)) == [20, 40, 50, 60]
-    assert manifests.partial_folders(tmp_path) == []
+    assert list(paths.finished(tmp_path)) == [20, 40, 50, 60]
+    assert paths.partial_folders(tmp_path) == []
 
 
 def test_broken_checkpoints_count_for_nothing_when_old_ones_are_deleted(tmp_path):
     """With keep=1, a broken newer step must not push out the good one, nor what is saved after it."""
     saved_run(tmp_path, [10, 20, 30])
     for step in (20, 30):
-        damage_bit(step_files(manifests.step_folder(tmp_path, step))[0])
+        damage_bit(step_files(paths.step_folder(tmp_path, step))[0])
     with Checkpoints(tmp_path, CheckpointPolicy(keep=1), report=lambda _: None) as checkpoints:
         restored = checkpoints.restore(small_state())
         assert restored is not None
         assert restored.step == checkpoints.latest() == 10
         checkpoints.save(12, small_state(12), {})
         checkpoints.wait()
-        assert list(manifests.finished(tmp_path)) == [12, 20, 30]
+        assert list(paths.finished(tmp_path)) == [12, 20, 30]
     restored, said = resumed_saying(tmp_path)
     assert (restored.step, len(said)) == (12, 2)
     assert_same(restored.state, small_state(12))
@@ -358,19 +360,19 @@ def test_broken_checkpoints_count_for_nothing_when_old_ones_are_deleted(tmp_path
         checkpoints.restore(small_state())
         checkpoints.save(20, small_state(21), {})
         checkpoints.wait()
-        assert list(manifests.finished(tmp_path)) == [20, 30]
+        assert list(paths.finished(tmp_path)) == [20, 30]
         checkpoints.save(31, small_state(31), {})
-    assert list(manifests.finished(tmp_path)) == [31]
+    assert list(paths.finished(tmp_path)) == [31]
     assert_same(resumed(tmp_path).state, small_state(31))
 
 
 def test_a_broken_checkpoint_takes_no_place_of_a_whole_one(tmp_path):
     saved_run(tmp_path, [10, 20])
-    damage_bit(step_files(manifests.step_folder(tmp_path, 20))[0])
+    damage_bit(step_files(paths.step_folder(tmp_path, 20))[0])
     with Checkpoints(tmp_path, CheckpointPolicy(keep=2), report=lambda _: None) as checkpoints:
         checkpoints.restore(small_state())
         checkpoints.save(30, small_state(), {})
-    assert list(manifests.finished(tmp_path)) == [10, 30]
+    assert list(paths.finished(tmp_path)) == [10, 30]
 
 
 # Damage
@@ -393,7 +395,7 @@ def damage_all(path: Path) -> None:
 @pytest.mark.parametrize("damage", [damage_bit, damage_length, damage_all, Path.unlink])
 def test_damage_to_any_file_is_named_and_skipped(tmp_path, damage):
     saved_run(tmp_path / "run", [10, 20])
-    newest = manifests.step_folder(tmp_path / "run", 20)
+    newest = paths.step_folder(tmp_path / "run", 20)
     files = step_files(newest)
     assert len(files) > 5
     shutil.copytree(newest, tmp_path / "whole")
@@ -412,7 +414,7 @@ def test_damage_to_any_file_is_named_and_skipped(tmp_path, damage):
 
 
 def test_every_damaged_file_of_a_checkpoint_is_named_with_its_reason(tmp_path):
-    step = manifests.step_folder(saved_run(tmp_path, [20]), 20)
+    step = paths.step_folder(saved_run(tmp_path, [20]), 20)
     assert manifests.problems(step) == []
     flipped, shorter, missing = step_files(step)[:3]
     num_bytes = [path.stat().st_size for path in (flipped, shorter, missing)]
@@ -427,7 +429,7 @@ def test_every_damaged_file_of_a_checkpoint_is_named_with_its_reason(tmp_path):
 
 
 def test_any_single_bit_of_the_manifest_is_noticed(tmp_path):
-    step = manifests.step_folder(saved_run(tmp_path, [20]), 20)
+    step = paths.step_folder(saved_run(tmp_path, [20]), 20)
     path = step / "manifest.json"
     whole = path.read_bytes()
     for position in range(0, len(whole), 7):
@@ -440,7 +442,7 @@ def test_any_single_bit_of_the_manifest_is_noticed(tmp_path):
 
 def test_a_checkpoint_under_the_name_of_another_is_broken(tmp_path):
     saved_run(tmp_path, [10])
-    shutil.copytree(manifests.step_folder(tmp_path, 10), manifests.step_folder(tmp_path, 20))
+    shutil.copytree(paths.step_folder(tmp_path, 10), paths.step_folder(tmp_path, 20))
     restored, said = resumed_saying(tmp_path)
     assert restored.step == 10
     assert said[0].endswith("step_00000020: broken: its manifest is that of step 10")
@@ -448,8 +450,8 @@ def test_a_checkpoint_under_the_name_of_another_is_broken(tmp_path):
 
 def test_all_broken_is_an_error_never_a_new_start(tmp_path):
     saved_run(tmp_path, [10, 20])
-    (manifests.step_folder(tmp_path, 10) / "manifest.json").unlink()
-    damage_length(step_files(manifests.step_folder(tmp_path, 20))[0])
+    (paths.step_folder(tmp_path, 10) / "manifest.json").unlink()
+    damage_length(step_files(paths.step_folder(tmp_path, 20))[0])
     with pytest.raises(ValueError, match="every checkpoint") as error:
         resume(tmp_path)
     text = str(error.value)
@@ -467,14 +469,14 @@ def test_a_later_schema_is_an_error_and_not_a_broken_checkpoint(tmp_path, monkey
 
 def test_an_unfinished_save_is_named_and_is_no_checkpoint(tmp_path):
     saved_run(tmp_path, [10, 20])
-    manifests.step_folder(tmp_path, 20).rename(tmp_path / "step_00000020.partial")
+    paths.step_folder(tmp_path, 20).rename(tmp_path / "step_00000020.partial")
     restored, said = resumed_saying(tmp_path)
     assert restored.step == 10
     assert said == [
         "checkpoint skipped: step_00000020.partial: "
         "unfinished, left by a save or a deletion that was interrupted"
     ]
-    shutil.rmtree(manifests.step_folder(tmp_path, 10))
+    shutil.rmtree(paths.step_folder(tmp_path, 10))
     restored, said = resume(tmp_path)
     assert (restored, len(said)) == (None, 1), "nothing was ever saved: a new run, and it says so"
     saved_run(tmp_path, [5])
@@ -605,7 +607,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_the_save_count
     with Checkpoints(tmp_path, CheckpointPolicy(keep=1), report=said.append) as checkpoints:
         checkpoints.save(1, small_state(1), {})
         checkpoints.wait()
-        monkeypatch.setattr(manifests, "delete", stuck)
+        monkeypatch.setattr(paths, "delete", stuck)
         checkpoints.save(2, small_state(2), {})
     (line,) = said
     assert "step_00000001 could not be deleted: [Errno 13]" in line
@@ -623,7 +625,8 @@ TWO_PROCESSES = """
     from pathlib import Path
     from jax.sharding import NamedSharding, PartitionSpec
     from shardtrain.checkpoints import manifest
-    from shardtrain.checkpoints.checkpointer import Checkpoints, SaveFailed
+    from shardtrain.checkpoints.checkpointer import Checkpoints
+    from shardtrain.checkpoints.save import SaveFailed
     from shardtrain.checkpoints.policy import CheckpointPolicy
     place = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec("data"))
     def state(step):
@@ -690,7 +693,7 @@ def test_chunks_are_small_and_large_rows_have_chunks_of_their_own(tmp_path):
     state = {name: jnp.ones(shape) for name, shape in shapes.items()}
     with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
         checkpoints.save(1, state, {})
-    folder = manifests.step_folder(tmp_path, 1) / manifests.ARRAYS
+    folder = paths.step_folder(tmp_path, 1) / paths.ARRAYS
     chunks = {}
     for name in state:
         kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}

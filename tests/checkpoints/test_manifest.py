@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest import _text, delete, finished, partial_folders, problems, read_name
+from shardtrain.checkpoints.manifest import _text, problems
+from shardtrain.checkpoints.paths import delete, finished, partial_folders, read_name
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers, visible_readers
 from shardtrain.trainer.resume import _position

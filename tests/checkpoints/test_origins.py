@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest import COMMON, ArrayOrigin, WriterPart
+from shardtrain.checkpoints.differences import Allow
+from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.origins import array_origins, in_order, state_to_save, wanted_state
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.restore import Allow, restore_arrays
+from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.combine.options import Combine
 from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import from_nnx

@@ -7,17 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from shardtrain.checkpoints import manifest as manifests
+from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.discover import discover
-from shardtrain.checkpoints.manifest import Manifest, WriterPart
+from shardtrain.checkpoints.manifest_entries import WHOLE, Manifest, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.retention import Mirror, delete_old
 
 
-def write(
-    folder: Path, step: int, part: WriterPart = manifests.WHOLE, seconds: float = 1.0, save_id: str = ""
-) -> None:
-    path = manifests.step_folder(folder, step, part)
+def write(folder: Path, step: int, part: WriterPart = WHOLE, seconds: float = 1.0, save_id: str = "") -> None:
+    path = paths.step_folder(folder, step, part)
     (path / "arrays").mkdir(parents=True)
     (path / "arrays" / "data").write_text(f"{step}{part}")
     extra = {"saved": f"{step}{part}"}
@@ -102,7 +101,7 @@ def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody
         write(one, step, WriterPart(0, 2))
         write(two, step, WriterPart(1, 2))
     write(one, 40, WriterPart(0, 2))
-    (manifests.step_folder(two, 30, WriterPart(1, 2)) / "arrays" / "data").write_text("other")
+    (paths.step_folder(two, 30, WriterPart(1, 2)) / "arrays" / "data").write_text("other")
     disks = [one, one, two]
     calls: list[list] = []
 
@@ -170,7 +169,7 @@ def test_a_copy_that_fails_is_told_and_the_fast_one_is_taken(tmp_path):
     fast, shared = tmp_path / "fast", tmp_path / "run"
     shared.write_text("a file is in its place")
     write(fast, 10)
-    mirror = Mirror(fast, shared, CheckpointPolicy(), manifests.WHOLE)
+    mirror = Mirror(fast, shared, CheckpointPolicy(), WHOLE)
     mirror.copy(10)
     (note,) = mirror.close()
     assert note.startswith("WARNING: step 10 lies on the fast disk alone")
@@ -181,8 +180,8 @@ def test_a_copy_that_fails_is_told_and_the_fast_one_is_taken(tmp_path):
 def test_a_wrong_name_is_no_step(tmp_path):
     for name in ("step_1", "step_00000010.part-1", "step_new", "step_00000010.part-1-of-2.partial"):
         (tmp_path / name).mkdir()
-    assert manifests.finished(tmp_path) == {}
+    assert paths.finished(tmp_path) == {}
     write(tmp_path, 5)
-    (manifests.step_folder(tmp_path, 5) / "arrays" / "data").unlink()
+    (paths.step_folder(tmp_path, 5) / "arrays" / "data").unlink()
     with pytest.raises(ValueError, match="every checkpoint"):
         discover([tmp_path], None, of_one)

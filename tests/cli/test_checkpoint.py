@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from shardtrain import cli
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest import ArrayOrigin, WriterPart
+from shardtrain.checkpoints.manifest_entries import ArrayOrigin, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.checkpoint import COMMANDS

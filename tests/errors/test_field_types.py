@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.restore import Allow
 from shardtrain.combine.options import Combine
 from shardtrain.data import Text
 from shardtrain.islands.options import Across

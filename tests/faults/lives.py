@@ -79,12 +79,14 @@ def live(request, tell):
 def tells(tell):
     """Where a run begins, when it evaluates, and when a save begins and is finished."""
     import shardtrain.checkpoints.checkpointer
+    import shardtrain.checkpoints.save
     from shardtrain.trainer import loop_setup, train
 
     trainer: Any = train
     setup: Any = loop_setup
     checkpoints: Any = shardtrain.checkpoints.checkpointer.Checkpoints
-    find_start_point, save, finish = trainer.find_start_point, checkpoints.save, checkpoints._finish
+    saver: Any = shardtrain.checkpoints.save.Saver
+    find_start_point, save, finish = trainer.find_start_point, checkpoints.save, saver._finish
     make_evaluation = setup.make_evaluation
 
     def telling_start(*arguments):
@@ -113,7 +115,7 @@ def tells(tell):
 
     setup.make_evaluation = telling_evaluation
     trainer.find_start_point = telling_start
-    checkpoints.save, checkpoints._finish = telling_save, telling_finish
+    checkpoints.save, saver._finish = telling_save, telling_finish
 
 
 class Lives:

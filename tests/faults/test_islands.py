@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.checkpoints.manifest import Leaf
+from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.report.sinks.json_lines import read_jsonl
 

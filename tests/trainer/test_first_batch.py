@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
-from shardtrain.checkpoints.restore import Allow
+from shardtrain.checkpoints.differences import Allow
 from shardtrain.cli import main
 from shardtrain.data import Batches
 from shardtrain.errors.user_code import UserCodeFailed

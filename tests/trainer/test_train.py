@@ -16,8 +16,8 @@ import optax
 import pytest
 from rich.console import Console
 
+from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.checkpoints.restore import Allow
 from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.models.decoder import DecoderConfig
@@ -342,7 +342,8 @@ def test_steps_that_are_not_finite_are_skipped_or_stop_the_run(text, tmp_path, n
 
 
 def test_a_folder_that_cannot_be_written_warns_and_goes_on(text, tmp_path, monkeypatch):
-    from shardtrain.checkpoints.checkpointer import Checkpoints, SaveFailed
+    from shardtrain.checkpoints.checkpointer import Checkpoints
+    from shardtrain.checkpoints.save import SaveFailed
 
     save, failures = Checkpoints.save, [5]
 

@@ -1,0 +1,161 @@
+"""How a checkpoint may differ from the state of the run that reads it, and where it does. No jax.
+
+Compares paths, shapes and dtypes alone; reads no array. Next: `restore.py`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from shardtrain.checkpoints.manifest_entries import Leaf
+from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import problems_error
+
+OPTIMIZER = "opt_state/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allow:
+    """In what a checkpoint may differ from the run that reads it.
+
+    Args:
+      missing: patterns of arrays (`params/head/*`) that it need not have, or not in the same shape; the run
+        begins with its own. Where that is part of an optimizer's state, what else of it they name begins
+        with it: its count of updates too.
+      unused: patterns of arrays that it has and the run has not.
+      changed: patterns of options of the run (`model.dropout`) that may differ from those saved in the
+        checkpoint. Layout, batch, steps, optimizer, data and intervals may always differ.
+
+    Raises:
+      ValueError: lists every value of a wrong kind.
+    """
+
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := wrong_types(self):
+            raise problems_error("this cannot be allowed", problems)
+
+
+def check_state(
+    reader: CheckpointReader, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
+) -> None:
+    """Compare what was saved with what is wanted.
+
+    Args:
+      reader: where it was saved.
+      saved: path -> array.
+      wanted: path -> array.
+      allow: in what they may differ.
+
+    Raises:
+      ValueError: all arrays that differ.
+    """
+    if wrong := mismatches(saved, wanted, allow.missing, allow.unused):
+        folder = next(iter(reader.folders.values()), Path(f"step {reader.step}"))
+        raise ValueError(another_state_text(folder, wrong))
+
+
+def mismatches(
+    saved: Mapping[str, Leaf],
+    wanted: Mapping[str, Leaf],
+    missing: Sequence[str] = (),
+    unused: Sequence[str] = (),
+) -> list[str]:
+    """Every array in which two states differ, by path; how they are cut into pieces is no difference.
+
+    Args:
+        saved: path -> array.
+        wanted: path -> array.
+        missing: patterns of paths (`params/head/*`) that need not be saved, or not in that shape.
+        unused: patterns of paths that are saved and not wanted.
+
+    Examples:
+        >>> w = Leaf(shape=(2,), dtype="float32")
+        >>> saved = {"a": w, "b": w, "d": w}
+        >>> wanted = {"b": Leaf(shape=(3,), dtype="float32"), "c": w, "d": w}
+        >>> mismatches(saved, wanted)
+        ['a: saved float32 (2,), not asked for', 'b: saved float32 (2,), asked for float32 (3,)', \
+'c: asked for float32 (2,), not saved']
+        >>> mismatches(saved, wanted, missing=["b", "c"], unused=["a*"])
+        []
+    """
+
+    def difference(path: str) -> str:
+        if path not in wanted:
+            return "" if matches(path, unused) else f"{path}: saved {saved[path]}, not asked for"
+        if path not in saved:
+            return "" if matches(path, missing) else f"{path}: asked for {wanted[path]}, not saved"
+        if str(saved[path]) == str(wanted[path]) or matches(path, missing):
+            return ""
+        return f"{path}: saved {saved[path]}, asked for {wanted[path]}"
+
+    return [text for path in {**saved, **wanted} if (text := difference(path))]
+
+
+def matches(path: str, patterns: Sequence[str]) -> bool:
+    """Whether any pattern, in the shell's way, is that of a path.
+
+    >>> matches("params/head/kernel", ["params/head/*"]), matches("params/head/kernel", ["head"])
+    (True, False)
+    """
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def widened(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Optimizer state of fewer bits as float32 where the run has float32: nothing is lost by it.
+
+    So it was saved of bfloat16 parameters, by earlier versions.
+
+    >>> leaf = Leaf(shape=(2,), dtype="bfloat16")
+    >>> wanted = Leaf(shape=(2,), dtype="float32")
+    >>> found = widened(dict.fromkeys(["opt_state/mu", "params/w"], leaf), {"opt_state/mu": wanted})
+    >>> [x.dtype for x in found.values()]
+    ['float32', 'bfloat16']
+    """
+
+    def is_widened(path: str) -> bool:
+        asked = path in wanted and path.startswith(OPTIMIZER) and wanted[path].dtype == "float32"
+        return asked and saved[path].dtype in ("bfloat16", "float16")
+
+    return {path: replace(x, dtype="float32") if is_widened(path) else x for path, x in saved.items()}
+
+
+def begun_anew(differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]) -> set[str]:
+    """What begins anew since other arrays do: a count of updates would not be that of moments of 0.
+
+    Args:
+      differing: paths of arrays that begin anew.
+      wanted: paths of all arrays.
+      missing: patterns of arrays that need not be saved; no others begin anew.
+
+    >>> state = ["opt_state/0/count", "opt_state/0/mu/a", "opt_state/0/mu/b", "opt_state/1/count"]
+    >>> sorted(begun_anew(["opt_state/0/mu/a"], state, ["opt_state/*"]))
+    ['opt_state/0/count', 'opt_state/0/mu/a', 'opt_state/0/mu/b']
+    >>> sorted(begun_anew(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
+    ['opt_state/0/mu/a']
+    """
+    listed = list(wanted)
+    counts = [path for path in listed if path.startswith(OPTIMIZER) and path.endswith("/count")]
+    # the longest first: a state may hold that of another
+    states = sorted((path.removesuffix("count") for path in counts), key=len, reverse=True)
+
+    def state_of(path: str) -> str | None:
+        return next((state for state in states if path.startswith(state)), None)
+
+    anew = {state_of(path) for path in differing} - {None}
+    return {path for path in listed if state_of(path) in anew and matches(path, missing)}
+
+
+def another_state_text(folder: Path, wrong: Sequence[str]) -> str:
+    """A checkpoint is not one of this model or optimizer."""
+    listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
+    return (
+        f"{listed}\nUse the model and optimizer that it was saved with, or another run folder. What may"
+        " differ is said by patterns: --allow.missing 'params/head/*' for what the run has and the checkpoint"
+        " has not, or in another shape; --allow.unused for what only the checkpoint has."
+    )

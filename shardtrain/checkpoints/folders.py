@@ -1,0 +1,177 @@
+"""The folders of one writer's checkpoints: a fast disk's first, where there is one, then the run's.
+
+Where a save goes; copies from the fast disk and deletions are in `retention.py`. Next: `save.py`.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from shardtrain.checkpoints import paths
+from shardtrain.checkpoints.fast_disk import check, claim, fast_folder
+from shardtrain.checkpoints.manifest_entries import WriterPart
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.processes import is_primary
+from shardtrain.checkpoints.retention import FAST_KEPT, Mirror, delete_old
+
+
+class CheckpointFolders:
+    """The folders of one writer's checkpoints.
+
+    Args:
+        shared: the run's folder of checkpoints, an absolute path.
+        policy: what to keep, and the fast disk.
+        part: which part of each step this writer saves.
+        report: receives each line for the user.
+
+    Attributes:
+        target: the folder that the next save is written to.
+        broken: steps that are not whole; deleted once an equal or newer step is.
+
+    Raises:
+        ValueError: several processes or islands would save to a fast disk that each has for itself; or the
+            folder there is not this run's own.
+    """
+
+    def __init__(
+        self, shared: Path, policy: CheckpointPolicy, part: WriterPart, report: Callable[[str], None]
+    ) -> None:
+        self.shared, self.policy, self.part, self._report = shared, policy, part, report
+        if policy.fast is not None:
+            _check_alone(policy.fast, part)
+        # many runs share a fast disk; a run has one folder there, by whatever name its own is reached
+        self._resolved = shared.resolve()
+        self.fast = policy.fast and fast_folder(Path(policy.fast).absolute(), self._resolved)
+        if self.fast and os.path.lexists(self.fast):
+            check(self.fast, self._resolved)
+        self._mirror = Mirror(self.fast, shared, policy, part) if self.fast else None
+        self.target = self.fast or shared
+        self.broken: set[int] = set()
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """The folders that may hold checkpoints, the fastest first."""
+        return tuple(dict.fromkeys((self.fast or self.shared, self.shared)))
+
+    @property
+    def is_on_fast(self) -> bool:
+        """Whether the next save goes to the fast disk first."""
+        return self.target != self.shared
+
+    def steps(self) -> list[int]:
+        """Return the steps of which this part is finished in any folder, broken ones too, ascending."""
+        return sorted({step for folder in self.all for step in self._steps_in(folder)})
+
+    def _steps_in(self, folder: Path) -> list[int]:
+        return [
+            step
+            for step, parts in paths.finished(folder).items()
+            if self.part in parts and paths.has_manifest(parts[self.part])
+        ]
+
+    def make_partial(self, step: int) -> Path:
+        """Make the empty folder in which this part of a step is written; the first process alone does.
+
+        Args:
+            step: newer than the newest whole step.
+
+        Raises:
+            ValueError: the folder on the fast disk is not this run's own.
+            OSError: the folder cannot be made.
+        """
+        partial = self.partial(step)
+        if is_primary():
+            if self.is_on_fast:
+                claim(self.target, self._resolved)
+            # what is there of a step newer than the newest whole one is not whole
+            for folder in self.all:
+                paths.delete(paths.step_folder(folder, step, self.part))
+            paths.delete(partial)
+            partial.mkdir(parents=True)
+        return partial
+
+    def partial(self, step: int) -> Path:
+        """Return the folder in which this part of a step is written."""
+        return paths.partial_folder(self.target, step, self.part)
+
+    def finish(self, step: int) -> None:
+        """Rename the partial folder of a step, complete with its manifest, to its final name."""
+        self.partial(step).rename(paths.step_folder(self.target, step, self.part))
+        paths.sync(self.target)
+
+    def leave_fast(self, error: Exception) -> None:
+        """Save straight to the run folder from now on: it may be as good as ever when the fast disk fails."""
+        self._report(
+            f"WARNING: the fast disk {self.target} cannot be written: {first_line(error)}. From now on"
+            f" saves go straight to {self.shared}"
+        )
+        self.target = self.shared
+
+    def delete_old(self, newest: int) -> list[str]:
+        """Delete what the policy does not keep, and what is broken and older than this whole checkpoint.
+
+        Args:
+            newest: a step that is whole.
+
+        Returns:
+            What could not be deleted, in sentences.
+        """
+        if self._mirror and self.is_on_fast:
+            fast = CheckpointPolicy(keep=FAST_KEPT)
+            return delete_old(self.target, fast, self.part, newest, self.broken, self._mirror.busy)
+        return delete_old(self.target, self.policy, self.part, newest, self.broken)
+
+    def delete_after(self, step: int) -> None:
+        """Delete this part of all later steps."""
+        for folder in self.all if is_primary() else ():
+            for later, parts in paths.finished(folder).items():
+                if later > step and self.part in parts:
+                    paths.delete(parts[self.part])
+
+    def copy(self, step: int) -> list[str]:
+        """Start to copy a step from the fast disk to the run folder, if that is where it was saved.
+
+        Returns:
+            What went wrong with earlier copies, in sentences.
+        """
+        return self._mirror.copy(step) if self._mirror and self.is_on_fast else []
+
+    def copy_missing(self, step: int) -> None:
+        """Start to copy a step that is on the fast disk alone: the run before ended before its copy."""
+        if self._mirror is None or self.fast is None:
+            return
+        if step in self._steps_in(self.fast) and step not in self._steps_in(self.shared):
+            self._mirror.copy(step)
+
+    def close(self) -> int | None:
+        """Wait for the copies; return the newest step that is on the fast disk alone, or None."""
+        if self._mirror is None:
+            return None
+        for note in self._mirror.close():
+            self._report(note)
+        return self._mirror.left_behind
+
+
+def first_line(error: Exception) -> str:
+    """Return the type and the first line of an error.
+
+    >>> first_line(OSError("disk full\\nmore"))
+    'OSError: disk full'
+    """
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _check_alone(fast: Path, part: WriterPart) -> None:
+    """Refuse a fast disk where several processes or islands save: none sees the disk of the others."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"checkpoints go to {fast} first, and {jax.process_count()} processes save together:"
+            " none sees the disk of the others. Leave --checkpoints.fast out, or use one process each"
+        )
+    if part.count > 1:
+        raise ValueError(
+            f"checkpoints go to {fast} first, and {part.count} islands save a part each, whose"
+            " copies would come to the run folder at different times. Leave --checkpoints.fast out"
+        )

@@ -1,0 +1,244 @@
+"""The boundary to Orbax: save one part of a step in the background.
+
+Orbax writes the arrays; the manifest and the final name of the folder follow when they are on the disk. Where
+that is, and when it is deleted, is in `folders.py`. Next: `checkpointer.py`.
+"""
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from shardtrain.checkpoints import manifest as manifests
+from shardtrain.checkpoints import paths
+from shardtrain.checkpoints.folders import CheckpointFolders, first_line
+from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
+from shardtrain.checkpoints.processes import is_primary, on_any_process
+
+_LOG = logging.getLogger(__name__)
+_SAVE_TIMEOUT_SECONDS = 4 * 60 * 60
+_MOST_CHUNK_BYTES = 1 << 23
+_LARGE_ROW_BYTES = 1 << 20
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written. Older checkpoints are untouched, and the run can continue.
+
+    Args:
+        text: what happened, and what to do.
+        step: the step that is not saved.
+    """
+
+    def __init__(self, text: str, *, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """The save under way.
+
+    Args:
+        step: the step.
+        num_bytes: of its arrays.
+        notes: lines for the user, once it is finished.
+    """
+
+    step: int
+    num_bytes: int
+    notes: Future[list[str]]
+
+
+class Saver:
+    """Saves one part of a step at a time, in the background, and deletes old steps after it.
+
+    Args:
+        folders: where to save to.
+        report: receives, on the caller's thread, each line for the user.
+
+    Attributes:
+        latest: the newest step of which this part is finished; None before the first.
+    """
+
+    def __init__(self, folders: CheckpointFolders, report: Callable[[str], None]) -> None:
+        self._folders, self._report = folders, report
+        self.latest = max(folders.steps(), default=None)
+        self._orbax = _orbax()
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: _Pending | None = None
+        self._confirmed: int | None = None
+        self._deleting: Future[list[str]] | None = None
+
+    def start(
+        self,
+        step: int,
+        arrays: dict[str, jax.Array],
+        leaves: Mapping[str, Leaf],
+        extra: dict[str, Any],
+        save_id: str,
+    ) -> None:
+        """Start to save; the arrays may be donated or deleted as soon as this returns.
+
+        Args:
+            step: steps done; no save is under way.
+            arrays: path -> array.
+            leaves: path -> the array as the manifest describes it.
+            extra: what is saved beside the arrays; not changed afterwards.
+            save_id: the same in all parts of one save.
+
+        Raises:
+            SaveFailed: it cannot begin. Where the fast disk fails, the run folder is tried before.
+        """
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        try:
+            try:
+                self._start_arrays(step, arrays)
+            except Exception as error:
+                if not self._folders.is_on_fast:
+                    raise
+                self._folders.leave_fast(error)
+                self._start_arrays(step, arrays)
+        except Exception as error:
+            raise self._failure(step, num_bytes, error) from error
+        self._folders.broken.discard(step)
+        manifest = Manifest(
+            step=step,
+            orbax_version=ocp.__version__,
+            files={},
+            leaves=leaves,
+            extra=extra,
+            part=self._folders.part,
+            save_id=save_id,
+        )
+        self._pending = _Pending(step, num_bytes, self._background.submit(self._finish, step, manifest))
+
+    def _start_arrays(self, step: int, arrays: dict[str, jax.Array]) -> None:
+        """Copy the arrays to the host, and let Orbax write them in threads of its own."""
+        try:
+            partial = self._folders.make_partial(step)
+            chunks = {path: _chunks(array) for path, array in arrays.items()}
+            self._orbax.save(partial / paths.ARRAYS, args=ocp.args.PyTreeSave(arrays, chunks))
+        except Exception:
+            self._delete_partial(step)
+            # several processes renew theirs together, in `wait`
+            if jax.process_count() == 1:
+                self._renew_orbax()
+            raise
+
+    def _finish(self, step: int, manifest: Manifest) -> list[str]:
+        """Complete a save, in the background; return the lines for the user."""
+        folders = self._folders
+        try:
+            self._orbax.wait_until_finished()
+            if not is_primary():
+                return []
+            manifests.write_manifest(folders.partial(step), replace(manifest, saved_seconds=time.time()))
+            folders.finish(step)
+        except BaseException:
+            self._delete_partial(step)
+            raise
+        # where other writers save parts of the step, it is not whole before `confirm`
+        notes = folders.delete_old(step) if folders.part.count == 1 else []
+        return notes + folders.copy(step)
+
+    def _delete_partial(self, step: int) -> None:
+        if is_primary():
+            shutil.rmtree(self._folders.partial(step), ignore_errors=True)
+
+    def _renew_orbax(self) -> None:
+        """Replace the checkpointer after a failure, which it would raise again at the next save."""
+        failed, self._orbax = self._orbax, _orbax()
+        try:
+            failed.close()
+        except Exception as error:
+            _LOG.debug("what failed before: %s", error)
+
+    def wait(self) -> None:
+        """Wait until the save under way is on the disk and is `latest`; return at once if there is none.
+
+        Raises:
+            SaveFailed: it failed, on this process or another. Raised once; the next save is not affected.
+        """
+        pending, failure = self._pending, self.collect()
+        if on_any_process(failure is not None) and pending is not None:
+            self._renew_orbax()
+            other = RuntimeError("another process failed")
+            raise failure or self._failure(pending.step, pending.num_bytes, other)
+
+    def collect(self) -> SaveFailed | None:
+        """Wait for the save under way; return this process's failure, if any."""
+        if self._pending is None:
+            return None
+        pending = self._pending
+        try:
+            notes = pending.notes.result()
+        except Exception as error:
+            self._pending = None
+            failure = self._failure(pending.step, pending.num_bytes, error)
+            failure.__cause__ = error
+            if self._folders.is_on_fast:
+                self._folders.leave_fast(error)
+            return failure
+        self._pending, self.latest = None, pending.step
+        for note in notes:
+            self._report(note)
+        return None
+
+    def confirm(self, step: int | None) -> None:
+        """Delete old steps, in the background, once all parts of this one are finished.
+
+        Args:
+            step: the newest step that is whole, or None; each is confirmed once.
+        """
+        if self._folders.part.count == 1 or step in (None, self._confirmed) or not is_primary():
+            return
+        self._confirmed = step
+        if self._deleting is not None and self._deleting.done():
+            for note in self._deleting.result():
+                self._report(note)
+        self._deleting = self._background.submit(self._folders.delete_old, step)
+
+    def close(self) -> None:
+        """Wait for the background, and close Orbax."""
+        self._background.shutdown()
+        self._orbax.close()
+
+    def _failure(self, step: int, num_bytes: int, error: Exception) -> SaveFailed:
+        older = "there is no older checkpoint" if self.latest is None else f"step {self.latest} is untouched"
+        target = self._folders.target
+        existing = next(path for path in (target, *target.parents) if path.exists())
+        return SaveFailed(
+            f"step {step} is not saved in {target} ({older}): {first_line(error)}. The state has "
+            f"{num_bytes:,} bytes, the disk has {shutil.disk_usage(existing).free:,} free. "
+            "Free space, make the folder writable, or use another.",
+            step=step,
+        )
+
+
+def _orbax() -> ocp.AsyncCheckpointer:
+    # Orbax's default gives up after 20 minutes, and a folder that it makes in the background
+    # keeps its threads waiting for minutes where it cannot be made.
+    options = ocp.options.AsyncOptions(
+        timeout_secs=_SAVE_TIMEOUT_SECONDS, create_directories_asynchronously=False
+    )
+    # with zstd a restore takes twice the processor time, for 8 % of random float32 numbers
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    return ocp.AsyncCheckpointer(handler, async_options=options)
+
+
+def _chunks(array: jax.Array) -> ocp.SaveArgs:
+    """Return the chunks of an array: small ones, so that other layouts read little in vain.
+
+    A reader reads whole chunks. Large rows, as stacked blocks have them, have chunks of their own: a stage
+    reads its blocks alone.
+    """
+    shape = array.sharding.shard_shape(array.shape)
+    has_large_rows = array.ndim > 1 and array.dtype.itemsize * math.prod(shape[1:]) >= _LARGE_ROW_BYTES
+    return ocp.SaveArgs(chunk_byte_size=_MOST_CHUNK_BYTES, shard_axes=(0,) if has_large_rows else ())
