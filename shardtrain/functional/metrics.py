@@ -62,6 +62,7 @@ def with_metrics(loss: Loss, **metrics: Metric) -> Loss:
     ...     return right.sum(), batch["weights"].sum()
     >>> def loss(apply, batch):
     ...     return apply(batch["image"]).sum(), batch["weights"].sum()
+    >>> import jax.numpy as jnp
     >>> batch = {"image": jnp.eye(2), "label": jnp.array([0, 0]), "weights": jnp.ones(2)}
     >>> total, count, found = with_metrics(loss, accuracy=accuracy)(lambda image: image, batch)
     >>> [float(x) for x in found["accuracy"]]
