@@ -34,6 +34,7 @@ OTHERS = {
     " --output --parent --setattr --signal --tasks-per-node",
     "XLA": "--xla-cpu-enable-fast-math --xla-dump-to --xla-force-host-platform-device-count",
     "containers": "--cpus --memory --shm-size",
+    "the tests": "--full",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--model --model.NAME --model.no --watch",
     "rejected in a decision": "--placement",

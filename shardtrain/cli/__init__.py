@@ -1,4 +1,4 @@
-"""The command line: `shardtrain COMMAND ...`, one file a command, each with `main(arguments) -> exit code`.
+"""The command line `shardtrain COMMAND ...`: one file per command, with `main(arguments) -> exit code`.
 
 Nothing here imports jax before a command runs: `--cpu-devices` must be set before that.
 """
@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": "check what a run needs before it starts",
     "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
 }
-"""Command -> what it does, in the module of that name."""
+"""Command -> its description; each is the module of that name."""
 
 FORK = ("launch", "doctor")
 """Commands that fork processes, which a process with threads must not."""
@@ -43,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-      arguments: without the program's name; by default those of this process.
+      arguments: the command line without the program's name; by default that of this process.
 
     Returns:
-      The exit code: 0 done; 1 when the run, or code of the user's in it, failed; 2 for a mistake in the
-      arguments (one message, no traceback unless SHARDTRAIN_TRACEBACK=1); 75 when the run is to be started
-      again; 128 + the signal's number when a signal ended the run.
+      The exit code: 0 if done; 1 if the run, or the user's code in it, failed; 2 for a mistake in the
+      arguments (one message, no traceback unless SHARDTRAIN_TRACEBACK=1); 75 if the run should be started
+      again; 128 + the signal's number if a signal ended the run.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed()
@@ -66,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def end_at_once(command: str, number: signal.Signals) -> None:
-    """End this process, and the other ranks, for a signal; there is nothing that it could save.
+    """End this process and the other ranks because of a signal, without saving.
 
-    No exception: libraries catch what is raised in the midst of them, and compiler threads may be at work,
-    which the end of the interpreter would crash.
+    It raises no exception: libraries may catch it, and the normal exit of the interpreter may crash while
+    compiler threads run.
     """
     how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     write_raw(f"shardtrain {command}: {how}; what was saved before is still there\n")
-    with contextlib.suppress(Exception):  # MPI may be in the midst of its start, or of its end
+    with contextlib.suppress(Exception):  # MPI may be starting or finalizing
         _end_other_ranks(128 + number)
     os._exit(128 + number)
 
@@ -121,7 +121,7 @@ def _command(command: str, rest: list[str], stop: StopSignals) -> int:
 def _report(command: str, error: ValueError | OSError) -> int:
     """Print an error and return its exit code."""
     code = exit_code(error)
-    # a closed pipe (`| head`) has no reader for a message
+    # nobody reads a message if the pipe is closed (`| head`)
     if not isinstance(error, BrokenPipeError):
         terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
     close_quietly(sys.stdout)
@@ -136,7 +136,7 @@ def exit_code(error: ValueError | OSError) -> int:
     """
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE
-    # an OSError without a number was raised by this package, with its cure
+    # an OSError without a number was raised by this package, for a mistake of the user
     asked = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
     return USER_ERROR if isinstance(error, (ValueError, *asked)) or error.errno is None else FAILED
 
@@ -154,7 +154,7 @@ def usage() -> str:
 def set_cpu_devices(arguments: list[str]) -> None:
     """Remove `--cpu-devices N` from the arguments and let jax simulate N devices on the CPU.
 
-    `--cpu-devices 2,1` gives each island its own number, by the rank that the launcher gave this process.
+    `--cpu-devices 2,1` gives each island its own number; the island follows from the rank of this process.
     Arguments after `--` belong to another program.
 
     Raises:

@@ -54,7 +54,7 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Compare two steps: arrays, values, options of the run.
+    """Compare two steps: arrays, values and options of the run.
 
     Args:
       first: a run's folder (the newest step), or RUN@STEP, or the folder of a step.
@@ -71,7 +71,7 @@ class Verify:
 
     Args:
       run: a run's folder, its folder of checkpoints, or the folder of a step.
-      step: the number of the step; None: all.
+      step: the number of the step; None: all steps.
     """
 
     run: tyro.conf.Positional[Where]
@@ -84,9 +84,9 @@ class Prune:
 
     Args:
       run: a run's folder, or its folder of checkpoints.
-      keep: number of newest valid steps to keep.
-      keep_every: keep steps that are multiples of this too.
-      dry_run: print what would be deleted, and delete nothing.
+      keep: how many of the newest valid steps to keep.
+      keep_every: also keep the steps that are multiples of this number.
+      dry_run: print what would be deleted without deleting it.
     """
 
     run: tyro.conf.Positional[Where]
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one of `COMMANDS`.
 
     Returns:
-      0; 1 where `verify` found a broken step.
+      0; 1 if `verify` found a broken step.
     """
     wants_help = bool({"-h", "--help"} & set(arguments))
     if not arguments or (wants_help and arguments[0] not in COMMANDS):
@@ -123,9 +123,9 @@ def usage() -> str:
 
 
 def _ls(options: Ls) -> int:
-    place = find_checkpoint_path(options.run)
-    found = [each for each in visible_readers(place.folder) if place.step in (None, each.step)]
-    terminal.out(list_text(found, partial_folders(place.folder)))
+    path = find_checkpoint_path(options.run)
+    found = [each for each in visible_readers(path.folder) if path.step in (None, each.step)]
+    terminal.out(list_text(found, partial_folders(path.folder)))
     return 0
 
 
@@ -159,22 +159,23 @@ def _verify(options: Verify) -> int:
 
 def _prune(options: Prune) -> int:
     policy = CheckpointPolicy(keep=options.keep, keep_every=options.keep_every)
-    place = find_checkpoint_path(options.run)
-    if place.step is not None:
+    path = find_checkpoint_path(options.run)
+    if path.step is not None:
         raise ValueError(f"{options.run} is one step; give the run's folder to prune it")
     if options.dry_run:
-        return _pruned(place, policy, lambda folder: None)
-    with _exclusive(place.folder):
-        return _pruned(place, policy, delete)
+        return _pruned(path, policy, lambda folder: None)
+    with _exclusive(path.folder):
+        return _pruned(path, policy, delete)
 
 
-def _pruned(place: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[Path], None]) -> int:
-    found = place.readers()
+def _pruned(checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[Path], None]) -> int:
+    found = checkpoints.readers()
     whole = _newest_whole(found, policy.keep)
     if not whole:
         raise ValueError(
-            f"no step in {place.folder} is whole, so none is deleted; see: verify {place.folder}"
+            f"no step in {checkpoints.folder} is whole, so none is deleted; see: verify {checkpoints.folder}"
         )
+    # steps that the policy counts: the whole ones, and older ones that miss no part
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
     old = set(steps_to_delete(policy, [each.step for each in counted]))
     freed = 0
@@ -202,17 +203,17 @@ def _newest_whole(found: Sequence[CheckpointReader], number: int) -> list[Checkp
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold the locks of a folder of checkpoints and of its run.
+    """Lock a folder of checkpoints, and the folder of its run.
 
     Raises:
-      ValueError: a running process has one of them.
+      ValueError: another process has one of the locks.
     """
     run = folder.resolve().parent
     try:
         with ExitStack() as stack:
             stack.enter_context(locked(folder))
             if (run / LOCK).is_file():
-                # a run of an earlier version holds this one alone
+                # a run of an earlier version locks only this folder
                 stack.enter_context(locked(run))
             yield
     except Locked:

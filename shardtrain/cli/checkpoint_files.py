@@ -37,10 +37,10 @@ class Export:
       out: the folder to write.
       step: the number of the step; None: the newest.
       dtype: dtype of the written weights: float32, bfloat16 or float16.
-      max_shard_bytes: most bytes in a file of weights; larger models are split over several.
-      tokenizer: a folder whose tokenizer files are copied; None: tokenizer/ in the run's folder.
-      run_file: the run file that trained it, for a checkpoint that lacks the options of the model.
-      using: the module that converts the files.
+      max_shard_bytes: largest size of a file of weights; larger models are split over several files.
+      tokenizer: a folder with tokenizer files to copy; None: tokenizer/ in the run's folder.
+      run_file: the run file that trained the model; needed only if the checkpoint lacks the model's options.
+      using: name of the Python module that converts the files.
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
@@ -55,12 +55,12 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Convert a folder of Hugging Face's (GPT-2, Llama, BERT) to a checkpoint to start from.
+    """Convert a Hugging Face model folder (GPT-2, Llama, BERT) to a checkpoint to start from.
 
     Args:
       folder: a folder with config.json, model.safetensors (or several and their index), and tokenizer files.
       out: the folder to write: a checkpoint, a run file that trains it further, and the tokenizer.
-      using: the module that converts the files.
+      using: name of the Python module that converts the files.
     """
 
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant: a run's folder, its folder of checkpoints, a step's folder, or PATH@STEP."""
+"""Find the checkpoint that a path names: a run's folder, its checkpoints, a step's folder, or PATH@STEP."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +12,21 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPath:
-    """A folder of checkpoints, and the step that was asked for.
+    """A folder of checkpoints, and the step to use.
 
     Args:
-      folder: of checkpoints.
-      step: None where none was named.
+      folder: the folder of checkpoints.
+      step: the step; None if the path names none.
     """
 
     folder: Path
     step: int | None
 
     def readers(self) -> list[CheckpointReader]:
-        """The step that was asked for, or all.
+        """Return readers of the step, or of all steps.
 
         Raises:
-          ValueError: there is none.
+          ValueError: there is no such step.
         """
         found = visible_readers(self.folder)
         chosen = [each for each in found if self.step in (None, each.step)]
@@ -37,10 +37,10 @@ class CheckpointPath:
         return chosen
 
     def reader(self) -> CheckpointReader:
-        """The step that was asked for, or the newest that has all of its parts.
+        """Return a reader of the step, or of the newest step that has all of its parts.
 
         Raises:
-          ValueError: there is none, or parts of it are missing.
+          ValueError: there is no such step, or parts of it are missing.
         """
         found = self.readers()
         whole = [each for each in found if not each.missing]
@@ -53,15 +53,15 @@ class CheckpointPath:
 
 
 def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
-    """Read what was asked for.
+    """Find the folder of checkpoints, and the step, that a path names.
 
     Args:
       where: a path, or PATH@STEP.
-      step: another way to name the step.
+      step: the step, if the path does not name it.
 
     Raises:
       FileNotFoundError: there is no such folder.
-      ValueError: no checkpoints lie there; or two steps are named.
+      ValueError: the folder contains no checkpoints, or two different steps are given.
     """
     path, named = _split(where)
     if not path.is_dir():
@@ -75,7 +75,7 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     if len(steps) > 1:
         raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
     if not finished(folder) and not partial_folders(folder):
-        raise ValueError(f"{path} holds no checkpoints; give a run's folder, or that of its checkpoints")
+        raise ValueError(f"{path} contains no checkpoints; give a run's folder, or that of its checkpoints")
     return CheckpointPath(folder=folder, step=next(iter(steps), None))
 
 

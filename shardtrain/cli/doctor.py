@@ -1,4 +1,4 @@
-"""`shardtrain doctor`: look at what a run needs, before it starts; alone, or as all of its ranks."""
+"""`shardtrain doctor`: check what a run needs before it starts, in one process or in all ranks of a run."""
 
 import json
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardtrain.doctor.examine import Examined
 
 NAMES = ("names", "ports", "mpi", "versions", "devices", "binding", "files", "rates", "links")
-"""Of the checks; here too, so that the help comes without jax."""
+"""Names of the checks; repeated here, so that the help needs no jax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class Options:
     """Options of the doctor.
 
     Args:
-      run_dir: the folder that runs shall be in; it need not be there yet.
-      only: these checks alone, such as names,files: names, ports, mpi, versions, devices, binding, files,
-        rates, links.
-      quick: leave out what is measured: rates, links, and how fast the folder takes a large file.
-      as_json: print data instead of a table, with all facts behind it.
-      patience: seconds that the other ranks may take to start, and to come to a check.
+      run_dir: the folder for runs, whose file system is checked; it need not exist yet.
+      only: run only these checks, separated by commas, such as names,files. All checks: names, ports, mpi,
+        versions, devices, binding, files, rates, links.
+      quick: skip the slow measurements: rates, links, and writing a large file.
+      as_json: print JSON instead of a table, with all collected facts.
+      patience: seconds to wait for the other ranks, when they start and before each check.
     """
 
     run_dir: Path = Path("runs")
@@ -51,41 +51,41 @@ class Options:
 
     @property
     def names(self) -> list[str]:
-        """Of the checks that are asked for."""
+        """Names of the checks to run."""
         asked = NAMES if self.only is None else [word.strip() for word in self.only.split(",")]
         return list(dict.fromkeys(asked))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Look, and print one table for all ranks.
+    """Run the checks and print one table for all ranks.
 
     Returns:
-      0, or 1 if something is wrong: on every rank, or where they cannot talk, on the first.
+      0, or 1 if something is wrong: on every rank, or if ranks cannot connect, on rank 0.
 
     Raises:
-      ValueError: a check that is not known.
+      ValueError: the name of a check is unknown.
     """
     options = tyro.cli(
         tyro.conf.FlagCreatePairsOff[Options],
         args=list(arguments),
         prog="shardtrain doctor",
-        description="Looks at what a run needs, and says what to do. Alone, or as the ranks of a run:"
-        " mpiexec -n 3 shardtrain doctor, srun shardtrain doctor, shardtrain launch --islands 2 -- doctor."
-        " Exit code 0: nothing is wrong (there may be warnings), 1: something is wrong, 2: a mistake in what"
-        " was asked.",
+        description="Check what a run needs before it starts, and print how to fix what is wrong. Start it as"
+        " one process, or as the ranks of a run: mpiexec -n 3 shardtrain doctor, srun shardtrain doctor,"
+        " shardtrain launch --islands 2 -- doctor. Exit code 0: nothing is wrong (there may be warnings),"
+        " 1: something is wrong, 2: a mistake in the arguments.",
     )
-    # as `train` does it: the doctor sees what a run would see
+    # the same environment and cores as in `train`: the doctor sees what a run would see
     environment = find_rank_environment(os.environ)
     os.environ.update(device_environment(environment, os.environ))
     given = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     if cores := bind_cpus(environment):
         os.sched_setaffinity(0, cores)
-    # a process watches MPI's start, and is made before threads are
+    # a child process watches the start of MPI; it is forked before there are threads
     from shardtrain.doctor.start import start
 
     started = start(environment, os.environ, 1 + len(options.names), options.patience)
     if started.problem is not None and environment.rank > 0:
-        # each rank would be alone and print a table of its own; an error here would end the first one
+        # rank 0 prints the problem; an exit code other than 0 here would make the launcher end rank 0
         return 0
     from shardtrain.doctor.check import RankContext
     from shardtrain.doctor.examine import CHECKS, examine
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _end(found: "Examined", here, as_json: bool) -> int:
-    """Print on one rank; all ranks end together, with one code."""
+    """Print the result on one rank, and end all ranks together with the same exit code."""
     if here.rank == min(found.present):
         sys.stdout.write(json_text(found, here) if as_json else "")
         if not as_json:
@@ -121,7 +121,7 @@ def _end(found: "Examined", here, as_json: bool) -> int:
     code = FAILED if found.verdict == "wrong" else DONE
     if not found.hung:
         return code
-    # what hangs would keep this process, or MPI's end in all of them, waiting
+    # a check that hangs would block the exit of this process, or MPI_Finalize in all of them
     sys.stdout.flush()
     if here.control.size > 1:
         import time
@@ -146,7 +146,7 @@ def _print(found: "Examined") -> None:
 
 
 def json_text(found: "Examined", here) -> str:
-    """The verdict, the rows and the facts behind them, as JSON."""
+    """Format the overall result, the rows and the collected facts as JSON."""
     data = {
         "verdict": found.verdict,
         "ranks": [{"name": n, "host": h} for n, h in zip(here.control.names, here.hosts, strict=True)],

@@ -1,4 +1,4 @@
-"""Fields of dataclasses as command line options: collect them, parse them with tyro, apply what was given.
+"""Command line options from the fields of dataclasses: collect, parse (with tyro) and apply them.
 
 An option's name is the path of its field, its help text comes from the docstring of the field's class and
 its default from the value, so Python and the command line have one source. Next: `run_options.py`.
@@ -28,9 +28,9 @@ class FieldOption:
     Args:
       path: names of the nested fields, such as "optimizer.learning_rate.peak".
       kind: the type that is parsed.
-      default: what the field has now.
-      help: what it does.
-      short: a shorter name without hyphens in front; None: the option is named by its path.
+      default: the current value of the field.
+      help: the help text.
+      short: a short name, without the hyphens in front; None: the path is the name.
     """
 
     path: str
@@ -41,7 +41,7 @@ class FieldOption:
 
     @property
     def name(self) -> str:
-        """The name in the help, with hyphens.
+        """The name that the help shows, with hyphens.
 
         >>> FieldOption(path="run_dir", kind=str, default="", help=None).name
         '--run-dir'
@@ -55,13 +55,13 @@ def field_options(
     skip: Sequence[str] = (),
     texts: Mapping[str, Callable[[Any], str | None]] = types.MappingProxyType({}),
 ) -> Iterator[FieldOption]:
-    """Yield one option for each field of a dataclass, and of the dataclasses in it, that text can set.
+    """Yield an option for each field of a dataclass, and of nested ones, whose value text can express.
 
     Args:
       value: the dataclass.
-      prefix: goes before each path.
-      skip: paths that get no option, nor anything below them.
-      texts: path -> how to write the value of that field as text, which its option then takes.
+      prefix: prefix of each path.
+      skip: paths to leave out, with everything below them.
+      texts: path -> a function that formats the field's value as text; its option then takes text.
     """
     hints, helps = typing.get_type_hints(type(value), include_extras=True), field_helps(type(value))
     for field in dataclasses.fields(value):
@@ -82,7 +82,7 @@ def field_options(
 
 
 def _nested(value: Any) -> dict[str, Any]:
-    """The dataclasses whose fields are options: the value, or the items of a list, by their prefix."""
+    """Return prefix -> dataclass: the value itself, or the items of a list, if their fields are options."""
     if isinstance(value, list | tuple) and value and all(map(_has_options, value)):
         return {f"{number}.": item for number, item in enumerate(value)}
     return {"": value} if _has_options(value) else {}
@@ -95,7 +95,7 @@ def _has_options(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether text can give such a value: None, a number, text, a path, or a list or dict of them.
+    """Return whether text can express a value: None, a number, text, a path, or a list or dict of them.
 
     >>> is_plain((1, "a")), is_plain([object()])
     (True, False)
@@ -108,7 +108,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _plain_kind(hint: Any, current: Any) -> Any:
-    """A type hint without the functions and dataclasses that only Python can give."""
+    """Remove functions and dataclasses, which text cannot express, from a type hint."""
     if hint is Any:
         return type(current)
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
@@ -123,7 +123,7 @@ def _plain_kind(hint: Any, current: Any) -> Any:
 
 @functools.lru_cache
 def field_helps(kind: type) -> dict[str, str]:
-    """Return field -> its text in the docstrings of a class and its bases."""
+    """Return field -> its help text, from the docstrings of a class and its bases."""
     return {
         found.arg_name: " ".join(found.description.split())
         for base in reversed(kind.__mro__)
@@ -139,19 +139,19 @@ def parse_options(
     descriptions: Mapping[str, str],
     prog: str,
 ) -> dict[str, Any]:
-    """Parse words of the command line; with --help, print the help and exit.
+    """Parse the command line; with --help, print the help and exit.
 
     Args:
       groups: heading -> its options, in the order of the help; the first heading is not shown.
-      words: the command line; an option is known by its name and by its path.
-      descriptions: heading -> text below it; that of the first group is the text of the whole help.
+      words: the command line; an option may be given by its name or its path.
+      descriptions: heading -> the text below it; the text of the first heading describes the whole command.
       prog: the program's name in the help.
 
     Returns:
       The path of each option that changes its field -> the new value.
 
     Raises:
-      SystemExit: after --help, with 0; for words that cannot be parsed, with 2.
+      SystemExit: with code 0 after --help; with code 2 if the options cannot be parsed.
     """
     first, *others = groups
     members = [_member(option) for option in groups[first]]
@@ -164,7 +164,7 @@ def parse_options(
     parsed = tyro.cli(
         dataclasses.make_dataclass("Options", members, kw_only=True),
         args=_spelled(options, words),
-        # of a union the kind that the run has; fields that only Python can set are not shown
+        # of a union, show the type that the run has; fields that only Python can set are not shown
         config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
         prog=prog,
         description=descriptions[first],
@@ -177,7 +177,7 @@ def parse_options(
 
 
 def _member(option: FieldOption) -> Any:
-    """A field of the dataclass that tyro parses."""
+    """Return a field of the dataclass that tyro parses, for `make_dataclass`."""
 
     def hint(default: str) -> str:
         full = f"; also {_flag(option.path)}" if option.short else ""
@@ -199,7 +199,7 @@ def _flag(name: str) -> str:
 
 
 def _spelled(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
-    """Write each option by its name in the help, and the value of a flag as part of its name."""
+    """Replace paths by the names that tyro knows, and `True` or `False` after a flag by its two forms."""
     names = {_flag(option.path): option.name for option in options}
     flags = {option.name for option in options if option.kind is bool}
     spelled: list[str] = []

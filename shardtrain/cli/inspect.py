@@ -1,4 +1,4 @@
-"""`shardtrain inspect RUN`: the layout of a run on a mesh, and its traffic; the devices need not be here."""
+"""`shardtrain inspect RUN`: show how a run is sharded over a mesh, and its traffic, without the devices."""
 
 import math
 import shutil
@@ -33,7 +33,7 @@ from shardtrain.train_step.placement import state_specs
 from shardtrain.trainer.config import Run, Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
-"""Larger ones have no device, and would be drawn for hours."""
+"""Upper limits: nobody has more devices, and larger schedules would take hours to draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,14 @@ class InspectOptions:
     """Options of inspect.
 
     Args:
-      devices: number of devices; by default the product of --mesh, or those of this machine.
-      compile: compile the step for devices of this kind (cpu with --cpu-devices; h100 or a100, which need
-        not be here) and show the bytes that it moves and its memory.
-      pipeline_stages: stages of the drawn schedule; by default the size of the mesh axis pipeline, or 4.
-      microbatches: microbatches of the drawn schedule; by default those of --accumulate.
-      lockstep: draw the form for a mesh, where every tick waits for all stages, or the one for islands;
-        by default the first where the mesh has an axis pipeline.
-      timeline: file for a picture of the schedule, .svg or .png.
+      devices: number of devices; by default the product of --mesh, or the devices of this machine.
+      compile: compile the step for these devices (cpu with --cpu-devices, or h100 or a100, which this machine
+        need not have), and show the bytes that it moves and the memory that it needs.
+      pipeline_stages: number of stages in the timeline; by default the size of the mesh axis pipeline, or 4.
+      microbatches: number of microbatches in the timeline; by default that of --accumulate.
+      lockstep: draw the schedule of a mesh, in which every tick waits for all stages, instead of that of
+        islands; by default if the mesh has an axis pipeline.
+      timeline: also write the timeline as a picture to this file, .svg or .png.
     """
 
     devices: int | None = None
@@ -72,13 +72,13 @@ class InspectOptions:
 
     @property
     def of_schedule(self) -> bool:
-        """Whether an option of the schedule was given."""
+        """Whether an option of the timeline was given."""
         others = ("devices", "compile")
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table; returns 0."""
+    """Print the sharding, the traffic and, if asked for, the schedule and the compiled step; return 0."""
     run, options = parse_run("inspect", arguments, InspectOptions)
     options.check()
     layout = run.strategy.layout
@@ -115,13 +115,13 @@ def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
 
 
 def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
-    """Return the partition of the blocks on such a mesh; equal where a cut needs the shapes of the data."""
+    """Return the partition of the blocks into stages; an equal one if it depends on the data's shapes."""
     if num_stages == 1 or model.chain is None or not model.chain.stacked:
         return None
     pipeline = run.strategy.pipeline
     by = parse_stages(pipeline.stages)
     if by in ("params", "flops"):
-        terminal.err(f"blocks are shown cut evenly: to cut them by {by} needs the data\n")
+        terminal.err(f"the blocks are shown split evenly: splitting them by {by} needs the data\n")
         by = "equal"
     found = counts(by, model.chain.num_blocks, num_stages * pipeline.virtual_stages)
     return Partition(
@@ -133,7 +133,7 @@ def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
 
 
 def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:
-    """Return the schedule of such a mesh; without a pipeline in it, that of an example."""
+    """Return the schedule to draw; that of an example if the mesh has no pipeline."""
     schedule, chunks = strategy.pipeline.schedule, strategy.pipeline.virtual_stages
     lockstep = num_stages > 1 if options.lockstep is None else options.lockstep
     sizes = (num_stages, strategy.accumulate, chunks)
@@ -147,7 +147,7 @@ def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Tabl
 
 
 def _show(table: Table, picture: Path | None) -> None:
-    """Print the timeline of a schedule; in full width where the output is no terminal."""
+    """Print the timeline of a schedule; at full width if the output is no terminal."""
     width, _ = shutil.get_terminal_size(fallback=(1_000_000, 24))
     terminal.out("\n" + timeline_text(table, width))
     if picture is not None:

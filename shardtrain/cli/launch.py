@@ -34,16 +34,16 @@ class Options:
     """Options of every launcher.
 
     Args:
-      islands: number of islands, each a JAX runtime of its own; by default one per host, or one per number
+      islands: number of islands; each is a separate JAX runtime. By default one per host, or one per number
         in --processes-per-island, else 1.
-      processes_per_island: one number for all islands, or one each: 1,3.
+      processes_per_island: number of processes of each island: one number for all, or one each, such as 1,3.
       logs: the folder for one log per rank, by default logs/DATE-TIME; if an earlier launch uses it, a
         number is added to its name.
-      interface: the only network interface on which ranks listen, such as eth1 or ib0; by default loopback
-        on one machine, and on several as MPI chooses.
-      time: time limit, as Slurm writes it: 01:30:00.
-      signal_seconds: seconds before --time at which the ranks are asked to stop and save.
-      dry_run: print the command or the script, and run nothing.
+      interface: network interface that the ranks use, such as eth1 or ib0; by default loopback on one
+        machine, and on several the choice of MPI.
+      time: time limit in the format of Slurm, such as 01:30:00.
+      signal_seconds: how many seconds before the end of --time the ranks are asked to save and stop.
+      dry_run: print the command or the script without running it.
     """
 
     islands: int | None = None
@@ -56,11 +56,11 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch.
+    """Start the command after `--` as islands, or submit it as a batch job.
 
     Returns:
-      The exit code of the rank that failed first, 128 + n for a signal; 0 after --dry-run and where a
-      batch job was submitted.
+      The exit code of the rank that failed first (128 + n for a signal n); 0 after --dry-run, and if a batch
+      job was submitted.
     """
     own, program = split(arguments)
     name, words = _name(own)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return the words before the first `--`, and those behind it (None: there is no `--`).
+    """Return the words before the first `--`, and those after it (None: there is no `--`).
 
     >>> split(["--islands", "2", "--", "train", "run.py"])
     (['--islands', '2'], ['train', 'run.py'])
@@ -95,7 +95,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _name(words: list[str]) -> tuple[str | None, list[str]]:
-    """(the launcher that is named, the other words)."""
+    """Return the launcher that is named, and the other words."""
     if not words or words[0].startswith("-"):
         return None, words
     if words[0] in LAUNCHERS:
@@ -110,22 +110,22 @@ def _missing(own: Sequence[str]) -> str:
     command = next((i for i, word in enumerate(own) if word in COMMANDS), None)
     if command is not None:
         words = ["shardtrain launch", *own[:command], "--", *own[command:]]
-        return f"what to launch stands behind --, as in: {' '.join(words)}"
-    return f"what to launch is missing; it stands behind --, as in: {example}"
+        return f"the command to launch goes after --, as in: {' '.join(words)}"
+    return f"the command to launch is missing; it goes after --, as in: {example}"
 
 
 def program_problem(program: Sequence[str]) -> str | None:
-    """Return why these words behind -- cannot be launched; None if they can."""
+    """Return why the words after -- cannot be launched; None if they can."""
     known = [command for command in COMMANDS if command != "launch"]
     if not program:
-        return "nothing stands behind --; write the command there: -- train examples/gpt_text.py"
+        return "there is nothing after --; write the command there: -- train examples/gpt_text.py"
     if program[0] not in known:
-        return f"behind -- stands a command of shardtrain, and not {near(program[0], known)}"
+        return f"after -- comes a command of shardtrain, and not {near(program[0], known)}"
     return None
 
 
 def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
-    """The options of every launcher, and those of the named one."""
+    """Parse the options of every launcher, and those of the named one."""
     import tyro
 
     flat = tyro.conf.OmitArgPrefixes

@@ -1,6 +1,6 @@
-"""Load the run, or the combiner, that a file or module of the user's defines.
+"""Load a run, or a combiner, from a file or module of the user.
 
-Next: `run_options.py`, which puts the run's fields on the command line.
+Next: `run_options.py`, which makes options of the run's fields.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ def load_run(source: str) -> Run:
 
 
 def load_combiner(text: str) -> str | Combiner:
-    """Return the combiner that a file of the user's defines; the name of a built-in one as it is.
+    """Return the combiner that a file of the user defines; the name of a built-in one is returned unchanged.
 
     Args:
       text: a name such as `int8+adasum`, or `path.py:name` of a `Combiner` or of a function that returns one.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: the file has no such name, or something else by it.
+      ValueError: the file does not define a combiner with this name.
 
     >>> load_combiner("int8+adasum")
     'int8+adasum'
@@ -81,7 +81,7 @@ def load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {path}; give a path.py[:name] or module:name")
     _make_importable(path.resolve().parent)
-    # under its stem, so that pickled or printed names of the file can be found again
+    # under its stem, so that pickled names of the file can be imported again
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -93,12 +93,12 @@ def load_file(path: Path) -> Any:
 
 def _load_module(name: str) -> Any:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{name!r} is no name of a module; give a path.py[:name] or module:name")
+        raise ValueError(f"{name!r} is not the name of a module; give a path.py[:name] or module:name")
     _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # a module that the user's module fails to import is another error
+        # an import that fails inside the user's module is another error
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"there is no module {name!r}; give a path.py[:name] or module:name") from None

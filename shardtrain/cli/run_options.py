@@ -1,4 +1,4 @@
-"""The options of `RUN`: which there are, their short names and headings, and the run that they change.
+"""The command line options of a run: their names and headings, and how they change the run.
 
 Next: `field_options.py`, which makes options of fields, and `run_file.py`, which loads the run.
 """
@@ -18,7 +18,7 @@ from shardtrain.trainer.config import Run
 
 LAYOUT, COMBINE, ACROSS, PIPELINE = (f"strategy.{n}." for n in ("layout", "combine", "across", "pipeline"))
 PYTHON_ONLY = ("loss", "names", "sample", f"{LAYOUT}parameters", f"{LAYOUT}activations")
-"""Fields of a run that are no options."""
+"""Fields of a run that have no option."""
 
 SHORT = {
     "data.paths": "data",
@@ -44,7 +44,7 @@ SHORT = {
     f"{PIPELINE}virtual_stages": "virtual_stages",
     f"{PIPELINE}stages": "stages",
 }
-"""Path of a field -> the short name of its option; the path is understood too."""
+"""Path of a field -> the short name of its option; the path works too."""
 
 HEADINGS = {
     "common": (
@@ -69,41 +69,43 @@ HEADINGS = {
 """Heading of the help -> the paths, or beginnings of paths, of its options; the rest is under "command"."""
 
 DESCRIPTIONS = {
-    "common": "Options of the run with its values as defaults, the common ones first. Every option is a field"
-    " of the run by its path in Python and in run.txt; those with a shorter name are understood by both.",
-    "model": "The model; these options belong to the model of this run file.",
-    "data": "The data; these options belong to the data of this run file.",
+    "common": "Options of the run; the defaults are the values in the run file. Common options come first."
+    " Each option sets the field of the run with the same path, as in Python and in run.txt; some have a"
+    " short name too.",
+    "model": "The model of this run file.",
+    "data": "The data of this run file.",
     "layout": "How parameters and activations are sharded over the devices of the mesh.",
     "replicas": "How the gradients of replicas (islands, or the indices of the axis data) are combined.",
-    "islands": "How islands are joined, where several were launched.",
-    "pipeline": "How the blocks of the model are cut into pipeline stages and scheduled.",
-    "scaling": "What changes in a run written for one replica when N replicas carry it out.",
+    "islands": "What islands exchange, if several were launched.",
+    "pipeline": "How the blocks of the model are partitioned into pipeline stages, and the schedule.",
+    "scaling": "What to change if N replicas train a run that is written for one.",
     "checkpoints": "When checkpoints are saved and which are kept.",
-    "start": "Which checkpoint gives the first parameters, and how it may differ from this run.",
+    "start": "The checkpoint with the initial parameters, and how it may differ from this run.",
     "recovery": "When a run rolls back, and when the watchdog ends a run that hangs.",
 }
 
 GIVEN_IN_PYTHON = "given in Python"
-"""The default of --combine where the run has a combiner of its own."""
+"""The default of --combine if the run file defines its own combiner."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Options that are read before jax starts, by `cli.set_cpu_devices`.
+    """Options that `cli.set_cpu_devices` reads before jax starts.
 
     Args:
-      cpu_devices: simulate this many devices on the CPU; under `launch`, one number for each island: 2,1.
+      cpu_devices: simulate this many devices on the CPU; with several islands one number for each, such as
+        2,1.
     """
 
     cpu_devices: str | None = None
 
 
 def parse_run(command: str, arguments: Sequence[str], extra: type | None = None) -> tuple[Run, Any]:
-    """Read `RUN [options]`.
+    """Load the run that the command line names, and apply its options.
 
     Args:
       command: the command's name, for the help.
-      arguments: the words behind the command.
+      arguments: the command line after the command.
       extra: a dataclass of the command's own options.
 
     Returns:
@@ -111,7 +113,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
 
     Raises:
       ValueError: RUN is missing or cannot be loaded, or a value is out of range.
-      SystemExit: after --help, or for words that cannot be parsed.
+      SystemExit: after --help, or if the options cannot be parsed.
     """
     usage = f"shardtrain {command}"
     if not arguments or arguments[0].startswith("-"):
@@ -140,7 +142,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
 
 
 def run_options(run: Run) -> Iterator[FieldOption]:
-    """Yield the options of a run, by their short names and with the help of their text forms."""
+    """Yield the options of a run, with their short names and help texts."""
     writers = {path: form.write for path, form in TEXTS.items()}
     for option in field_options(run, skip=PYTHON_ONLY, texts=writers):
         text = TEXTS[option.path].help if option.path in TEXTS else option.help
@@ -192,12 +194,12 @@ def _is_file(mesh: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextForm:
-    """How the command line writes a field whose Python value is no plain one.
+    """The text form of a field whose Python value is not a plain one.
 
     Args:
       write: value -> text.
       read: text -> value.
-      help: the help text, which differs from that of the field in Python.
+      help: the help text of the option.
     """
 
     write: Callable[[Any], str | None]
@@ -209,23 +211,24 @@ TEXTS = {
     f"{LAYOUT}mesh": TextForm(
         write=_mesh_text,
         read=_read_mesh,
-        help="axis sizes such as data=2,fsdp=-1 (-1: the rest), or a layout file such as those of meshes/.",
+        help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1: all remaining devices), or a layout file"
+        " such as those in meshes/.",
     ),
     f"{COMBINE}by": TextForm(
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
         read=load_combiner,
-        help="the combiner: mean, sum or adasum, with codecs before it as in int8+adasum; or one of your own,"
+        help="the combiner: mean, sum or adasum, with codecs before it as in int8+adasum; or your own, as"
         " path.py:name.",
     ),
     f"{ACROSS}shares": TextForm(
         write=lambda given: given and ",".join(f"{share:g}" for share in given),
         read=parse_weights,
-        help="weights of the replicas, such as 3,1, for their rows of a batch; None: by numbers of devices.",
+        help="weights by which replicas get rows of a batch, such as 3,1; None: by their numbers of devices.",
     ),
 }
-"""Path of a field -> its form on the command line."""
+"""Path of a field -> its text form."""
 
 
 def _from_text(path: str, value: Any) -> Any:
-    """The value of a field from what was parsed."""
+    """Convert a parsed value to the value of its field."""
     return TEXTS[path].read(value) if path in TEXTS and value is not None else value

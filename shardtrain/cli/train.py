@@ -1,4 +1,4 @@
-"""`shardtrain train RUN`: train a run, or go on with it."""
+"""`shardtrain train RUN`: train a run, or resume it."""
 
 import logging
 import os
@@ -24,11 +24,12 @@ class TrainOptions:
     """Options of this command.
 
     Args:
-      time_limit: the most it may take, from the start of this process, as in 01:30:00.
-      time_margin: seconds before that, for the step under way and for saving.
+      time_limit: longest time of this process, such as 01:30:00; shortly before, the run saves and ends with
+        exit code 75. None: no limit.
+      time_margin: how many seconds before --time-limit the run stops training, to finish its step and save.
 
     Raises:
-      ValueError: nothing is left before the margin.
+      ValueError: the time limit is not longer than the margin.
     """
 
     time_limit: str | None = None
@@ -44,14 +45,14 @@ class TrainOptions:
             )
 
     def until_seconds(self) -> float | None:
-        """When to stop, by `time.monotonic`; None: never."""
+        """Return the value of `time.monotonic` at which to stop; None: never."""
         if self.time_limit is None:
             return None
         return time.monotonic() - process_seconds() + parse_time(self.time_limit) - self.time_margin
 
 
 def process_seconds() -> float:
-    """How long this process has been there; 0 where the system does not tell."""
+    """Return the age of this process in seconds; 0 if the system does not report it."""
     try:
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -60,22 +61,22 @@ def process_seconds() -> float:
 
 
 def main(arguments: Sequence[str], stop: StopSignals) -> int:
-    """Train.
+    """Train the run that the arguments describe.
 
     Args:
-      arguments: the words behind `train`.
-      stop: entered already.
+      arguments: the command line after `train`.
+      stop: the signal handlers, already installed.
 
     Returns:
-      0; 128 + the number of the signal that stopped it; 75 where the time limit did, or another rank did
-      not come to a meeting; 1 where a step was not finite and the run says to stop then, the last checkpoint
-      could not be written, or the machine failed in the midst of the run. The watchdog ends all ranks with
-      75.
+      The exit code: 0 if the run is done; 128 + the number of the signal that stopped it; 75 if the time
+      limit stopped it, or another rank timed out; 1 if a step was not finite with `nonfinite="stop"`, the
+      last checkpoint could not be written, or the machine failed during the run. The watchdog ends all ranks
+      with 75.
     """
     # before jax starts: the ranks of a host share its devices and cores
-    place = find_rank_environment(os.environ)
-    os.environ.update(device_environment(place, os.environ))
-    if cores := bind_cpus(place):
+    environment = find_rank_environment(os.environ)
+    os.environ.update(device_environment(environment, os.environ))
+    if cores := bind_cpus(environment):
         os.sched_setaffinity(0, cores)
     run, options = parse_run("train", arguments, TrainOptions)
     stop.until_seconds = options.until_seconds()
@@ -85,61 +86,61 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     from shardtrain.islands.watchdog.watchdog import STACKS
     from shardtrain.trainer.train import train
 
-    # Orbax logs a traceback for each array that it could not write; our own line says it once
+    # Orbax logs a traceback for each array that it could not write; our own message is printed once
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    marks = activity_record()
+    activity = activity_record()
     try:
-        islands = join(report=_to_stderr, activity=marks)
-    except RankTimeout as missing:
-        _end_missing(missing)
+        islands = join(report=_to_stderr, activity=activity)
+    except RankTimeout as timeout:
+        _end_for_timeout(timeout)
     stacks = (run.run_dir or Path("runs/run")) / STACKS
     try:
-        with steady_output(), make_watchdog(run.watch, marks, stacks, islands) as watchdog:
+        with steady_output(), make_watchdog(run.watch, activity, stacks, islands) as watchdog:
             try:
-                trained = train(run, None, islands, marks, stop)
+                trained = train(run, None, islands, activity, stop)
                 if islands is not None:
                     # a launcher that sees one rank end may end the others: none may still be saving
                     islands.control.all_gather("the end", timeout_seconds=run.watch.limit(long=True))
-            except RankTimeout as missing:
-                watchdog.end(str(missing))
+            except RankTimeout as timeout:
+                watchdog.end(str(timeout))
     except (FloatingPointError, SaveFailed) as failure:
         terminal.err(f"shardtrain train: {failure}\n")
         return FAILED
     except OSError as error:
-        # before the first step it is a mistake in what was asked
-        if not marks.step:
+        # before the first step it is a mistake of the user: exit code 2
+        if not activity.step:
             raise
-        terminal.err(f"shardtrain train: {failed_text(marks, error)}\n")
+        terminal.err(f"shardtrain train: {failed_text(activity, error)}\n")
         return FAILED
     if trained.time_over:
         return COME_AGAIN
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
 
 
-def failed_text(marks: ActivityRecord, error: OSError) -> str:
-    """What was being done when the machine failed.
+def failed_text(activity: ActivityRecord, error: OSError) -> str:
+    """Format an error of the machine with the step and the activity in which it occurred.
 
-    >>> marks = ActivityRecord()
-    >>> marks.begin_step(7)
+    >>> activity = ActivityRecord()
+    >>> activity.begin_step(7)
     >>> try:
-    ...     with marks.at("the training loop"), marks.at("reading a batch"):
+    ...     with activity.at("the training loop"), activity.at("reading a batch"):
     ...         raise OSError(5, "Input/output error")
     ... except OSError as error:
-    ...     print(failed_text(marks, error))
+    ...     print(failed_text(activity, error))
     at step 7, in 'reading a batch': [Errno 5] Input/output error
     the same command resumes from the last checkpoint
     """
-    where = f"at step {marks.step}, in {marks.failed_at!r}"
+    where = f"at step {activity.step}, in {activity.failed_at!r}"
     return f"{where}: {error}\nthe same command resumes from the last checkpoint"
 
 
-def _end_missing(missing: Exception) -> NoReturn:
-    """A rank did not come to the start, where there is no watchdog yet."""
+def _end_for_timeout(timeout: Exception) -> NoReturn:
+    """End all ranks if one did not start in time; there is no watchdog yet."""
     from shardtrain.islands.bridge import end_all
 
-    terminal.err(f"shardtrain train: {missing}\n")
+    terminal.err(f"shardtrain train: {timeout}\n")
     end_all(COME_AGAIN)
 
 

@@ -23,16 +23,18 @@ class Flux:
     """Options of flux.
 
     Args:
-      queue: where to run; None: the cluster's default, as with the bank.
-      bank: the account to charge.
-      job_name: in the queue and before the log's name.
-      nodes: number of nodes; None: one an island, or one a rank where islands are unequal.
-      gpus_per_island: shared evenly by its processes; None: with whole nodes all of their GPUs, else none.
-      cpus_per_island: likewise; None: whole nodes, whose cores the ranks divide among themselves.
+      queue: queue of the cluster; None: its default.
+      bank: account to charge; None: the default.
+      job_name: name of the job in the queue, and the beginning of the log's name.
+      nodes: number of nodes; None: one per island, or one per rank if islands are unequal.
+      gpus_per_island: number of GPUs of an island, divided evenly among its processes; None: with whole nodes
+        all of their GPUs, else none.
+      cpus_per_island: number of CPU cores of an island, divided evenly among its processes; None: whole
+        nodes, whose cores the ranks divide among themselves.
       pmi: how MPI finds its ranks: simple for MPICH and Intel MPI, pmix (a plugin of Flux) for Open MPI.
-      requeue: submit the job again when the time is over, or a rank was lost or hung.
-      flux: further options of flux batch, without their dashes: `requires=host:a`.
-      setup: lines of shell before the start, such as `module load openmpi`.
+      requeue: submit the job again if its time is over, or a rank was lost or hung.
+      flux: further options of flux batch without their dashes, such as `requires=host:a`.
+      setup: lines of shell to run before the start, such as `module load openmpi`.
     """
 
     queue: str | None = None

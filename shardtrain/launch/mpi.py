@@ -18,7 +18,7 @@ from shardtrain.launch.launcher import Launch, Launcher
 from shardtrain.launch.restarts import Restarts
 
 CARRIED = ("JAX_", "XLA_", "SHARDTRAIN_", "MPI4JAX_", "NCCL_", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""How the variables begin that Open MPI passes to other hosts only if its command line names them."""
+"""Prefixes of the variables that Open MPI passes to other hosts only if its command line names them."""
 
 STOP_OPTION = ("--usr1", "INT")
 """Ranks treat SIGUSR1 as Ctrl-C: the one signal that every mpiexec forwards without ending itself."""
@@ -31,9 +31,10 @@ class MpiOptions:
     Args:
       restarts: number of restarts after a crash or a hang; none follows if one step fails twice in a row.
       backoff: seconds before the first restart; each later one waits twice as long, up to a minute.
-      hosts: names, in the order of the islands: a,b,c; or with the ranks of each: a:1,b:3.
-      hostfile: the same as a file, one host a line: a, or a:2, or a slots=2.
-      mpiexec: the launcher; by default that of this Python's environment, else of PATH.
+      hosts: names of the hosts, in the order of the islands, such as a,b,c; or with the number of ranks of
+        each: a:1,b:3.
+      hostfile: a file with the hosts, one per line: a, or a:2, or a slots=2.
+      mpiexec: the mpiexec to use; by default that of this Python's environment, else the first on PATH.
     """
 
     restarts: int = 0

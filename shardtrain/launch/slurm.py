@@ -19,17 +19,18 @@ class Slurm:
     """Options of slurm.
 
     Args:
-      partition: where to run; None: the cluster's default, as with the account and the QOS.
-      account: the account to charge.
-      qos: quality of service.
-      job_name: in the queue and before the log's name.
-      nodes: number of nodes; None: one an island, or one a rank where islands are unequal.
-      gpus_per_island: shared evenly by its processes; None: no GPU.
-      cpus_per_island: likewise; None: whole nodes, whose cores the ranks divide among themselves.
+      partition: partition of the cluster; None: its default.
+      account: account to charge; None: the default.
+      qos: quality of service; None: the default.
+      job_name: name of the job in the queue, and the beginning of the log's name.
+      nodes: number of nodes; None: one per island, or one per rank if islands are unequal.
+      gpus_per_island: number of GPUs of an island, divided evenly among its processes; None: no GPU.
+      cpus_per_island: number of CPU cores of an island, divided evenly among its processes; None: whole
+        nodes, whose cores the ranks divide among themselves.
       mpi: how srun starts an MPI program: pmi2 for MPICH and Intel MPI, pmix for Open MPI.
-      requeue: continue in a new start of the job when the time is over, or a rank was lost or hung.
-      sbatch: further options of sbatch, without their dashes: `constraint=a100`.
-      setup: lines of shell before the start, such as `module load openmpi`.
+      requeue: requeue the job, so that it continues, if its time is over or a rank was lost or hung.
+      sbatch: further options of sbatch without their dashes, such as `constraint=a100`.
+      setup: lines of shell to run before the start, such as `module load openmpi`.
     """
 
     partition: str | None = None

@@ -1,7 +1,7 @@
-"""A run: what to train, on what, how; composed of its owners' dataclasses, and as text.
+"""The configuration of a run: model, data, loss, optimizer and all other options, and its text form.
 
-A run file is Python with `def run() -> Run`. The same fields stand on the command line (`cli/`).
-Next: `loop.py`, which carries a run out.
+A run file is Python with `def run() -> Run`. The same fields are options of the command line (`cli/`).
+Next: `loop.py`, the training loop.
 """
 
 import hashlib
@@ -33,17 +33,17 @@ from shardtrain.trainer.recovery import Recovery
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a run is spread out: data only, so that it can be printed, compared and saved.
+    """The parallelism of a run: plain data that can be printed, compared and saved.
 
     Args:
-      layout: axis sizes and rules.
-      accumulate: microbatches whose gradients add up to one step.
-      combine: how replicas become one.
-      across: what crosses between islands, where several were launched.
-      pipeline: how a pipeline is cut and scheduled; its microbatches are those of `accumulate`.
+      layout: sizes of the mesh axes, and the rules that shard arrays over them.
+      accumulate: number of microbatches in a step; their gradients are added up.
+      combine: how the gradients of replicas are combined.
+      across: what islands exchange, if several were launched.
+      pipeline: how a pipeline is partitioned and scheduled; its microbatches are those of `accumulate`.
 
     Raises:
-      ValueError: lists every value of a wrong kind or out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     layout: Layout = Layout()
@@ -62,17 +62,17 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class StartFrom:
-    """Where a run's parameters begin, if it has no checkpoint of its own.
+    """The checkpoint with the first parameters of a run that has no checkpoint of its own.
 
     Args:
-      checkpoint: a run's folder, its folder of checkpoints, or the folder of a step; its parameters and model
-        state are taken, and nothing else. None: as the seed draws them.
-      step: which step; None takes the newest.
+      checkpoint: checkpoint with the initial parameters and model state: a run's folder, its folder of
+        checkpoints, or the folder of a step. None: initialise them at random from the seed.
+      step: the step of that checkpoint to load; None: the newest.
 
     Short form: the folder.
 
     Raises:
-      ValueError: lists every value of a wrong kind.
+      ValueError: lists every value of a wrong type.
     """
 
     checkpoint: Path | None = None
@@ -80,7 +80,7 @@ class StartFrom:
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
-        """The fields that a bare value stands for; None: it is no short form."""
+        """Return the fields that a bare value stands for; None if it is no short form."""
         return {"checkpoint": value} if isinstance(value, str | Path) else None
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class StartFrom:
         if self.step is not None and self.step < 0:
             problems.append(f"step is {self.step}; use 0 or more, or None for the newest")
         if problems:
-            raise problems_error("a run cannot begin with this", problems)
+            raise problems_error("a run cannot start from this", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,40 +99,41 @@ class Run:
 
     Args:
       model: a function rngs -> nnx.Module (a config of `shardtrain.models` is one), or a
-        `shardtrain.Model`. Fields of a dataclass stand on the command line as --model.NAME.
-      names: names for dims of parameters from outside, for a model that gives them none: a pattern of
-        paths (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
-        They come before the model's own; of several patterns that match, the first does.
-      data: has `train(folder)` and `heldout(folder)`, each giving a random-access source (heldout
-        may give None); see `shardtrain.data.Text`.
+        `shardtrain.Model`. The fields of a dataclass are options of the command line: --model.NAME.
+      names: names of parameter dims, for a model that does not name them itself: a pattern of paths
+        (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
+        They override the model's own names; if several patterns match, the first one applies.
+      data: an object with `train(folder)` and `heldout(folder)`, which return random-access sources of
+        samples (heldout may return None); see `shardtrain.data.Text`.
       loss: (apply, batch) -> (sum, count).
-      optimizer: by name, or any optax transformation, which is given the loss as `value` in every update.
-        `strategy.accumulate` does what optax.MultiSteps does, with one reduction.
-      strategy: layout and accumulation.
-      batch: examples in a step, over all devices and microbatches.
-      steps: the last step.
-      seed: of parameters, dropout and data order.
-      nonfinite: what to do when loss or gradient is not finite. The step never changes anything
-        then; "skip" goes on and reports it, "stop" ends the run, "roll_back" goes back to the newest
-        checkpoint and on with later data.
-      log_every: steps between lines of metrics.
-      evaluate_every: steps between held-out losses; None only at the end.
-      evaluate_batches: batches of a held-out loss, from the first; None takes all.
-      checkpoints: when to save and what to keep.
-      run_dir: the run's folder; None is runs/ and the name of the run file.
-      evaluate_with: parameters that are evaluated, sampled and exported, where they are not those that are
-        trained: "ema", the average that the optimizer keeps; "schedule_free", of optax.contrib.schedule_free;
-        or a function (optimizer state, parameters) -> parameters.
-      sample: apply -> text, shown at the end; `apply` is a `jax.tree_util.Partial`.
-      unit: what the loss counts, for rates: tokens, examples.
-      scaling: what to change where several replicas carry the run out.
-      start_from: whose parameters it begins with.
-      allow: in what a checkpoint that it reads may differ.
-      recovery: what is done about loss spikes, faulty devices and slow hosts.
-      watch: when a run that hangs is ended.
+      optimizer: options of a built-in optimizer, or any optax transformation; each update receives the loss
+        as `value`. `strategy.accumulate` replaces optax.MultiSteps, with a single reduction per step.
+      strategy: layout, gradient accumulation, replicas, islands and pipeline.
+      batch: number of examples in a step, over all devices and microbatches.
+      steps: number of training steps; a resumed run counts those already done.
+      seed: random seed of the initial parameters, dropout and data order.
+      nonfinite: what to do if the loss or a gradient is not finite. Such a step never changes the parameters;
+        "skip" reports it and continues, "stop" ends the run, "roll_back" returns to the newest checkpoint
+        and continues with later data.
+      log_every: number of steps between two lines of metrics.
+      evaluate_every: number of steps between two evaluations on held-out data; None: only at the end.
+      evaluate_batches: number of held-out batches in an evaluation, always the first ones; None: all.
+      checkpoints: when to save checkpoints and which to keep.
+      run_dir: folder of the run: checkpoints, metrics and logs. None: runs/ and the name of the run file.
+      evaluate_with: the parameters to evaluate, sample and export. None: the trained ones. "ema": their
+        average that the optimizer keeps. "schedule_free": those of optax.contrib.schedule_free. In Python
+        also a function (optimizer state, parameters) -> parameters.
+      sample: a function apply -> text, whose text is printed at the end; `apply` is a
+        `jax.tree_util.Partial`.
+      unit: the name of what the loss counts, such as tokens or examples; shown with rates.
+      scaling: what to change if several replicas train the run.
+      start_from: the checkpoint with the initial parameters.
+      allow: how a checkpoint may differ from the run that reads it.
+      recovery: detection of loss spikes, faulty devices and slow islands, and rollbacks.
+      watch: time limits after which the watchdog ends a run that hangs.
 
     Raises:
-      ValueError: lists every value of a wrong kind or out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     model: Any
@@ -170,7 +171,7 @@ COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
 
 
 def _wrong_values(run: Run) -> list[str]:
-    """Values of the right kind that a run cannot have."""
+    """Return the values that have the right type but are out of range."""
     problems = []
     if missing := [name for name in ("train", "heldout") if not callable(getattr(run.data, name, None))]:
         problems.append(
@@ -196,9 +197,9 @@ def _wrong_values(run: Run) -> list[str]:
 
 
 def describe(value: Any, prefix: str = "") -> dict[str, Any]:
-    """A run, or any part of it, as flat data: dotted name -> number, text, list or None.
+    """Flatten a run, or any part of it, to plain data: dotted name -> number, text, list or None.
 
-    Functions stand there by their import names: enough to compare and to read, not to rebuild.
+    A function is represented by its import name: enough to compare and to read, not to rebuild the run.
 
     >>> describe(Strategy(accumulate=4))["accumulate"]
     4
@@ -218,7 +219,7 @@ def describe(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 MOST_ITEMS, MOST_CHARACTERS = 64, 2000
-"""Of a list or a text that a description holds; a longer one is told by its length and a digest."""
+"""Limits of a list and of a text in a description; a longer one is replaced by its length and a digest."""
 
 
 def _digest(text: str) -> str:
@@ -235,7 +236,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, FunctionType | type):
         return f"{value.__module__}:{value.__qualname__}"
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        # what a list of samples says is not read by anybody, and may be longer than memory is worth
+        # nobody reads a list of samples in a description, and it may be very long
         items = [_scalar(item) for item in value[:MOST_ITEMS]]
         if len(value) > MOST_ITEMS or len(repr(items)) > MOST_CHARACTERS:
             return f"{len(value)} items, {_digest(repr([_scalar(item) for item in value]))}"
@@ -246,14 +247,14 @@ def _scalar(value: Any) -> Any:
 
 
 def run_text(description: Mapping[str, Any]) -> str:
-    """A description as text, a line each: `batch = 32`."""
+    """Format a description as text, one option per line: `batch = 32`."""
     return "".join(f"{name} = {value!r}\n" for name, value in description.items())
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the options in which two descriptions differ, a line each.
 
-    A function or class of shardtrain itself is the same in whatever module an earlier version had it.
+    Functions and classes of shardtrain compare equal if only their module has changed between versions.
 
     >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
     ['batch: 32 -> 64']

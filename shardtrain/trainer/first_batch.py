@@ -1,7 +1,7 @@
-"""What is wrong with a loss and with the samples that it gets, found before the first step.
+"""Checks of the loss function and of the first batch, before the first step.
 
-The loss is computed of two rows and made-up outputs of the model; classes are compared with how many the
-model knows. Next: `train.py`, which asks.
+The loss is computed from two rows and made-up outputs of the model; labels are compared with the number of
+classes of the model. Next: `prepared_run.py`, which calls these checks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
 
 MOST_ELEMENTS = 1 << 24
-"""Of the model's outputs for one row; above it only counts are computed, which need no outputs."""
+"""Largest size of the model's outputs for one row; above it only counts are computed, without outputs."""
 
 ONE = AbstractMesh((1,) * len(AXES), AXES)
-"""Models may constrain over the axes of the run's mesh, and one or two rows do not divide by their sizes."""
+"""A mesh of axes of size 1: one or two rows could not be sharded over the axes of the run's mesh."""
 
 SHOWN = 3
-"""So many wrong values are shown of each array."""
+"""Number of wrong values that a message lists for each array."""
 
 
 class Expected(NamedTuple):
-    """What a run expects of its batches.
+    """The facts about a run's model and loss that its batches are checked against.
 
     Args:
-      loss: of the run.
+      loss: the loss function of the run.
       model: the whole model.
-      abstract: the shapes of its (params, model_state).
-      outputs: the shapes of what it makes of two rows.
+      abstract: the shapes and dtypes of its (params, model_state).
+      outputs: the shapes and dtypes of its outputs for two rows.
       rows: two rows of a batch, on the host.
-      vocab: tokens that the model can read; None where it does not say.
+      vocab: number of tokens in the model's vocabulary; None if it is not known.
     """
 
     loss: Loss
@@ -49,12 +49,12 @@ class Expected(NamedTuple):
 
     @property
     def num_classes(self) -> int | None:
-        """The last dim of the model's outputs; None where they are not one array of numbers."""
+        """The last dim of the model's outputs; None if they are not a single array of floats."""
         found = [x for x in jax.tree.leaves(self.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
         return found[0].shape[-1] if len(found) == 1 and found[0].ndim > 1 else None
 
     def outputs_of(self, inputs: Any) -> Any:
-        """The shapes of what the model makes of some inputs, without training."""
+        """Return the shapes of the model's outputs for some inputs, in evaluation mode."""
 
         def apply(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
             return self.model.apply(params, model_state, key, False, *inputs)[0]
@@ -63,13 +63,13 @@ class Expected(NamedTuple):
 
 
 def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None) -> Expected:
-    """What a run expects of its batches; the model is traced, and nothing is computed.
+    """Trace the model and the loss on two rows of a batch, without computing anything.
 
     Args:
       model: the whole model.
-      loss: of the run.
-      batch: any, on the host.
-      vocab: of the model, where its configuration has one.
+      loss: the loss function of the run.
+      batch: any batch of the run, on the host.
+      vocab: number of tokens in the model's vocabulary, if its configuration has one.
 
     Raises:
       ValueError: the loss does not return (sum, count), or the model cannot read the samples.
@@ -91,16 +91,16 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
 
 
 def loss_problems(expected: Expected) -> list[str]:
-    """Whether a loss returns a mean instead of a sum, or a count that does not depend on the rows.
+    """Return why a loss function is wrong: it returns a mean instead of a sum, or a constant count.
 
-    Only what is certain is refused: sums and counts may depend on several rows at once (contrastive losses,
-    losses over pairs), and a model without outputs of rows computes its loss itself.
+    Only mistakes that are beyond doubt are reported: sums and counts may depend on several rows at once
+    (contrastive losses, losses over pairs), and a model without an output per row computes its loss itself.
 
     Args:
-      expected: of the run.
+      expected: the facts about the run.
 
     Returns:
-      What is wrong, and what to return instead; nothing where all is well.
+      Each mistake, and what to return instead; empty if none is found.
     """
     outputs = [x for x in jax.tree.leaves(expected.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(x.ndim == 0 or x.shape[0] != 2 for x in outputs):
@@ -126,7 +126,7 @@ def loss_problems(expected: Expected) -> list[str]:
 
 
 def _is_mean(whole: float, alone: np.ndarray, counts: np.ndarray) -> bool:
-    """Whether a loss of two rows is the mean of theirs: by rows, or by what each counts."""
+    """Return whether the loss of two rows is the mean of their losses, plain or weighted by their counts."""
     if (
         not np.isfinite([whole, *alone]).all()
         or not counts.all()
@@ -138,7 +138,7 @@ def _is_mean(whole: float, alone: np.ndarray, counts: np.ndarray) -> bool:
 
 
 def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
-    """The count and the sum that the loss returns of two rows together, and of each alone.
+    """Compute the count and the sum of the loss for two rows together, and for each alone.
 
     None for a loss that needs more than one row.
     """
@@ -164,25 +164,25 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
 
 
 def _made_up(like: Any, numbers: jax.Array) -> jax.Array:
-    """Outputs from 0 to 1 that depend on the row alone; they may be logits or probabilities."""
+    """Return made-up outputs from 0 to 1 that depend on the row alone; valid as logits or probabilities."""
     if not jnp.issubdtype(like.dtype, jnp.floating):
         return jnp.zeros(like.shape, like.dtype)
-    place = jax.lax.iota(jnp.float32, max(like.size // max(len(numbers), 1), 1))
+    position = jax.lax.iota(jnp.float32, max(like.size // max(len(numbers), 1), 1))
     if like.ndim == 0 or like.shape[0] != len(numbers):
         return jnp.full(like.shape, 0.5, like.dtype)
-    values = 0.5 + 0.4 * jnp.sin(1.37 * place + 2.1 * numbers[:, None] + 0.3)
+    values = 0.5 + 0.4 * jnp.sin(1.37 * position + 2.1 * numbers[:, None] + 0.3)
     return values.reshape(like.shape).astype(like.dtype)
 
 
 def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[str]:
-    """Tokens and labels of a batch that are none of the model's classes.
+    """Return the tokens and labels of a batch that are outside the model's classes.
 
     Args:
-      expected: of the run.
+      expected: the facts about the run.
       batch: rows on the host.
 
     Returns:
-      For each array the first wrong values, with their rows and what is allowed.
+      A message for each array: the first wrong values, their rows, and what is allowed.
     """
     limit = expected.num_classes
     loss: Any = getattr(expected.loss, "__wrapped__", expected.loss)
@@ -195,14 +195,14 @@ def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[
             counts = _counts(batch, name, excuses)
             problems += _outside(name, np.asarray(batch[name]), counts, limit)
     if not known and expected.vocab is not None and "tokens" in batch:
-        # a loss of the user's may leave out negative ones itself
+        # the user's own loss may ignore negative tokens itself
         counts = _counts(batch, "tokens", ("weights",)) & (np.asarray(batch["tokens"]) >= 0)
         problems += _outside("tokens", np.asarray(batch["tokens"]), counts, expected.vocab)
     return problems
 
 
 def _counts(batch: Mapping[str, np.ndarray], name: str, excuses: Sequence[str]) -> np.ndarray:
-    """Which entries of an array count: those that no weight of 0 leaves out."""
+    """Return a mask of the entries of an array that count: those without a weight of 0."""
     values = np.asarray(batch[name])
     counts = np.ones(values.shape, bool)
     for excuse in excuses:
@@ -212,13 +212,13 @@ def _counts(batch: Mapping[str, np.ndarray], name: str, excuses: Sequence[str]) 
         elif weights.shape == values.shape:
             counts &= weights != 0
         elif weights.ndim == 2 and values.ndim == 2 and weights.shape[1] == values.shape[1] - 1:
-            # a weight of each target: the first token is none
+            # one weight per target; the first token is no target
             counts[:, 1:] &= weights != 0
     return counts
 
 
 def _outside(name: str, values: np.ndarray, counts: np.ndarray, limit: int) -> list[str]:
-    """What to say of values that count and are not from 0 to `limit` - 1."""
+    """Return a message about the values that count and are not between 0 and `limit` - 1."""
     if values.dtype.kind not in "iu":
         return [f"{name!r} is {values.dtype}, and classes are whole numbers; use .astype('int32')"]
     wrong = np.argwhere(counts & ((values < 0) | (values >= limit)))
@@ -233,5 +233,5 @@ def _outside(name: str, values: np.ndarray, counts: np.ndarray, limit: int) -> l
     largest = int(values[tuple(wrong.T)].max())
     cures = [f"give the model {largest + 1} classes or more"] if largest >= limit else []
     if values[tuple(wrong.T)].min() < 0:
-        cures.append("what is to be left out needs a weight of 0: a negative number is no mark for that")
+        cures.append("give entries to ignore a weight of 0 (negative labels are not ignored)")
     return [f"{name!r} has {shown}{more}; the model has classes 0 to {limit - 1}: {'; '.join(cures)}"]

@@ -1,7 +1,7 @@
-"""When a run goes back to a checkpoint by itself, and to which: values only, no jax.
+"""Detection of loss spikes, and the choice of the checkpoint to roll back to. Plain Python, without jax.
 
-A loss that leaps, a step that is not finite, copies of parameters that are no longer the same bits: the state
-is that of an earlier step again, and the data in between is not seen a second time. Next: `loop.py`.
+After a loss spike, a step that is not finite, or copies of parameters whose bits differ, a run restores the
+state of an earlier step and skips the data in between. Next: `loop.py`.
 """
 
 import math
@@ -16,19 +16,21 @@ from shardtrain.errors.messages import problems_error
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What a run does about silent faults.
+    """Detection of silent faults, and how often a run may roll back.
 
     Args:
-      spike: a loss is a spike if it lies above the median of the losses before by more than this many times
-        the distance between their quartiles; the run goes back then. None: losses are not judged.
-      window: so many losses before are looked at; nothing is a spike before half of them are there.
-      rollbacks: so often at most; then the run ends.
-      fingerprint_every: steps between comparisons of all copies of the parameters, which also go before
-        every save; None: none.
-      straggler: an island is named as slow if a step takes it this many times what it takes the others.
+      spike: threshold of a loss spike, after which the run rolls back to an earlier checkpoint: a loss that
+        exceeds the median of the previous losses by more than this many times their interquartile range.
+        None: spikes are not detected.
+      window: number of previous losses in the window of spike detection, which starts once half of them are
+        there.
+      rollbacks: largest number of rollbacks; the next fault ends the run.
+      fingerprint_every: number of steps between two comparisons of all copies of the parameters, to detect
+        faulty devices; they are also compared before every save. None: never.
+      straggler: report an island as slow if its steps take this many times as long as those of the others.
 
     Raises:
-      ValueError: lists every value of a wrong kind or out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     spike: float | None = None
@@ -50,15 +52,15 @@ class Recovery:
         if not self.straggler > 1:
             problems.append(f"straggler is {self.straggler}; use a number above 1, such as 1.5")
         if problems:
-            raise problems_error("faults cannot be dealt with like this", problems)
+            raise problems_error("these recovery options cannot be used", problems)
 
 
 class RollBack(Exception):
-    """A step was found to be bad; the state before it is wanted again.
+    """Raised when a step was bad and the run must restore a state from before it.
 
     Args:
       step: the bad step.
-      why: in a sentence.
+      why: the reason, in a sentence.
     """
 
     def __init__(self, step: int, why: str) -> None:
@@ -69,7 +71,7 @@ class RollBack(Exception):
 
 @dataclass
 class Spikes:
-    """Which losses leap out of those before.
+    """Detects loss spikes in a sliding window of previous losses.
 
     Args:
       factor: see `Recovery.spike`.
@@ -87,22 +89,22 @@ class Spikes:
     _losses: deque[float] = field(default_factory=deque)
 
     def limit(self) -> float:
-        """A loss above this is a spike."""
+        """Return the loss above which the next one is a spike."""
         if len(self._losses) < self.window // 2:
             return math.inf
         low, median, high = quantiles(self._losses, n=4)
-        # equal losses have no spread, and every other loss would be far away
+        # equal losses have no interquartile range, and any other loss would be a spike
         return median + self.factor * max(high - low, 1e-3 * abs(median))
 
     def limit_after(self, loss: float) -> float:
-        """The limit once this loss is one of those before."""
+        """Add a loss to the window and return the new limit."""
         self._losses.append(loss)
         while len(self._losses) > self.window:
             self._losses.popleft()
         return self.limit()
 
     def add(self, loss: float) -> bool:
-        """Whether the next loss is a spike; if not, it is one of those before from now on."""
+        """Return whether the next loss is a spike; if it is not, add it to the window."""
         if loss > self.limit():
             return True
         self.limit_after(loss)
@@ -111,7 +113,7 @@ class Spikes:
 
 @dataclass
 class Rollbacks:
-    """To which steps a run went back, and to which it goes next.
+    """The rollbacks of a run so far, and the newest step that the next one may restore.
 
     Args:
       most: see `Recovery.rollbacks`.
@@ -119,7 +121,7 @@ class Rollbacks:
     >>> rollbacks = Rollbacks(3)
     >>> rollbacks.newest_allowed(RollBack(57, "a spike")); rollbacks.restored(50)
     56
-    >>> rollbacks.newest_allowed(RollBack(60, "a spike"))  # not far behind the first: step 50 was bad already
+    >>> rollbacks.newest_allowed(RollBack(60, "a spike"))  # soon after the first: step 50 itself was bad
     49
     """
 
@@ -128,18 +130,19 @@ class Rollbacks:
     _restored: list[int] = field(default_factory=list)
 
     def newest_allowed(self, fault: RollBack) -> int:
-        """The newest step that may be gone back to.
+        """Return the newest step that may be restored after a fault, and count the rollback.
 
         Raises:
-          FloatingPointError: the run went back as often as it may.
+          FloatingPointError: the run has rolled back `most` times already.
         """
         if len(self._bad) >= self.most:
-            before = f", and the run went back {self.most} times already" if self.most else ""
+            before = f", and the run has rolled back {self.most} times already" if self.most else ""
             raise FloatingPointError(
                 f"{fault.why}{before}; look for the cause (data, learning rate, the device that is named), or"
                 f" give --recovery.rollbacks {self.most + 1}"
             )
         newest = fault.step - 1
+        # as soon after the restored step as the last fault: the restored checkpoint itself is suspect
         if self._restored and fault.step - self._bad[-1] <= self._bad[-1] - self._restored[-1]:
             newest = min(newest, self._restored[-1] - 1)
         self._bad.append(fault.step)

@@ -1,6 +1,6 @@
 """A model outside a run: built with initial parameters, or loaded with trained ones.
 
-No optimizer, mesh or placement takes part; arrays come whole onto the default device. See
+No optimizer, mesh or sharding is involved; whole arrays are placed on the default device. See
 docs/trained_model.md.
 """
 
@@ -32,15 +32,15 @@ def build(model: Any, seed: int = 0) -> Any:
     """Build a model outside a run, with the initial parameters of a run of this seed.
 
     Args:
-      model: what a run takes: a function rngs -> nnx.Module (a config of `shardtrain.models` is one), or a
-        `Model` of `from_linen`.
-      seed: that of `Run`.
+      model: the same as `Run.model`: a function rngs -> nnx.Module (a config of `shardtrain.models` is one),
+        or a `Model` of `from_linen`.
+      seed: the same as `Run.seed`.
 
     Returns:
-      The nnx.Module; of a `Model` its variables, as linen's `apply` takes them.
+      The nnx.Module; for a `Model` its variables, as linen's `apply` takes them.
 
     Raises:
-      ValueError: it is no such model; see `as_model`.
+      ValueError: `model` is none of these; see `as_model`.
 
     >>> from shardtrain.models.decoder import DecoderConfig
     >>> model = build(DecoderConfig(vocab=8, seq=4, embed=8, num_layers=1, num_heads=2))
@@ -57,23 +57,23 @@ def build(model: Any, seed: int = 0) -> Any:
 def load(run_dir: str | Path, model: Any, step: int | None = None, *, evaluated: bool = True) -> Any:
     """Load the parameters of a run, whatever mesh, pipeline or islands trained them, into a model.
 
-    They are those that the run evaluates and exports: with `Run(evaluate_with="ema")` their average.
+    These are the parameters that the run evaluates and exports: with `Run(evaluate_with="ema")` the average.
 
     Args:
       run_dir: a run's folder, its folder of checkpoints, or the folder of a step.
-      model: the model that the run has trained, as its run file has it; see `build`. A run folder holds
-        descriptions and arrays, and no code to build a model from.
-      step: after which it was saved; None takes the newest.
-      evaluated: False takes those that the optimizer trains, whatever the run evaluates.
+      model: the model of the run, as in its run file; see `build`. A run folder contains descriptions and
+        arrays, but no code to build a model from.
+      step: the step of the checkpoint; None: the newest.
+      evaluated: False: load the parameters that the optimizer trains, even if the run evaluates others.
 
     Returns:
-      The nnx.Module, for use: without dropout, and with running averages (`nnx.view(module,
-      deterministic=False, use_running_average=False)` is the one for training). Of a `Model` its
-      variables, as linen's `apply` takes them.
+      The nnx.Module in evaluation mode: without dropout, and with running averages (`nnx.view(module,
+      deterministic=False, use_running_average=False)` is the one for training). For a `Model`
+      its variables, as linen's `apply` takes them.
 
     Raises:
-      ValueError: there is no such checkpoint, it is broken, or it is of another model: all arrays and
-        options that differ. Or the run evaluates with a function, which no checkpoint holds.
+      ValueError: there is no such checkpoint, it is broken, or it is of another model: lists all arrays and
+        options that differ. Or the run evaluates with a function, which no checkpoint contains.
     """
     reader = find_checkpoint(Path(run_dir), step)
     params, model_state = jax.eval_shape(as_model(model).init, jax.random.key(0))
@@ -104,7 +104,7 @@ def _saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
 
 
 def _changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
-    """Options of a model that is a dataclass, where they are not those of the run."""
+    """Return the fields of a dataclass model that differ from the options of the run."""
     if not is_dataclass(model) or isinstance(model, type | Model):
         return []
     before = {name: value for name, value in (extra.get("run") or {}).items() if name.startswith("model.")}
@@ -113,7 +113,7 @@ def _changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
 
 
 def _assembled(model: Any, params: Tree, model_state: Tree, values: Values, seed: int) -> Any:
-    """The model with these values in it; the trees may hold shapes."""
+    """Return the model with the given values; the trees may contain shapes instead of arrays."""
     if isinstance(model, Model):
         return {"params": _filled("params", params, values), **_filled("model_state", model_state, values)}
     with nnx.use_eager_sharding(False):
@@ -124,7 +124,7 @@ def _assembled(model: Any, params: Tree, model_state: Tree, values: Values, seed
         with nnx.use_eager_sharding(False):
             return nnx.split(model(nnx.Rngs(seed)), nnx.RngState, ...)[1]
 
-    # of all that the model makes of its seed, the compiler keeps the keys of its dropout alone
+    # jit removes the unused initial parameters: only the keys of dropout are computed
     return nnx.merge(
         graph,
         _variables("params", own_params, values),
@@ -134,7 +134,7 @@ def _assembled(model: Any, params: Tree, model_state: Tree, values: Values, seed
 
 
 def _variables(kind: str, state: Any, values: Values) -> Any:
-    """The variables of an nnx module, with values by their paths."""
+    """Return the variables of an nnx module with values, which are looked up by path."""
     flat = [
         (path, variable.replace(values("/".join([kind, *map(str, path)]))))
         for path, variable in nnx.to_flat_state(state)

@@ -218,7 +218,7 @@ def test_prune_finds_the_lock_by_any_name_of_the_folder(held, name, run, tmp_pat
     [
         (["lss"], "there is no command 'lss' (did you mean 'ls'?)"),
         (["ls", "{tmp}/none"], "there is no folder"),
-        (["ls", "{tmp}"], "holds no checkpoints; give a run's folder"),
+        (["ls", "{tmp}"], "contains no checkpoints; give a run's folder"),
         (["show", "{run}", "--step", "5"], "has no step 5: there are 10, 20, 30, 40"),
         (["show", "{run}@10", "--step", "20"], "is step 10 and step 20 at once; name one"),
         (["prune", "{run}@10", "--keep", "1"], "is one step; give the run's folder"),

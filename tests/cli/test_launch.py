@@ -80,12 +80,15 @@ def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "what to launch is missing; it stands behind --, as in: shardtrain launch --islands 2 -- train"),
+        (
+            [],
+            "the command to launch is missing; it goes after --, as in: shardtrain launch --islands 2 --",
+        ),
         (
             ["--islands", "2", "train", "run.py"],
-            "what to launch stands behind --, as in: shardtrain launch --islands 2 -- train run.py",
+            "the command to launch goes after --, as in: shardtrain launch --islands 2 -- train run.py",
         ),
-        (["--islands", "2", "--"], "nothing stands behind --; write the command there"),
+        (["--islands", "2", "--"], "there is nothing after --; write the command there"),
         (["--", "trian", "run.py"], "a command of shardtrain, and not 'trian' (did you mean 'train'?)"),
         (["--", "launch"], "a command of shardtrain, and not 'launch' (known: train, inspect"),
         (["slrum", "--", "train"], "there is no launch 'slrum' (did you mean 'slurm'?)"),

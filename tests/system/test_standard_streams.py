@@ -56,7 +56,7 @@ sys.stderr.write(f"number {os.open(os.devnull, os.O_RDONLY)}")
     [
         ("-m shardtrain", ">&-", 2, ""),
         ("-m shardtrain --help", ">&- 2>&- <&-", 0, ""),
-        ("-m shardtrain checkpoint ls .", ">&-", 2, "shardtrain checkpoint: . holds no checkpoints"),
+        ("-m shardtrain checkpoint ls .", ">&-", 2, "shardtrain checkpoint: . contains no checkpoints"),
         ("-m shardtrain --help", ">/dev/full", 1, "shardtrain --help: [Errno 28] No space left on device\n"),
         (f"-c '{NEXT_FILE}'", ">&- <&-", 0, "number 3"),
     ],

@@ -59,7 +59,9 @@ def test_the_probe_of_device_memory_survives_a_crash_and_a_hang():
 
 def test_device_memory_is_used_where_every_rank_can():
     def islands(others: list[bool], num_processes: int = 1) -> Any:
-        control = SimpleNamespace(all_gather=lambda name, able: [able, *others], names=["island 0", "island 1"])
+        control = SimpleNamespace(
+            all_gather=lambda name, able: [able, *others], names=["island 0", "island 1"]
+        )
         return SimpleNamespace(control=control, seat=SimpleNamespace(num_processes=num_processes))
 
     assert decide_device_memory("auto", islands([True]), "gpu", lambda: True)

@@ -159,7 +159,7 @@ def test_a_great_vocabulary_costs_no_outputs(monkeypatch):
     [
         (next_token_loss, TABLE, {}, None),
         (next_token_loss, TABLE, {"tokens": [[1, 2, 8, 3, 4, 0], [0] * 6, [0, 0, 0, 0, 0, 9]]}, "'tokens' has 8 in row 0 at 2, 9 in row 2 at 5; the model has classes 0 to 7: give the model 10 classes or more"),
-        (next_token_loss, TABLE, {"tokens": [[1, 2, -100, -100, -100, -100]] * 3}, "'tokens' has -100 in row 0 at 2, -100 in row 0 at 3, -100 in row 0 at 4 and 9 more; the model has classes 0 to 7: what is to be left out needs a weight of 0: a negative number is no mark for that"),
+        (next_token_loss, TABLE, {"tokens": [[1, 2, -100, -100, -100, -100]] * 3}, "'tokens' has -100 in row 0 at 2, -100 in row 0 at 3, -100 in row 0 at 4 and 9 more; the model has classes 0 to 7: give entries to ignore a weight of 0 (negative labels are not ignored)"),
         (next_token_loss, TABLE, {"tokens": [[1, 2, -100, -100, -100, -100]] * 3, "weights": [[1, 1, 0, 0, 0, 0]] * 3}, None),
         (next_token_loss, TABLE, {"tokens": [[1, 2, -100, -100, -100, -100]] * 3, "weights": [[1, 0, 0, 0, 0]] * 3}, None),
         (next_token_loss, TABLE, {"tokens": np.ones((3, 6), np.float32)}, "'tokens' is float32, and classes are whole numbers; use .astype('int32')"),
