@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 
+from shardtrain.checkpoints.array_files import Reading
 from shardtrain.checkpoints.differences import Allow, begun_anew, check_state, widened
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
-from shardtrain.checkpoints.reader import CheckpointReader, Index, Reading
+from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.checkpoints.slices import Index
 
 IN_FLIGHT_BYTES = 1 << 27
 """So many bytes are read ahead of what is on the devices already; a larger slice comes alone."""
