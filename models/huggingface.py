@@ -14,7 +14,7 @@ from shardtrain.models.huggingface_bert import BERT
 from shardtrain.models.huggingface_gpt2 import GPT2
 from shardtrain.models.huggingface_llama import LLAMA
 from shardtrain.models.huggingface_place import Copy, Family, Place, value_problems
-from shardtrain.system.untrusted_files import short
+from shardtrain.system.excerpts import short
 
 State = Mapping[str, Any]
 """Name -> array, or what has a shape and becomes one by `np.asarray`: it is read when its turn comes."""

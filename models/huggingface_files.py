@@ -25,7 +25,8 @@ from shardtrain.models.huggingface import (
 )
 from shardtrain.models.huggingface_place import MOST_SIZE, problem_of
 from shardtrain.system.atomic_write import new_folder, refuse_filled
-from shardtrain.system.untrusted_files import name_problem, read_bytes, read_json, short, whole_number
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import name_problem, read_bytes, read_json, whole_number
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER = (

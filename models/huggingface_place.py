@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP
-from shardtrain.system.untrusted_files import finite_number, short, whole_number
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import finite_number, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)

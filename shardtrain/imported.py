@@ -11,7 +11,8 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.untrusted_files import read_json, short, whole_number
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import read_json, whole_number
 
 MODEL_FILE = "model.json"
 

@@ -14,7 +14,8 @@ import tensorstore
 
 from shardtrain.checkpoints.manifest_entries import COMPRESSION, SMALL_BYTES, Leaf
 from shardtrain.checkpoints.paths import ARRAYS
-from shardtrain.system.untrusted_files import num_bytes_in, some, special_files
+from shardtrain.system.excerpts import some
+from shardtrain.system.untrusted_files import num_bytes_in, special_files
 
 _CACHE_BYTES = 1 << 24
 """Chunks that were read last, for slices that begin in the same chunk."""

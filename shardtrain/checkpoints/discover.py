@@ -10,7 +10,7 @@ from typing import Any
 
 from shardtrain.checkpoints.paths import partial_folders
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
-from shardtrain.system.untrusted_files import some
+from shardtrain.system.excerpts import some
 
 Gather = Callable[[str, Callable[[int], Any]], list[Any]]
 """All-gather: (name, function of an island's number) -> its result on each island, as JSON has it."""

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.manifest_entries import File, Manifest, body_of, manifest_of
 from shardtrain.checkpoints.paths import MANIFEST, sync
-from shardtrain.system.untrusted_files import open_inside, parse_json, short, special_files, stat_inside
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import open_inside, parse_json, special_files, stat_inside
 
 SCHEMA = 2
 READABLE = (1, 2)

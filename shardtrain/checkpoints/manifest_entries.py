@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from shardtrain.system.untrusted_files import finite_number, name_problem, of_kind, short, whole_number
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import finite_number, name_problem, of_kind, whole_number
 
 MOST_STEP = 10**15
 MOST_PARTS = 1 << 14

@@ -17,7 +17,7 @@ from shardtrain.checkpoints.manifest import problems, read_manifest
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf, Manifest
 from shardtrain.checkpoints.paths import finished
 from shardtrain.checkpoints.slices import Index, stored_slices
-from shardtrain.system.untrusted_files import some
+from shardtrain.system.excerpts import some
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardtrain.checkpoints.paths import finished, partial_folders, read_name
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
-from shardtrain.system.untrusted_files import some
+from shardtrain.system.excerpts import some
 
 CHECKPOINTS = "checkpoints"
 

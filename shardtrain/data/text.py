@@ -21,6 +21,7 @@ from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.atomic_write import clear_parts, replace_file
+from shardtrain.system.excerpts import some
 from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
 
 SEPARATOR = 0
@@ -123,9 +124,9 @@ class Text:
         packed = self.pack(folder)
         text = f"text: {packed.num_documents} files, {packed.num_tokens:,} bytes"
         if skipped := packed.skipped:
-            text += f"; left out {len(skipped)} that are no UTF-8 text, or not readable: {_some(skipped)}"
+            text += f"; left out {len(skipped)} that are no UTF-8 text, or not readable: {some(skipped, 3)}"
         if folders := packed.left_out:
-            text += f"; not entered {len(folders)} folders: {_some(folders)}"
+            text += f"; not entered {len(folders)} folders: {some(folders, 3)}"
         return text
 
     def train(self, folder: Path) -> Windows:
@@ -176,7 +177,7 @@ def find_texts(paths: Sequence[Path], folder: Path) -> Found:
         left_out += found.left_out
         if not filled:
             why = f"holds nothing to read outside {folder}" if path.is_dir() else "is not there, or empty"
-            why += f" (not entered: {_some(found.left_out)})" if found.left_out else ""
+            why += f" (not entered: {some(found.left_out, 3)})" if found.left_out else ""
             problems.append(f"{path.absolute()} {why}; give a text file or a folder of them")
     if problems:
         raise problems_error("this text cannot be read", problems)
@@ -204,10 +205,6 @@ def _walk(path: Path, avoided: Path, not_read: Set[str] = frozenset()) -> Found:
         except OSError as error:
             unreadable(error)
     return Found(files, tuple(left_out))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.check import check
 from shardtrain.pipeline.part_placement import placements
 from shardtrain.pipeline.table import KINDS, Table, Task
-from shardtrain.system.untrusted_files import read_text, short
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import read_text
 
 MOST_FILE_BYTES = 1 << 25
 MOST_PROBLEMS = 100

@@ -18,7 +18,7 @@ from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
-from shardtrain.system.untrusted_files import some
+from shardtrain.system.excerpts import some
 
 MESH = "strategy.layout.mesh."
 CHUNK_ITEMS = 1 << 22

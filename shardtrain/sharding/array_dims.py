@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.sharding.rules import Rules
-from shardtrain.system.untrusted_files import some
+from shardtrain.system.excerpts import some
 
 Dims = tuple[str | None, ...] | None
 """The names of an array's dims; None for a dim that is not sharded, or for an array without names."""

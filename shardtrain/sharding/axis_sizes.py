@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from shardtrain import axes
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.system.untrusted_files import short
+from shardtrain.system.excerpts import short
 
 MOST_DEVICES = 1 << 24
 

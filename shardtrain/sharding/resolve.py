@@ -14,7 +14,7 @@ from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.placement_problems import array_problems, naming_text
 from shardtrain.sharding.rules import Rules
-from shardtrain.system.untrusted_files import some
+from shardtrain.system.excerpts import some
 
 Spec = tuple[tuple[str, ...], ...]
 """For each dim of an array, the axes that shard it (empty: not sharded)."""

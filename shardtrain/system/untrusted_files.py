@@ -7,11 +7,12 @@ through here is in SECURITY.md. Next: `checkpoints/manifest_entries.py`, `import
 import json
 import math
 import os
-import reprlib
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from shardtrain.system.excerpts import short
 
 MOST_BYTES = 1 << 27
 """The largest file that is read into memory as a whole."""
@@ -219,28 +220,6 @@ def of_kind(value: object, kind: type, what: str) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{what} is {short(value)}; it is {kind.__name__}")
     return value
-
-
-def short(value: object, most: int = 60) -> str:
-    """A value in a message, of a bounded length however large it is.
-
-    >>> short("a" * 100, 10), short({"b": [[0] * 99]}, 40)
-    ("'aaaaaa...", "{'b': [[0, 0, 0, 0, 0, 0, ...]]}")
-    """
-    writer = reprlib.Repr()
-    writer.maxlevel, writer.maxstring, writer.maxother = 4, 2 * most, 2 * most
-    text = writer.repr(value[:most] if isinstance(value, str) else value)
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def some(values: Sequence[object], most: int = 8) -> str:
-    """The first few of many values, and how many there are.
-
-    >>> some(range(5), 3)
-    '0, 1, 2 and 2 more'
-    """
-    text = ", ".join(map(str, values[:most]))
-    return text if len(values) <= most else f"{text} and {len(values) - most} more"
 
 
 def kind_text(mode: int) -> str:
