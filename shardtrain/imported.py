@@ -4,12 +4,11 @@ They are checked when they are written, and again when they are read. No jax.
 """
 
 import json
-import math
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
+from shardtrain.errors.field_types import fits
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import read_json, whole_number
@@ -94,26 +93,21 @@ def option_problems(kind: type, options: dict[str, Any]) -> list[str]:
     problems += [
         f"{name} is {short(value)}, and not of kind {_text(hints[name])}"
         for name, value in options.items()
-        if name in known and not _fits(value, hints[name])
+        if name in known and not (_is_bounded(value) and fits(value, hints[name]))
     ]
     needed = [f.name for f in fields(kind) if f.name not in options]  # type: ignore[arg-type]
     return problems + [f"{name} is missing" for name in needed if not hasattr(kind, name)]
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, each) for each in get_args(hint))
-    if get_origin(hint) is Literal:
-        return any(type(value) is type(each) and value == each for each in get_args(hint))
-    if get_origin(hint) is tuple:
-        return type(value) in (list, tuple) and all(_fits(each, get_args(hint)[0]) for each in value)
-    if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    if hint is int:
-        return type(value) is int and abs(value) <= MOST_INT
-    if hint is str:
-        return type(value) is str and len(value) <= MOST_TEXT and value.isprintable()
-    return (hint is bool and type(value) is bool) or (hint is type(None) and value is None)
+def _is_bounded(value: Any) -> bool:
+    """Return whether a value is a number or text of bounded size, None, or a list of such values."""
+    if type(value) in (list, tuple):
+        return all(map(_is_bounded, value))
+    if type(value) is int:
+        return abs(value) <= MOST_INT
+    if type(value) is str:
+        return len(value) <= MOST_TEXT and value.isprintable()
+    return type(value) in (float, bool, type(None))
 
 
 def _as_kind(value: Any, hint: Any) -> Any:

@@ -88,8 +88,18 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value may stand for a type hint; strict for numbers: True is no 1, and nan no number.
+
+    >>> fits(1, float), fits(True, int), fits(None, int | None), fits([1, "a"], tuple[int, ...])
+    (True, False, True, False)
+    """
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    return any(_fits(value, option) for option in options)
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value may stand for a hint that is no union; strict for numbers, for True is no 1."""
+    """Return whether a value may stand for a hint that is no union."""
     origin = typing.get_origin(hint) or hint
     if origin is Any or isinstance(origin, typing.TypeVar):
         return True
@@ -111,8 +121,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
     """Which items of a `tuple[X, ...]` are no X."""
     kind, *_ = typing.get_args(hint)
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
-    return [i for i, item in enumerate(value) if not any(_fits(item, option) for option in options)]
+    return [i for i, item in enumerate(value) if not fits(item, kind)]
 
 
 def _converted(value: Any, hint: Any, name: str) -> Any:
