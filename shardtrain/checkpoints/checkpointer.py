@@ -224,7 +224,7 @@ class Checkpoints:
             uncopied = self._folders.close()
         if error is None and uncopied is not None and uncopied == self.latest():
             raise SaveFailed(
-                f"step {uncopied} lies on the fast disk alone ({self._folders.fast}). Free space in"
+                f"step {uncopied} is on the fast disk alone ({self._folders.fast}). Free space in"
                 f" {self.folder}, and give the same command on this host: it copies it",
                 step=uncopied,
             )

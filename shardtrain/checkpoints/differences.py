@@ -18,7 +18,7 @@ OPTIMIZER = "opt_state/"
 
 @dataclass(frozen=True, kw_only=True)
 class Allow:
-    """In what a checkpoint may differ from the run that reads it.
+    """The differences that are allowed between a checkpoint and the run that reads it.
 
     Args:
       missing: patterns of arrays (`params/head/*`) that it need not have, or not in the same shape; the run
@@ -29,7 +29,7 @@ class Allow:
         checkpoint. Layout, batch, steps, optimizer, data and intervals may always differ.
 
     Raises:
-      ValueError: lists every value of a wrong kind.
+      ValueError: lists every value of a wrong type.
     """
 
     missing: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Allow:
 def check_state(
     reader: CheckpointReader, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
 ) -> None:
-    """Compare what was saved with what is wanted.
+    """Refuse a checkpoint that differs from the wanted state in more than is allowed.
 
     Args:
       reader: where it was saved.
@@ -66,7 +66,7 @@ def mismatches(
     missing: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> list[str]:
-    """Every array in which two states differ, by path; how they are cut into pieces is no difference.
+    """List every array in which two states differ, by path; how they were split into parts is no difference.
 
     Args:
         saved: path -> array.
@@ -98,7 +98,7 @@ def mismatches(
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether any pattern, in the shell's way, is that of a path.
+    """Return whether a path matches any shell pattern.
 
     >>> matches("params/head/kernel", ["params/head/*"]), matches("params/head/kernel", ["head"])
     (True, False)
@@ -107,9 +107,9 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def widened(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Optimizer state of fewer bits as float32 where the run has float32: nothing is lost by it.
+    """Describe saved optimizer state of 16 bits as float32 where the run has float32.
 
-    So it was saved of bfloat16 parameters, by earlier versions.
+    Nothing is lost by it; earlier versions saved the state of bfloat16 parameters so.
 
     >>> leaf = Leaf(shape=(2,), dtype="bfloat16")
     >>> wanted = Leaf(shape=(2,), dtype="float32")
@@ -125,18 +125,20 @@ def widened(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, 
     return {path: replace(x, dtype="float32") if is_widened(path) else x for path, x in saved.items()}
 
 
-def begun_anew(differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]) -> set[str]:
-    """What begins anew since other arrays do: a count of updates would not be that of moments of 0.
+def reinitialized(differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]) -> set[str]:
+    """Return the arrays to initialize because others of the same optimizer are.
+
+    A count of updates does not belong to moments that begin at 0.
 
     Args:
-      differing: paths of arrays that begin anew.
+      differing: paths of arrays that are initialized.
       wanted: paths of all arrays.
-      missing: patterns of arrays that need not be saved; no others begin anew.
+      missing: patterns of arrays that need not be saved; no others are initialized.
 
     >>> state = ["opt_state/0/count", "opt_state/0/mu/a", "opt_state/0/mu/b", "opt_state/1/count"]
-    >>> sorted(begun_anew(["opt_state/0/mu/a"], state, ["opt_state/*"]))
+    >>> sorted(reinitialized(["opt_state/0/mu/a"], state, ["opt_state/*"]))
     ['opt_state/0/count', 'opt_state/0/mu/a', 'opt_state/0/mu/b']
-    >>> sorted(begun_anew(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
+    >>> sorted(reinitialized(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
     ['opt_state/0/mu/a']
     """
     listed = list(wanted)
@@ -147,12 +149,12 @@ def begun_anew(differing: Sequence[str], wanted: Iterable[str], missing: Sequenc
     def state_of(path: str) -> str | None:
         return next((state for state in states if path.startswith(state)), None)
 
-    anew = {state_of(path) for path in differing} - {None}
-    return {path for path in listed if state_of(path) in anew and matches(path, missing)}
+    initialized = {state_of(path) for path in differing} - {None}
+    return {path for path in listed if state_of(path) in initialized and matches(path, missing)}
 
 
 def another_state_text(folder: Path, wrong: Sequence[str]) -> str:
-    """A checkpoint is not one of this model or optimizer."""
+    """Format the error for a checkpoint that is not one of this model or optimizer."""
     listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
     return (
         f"{listed}\nUse the model and optimizer that it was saved with, or another run folder. What may"

@@ -53,7 +53,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
     """Find the newest step of which all parts are whole.
 
     Args:
-        folders: where this island's checkpoints lie.
+        folders: of this island's checkpoints, the fastest first.
         newest: take none after this step.
         gather: with the other islands.
 
@@ -143,7 +143,7 @@ def _verifying(
             wrong = reader.broken(mine)
             extra = reader.extra if 0 in mine and not wrong else None
         except ValueError as error:
-            # told to all: an island that ended here would be waited for
+            # gathered, and raised by all: the others would wait for an island that raised here
             return {"broken": {}, "extra": None, "error": str(error)}
         return {"broken": wrong, "extra": extra, "error": ""}
 

@@ -26,7 +26,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def write_manifest(step_folder: Path, manifest: Manifest) -> None:
-    """Checksum all that lies in a step's folder, add the manifest, and force everything to the disk.
+    """Checksum all files in a step's folder, add the manifest, and force everything to the disk.
 
     Reads each file once: it is still in memory after the save, so the cost is that of CRC-32 (some 4 GB/s).
 
@@ -55,7 +55,7 @@ def _file(path: Path) -> File:
 
 
 def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
-    """A step's manifest, or None and why it cannot be trusted.
+    """Read a step's manifest; return None and the reason if it cannot be trusted.
 
     Raises:
         ValueError: it is whole, but of a later version of shardtrain.
@@ -118,7 +118,7 @@ def problems(step_folder: Path) -> list[str]:
 
 
 def _text(body: dict[str, Any]) -> str:
-    """The one text of a manifest: any other text, were it only a space longer, is not trusted."""
+    """Return the only text of a manifest that is trusted; one space more is another text."""
     checksum = zlib.crc32(json.dumps(body).encode())
     return json.dumps({"crc32": checksum, "body": body}, indent=1) + "\n"
 
@@ -131,7 +131,7 @@ def _crc32(file: BinaryIO) -> int:
 
 
 def size_of(step_folder: Path, name: str) -> int:
-    """The size of a file that a manifest names; -1 where there is no such regular file inside the folder."""
+    """Return the size of a file that a manifest names; -1 where no regular file of the folder is so named."""
     try:
         return stat_inside(step_folder, name).st_size
     except OSError:

@@ -84,11 +84,11 @@ class ArrayOrigin:
 
     @property
     def counts_replicas(self) -> bool:
-        """Its first dim does."""
+        """Whether the first dim of the stored array counts replicas."""
         return self.num_replicas is not None and self.replica is None
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that it has in one replica of the whole model."""
+        """Return the shape in one replica of the whole model of an array stored in this shape."""
         shape = tuple(shape)[1:] if self.counts_replicas else tuple(shape)
         return shape if self.num_rows is None else (self.num_rows, *shape[1:])
 
@@ -115,7 +115,7 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        """Of its numbers, as it is stored."""
+        """The size of its numbers, as it is stored."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -145,7 +145,7 @@ class Manifest:
 
 
 def body_of(manifest: Manifest) -> dict[str, Any]:
-    """The JSON of a manifest; on disk the origin of an array is its `lie`."""
+    """Return the JSON of a manifest; on disk the origin of an array is its `lie`."""
     body = asdict(manifest)
     for leaf in body["leaves"].values():
         leaf["lie"] = leaf.pop("origin")
@@ -159,7 +159,7 @@ def manifest_of(body: Mapping[str, Any]) -> Manifest:
         body: as `untrusted.parse_json` reads it.
 
     Raises:
-        ValueError: an entry is missing, of another kind, or out of its range.
+        ValueError: an entry is missing, of another type, or out of its range.
     """
     if missing := [
         name for name in ("step", "orbax_version", "files", "leaves", "extra") if name not in body
@@ -183,7 +183,7 @@ def manifest_of(body: Mapping[str, Any]) -> Manifest:
 
 
 def size_problem(manifest: Manifest) -> str:
-    """What is wrong where arrays declare more bytes than their files can hold; "" where nothing is."""
+    """Return the problem of arrays that declare more bytes than their files can hold; "" if there is none."""
     declared = sum(leaf.num_bytes for leaf in manifest.leaves.values())
     there = sum(file.num_bytes for file in manifest.files.values())
     if declared <= there * COMPRESSION + SMALL_BYTES:

@@ -1,7 +1,7 @@
 """Record the origin of each saved array: its blocks and its replica in the whole model.
 
-What a mesh or a stage stores is saved as it lies; these notes beside it let any other layout find its rows
-in it. Next: `trainer/resume.py`.
+A mesh or a stage saves its arrays as it stores them; their origins let any other layout find its rows in
+them. Next: `trainer/resume.py`.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
 COMBINER_STATE = "combine_state/"
-"""What a combiner keeps lies by buckets and devices: it comes back to the same layout alone."""
+"""Path of a combiner's state: stored by buckets and devices, it is restored to the same layout alone."""
 
 
 def state_to_save(state: State, own: bool = False) -> State:
@@ -38,7 +38,7 @@ def state_to_save(state: State, own: bool = False) -> State:
 
 def array_origins(
     placement: Placement,
-    held: StageModel | None = None,
+    stage_model: StageModel | None = None,
     island: tuple[int, int] = (0, 1),
     own_optimizers: bool = False,
 ) -> Callable[[State], dict[str, ArrayOrigin]]:
@@ -46,11 +46,11 @@ def array_origins(
 
     Args:
       placement: of the state.
-      held: the stage that it is of, where islands hold stages.
+      stage_model: the stage that it is of, where each island has one.
       island: which one this is, of how many.
       own_optimizers: each island has an optimizer state of its own.
     """
-    rows, num_rows = _rows(placement, held)
+    rows, num_rows = _rows(placement, stage_model)
     combine = placement.combine
     in_mesh = placement.mesh.shape[axes.DATA] if combine.on_deltas else None
 
@@ -85,11 +85,11 @@ def _leaves(state: State) -> list[tuple[Any, Any]]:
     return jax.tree.leaves_with_path(state)
 
 
-def _rows(placement: Placement, held: StageModel | None) -> tuple[tuple[int, ...], int]:
+def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[int, ...], int]:
     """The block of each row of a stacked array, and how many the model has; none where all are in order."""
-    if held is not None:
-        stacked = held.model.chain is not None and held.model.chain.stacked
-        return (tuple(held.block_numbers), held.stages.num_blocks) if stacked else ((), 0)
+    if stage_model is not None:
+        stacked = stage_model.model.chain is not None and stage_model.model.chain.stacked
+        return (tuple(stage_model.block_numbers), stage_model.stages.num_blocks) if stacked else ((), 0)
     stages = placement.stages
     return ((), 0) if stages is None or stages.is_plain else (stages.rows, stages.num_blocks)
 

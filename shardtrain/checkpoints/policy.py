@@ -24,7 +24,7 @@ class CheckpointPolicy:
             to the run folder in the background. None: straight to the run folder.
 
     Raises:
-        ValueError: lists every value of a wrong kind or out of range.
+        ValueError: lists every value of a wrong type or out of range.
     """
 
     every_steps: int | None = None

@@ -1,6 +1,6 @@
 """Restore a checkpoint onto devices: each process reads only the slices that its devices hold.
 
-What lies in a checkpoint is in `reader.py`. Next: `checkpointer.py`.
+The files of a checkpoint are read by `reader.py`. Next: `checkpointer.py`.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from shardtrain.checkpoints.array_files import Reading
-from shardtrain.checkpoints.differences import Allow, begun_anew, check_state, widened
+from shardtrain.checkpoints.differences import Allow, check_state, reinitialized, widened
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.slices import Index
@@ -35,10 +35,10 @@ def restore_arrays(
       wanted: path -> shape, dtype and sharding.
       origins: path -> which piece of the whole it is; those that are not named are whole.
       allow: what the reader may lack, or have beside.
-      report: told how much was read.
+      report: receives a line about how much was read.
 
     Returns:
-      Path -> array; without those that are allowed to be missing, and are, or `begun_anew` with them.
+      Path -> array; without those that are allowed to be missing, and are, or `reinitialized` with them.
 
     Raises:
       ValueError: all arrays that differ; or a part that is needed cannot be seen.
@@ -51,9 +51,11 @@ def restore_arrays(
     saved = widened(
         {path: reader.leaf(path, where.get(path, COMMON)) for path in reader.stored_arrays}, leaves
     )
+    # compare first: all differences in one error, before anything is read
     check_state(reader, saved, leaves, allow)
     differing = [path for path in wanted if str(saved.get(path)) != str(leaves[path])]
-    fresh = {*differing, *begun_anew(differing, wanted, allow.missing)}
+    fresh = {*differing, *reinitialized(differing, wanted, allow.missing)}
+    # read ahead of the devices, in order, as many bytes as the host may have in flight
     began, num_bytes, largest = time.monotonic(), 0, 0
     arrays: dict[str, jax.Array] = {}
     under_way: deque[_Coming] = deque()
@@ -99,7 +101,7 @@ class _Coming:
 
 
 def _land(under_way: deque[_Coming], arrays: dict[str, jax.Array]) -> None:
-    """The oldest onto its devices; what the host held of it is free again."""
+    """Move the oldest array to its devices, which frees its memory on the host."""
     oldest = under_way.popleft()
     arrays[oldest.path] = oldest.land()
 

@@ -128,7 +128,7 @@ class Mirror:
             except (OSError, shutil.Error) as error:
                 self.left_behind = step
                 notes.append(
-                    f"WARNING: step {step} lies on the fast disk alone ({self._fast}); it could not be"
+                    f"WARNING: step {step} is on the fast disk alone ({self._fast}); it could not be"
                     f" copied to {self._shared}: {_first_reason(error)}"
                 )
             self.busy = ()

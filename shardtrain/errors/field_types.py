@@ -24,11 +24,11 @@ NEWLINE = "\n"
 
 
 class WrongType(ValueError):
-    """A value is not of the kind that its field takes; the text says what to write instead."""
+    """A value is not of the type that its field takes; the text says what to write instead."""
 
 
 def wrong_types(value: Any) -> list[str]:
-    """The fields of a dataclass whose values are of another kind than their type hints say.
+    """List the fields of a dataclass whose values are of another type than their type hints say.
 
     Values that leave no doubt are converted in place: a numpy scalar, text for a path, a list for a tuple,
     and what the dataclass of a field accepts as a short form (its static method `short`: value -> fields).
@@ -63,7 +63,7 @@ def as_kind(value: Any, hint: Any, name: str) -> Any:
     """The value as its type hint has it.
 
     Raises:
-      WrongType: it is of another kind; the text names the field, the value and what to write.
+      WrongType: it is of another type; the text names the field, the value and what to write.
 
     >>> as_kind("runs/a", Path | None, "run_dir")
     PosixPath('runs/a')

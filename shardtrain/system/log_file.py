@@ -23,7 +23,7 @@ class LogFile:
     Args:
         path: the file; its folder is there.
         append: to what it holds; else it starts empty.
-        report: told when writing begins to fail, when it works again, and what is lost at the end.
+        report: receives a line when writing begins to fail, when it works again, and what is lost at the end.
 
     Raises:
         OSError: it cannot be opened, or is a link.

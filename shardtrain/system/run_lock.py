@@ -1,7 +1,7 @@
 """Lock a folder so that one process at a time writes to it; released when the process ends. No jax.
 
-It lies in the folder that it guards, so that every name of the folder, through links or from inside it, leads
-to the same lock.
+The file is in the folder that it guards, so that every name of the folder, through links or from inside it,
+leads to the same lock.
 """
 
 import errno
