@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
@@ -238,3 +239,8 @@ def _specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
         return PartitionSpec()
 
     return jax.tree.map_with_path(spec, opt_state)
+
+
+def constrain(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Constrain every array of a tree to its PartitionSpec, inside jit."""
+    return jax.tree.map(lambda x, spec: with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)

@@ -23,8 +23,7 @@ from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.sums import Sums, add_loss
 from shardtrain.sharding.specs import with_leading_dim
-from shardtrain.train_step.gradients import constrained
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.placement import Placement, constrain
 
 
 class TaskInputs(NamedTuple):
@@ -97,7 +96,7 @@ class StageFunctions:
         num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
         batch = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, *x.shape[2:]), batch)
         spec = PartitionSpec(None, *self.rows)
-        batch = constrained(batch, jax.tree.map(lambda _: spec, batch), self.placement.mesh)
+        batch = constrain(batch, jax.tree.map(lambda _: spec, batch), self.placement.mesh)
         shares = jnp.arange(num_microbatches * count, dtype=jnp.uint32)
         first_rows = (self._start_row + shares * (num_rows // count)).reshape(num_microbatches, count)
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model_state)

@@ -20,16 +20,9 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.optim.optimizer_state import stored, value_function
 from shardtrain.sharding.specs import with_leading_dim
-from shardtrain.train_step.gradients import (
-    Bound,
-    Gradients,
-    beside,
-    constrained,
-    make_gradients,
-    make_pipeline_losses,
-    make_replica_means,
-)
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.gradients import Gradients, expand_dims_like, make_gradients, make_replica_means
+from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
 from shardtrain.train_step.state import Local, State
 
 Metrics = dict[str, Any]
@@ -114,14 +107,14 @@ def apply_gradients(
     """
     mesh, specs = placement.mesh, placement.specs
     # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
-    grads = constrained(found.grads, specs.sharded, mesh)
-    params = constrained(state.params, specs.sharded, mesh)
+    grads = constrain(found.grads, specs.sharded, mesh)
+    params = constrain(state.params, specs.sharded, mesh)
     extra: dict[str, Any] = {"value": mean_loss(found), "grad": grads}
     if compute is not None:
 
         def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
             other = compute(params)
-            return mean_loss(other), constrained(other.grads, specs.sharded, mesh)
+            return mean_loss(other), constrain(other.grads, specs.sharded, mesh)
 
         extra["value_fn"] = value_function(value_and_grad, state.params)
     updates, opt_state = stored(optimizer).update(grads, state.opt_state, params, **extra)
@@ -194,19 +187,19 @@ def _make_delta_update(
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
         found, means, counts, values = replica_means(state, batch)
-        params = constrained(state.params, specs.sharded, mesh)
+        params = constrain(state.params, specs.sharded, mesh)
         own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), params)
         local = state.local if combine.local_steps > 1 else Local(_zeros(own), jnp.zeros(num_replicas))
-        own = constrained(jax.tree.map(jnp.add, own, local.drift), own_specs, mesh)
+        own = constrain(jax.tree.map(jnp.add, own, local.drift), own_specs, mesh)
         updates, opt_state = own_update(means, state.opt_state, own, values)
 
         # a replica without examples takes no step
         def stepped(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(beside(counts > 0, new), new.astype(old.dtype), old)
+            return jnp.where(expand_dims_like(counts > 0, new), new.astype(old.dtype), old)
 
         opt_state = jax.tree.map(stepped, opt_state, state.opt_state)
         drift = jax.tree.map(lambda d, u: stepped(d + u, d), local.drift, updates)
-        local = Local(constrained(drift, own_specs, mesh), local.count + counts)
+        local = Local(constrain(drift, own_specs, mesh), local.count + counts)
 
         def merge(inputs: Any) -> Any:
             params, local, combine_state = inputs
@@ -266,7 +259,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
 
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:
-            bound = Bound(model, state.params, state.model_state, jax.random.key(0), train=False)
+            bound = BoundModel(model, state.params, state.model_state, jax.random.key(0), train=False)
             loss_sum, count, metrics = checked(loss(bound, batch))
             return {**metrics, "loss_sum": loss_sum, "count": count}
 

@@ -11,5 +11,5 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
     ("num_islands", "devices"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.full), (2, 2), (3, 2), (4, 1)]
 )
 def test_islands_give_the_plain_step(num_islands, devices, mpiexec):
-    texts = mpiexec(num_islands, PROGRAMS / "across_step.py", devices=devices)
+    texts = mpiexec(num_islands, PROGRAMS / "island_step.py", devices=devices)
     assert texts == ["done\n"] * num_islands

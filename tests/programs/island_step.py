@@ -1,4 +1,4 @@
-"""One island of several: the step across gives loss and gradients of the plain one-device step."""
+"""One island of several: the island step gives loss and gradients of the plain one-device step."""
 
 import itertools
 import sys

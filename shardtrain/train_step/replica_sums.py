@@ -1,0 +1,280 @@
+"""The sums that each replica computes over its share of a batch: losses, counts, metrics, gradients.
+
+Each index of the replica axes computes a gradient of its own: a leading dim, sharded over these
+axes and made by vmap. So adding up microbatches needs no collective over replicas. Next:
+`gradients.py`, which reduces the replicas.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from shardtrain import axes
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.model import BLOCKS, Model
+from shardtrain.functional.rng import row_key
+from shardtrain.pipeline.mesh_pipeline import pipeline_sums
+from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.sums import Sums
+from shardtrain.pipeline.table import Table
+from shardtrain.sharding.rules import Rules
+from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.train_step.placement import Placement, constrain
+
+
+class ReplicaSums(NamedTuple):
+    """The sums of each replica over its share of a batch; every array begins with a dim of replicas, R.
+
+    Args:
+      loss_sum: float32 (R,).
+      count: float32 (R,), examples or tokens.
+      metrics: name -> (sums, counts), float32 (R,) each.
+      grads: like params with the leading dim, float32; of loss_sum.
+      model_state: the model's state after the batch.
+    """
+
+    loss_sum: jax.Array
+    count: jax.Array
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    grads: Any
+    model_state: Any
+
+
+_Compute = Callable[..., ReplicaSums]
+"""(params, model_state, key, first rows (M, R), batch (M, R, rows, ...)) -> `ReplicaSums`."""
+
+
+class BoundModel:
+    """A model with its parameters and random key: the function that a loss calls.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      model_state: its state before the call; afterwards the attribute holds the state after it.
+      rng: the key of this call.
+      train: False evaluates: no dropout, running statistics.
+    """
+
+    def __init__(
+        self, model: Model, params: Any, model_state: Any, rng: jax.Array, train: bool = True
+    ) -> None:
+        self.model, self.params, self.rng, self.train = model, params, rng, train
+        self.model_state = model_state
+
+    def __call__(self, *inputs: Any) -> Any:
+        outputs, self.model_state = self.model.apply(
+            self.params, self.model_state, self.rng, self.train, *inputs
+        )
+        return outputs
+
+
+def make_replica_sums(
+    model: Model, loss: Loss, placement: Placement, start_row: int
+) -> Callable[..., ReplicaSums]:
+    """Make a function that computes the sums of each replica, for use inside jit.
+
+    Args:
+      model: the model.
+      loss: returns (sum, count), see `loss.Loss`.
+      placement: where every array lies.
+      start_row: the number of the batch's first row, where it is a part of a larger batch.
+
+    Returns:
+      (params, model_state, key, batch, drift) -> `ReplicaSums`, without any collective over replicas. The
+      drift is each replica's difference from params, with a leading dim over `data`, where replicas take
+      several local steps; else it is not read.
+    """
+    mesh, layout, specs = placement.mesh, placement.layout, placement.specs
+    replica_axes = layout.replica_axes
+    num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
+    rules = layout.rules_of_replica()
+    row_axes = rules[axes.BATCH]
+    local_params = placement.combine.local_steps > 1
+
+    replica_specs = with_leading_dim(specs.params, replica_axes)
+    local_specs = with_leading_dim(specs.params, axes.DATA)
+    make = _make_scan if placement.stages is None else _make_pipeline
+    compute = make(model, loss, placement, rules, replica_specs)
+
+    def sums(params: Any, model_state: Any, key: jax.Array, batch: Batch, drift: Any) -> ReplicaSums:
+        if local_params:
+            # drift is over `data` alone: the replicas of the other axes start from the same parameters
+            params = constrain(jax.tree.map(jnp.add, params, drift), local_specs, mesh)
+            params = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // len(x), 0), params)
+            params = constrain(params, replica_specs, mesh)
+
+        # rows (M, rows, ...) -> (M, R, rows / R, ...): consecutive rows belong to one replica
+        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
+        batch = jax.tree.map(lambda x: x.reshape(x.shape[0], num_replicas, -1, *x.shape[2:]), batch)
+        batch_spec = PartitionSpec(None, replica_axes, row_axes)
+        batch = constrain(batch, jax.tree.map(lambda _: batch_spec, batch), mesh)
+
+        # random keys follow the number of a row in the whole batch, so they do not depend on the mesh
+        first_rows = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32)
+        first_rows = start_row + first_rows * (num_rows // num_replicas)
+        first_rows = first_rows.reshape(num_microbatches, num_replicas)
+        model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
+        return compute(params, model_state, key, first_rows, batch)
+
+    return sums
+
+
+def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
+    """Run microbatches one after the other, each through the whole model."""
+    mesh, replica_axes = placement.mesh, placement.layout.replica_axes
+
+    def replica_loss(
+        params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, Any]:
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows))
+        loss_sum, count, metrics = checked(loss(bound, batch))
+        # rows of padding alone leave the model's state as it was
+        model_state = jax.tree.map(
+            lambda new, old: jnp.where(count > 0, new, old), bound.model_state, model_state
+        )
+        return loss_sum, (count, metrics, model_state)
+
+    # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
+    grad = jax.vmap(
+        jax.value_and_grad(replica_loss, has_aux=True),
+        in_axes=(0 if placement.combine.local_steps > 1 else None, 0, None, 0, 0),
+        axis_name=model.axis_name,
+        spmd_axis_name=replica_axes or None,
+    )
+
+    def compute(
+        params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch
+    ) -> ReplicaSums:
+        def microbatch(carry: Any, inputs: Any) -> tuple[Any, None]:
+            model_state, sums = carry
+            (loss_sum, (count, metrics, model_state)), grads = grad(params, model_state, key, *inputs)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            grads = constrain(grads, specs, mesh)
+            return (model_state, jax.tree.map(jnp.add, sums, (loss_sum, count, metrics, grads))), None
+
+        inputs = (first_rows, batch)
+        with activation_rules(rules, mesh, placement.layout.unnamed):
+            # the shapes of one microbatch's results are those of the sums
+            first = jax.tree.map(lambda x: x[0], inputs)
+            (loss_sum, (count, metrics, _)), grads = jax.eval_shape(grad, params, model_state, key, *first)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
+            # the sums are sharded from the start, as the gradients that are added to them
+            zeros = (*zeros[:3], constrain(zeros[3], specs, mesh))
+            (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
+        loss_sum, count, metrics, grads = sums
+        return ReplicaSums(loss_sum, count, metrics, grads, model_state)
+
+    return compute
+
+
+def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
+    """Run several microbatches at once, each in another stage; see `pipeline.mesh_pipeline`."""
+    stages, replica_axes = placement.stages, placement.layout.replica_axes
+    assert stages is not None
+
+    def compute(
+        params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch
+    ) -> ReplicaSums:
+        num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
+        table = make_table(
+            placement.schedule, stages.num_stages, num_microbatches, stages.num_chunks, lockstep=True
+        )
+        run_stage = _stage_function(model, loss, placement, table, rules)
+
+        def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+            return run_stage(params, lambda number: row_key(key, first_rows[number], num_rows), batch)
+
+        # manual over `pipeline` outside, vmap over replicas inside
+        def run(*arguments: Any) -> Sums:
+            with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
+                in_axes = (None, None, 1, 1)
+                return jax.vmap(
+                    replica, in_axes, axis_name=model.axis_name, spmd_axis_name=replica_axes or None
+                )(*arguments)
+
+        sums = _over_stages(run, placement.mesh, params, grads_dim=1)(params, key, first_rows, batch)
+        grads = constrain(sums.grads, specs, placement.mesh)
+        return ReplicaSums(sums.loss_sum, sums.count, sums.metrics, grads, model_state)
+
+    return compute
+
+
+def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[[Any, Batch], Sums]:
+    """Make a function that evaluates a batch through a pipeline, for use inside jit.
+
+    Returns:
+      (params, batch) -> the sums of losses, counts and metrics, without gradients.
+    """
+    stages, rules = placement.stages, placement.layout.activation_rules
+    assert stages is not None
+
+    def losses(params: Any, batch: Batch) -> Sums:
+        num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+        table = forward_only(
+            stages.num_stages,
+            num_microbatches,
+            stages.num_chunks,
+            lockstep=True,
+            placement=stages.placement,
+        )
+        run_stage = _stage_function(model, loss, placement, table, rules)
+
+        def run(params: Any, batch: Batch) -> Sums:
+            with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
+                return run_stage(params, lambda number: jax.random.key(0), batch)
+
+        return _over_stages(run, placement.mesh, params, grads_dim=None)(params, batch)
+
+    return losses
+
+
+def _stage_function(
+    model: Model, loss: Loss, placement: Placement, table: Table, rules: Rules
+) -> Callable[..., Sums]:
+    """Return (params, rng, batch) -> sums: a schedule's tasks, as every stage runs them."""
+    assert model.chain is not None
+    assert placement.stages is not None
+    return partial(
+        pipeline_sums,
+        chain=model.chain,
+        loss=loss,
+        stages=placement.stages,
+        table=table,
+        specs=placement.specs.params,
+        row_axes=rules[axes.BATCH],
+    )
+
+
+def _over_stages(
+    run: Callable[..., Sums], mesh: Mesh, params: Any, grads_dim: int | None
+) -> Callable[..., Sums]:
+    """Run a function of (params, ...) on every stage of a pipeline, each with its own blocks.
+
+    Args:
+      run: called in a shard_map that is manual over the axis pipeline.
+      mesh: the mesh.
+      params: for their structure.
+      grads_dim: which dim of the gradients of blocks counts blocks; None where there are none.
+    """
+    replicated = PartitionSpec()
+
+    def specs(dim: int) -> Any:
+        blocks = PartitionSpec(*[None] * dim, axes.PIPELINE)
+        return {name: blocks if name == BLOCKS else replicated for name in params}
+
+    grads: Any = {} if grads_dim is None else specs(grads_dim)
+    return lambda *arguments: jax.shard_map(
+        run,
+        mesh=mesh,
+        axis_names={axes.PIPELINE},
+        in_specs=(specs(0), *[replicated] * (len(arguments) - 1)),
+        out_specs=Sums(replicated, replicated, replicated, grads),  # type: ignore[arg-type]
+        check_vma=False,
+    )(*arguments)
