@@ -1,6 +1,6 @@
-"""What codecs share: error feedback, and combining what all ranks have gathered.
+"""Error feedback and gathering, which all codecs share.
 
-A codec sends less than the leaves, and keeps what it did not send for the next round.
+A codec sends less than the leaves, and adds the difference, its residual, to the next round.
 Next: `narrow.py` (16 bits), `int8.py`, `top_k.py`, `power_sgd.py`.
 """
 
@@ -23,8 +23,8 @@ class Feedback(NamedTuple):
 
     Attributes:
       residual: float32, like each leaf: what this rank has not sent yet.
-      codec: what else the codec keeps.
-      inner: the state of the combiner behind it.
+      codec: the state of the codec's own, such as PowerSGD's factors.
+      inner: the state of the combiner after it.
     """
 
     residual: Leaves
@@ -34,12 +34,12 @@ class Feedback(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """A rank's leaves as a payload and back, both functions run inside jit.
+    """Functions that turn a rank's leaves into a payload and back, inside jit.
 
     Args:
-      init: leaves or their shapes -> what the codec keeps on each rank.
-      encode: (float32 leaves, what is kept, group) -> (payload: a tree of arrays of 8, 16 or 32 bits, what
-        is kept next).
+      init: leaves or their shapes -> the codec's state on each rank.
+      encode: (float32 leaves, state, group) -> (payload, next state). The payload is a tree of arrays of 8,
+        16 or 32 bits.
       decode: (payload, shapes of the leaves) -> float32 leaves.
     """
 
@@ -49,17 +49,20 @@ class Encoding:
 
 
 def zeros_like(leaves: Sequence[Any]) -> Leaves:
-    """The residual before the first round."""
+    """Return the residual before the first round: float32 zeros."""
     return [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
 
 
 def targets(leaves: Leaves, residual: Leaves, count: jax.Array) -> Leaves:
-    """What a rank would send if it could send all: float32, with what it still owes."""
+    """Return float32 leaves plus the residual: what a rank would send without a codec."""
     return [contribution(x.astype(jnp.float32), count) + r for x, r in zip(leaves, residual, strict=True)]
 
 
-def arrived(value: Any, group: Group) -> jax.Array:
-    """Whether a round counts: the step skips one whose result is not finite, so states must not move on."""
+def all_finite(value: Any, group: Group) -> jax.Array:
+    """Return whether a combined value is finite on all shards.
+
+    If it is not, the step is skipped, and the states of codecs must not change.
+    """
     leaves = jax.tree.leaves(value)
     if not leaves:
         return jnp.bool_(True)
@@ -67,17 +70,17 @@ def arrived(value: Any, group: Group) -> jax.Array:
     return group.whole(wrong, "max").max() == 0
 
 
-def settled(move_on: jax.Array, new: Any, old: Any) -> Any:
-    """The new state or the old one."""
-    return jax.tree.map(lambda n, o: jnp.where(move_on, n, o), new, old)
+def where(condition: jax.Array, new: Any, old: Any) -> Any:
+    """Return the tree `new` where a scalar condition holds, else `old`."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 def gathered(encoding: Encoding) -> Codec:
-    """A codec whose payloads all ranks gather; each then decodes them all and combines them by itself.
+    """Make a codec whose payloads are all-gathered: each rank decodes all of them and combines them itself.
 
     Sends the payload to P - 1 ranks, where an all-reduce of n bytes sends 2 n (P - 1) / P: it saves bytes
-    while the payload is smaller than 2 n / P. Decoding and combining takes the memory and the time of
-    P ranks on each. States of the combiner behind it are gathered too; the usual ones have none.
+    while the payload is smaller than 2 n / P. Decoding and combining takes P times the memory and the
+    time on each rank. States of the combiner after it are gathered too; most have none.
     """
 
     def codec(inner: Combiner) -> Combiner:
@@ -90,23 +93,27 @@ def gathered(encoding: Encoding) -> Codec:
             count = jnp.asarray(count, jnp.float32)
             shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in leaves]
             target = targets(leaves, state.residual, count)
-            payload, kept = encoding.encode(target, state.codec, group)
+            payload, codec_state = encoding.encode(target, state.codec, group)
             sent = encoding.decode(payload, shapes)
 
             def combine_rank(payload: Any, count: jax.Array, state: Any) -> Combined:
                 tree = jax.tree.unflatten(structure, encoding.decode(payload, shapes))
                 return inner.combine(tree, count, state, stack)
 
+            # the gathered payloads are a leading dim; vmap over it lets the combiner run as on P ranks
             stack = StackGroup(f"{getattr(group, 'axis', 'ranks')}_gathered", group)
-            everything = gather((payload, count, state.inner), group)
-            found = jax.vmap(combine_rank, axis_name=stack.axis)(*everything)
+            gathered_inputs = gather((payload, count, state.inner), group)
+            found = jax.vmap(combine_rank, axis_name=stack.axis)(*gathered_inputs)
+
+            # the value is the same on every rank of the stack; of the states this rank keeps its own
             value = jax.tree.map(lambda x, leaf: x[0].astype(leaf.dtype), found.value, tree)
-            mine = jax.tree.map(
+            inner_state = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, group.index, keepdims=False), found.state
             )
             residual = [t - s for t, s in zip(target, sent, strict=True)]
-            after = settled((count != 0) & arrived(value, group), Feedback(residual, kept, mine), state)
-            return Combined(value, after, jax.tree.map(lambda x: x[0], found.metrics))
+            is_valid = (count != 0) & all_finite(value, group)
+            next_state = where(is_valid, Feedback(residual, codec_state, inner_state), state)
+            return Combined(value, next_state, jax.tree.map(lambda x: x[0], found.metrics))
 
         return Combiner(init, combine, across_leaves=inner.across_leaves)
 
@@ -114,7 +121,7 @@ def gathered(encoding: Encoding) -> Codec:
 
 
 def gather(tree: Any, group: Group) -> Any:
-    """Each array of all ranks, (size, ...): one message for each width of their dtypes."""
+    """All-gather each array, to (size, ...), in one message per width of the dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     found: list[Any] = [None] * len(leaves)
     for width, bits in ((1, jnp.uint8), (2, jnp.uint16), (4, jnp.uint32)):
@@ -126,7 +133,7 @@ def gather(tree: Any, group: Group) -> Any:
         ends = [0]
         for i, x in zip(which, flat, strict=True):
             ends.append(ends[-1] + x.size)
-            mine = message[:, ends[-2] : ends[-1]].reshape(group.size, *leaves[i].shape)
-            found[i] = lax.bitcast_convert_type(mine, leaves[i].dtype)
+            part = message[:, ends[-2] : ends[-1]].reshape(group.size, *leaves[i].shape)
+            found[i] = lax.bitcast_convert_type(part, leaves[i].dtype)
     assert all(x is not None for x in found), [leaf.dtype for leaf in leaves]
     return jax.tree.unflatten(structure, found)

@@ -1,4 +1,4 @@
-"""What a combiner is: a pair of pure functions over a `Group`; codecs come before it by `chain`.
+"""The interface of combiners: a pair of pure functions over a `Group`, and `chain` to put codecs before it.
 
 A user's own combiner is any `Combiner`. Next: `mean.py`, the shortest; `adasum.py`; `codec.py`.
 """
@@ -24,31 +24,31 @@ class Combined(NamedTuple):
       value: like the tree that was combined, the same bits on all ranks.
       state: this rank's next state.
       metrics: name -> float32, the same on all ranks: scalars, or (L,) with one entry per leaf.
-      lost: for codecs: a float32 tree that this rank would have to add to its tree in the next round to
-        make good what was rounded off the value; None where nothing was rounded.
+      residual: float32, like the tree: what this rank rounded off the value. A codec adds it to this rank's
+        tree of the next round. None where nothing was rounded.
     """
 
     value: Any
     state: Any = ()
     metrics: dict[str, jax.Array] = {}
-    lost: Any = None
+    residual: Any = None
 
 
 @dataclass(frozen=True)
 class Combiner:
     """A pair of pure functions that combine the trees of all ranks, called inside jit.
 
-    tests/combine/test_contract.py holds every registered combiner against what is said here.
+    tests/combine/test_contract.py checks this contract for every registered combiner.
 
     Args:
       init: tree of arrays or shapes -> this rank's state, () if the combiner keeps none.
       combine: (tree, count, state, group) -> `Combined`. The tree is this rank's mean over its own
-        `count` (float32 scalar) examples: leaves of any shape, float32, bfloat16 or float16. With count 0
-        the rank contributes nothing, whatever its tree holds, NaN too, and its state stays, but for what
-        all ranks have in common; where no rank has examples the value is zeros. A NaN or an infinity of
-        a rank with examples leaves a value that is not finite on all ranks, and no trace in any state.
-      linear: `combine` is a weighted sum, and keeps no state: a codec may combine factors instead of leaves.
-      across_leaves: a leaf's result depends on other leaves: all must come in one call.
+        `count` (float32 scalar) examples: leaves of any shape, float32, bfloat16 or float16. A rank with
+        count 0 contributes nothing, even if its tree holds NaN, and its state does not change, except for
+        parts that are equal on all ranks; without examples on any rank the value is zeros. A NaN or an
+        infinity of a rank with examples makes the value not finite on all ranks, and changes no state.
+      linear: whether `combine` is a weighted sum without state: then a codec may combine factors, not leaves.
+      across_leaves: whether a leaf's result depends on other leaves, so that all must be in one call.
 
     >>> def largest(tree, count, state, group):
     ...     ranks = jax.tree.map(lambda x: group.all_gather(jnp.where(count > 0, x, 0)), tree)
@@ -64,11 +64,11 @@ class Combiner:
 
 
 Codec = Callable[[Combiner], Combiner]
-"""Sends less: makes of a combiner one that works on what the codec leaves of each rank's tree."""
+"""Wraps a combiner into one that compresses each rank's tree before it is sent."""
 
 
 def chain(*links: Codec | Combiner) -> Combiner:
-    """Codecs, then the combiner that they feed: `chain(int8(), adasum())`.
+    """Put codecs before a combiner: `chain(int8(), adasum())`.
 
     Args:
       links: any number of codecs, then one combiner.
@@ -97,7 +97,7 @@ def chain(*links: Codec | Combiner) -> Combiner:
 
 
 def flatten(tree: Any) -> tuple[list[jax.Array], Any]:
-    """The leaves of a tree, and its structure.
+    """Return the leaves of a tree, and its structure.
 
     Raises:
       ValueError: lists every leaf of a dtype that combiners do not take.
@@ -116,5 +116,5 @@ def flatten(tree: Any) -> tuple[list[jax.Array], Any]:
 
 
 def contribution(x: jax.Array, count: jax.Array) -> jax.Array:
-    """A leaf as the others see it: zeros from a rank without examples. A count of NaN hides nothing."""
+    """Replace a leaf by zeros if this rank has no examples. A count of NaN leaves it as it is."""
     return jnp.where(count != 0, x, 0)

@@ -1,4 +1,4 @@
-"""Powers of two that bring a leaf to size 1, exactly. They are handed on as exponents, int32.
+"""Exact scaling by powers of two, which are passed on as int32 exponents.
 
 XLA on CPU flushes subnormal numbers to zero, so all powers here are normal.
 """
@@ -12,7 +12,9 @@ LEAST, MOST = -126, 126
 
 
 def exponent(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
-    """The e with 2^e <= max |x| < 2^(e+1), between -126 and 126; -126 where x is empty, zero or subnormal.
+    """Return the e with 2^e <= max |x| < 2^(e+1), between -126 and 126.
+
+    It is -126 where x is empty, zero or subnormal.
 
     Args:
       x: any float dtype.
@@ -27,7 +29,7 @@ def exponent(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
 
 
 def power(e: jax.Array) -> jax.Array:
-    """2^e in float32, 0 for what is below the normal numbers.
+    """Return 2^e in float32, 0 where that is below the normal numbers.
 
     >>> power(jnp.array([3, -1, -200])).tolist()
     [8.0, 0.5, 0.0]

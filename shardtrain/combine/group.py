@@ -1,6 +1,6 @@
-"""The ranks that combine: a mesh axis, or a stack of arrays that were gathered.
+"""Groups of ranks: the indices of a mesh axis, or arrays of all ranks that were gathered.
 
-A combiner is written once over `Group`, and runs on each of them, and over MPI
+A combiner is written once over `Group`, and runs on a mesh, on gathered arrays and over MPI
 (`islands/bridge.py`). Next: `combiner.py`.
 """
 
@@ -29,16 +29,16 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """The sum over each block of `span` consecutive ranks (None: all), the same bits on all of them.
+        """Sum over each block of `span` consecutive ranks (None: all), with the same bits on all of them.
 
         Args:
           x: float32 or int32.
-          span: divides the size.
+          span: a divisor of the size.
         """
         ...
 
     def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
-        """What rank `sources[i]` passed, on rank i.
+        """Permute arrays over ranks: rank i receives the array of rank `sources[i]`.
 
         Args:
           x: any dtype of 8, 16 or 32 bits.
@@ -47,15 +47,15 @@ class Group(Protocol):
         ...
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """The arrays of all ranks: (size, *x.shape), any dtype of 8, 16 or 32 bits."""
+        """Gather the arrays of all ranks: (size, *x.shape), any dtype of 8, 16 or 32 bits."""
         ...
 
     def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
-        """From values of this rank's shard of each leaf to those of the whole leaf.
+        """Reduce values of this rank's shards of the leaves to values of the whole leaves.
 
         Args:
           x: (..., L), the last dim counts the leaves in the order of the tree.
-          op: how the values of shards become one.
+          op: how the values of shards are reduced.
         """
         ...
 
@@ -69,7 +69,7 @@ class MeshGroup:
     Args:
       axis: of the mesh, or the vmap's axis_name.
       size: of the axis.
-      leaf_axes: for each leaf the axes that shard it; () where all leaves are whole.
+      leaf_axes: for each leaf the axes that shard it; () where no leaf is sharded.
       shard_axes: axis -> size, of all axes that shard any leaf.
 
     >>> group = MeshGroup("data", 4)
@@ -88,7 +88,7 @@ class MeshGroup:
         return lax.axis_index(self.axis) if self.size > 1 else 0
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """The sum over blocks of `span` ranks, see `Group`."""
+        """Sum over blocks of `span` ranks, see `Group`."""
         if span in (None, self.size):
             return lax.psum(x, self.axis)
         if span == 1:
@@ -100,23 +100,23 @@ class MeshGroup:
         return lax.dynamic_index_in_dim(blocks.sum(1), self.index // span, keepdims=False)
 
     def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
-        """What rank `sources[i]` passed, on rank i, see `Group`."""
+        """Permute arrays over ranks, see `Group`."""
         pairs = [(source, rank) for rank, source in enumerate(sources)]
         return _floats(lax.ppermute(_bits(x), self.axis, pairs), x.dtype)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """The arrays of all ranks, see `Group`."""
+        """Gather the arrays of all ranks, see `Group`."""
         return _floats(lax.all_gather(_bits(x), self.axis), x.dtype)
 
     def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
-        """From shards to leaves, see `Group`."""
+        """Reduce values of shards to values of whole leaves, see `Group`."""
         if not self.shard_axes:
             return x
         over = tuple(self.shard_axes)
         if op == "max":
             return lax.pmax(x, over)
         first = {axis: lax.axis_index(axis) == 0 for axis in over}
-        # a leaf that several devices hold alike is counted by the first of them
+        # of devices with equal copies of a shard only the first one counts
         counted = [
             jnp.stack([jnp.bool_(True), *(first[axis] for axis in over if axis not in sharded)]).all()
             for sharded in self.leaf_axes
@@ -126,11 +126,11 @@ class MeshGroup:
 
 @dataclass(frozen=True)
 class StackGroup:
-    """The ranks of `outer`, whose arrays every rank has gathered: the dim of a vmap over `axis`.
+    """The ranks of another group after their arrays were gathered: the dim of a vmap over `axis`.
 
     Args:
       axis: the vmap's axis_name.
-      outer: the group that was gathered; it still knows what a whole leaf is.
+      outer: the group that was gathered; it reduces values of shards.
     """
 
     axis: str
@@ -147,24 +147,24 @@ class StackGroup:
         return MeshGroup(self.axis, self.size).index
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """The sum over blocks of `span` ranks, see `Group`."""
+        """Sum over blocks of `span` ranks, see `Group`."""
         return MeshGroup(self.axis, self.size).all_reduce(x, span)
 
     def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
-        """What rank `sources[i]` passed, on rank i, see `Group`."""
+        """Permute arrays over ranks, see `Group`."""
         return MeshGroup(self.axis, self.size).exchange(x, sources)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """The arrays of all ranks, see `Group`."""
+        """Gather the arrays of all ranks, see `Group`."""
         return MeshGroup(self.axis, self.size).all_gather(x)
 
     def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
-        """From shards to leaves, see `Group`."""
+        """Reduce values of shards to values of whole leaves, see `Group`."""
         return self.outer.whole(x, op)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    # compilers may widen 16-bit floats, never 16-bit integers
+    # compilers may send 16-bit floats as 32 bits, never 16-bit integers
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 

@@ -58,15 +58,15 @@ def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -
     sums, counts = _sums([leaves[i] for i in wide], count, group)
     factor = jnp.where(summed, jnp.sum(counts != 0), 1) / jnp.where(counts.sum() == 0, 1, counts.sum())
     values: list[Any] = [None] * len(leaves)
-    lost: list[Any] = [jnp.zeros(leaf.shape) for leaf in leaves]
+    residual: list[Any] = [jnp.zeros(leaf.shape) for leaf in leaves]
     for i, x in zip(wide, sums, strict=True):
         values[i] = x * factor
     for which in by_dtype.values():
         found, rounded_off = _combine_narrow([leaves[i] for i in which], counts, factor, group)
         for i, x, off in zip(which, found, rounded_off, strict=True):
             values[i] = x
-            lost[i] = off / jnp.where(count * factor == 0, 1, count * factor)
-    return Combined(jax.tree.unflatten(structure, values), state, {}, jax.tree.unflatten(structure, lost))
+            residual[i] = off / jnp.where(count * factor == 0, 1, count * factor)
+    return Combined(jax.tree.unflatten(structure, values), state, {}, jax.tree.unflatten(structure, residual))
 
 
 def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list[jax.Array], jax.Array]:
@@ -102,8 +102,8 @@ def _combine_narrow(
         exact = [e + x * (count * factor) for e, x in zip(exact, received, strict=True)]
     rounded = [x.astype(leaves[0].dtype) for x in exact]
     mine = (jnp.arange(size) == index)[:, None, None]
-    lost = [jnp.where(mine, x - r.astype(jnp.float32), 0) for x, r in zip(exact, rounded, strict=True)]
+    residual = [jnp.where(mine, x - r.astype(jnp.float32), 0) for x, r in zip(exact, rounded, strict=True)]
     whole = [group.all_gather(message[0]) for message in pack_messages(rounded)]
     floats = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in leaves]
-    blocks, lost_blocks = ([[x] for x in stacks] for stacks in (unpack_messages(whole, stacks), lost))
-    return join_slices(blocks, owners, leaves), join_slices(lost_blocks, owners, floats)
+    blocks, residuals = ([[x] for x in stacks] for stacks in (unpack_messages(whole, stacks), residual))
+    return join_slices(blocks, owners, leaves), join_slices(residuals, owners, floats)

@@ -1,6 +1,6 @@
-"""Codecs that send leaves as 16-bit floats; the combiner behind them works on these.
+"""Codecs that send leaves as 16-bit floats, which the combiner after them works on.
 
-What a rank rounds off goes into its next round, also what `mean` rounds off the slice that it added up.
+Each rank adds what it rounded off to its next round, also what `mean` rounded off the slice that it summed.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.combine.codec import Feedback, arrived, settled, targets, zeros_like
+from shardtrain.combine.codec import Feedback, all_finite, targets, where, zeros_like
 from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten
 from shardtrain.combine.exponents import exponent, power
 from shardtrain.combine.group import Group
@@ -18,10 +18,10 @@ FLOAT16_EXPONENT = 14
 
 
 def bfloat16() -> Codec:
-    """Leaves cross as bfloat16, half of float32's bytes: 8 bits of precision, float32's range.
+    """Send leaves as bfloat16, half of float32's bytes: 8 bits of precision, float32's range.
 
     Before `mean`, `sum` or `adasum`: 2 n' (P - 1) / P bytes per rank for n' = 2 bytes per element. What
-    `adasum` rounds after each level is not made good in the next round.
+    `adasum` rounds after each level is not added to the next round.
 
     Source: Seide et al. 2014, 1-bit stochastic gradient descent, section 2 (error feedback).
     """
@@ -29,11 +29,11 @@ def bfloat16() -> Codec:
 
 
 def float16() -> Codec:
-    """Leaves cross as float16, half of float32's bytes: 11 bits of precision, small range.
+    """Send leaves as float16, half of float32's bytes: 11 bits of precision, small range.
 
-    Each leaf is scaled by a power of two, the same on all ranks: the greatest element of any rank comes
-    to 2^14 / P, so that not even their sum overflows; what is 2^28 / P below it loses precision. Costs
-    `bfloat16`'s bytes, and one all-gather of 4 L bytes for L leaves.
+    Each leaf is scaled by a power of two, the same on all ranks, that brings the greatest element of any
+    rank to 2^14 / P, so that their sum does not overflow; elements 2^28 / P times smaller lose precision.
+    Costs `bfloat16`'s bytes, and one all-gather of 4 L bytes for L leaves.
 
     Source: Micikevicius et al. 2018, Mixed precision training, section 3.2 (scaling).
     """
@@ -50,20 +50,24 @@ def _narrow(dtype: Any, scaled: bool) -> Codec:
             leaves, structure = flatten(tree)
             count = jnp.asarray(count, jnp.float32)
             target = targets(leaves, state.residual, count)
+
+            # scaled by a power of two, which is exact, then rounded to 16 bits
             exponents = _common_exponents(target, count, group) if scaled else [jnp.int32(0)] * len(leaves)
             narrow = [(x * power(-e)).astype(dtype) for x, e in zip(target, exponents, strict=True)]
             found = inner.combine(jax.tree.unflatten(structure, narrow), count, state.inner, group)
 
-            def wide(x: Any) -> list[jax.Array]:
+            def unscale(x: Any) -> list[jax.Array]:
                 scales = zip(jax.tree.leaves(x), exponents, strict=True)
                 return [leaf.astype(jnp.float32) * power(e) for leaf, e in scales]
 
-            lost = [0.0] * len(leaves) if found.lost is None else wide(found.lost)
-            residual = [t - s + m for t, s, m in zip(target, wide(narrow), lost, strict=True)]
-            values = [x.astype(leaf.dtype) for x, leaf in zip(wide(found.value), leaves, strict=True)]
+            # two roundings: of what this rank sends, and of what the combiner computes from it
+            rounded = [0.0] * len(leaves) if found.residual is None else unscale(found.residual)
+            residual = [t - s + r for t, s, r in zip(target, unscale(narrow), rounded, strict=True)]
+            values = [x.astype(leaf.dtype) for x, leaf in zip(unscale(found.value), leaves, strict=True)]
             value = jax.tree.unflatten(structure, values)
-            after = settled((count != 0) & arrived(value, group), Feedback(residual, (), found.state), state)
-            return Combined(value, after, found.metrics)
+            is_valid = (count != 0) & all_finite(value, group)
+            next_state = where(is_valid, Feedback(residual, (), found.state), state)
+            return Combined(value, next_state, found.metrics)
 
         return Combiner(init, combine, across_leaves=inner.across_leaves)
 
@@ -71,10 +75,10 @@ def _narrow(dtype: Any, scaled: bool) -> Codec:
 
 
 def _common_exponents(leaves: list[jax.Array], count: jax.Array, group: Group) -> list[jax.Array]:
-    """What brings each leaf's greatest element of any rank to 2^14 / P."""
+    """Return the exponents that bring each leaf's greatest element of any rank to 2^14 / P."""
     if not leaves:
         return []
-    # shards of a leaf may differ: a power of two costs no digits
+    # shards of one leaf may have different exponents: powers of two are exact
     greatest = (
         group.all_gather(jnp.stack([exponent(leaf) for leaf in leaves])).max(0)
         - FLOAT16_EXPONENT

@@ -1,6 +1,6 @@
-"""A codec that sends each matrix as the product of two thin ones (Vogels et al. 2019).
+"""A codec that sends each matrix as two low-rank factors (PowerSGD, Vogels et al. 2019).
 
-Next: `codec.py`, for what it shares with the others.
+Next: `codec.py` (error feedback).
 """
 
 import math
@@ -15,10 +15,10 @@ from shardtrain.combine.codec import (
     Encoding,
     Feedback,
     Leaves,
-    arrived,
+    all_finite,
     gathered,
-    settled,
     targets,
+    where,
     zeros_like,
 )
 from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten
@@ -28,24 +28,24 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Factors(NamedTuple):
-    """A leaf as a (rows, columns) matrix: left (rows, rank) times right (columns, rank) transposed."""
+    """The factors of a (rows, columns) matrix: left (rows, rank) times right (columns, rank) transposed."""
 
     left: jax.Array
     right: jax.Array
 
 
 def power_sgd(rank: int = 4) -> Codec:
-    """Each leaf of two and more dims as factors of a rank, by one power iteration per round.
+    """Send each leaf of two and more dims as factors of low rank, by one power iteration per round.
 
-    The dims after the first are flattened. Leaves that the factors would not make smaller cross as they
-    are. The right factors of a round are where the next one starts: before `mean` and `sum` the same on all
-    ranks, so that these alone move on on a rank without examples. Of a sharded leaf each device factors its
-    shard.
+    The dims after the first are flattened. Leaves whose factors would not be smaller are sent as they
+    are. The next round starts from the right factors of this one. Before `mean` and `sum` these are equal
+    on all ranks, so they change even on a rank without examples. Of a sharded leaf each device factors
+    its shard.
 
-    Before `mean` and `sum`: two of their calls, on the left factors (with the leaves that are not factored)
-    and on the right ones: of a ring 2 n' (P - 1) / P bytes per rank, n' = 4 rank (rows + columns) bytes
-    per matrix. Before any other combiner each rank factors by itself, and every rank gathers all
-    payloads of n' bytes and 4 for the count.
+    Before `mean` and `sum` these are called twice, on the left factors (with the leaves that are not
+    factored) and on the right ones: a ring sends 2 n' (P - 1) / P bytes per rank, n' = 4 rank (rows +
+    columns) bytes per matrix. Before any other combiner each rank factors its own leaves, and all ranks
+    gather all payloads of n' bytes and 4 for the count.
 
     Args:
       rank: of the factors, 1 or more.
@@ -65,10 +65,10 @@ def power_sgd(rank: int = 4) -> Codec:
     return codec
 
 
-def sides(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
-    """(rows, columns) of a leaf that is factored, None where factors are not smaller.
+def matrix_shape(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
+    """Return (rows, columns) of a leaf that is factored, None where factors are not smaller.
 
-    >>> sides((64, 8, 8), 4), sides((64,), 4), sides((4, 4), 4)
+    >>> matrix_shape((64, 8, 8), 4), matrix_shape((64,), 4), matrix_shape((4, 4), 4)
     ((64, 64), None, None)
     """
     if len(shape) < 2:
@@ -78,6 +78,8 @@ def sides(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
 
 
 def _factored(rank: int, inner: Combiner) -> Combiner:
+    """Wrap a linear combiner, which combines the left factors first, then the right ones (algorithm 1)."""
+
     def init(tree: Any) -> Feedback:
         leaves = jax.tree.leaves(tree)
         return Feedback(zeros_like(leaves), _start(rank, leaves), ())
@@ -86,14 +88,21 @@ def _factored(rank: int, inner: Combiner) -> Combiner:
         leaves, structure = flatten(tree)
         count = jnp.asarray(count, jnp.float32)
         target = targets(leaves, state.residual, count)
+
+        # left = matrix @ right of the last round, combined over all ranks, then made orthonormal;
+        # leaves that are not factored (q is None) are combined here, whole
         matrices = [_matrix(x, q) for x, q in zip(target, state.codec, strict=True)]
         left = [x if q is None else _times(x, q) for x, q in zip(matrices, state.codec, strict=True)]
         left = inner.combine(left, count, (), group).value
         left = [x if q is None else orthonormal(x) for x, q in zip(left, state.codec, strict=True)]
+
+        # right = matrix transposed @ left, combined over all ranks
         own = [
             None if q is None else _times(m.T, p) for m, p, q in zip(matrices, left, state.codec, strict=True)
         ]
         right = inner.combine(own, count, (), group).value
+
+        # this rank sent its own right factors; the value is of the combined ones
         sent = _decode([_payload(x, own_q) for x, own_q in zip(left, own, strict=True)], target)
         found = _decode([_payload(x, q) for x, q in zip(left, right, strict=True)], target)
         value = jax.tree.unflatten(
@@ -103,28 +112,29 @@ def _factored(rank: int, inner: Combiner) -> Combiner:
             r if q is None else t - s
             for t, s, r, q in zip(target, sent, state.residual, state.codec, strict=True)
         ]
-        kept = [_next(q, old) for q, old in zip(right, state.codec, strict=True)]
-        moves = arrived(value, group)
-        residual = settled((count != 0) & moves, residual, state.residual)
-        # the right factors are the same on all ranks, also on those without examples
-        return Combined(value, Feedback(residual, settled(moves, kept, state.codec), ()))
+        next_right = [_next(q, old) for q, old in zip(right, state.codec, strict=True)]
+
+        # the right factors stay equal on all ranks, so they change on those without examples too
+        is_finite = all_finite(value, group)
+        residual = where((count != 0) & is_finite, residual, state.residual)
+        return Combined(value, Feedback(residual, where(is_finite, next_right, state.codec), ()))
 
     return Combiner(init, combine)
 
 
 def _start(rank: int, leaves: Sequence[Any]) -> list[Any]:
-    """Random right factors, the same on all ranks; None for leaves that are not factored."""
+    """Return random right factors, the same on all ranks; None for leaves that are not factored."""
     found = []
     for i, leaf in enumerate(leaves):
-        both = sides(leaf.shape, rank)
+        shape = matrix_shape(leaf.shape, rank)
         key = jax.random.fold_in(jax.random.key(0), i)
-        found.append(None if both is None else orthonormal(jax.random.normal(key, (both[1], rank))))
+        found.append(None if shape is None else orthonormal(jax.random.normal(key, (shape[1], rank))))
     return found
 
 
-def _encode(rank: int, leaves: Leaves, kept: list[Any], group: Group) -> tuple[Any, Any]:
+def _encode(rank: int, leaves: Leaves, state: list[Any], group: Group) -> tuple[Any, Any]:
     payload: list[Any] = []
-    for leaf, q in zip(leaves, kept, strict=True):
+    for leaf, q in zip(leaves, state, strict=True):
         if q is None:
             payload.append(leaf)
             continue
@@ -132,7 +142,7 @@ def _encode(rank: int, leaves: Leaves, kept: list[Any], group: Group) -> tuple[A
         left = orthonormal(_times(matrix, q))
         payload.append(Factors(left, _times(matrix.T, left)))
     right = [x.right if isinstance(x, Factors) else None for x in payload]
-    return payload, [_next(q, old) for q, old in zip(right, kept, strict=True)]
+    return payload, [_next(q, old) for q, old in zip(right, state, strict=True)]
 
 
 def _decode(payload: Any, shapes: Sequence[Any]) -> Leaves:
@@ -155,7 +165,10 @@ def _times(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _next(right: jax.Array | None, old: jax.Array | None) -> jax.Array | None:
-    """Where the next round starts; a column that found nothing stays, or it would be zero for ever."""
+    """Return the right factors that the next round starts from.
+
+    A zero column is replaced by its old value, or it would stay zero for ever.
+    """
     if right is None or old is None:
         return None
     greatest = jnp.max(jnp.abs(right), axis=0)
@@ -164,9 +177,9 @@ def _next(right: jax.Array | None, old: jax.Array | None) -> jax.Array | None:
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """Columns of length 1 at right angles that span those of x (rows, rank), by modified Gram-Schmidt.
+    """Orthonormalise the columns of x (rows, rank) by modified Gram-Schmidt.
 
-    A column that the ones before it span becomes zero, or rounding noise at right angles to them.
+    A column that is linearly dependent on those before it becomes zero, or rounding noise orthogonal to them.
 
     >>> orthonormal(jnp.array([[2.0, 1.0], [0.0, 3.0]])).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
@@ -174,7 +187,7 @@ def orthonormal(x: jax.Array) -> jax.Array:
     columns: list[jax.Array] = []
     for i in range(x.shape[1]):
         column = _unit(x[:, i])
-        for _ in range(2):  # once more, for what rounding left after the first time
+        for _ in range(2):  # twice, as rounding leaves a remainder the first time
             for earlier in columns:
                 column = column - jnp.sum(earlier * column) * earlier
             column = _unit(column)

@@ -1,4 +1,4 @@
-"""A codec that sends the greatest elements of each leaf, and where they stand."""
+"""A codec that sends the elements of greatest magnitude of each leaf, with their indices."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from shardtrain.combine.group import Group
 
 
 def top_k(share: float = 0.01) -> Codec:
-    """The elements of greatest magnitude of each leaf; the others wait in the residual.
+    """Send the elements of greatest magnitude of each leaf; the others stay in the residual.
 
-    Every rank gathers all payloads of 8 bytes per chosen element and 4 for the count, so it sends
-    that to P - 1 ranks: less than a float32 all-reduce while share < 1 / P. Of a sharded leaf each
-    device chooses its share of its shard.
+    A payload has 8 bytes per element sent and 4 for the count. All ranks gather all payloads, so each
+    sends its own to P - 1 ranks: less than a float32 all-reduce while share < 1 / P. Of a sharded leaf
+    each device sends elements of its shard.
 
     Args:
-      share: of the elements of a leaf, rounded; at least one element is sent.
+      share: fraction of a leaf's elements that is sent, rounded; at least one element is.
 
     Raises:
       ValueError: the share is not above 0 and at most 1.
@@ -35,28 +35,28 @@ def top_k(share: float = 0.01) -> Codec:
     return gathered(Encoding(init=lambda leaves: (), encode=partial(_encode, share), decode=_decode))
 
 
-def chosen(share: float, size: int) -> int:
-    """How many elements of a leaf are sent.
+def num_sent(share: float, size: int) -> int:
+    """Return how many elements of a leaf are sent.
 
-    >>> chosen(0.01, 1000), chosen(0.01, 3), chosen(0.01, 0)
+    >>> num_sent(0.01, 1000), num_sent(0.01, 3), num_sent(0.01, 0)
     (10, 1, 0)
     """
     return min(size, max(1, math.floor(share * size + 0.5)))
 
 
-def _encode(share: float, leaves: Leaves, kept: Any, group: Group) -> tuple[Any, Any]:
+def _encode(share: float, leaves: Leaves, state: Any, group: Group) -> tuple[Any, Any]:
     payload = []
     for leaf in leaves:
         flat = leaf.reshape(-1)
-        # a NaN is greater than anything
+        # a NaN counts as the greatest, so that it is sent
         magnitude = jnp.where(jnp.isnan(flat), jnp.inf, jnp.abs(flat))
-        places = lax.top_k(magnitude, chosen(share, leaf.size))[1].astype(jnp.int32)
-        payload.append((flat[places], places))
-    return payload, kept
+        indices = lax.top_k(magnitude, num_sent(share, leaf.size))[1].astype(jnp.int32)
+        payload.append((flat[indices], indices))
+    return payload, state
 
 
 def _decode(payload: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
     return [
-        jnp.zeros(math.prod(shape.shape)).at[places].set(values, unique_indices=True).reshape(shape.shape)
-        for (values, places), shape in zip(payload, shapes, strict=True)
+        jnp.zeros(math.prod(shape.shape)).at[indices].set(values, unique_indices=True).reshape(shape.shape)
+        for (values, indices), shape in zip(payload, shapes, strict=True)
     ]

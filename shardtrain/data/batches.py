@@ -1,7 +1,7 @@
-"""A source -> batches, in an order that only the seed and the number of samples decide.
+"""Batches of a source, in an order that depends only on the seed and the number of samples.
 
-The one door to Grain: its global shuffle and its prefetch threads. Any batch can be loaded on its
-own, so a saved position costs nothing to return to. Next: `placement.py` (onto the mesh).
+The only module that imports Grain, for its global shuffle and its prefetch threads. Any batch can be
+loaded on its own, so a run resumes at a saved position at no cost. Next: `placement.py` (onto the mesh).
 """
 
 import sys
@@ -22,7 +22,7 @@ Batch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-    """Samples by number. It is read by several threads at once."""
+    """Samples by index, read by several threads at once."""
 
     def __len__(self) -> int: ...
 
@@ -30,22 +30,22 @@ class Source(Protocol):
 
 
 class Position(TypedDict):
-    """How far a run has read: a dict that JSON can hold. It does not depend on the batch size.
+    """The position of a run in its data, as a dict for JSON; independent of the batch size.
 
-    epoch: the epoch that the next batch comes from.
-    index: samples of this epoch that were read before it.
+    epoch: the epoch of the next batch.
+    index: number of samples of this epoch before it.
     """
 
     epoch: int
     index: int
 
 
-@lru_cache(maxsize=8)  # asked for once a batch, and Grain's objects take longer to make than to read
+@lru_cache(maxsize=8)  # called once per batch, and Grain's objects take longer to create than to read
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
-    """The order of an epoch: a random permutation that needs no memory.
+    """Return the order of an epoch: a random permutation that needs no memory.
 
     Args:
-      num_samples: of the source.
+      num_samples: length of the source.
       seed: 0 or more.
       epoch: 0 or more.
 
@@ -56,10 +56,10 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
     >>> sorted(order(position) for position in range(5))
     [0, 1, 2, 3, 4]
     """
-    # Grain itself adds seed and epoch, so that epoch 1 of seed 0 would be epoch 0 of seed 1
+    # Grain adds seed and epoch, which would make epoch 1 of seed 0 equal to epoch 0 of seed 1
     epoch_seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
     # Grain 0.2.18 repeats one sample and loses another where the highest index is 4**8, 4**9, ...;
-    # so the highest index is made odd, and an index that is no sample is shuffled on
+    # so the highest index is made odd, and an index that is not a sample is permuted again
     dataset = grain.MapDataset.range(num_samples + num_samples % 2).shuffle(seed=epoch_seed)
     shuffled = cast("Sequence[int]", dataset)
 
@@ -75,24 +75,24 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of a source: epoch after epoch, each sample once an epoch, none dropped.
+    """The batches of a source, epoch after epoch; each sample once per epoch, none dropped.
 
-    Batch k of an epoch holds positions [k * batch, (k + 1) * batch) of the epoch's order. The last
-    one may be short: it is filled up with copies of its own rows whose weights are 0. For held-out
+    Batch k of an epoch has positions [k * batch, (k + 1) * batch) of the epoch's order. If the last one
+    is short, it is padded with copies of its own rows whose weights are 0. For held-out
     data use `epochs=1, shuffle=False`.
 
     Args:
       source: samples, each a dict of arrays of the same shapes.
       batch: rows of a batch, B.
       seed: of the order.
-      epochs: how many; None goes on without end.
-      shuffle: without it the order is that of the source.
-      rows: which rows of each batch to load, such as `placement.process_rows` or an island's share;
-        None loads all. It changes nothing about which sample stands in which row.
-      prefetch: batches that are loaded ahead, each on a thread of its own; 0 uses no threads.
+      epochs: number of epochs; None for no end.
+      shuffle: False keeps the order of the source.
+      rows: which rows of each batch to load, such as `placement.process_rows` or an island's rows;
+        None loads all. It does not change which sample is in which row.
+      prefetch: number of batches to load ahead, each on a thread of its own; 0 uses no threads.
 
     Raises:
-      ValueError: lists everything that is out of range.
+      ValueError: lists every argument that is out of range.
 
     >>> source = [{"x": np.array(i)} for i in range(3)]
     >>> for batch, position in Batches(source=source, batch=2, epochs=1, shuffle=False).iterate():
@@ -125,7 +125,7 @@ class Batches:
             raise problems_error("these batches cannot be made", problems)
 
     def advance(self, position: Position, num_batches: int = 1) -> Position:
-        """The position some batches later.
+        """Return the position some batches later.
 
         >>> batches = Batches(source=[{}] * 10, batch=4)
         >>> batches.advance({"epoch": 0, "index": 4}, 2)
@@ -139,7 +139,7 @@ class Batches:
         return Position(epoch=epoch + 1 + epochs, index=batches * self.batch)
 
     def num_batches(self, position: Position | None = None) -> int:
-        """How many batches come from a position on; without end it is `sys.maxsize`."""
+        """Return the number of batches from a position to the end; `sys.maxsize` if there is no end."""
         if self.epochs is None:
             return sys.maxsize
         epoch, index = (position["epoch"], position["index"]) if position else (0, 0)
@@ -149,17 +149,17 @@ class Batches:
         return self._num_batches(len(self.source) - index) + later * self._num_batches(len(self.source))
 
     def load(self, position: Position) -> Batch:
-        """The batch at a position.
+        """Load the batch at a position.
 
         Returns:
-          The arrays of the samples, stacked: (B, ...), or (len(rows), ...). Beside them "weights",
-          float32 (B,): 1, or what the sample itself has as "weights"; 0 in rows that fill up.
+          The arrays of the samples, stacked: (B, ...), or (len(rows), ...), and "weights", float32 (B,):
+          those of the samples, or 1; 0 in rows of padding.
 
         Raises:
           ValueError: the samples of a batch have different names or shapes, or cannot be arrays.
           UserCodeFailed: the source raised.
         """
-        position = self._normal(position)
+        position = self._normalise(position)
         first = position["index"]
         num_real = min(self.batch, len(self.source) - first)
         rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
@@ -175,24 +175,24 @@ class Batches:
             return self.source[index]
 
     def iterate(self, position: Position | None = None) -> Generator[tuple[Batch, Position]]:
-        """Load the batches from a position on, ahead of use.
+        """Iterate over the batches from a position on, with prefetching.
 
         Args:
-          position: where to begin; None is the beginning.
+          position: of the first batch; None for the start of epoch 0.
 
         Returns:
-          Yields (batch, the position after it): give that one to `iterate` to go on from there, with
-          any batch size. `close()` ends its threads; so does the end, and an error.
+          Yields (batch, the position after it). `iterate` resumes from that position, with any batch size.
+          `close()`, the end and an error stop its threads.
 
         Raises:
-          ValueError: this position is not in this source.
+          ValueError: the position is outside the source.
         """
-        start = self._normal(position or Position(epoch=0, index=0))
+        start = self._normalise(position or Position(epoch=0, index=0))
         return self._iterate(start)
 
     def _iterate(self, start: Position) -> Generator[tuple[Batch, Position]]:
         options = grain.ReadOptions(num_threads=self.prefetch, prefetch_buffer_size=self.prefetch)
-        dataset = grain.MapDataset.source(_From(self, start)).to_iter_dataset(options)
+        dataset = grain.MapDataset.source(_BatchSource(self, start)).to_iter_dataset(options)
         with closing(iter(dataset)) as loaded:
             for number, batch in enumerate(loaded, start=1):
                 yield batch, self.advance(start, number)
@@ -200,7 +200,7 @@ class Batches:
     def _num_batches(self, num_samples: int) -> int:
         return -(-num_samples // self.batch)
 
-    def _normal(self, position: Position) -> Position:
+    def _normalise(self, position: Position) -> Position:
         epoch, index = position["epoch"], position["index"]
         if epoch < 0 or not 0 <= index <= len(self.source):
             raise ValueError(
@@ -211,17 +211,17 @@ class Batches:
 
 
 def stacked(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[int]) -> Batch:
-    """Samples as the rows of one batch.
+    """Stack samples as the rows of one batch.
 
     Args:
-      samples: number -> sample.
-      indices: the sample of each row.
+      samples: index -> sample.
+      indices: the index of each row's sample.
 
     Raises:
-      ValueError: a sample is no dict of numbers, or samples differ in their names or shapes.
+      ValueError: a sample is not a dict of numbers, or samples differ in their names or shapes.
     """
     if problems := [text for index, sample in samples.items() for text in sample_problems(sample, index)]:
-        raise problems_error("the data has samples that cannot be batched", problems[:MOST_PROBLEMS])
+        raise problems_error("the data has samples that cannot be batched", problems[:MAX_PROBLEMS])
     shapes = {
         str({name: np.shape(value) for name, value in sorted(sample.items())}) for sample in samples.values()
     }
@@ -232,15 +232,15 @@ def stacked(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[i
     return {name: np.stack([samples[index][name] for index in indices]) for name in samples[indices[0]]}
 
 
-MOST_PROBLEMS = 8
-"""So many problems of the samples of a batch are listed."""
+MAX_PROBLEMS = 8
+"""Number of problems that are listed for the samples of a batch."""
 
 NUMBERS = "biufcV"
-"""Kinds of dtypes that go to a device; the last is bfloat16 and its like, which numpy does not know."""
+"""Kinds of dtypes that devices take; V is bfloat16 and similar dtypes that numpy does not know."""
 
 
 def sample_problems(sample: object, index: int) -> list[str]:
-    """What of a sample cannot be a row of a batch.
+    """Return the problems that keep a sample from being a row of a batch, one line each.
 
     >>> sample_problems({"text": "a story", "label": 3}, 7)
     ["sample 7: 'text' is text ('a story'), not numbers; make tokens of it, or leave it out"]
@@ -251,12 +251,14 @@ def sample_problems(sample: object, index: int) -> list[str]:
             " {'image': ..., 'label': ...}"
         ]
     return [
-        f"sample {index}: {name!r} is {why}" for name, value in sample.items() if (why := _no_array(value))
+        f"sample {index}: {name!r} is {why}"
+        for name, value in sample.items()
+        if (why := _array_problem(value))
     ]
 
 
-def _no_array(value: object) -> str:
-    """What a value is, if it is no array of numbers, and what to do about it."""
+def _array_problem(value: object) -> str:
+    """Return what a value is and what to do, if it is not an array of numbers; else an empty text."""
     if value is None:
         return "None; give a number for what is missing, such as 0 with a weight of 0, or leave it out"
     try:
@@ -275,8 +277,8 @@ def _no_array(value: object) -> str:
     )
 
 
-class _From:
-    """Batches by number, counted from a position: what Grain's threads read."""
+class _BatchSource:
+    """The batches after a position, by index, for Grain's threads."""
 
     def __init__(self, batches: Batches, start: Position) -> None:
         self._batches, self._start = batches, start

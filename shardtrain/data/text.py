@@ -1,6 +1,6 @@
-"""Text as the data of a run: files -> one token file of bytes -> windows.
+"""Text files as the data of a run: packed into one token file of bytes, then cut into windows.
 
-Without paths it is the standard library of the Python that runs: real text that is always there.
+Without paths it is the sources of Python's standard library: real text that is always there.
 Next: `windows.py`, `batches.py` (their order).
 """
 
@@ -25,28 +25,38 @@ from shardtrain.system.excerpts import some
 from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
 
 SEPARATOR = 0
-"""The byte behind each document. No document holds it: a file with it counts as binary."""
+"""The byte after each document. No document contains it: a file that does counts as binary."""
 
-NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
-"""Folders of the standard library that are left out: others' code, tests, tables of numbers."""
+EXCLUDED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+}
+"""Folders of the standard library that are excluded: installed packages, tests, tables of numbers."""
 
 CHUNK_BYTES = 1 << 24
-MOST_TOKENS = 1 << 60
+MAX_TOKENS = 1 << 60
+"""Upper limit of the counts in a record, which is read as an untrusted file."""
 
-PRIVATE = 0o600
-"""Of what is made from text: it may be a copy of what others may not read."""
+OWNER_ONLY = 0o600
+"""File mode of packed text: it may be a copy of files that other users may not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A token file made from text.
+    """A token file packed from text files.
 
     Args:
       path: the token file.
-      num_tokens: how long it is.
-      num_documents: files that are in it.
-      skipped: files that are no text (UTF-8 without byte 0), or may not be read.
-      left_out: folders that were not entered, each with the reason.
+      num_tokens: its length.
+      num_documents: number of files in it.
+      skipped: files that are not text (UTF-8 without byte 0), or without permission to read.
+      left_out: folders that were not searched, each with the reason.
     """
 
     path: Path
@@ -62,9 +72,9 @@ class Text:
 
     Args:
       paths: text files, and folders of them, read in the order of their names; hidden names and
-        empty files are passed over. Without paths: the sources of Python's standard library.
-      seq: bytes in a window.
-      heldout_fraction: the last part of the text, held out of training.
+        empty files are skipped. Without paths: the sources of Python's standard library.
+      seq: bytes per window.
+      heldout_fraction: fraction at the end of the text that is held out of training.
 
     Raises:
       ValueError: lists every value that is out of range.
@@ -86,22 +96,21 @@ class Text:
 
     @property
     def vocab(self) -> int:
-        """A token is a byte."""
+        """The size of the vocabulary: a token is a byte."""
         return 256
 
     def pack(self, folder: Path) -> Packed:
         """Write the text into one token file, each document followed by byte 0; only its owner may read it.
 
-        A file that is there is used again, unless the list of files, a size or a time has changed (also the
-        time of the last change of any kind, which nobody can set), or it is damaged. What this host packed of
-        an earlier state of the same paths is deleted.
+        An existing file is reused, unless it is damaged, or the list of files, a size or a time has changed
+        (the time of modification, or ctime, which no user can set). Token files that this host packed from
+        an earlier state of the same paths are deleted.
 
         Args:
-          folder: where the token file goes, such as the folder of the run. A walk over `paths` does
-            not enter it.
+          folder: the folder of the token file, such as that of the run. It is not searched for text.
 
         Raises:
-          ValueError: lists every path that is not there or holds nothing; or no file is text.
+          ValueError: lists every path that does not exist or has no text in it; or no file is text.
         """
         found = find_texts(self.paths, folder)
         files = [path.absolute() for path in found.files]
@@ -111,7 +120,7 @@ class Text:
             "host": socket.gethostname(),
             "paths": _digest([str(Path(p).absolute()) for p in self.paths]),
         }
-        packed = _packed(tokens)
+        packed = _existing(tokens)
         if packed is None:
             packed = _write_text(tokens, files)
             _write_record(packed, made_by)
@@ -120,20 +129,20 @@ class Text:
         return replace(packed, left_out=found.left_out)
 
     def summary(self, folder: Path) -> str:
-        """A line about what was read and what was left out, such as `text: 3 files, 12,345 bytes`."""
+        """Return a line with what was read and what was skipped, such as `text: 3 files, 12,345 bytes`."""
         packed = self.pack(folder)
         text = f"text: {packed.num_documents} files, {packed.num_tokens:,} bytes"
         if skipped := packed.skipped:
-            text += f"; left out {len(skipped)} that are no UTF-8 text, or not readable: {some(skipped, 3)}"
+            text += f"; left out {len(skipped)} that are not UTF-8 text, or not readable: {some(skipped, 3)}"
         if folders := packed.left_out:
             text += f"; not entered {len(folders)} folders: {some(folders, 3)}"
         return text
 
     def train(self, folder: Path) -> Windows:
-        """The windows to train on.
+        """Return the windows to train on.
 
         Args:
-          folder: where the token file goes, see `pack`.
+          folder: the folder of the token file, see `pack`.
 
         Raises:
           ValueError: see `pack`; or the text is too short.
@@ -141,7 +150,7 @@ class Text:
         return self._split(folder)[0]
 
     def heldout(self, folder: Path) -> Windows | None:
-        """The windows held out, in the same way; None where nothing is held out."""
+        """Return the held-out windows; None if nothing is held out."""
         return self._split(folder)[1]
 
     def _split(self, folder: Path) -> tuple[Windows, Windows | None]:
@@ -149,25 +158,25 @@ class Text:
 
 
 class Found(NamedTuple):
-    """The files that `Text` reads, in its order, text or not, and the folders that it does not enter."""
+    """The files that `Text` reads, in its order, text or not, and the folders that it does not search."""
 
     files: list[Path]
     left_out: tuple[str, ...]
 
 
 def find_texts(paths: Sequence[Path], folder: Path) -> Found:
-    """Look for the files that `Text` reads.
+    """Find the files that `Text` reads.
 
     Args:
       paths: files and folders; none is the standard library.
-      folder: is not entered: what a run writes is not what it reads.
+      folder: a folder that is not searched, as it holds files of the run.
 
     Raises:
-      ValueError: lists every path that is not there or holds nothing.
+      ValueError: lists every path that does not exist or has no files with content.
     """
     library = Path(sysconfig.get_path("stdlib"))
     if not paths:
-        files = _walk(library, folder, NOT_READ).files
+        files = _walk(library, folder, EXCLUDED_FOLDERS).files
         return Found([file for file in files if file.suffix == ".py" and file.stat().st_size], ())
     files, left_out, problems = [], [], []
     for path in map(Path, paths):
@@ -184,7 +193,7 @@ def find_texts(paths: Sequence[Path], folder: Path) -> Found:
     return Found(files, tuple(left_out))
 
 
-def _walk(path: Path, avoided: Path, not_read: Set[str] = frozenset()) -> Found:
+def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozenset()) -> Found:
     files: list[Path] = []
     left_out: list[str] = []
 
@@ -192,12 +201,14 @@ def _walk(path: Path, avoided: Path, not_read: Set[str] = frozenset()) -> Found:
         left_out.append(f"{error.filename} ({error.strerror})")
 
     for root, folders, names in os.walk(path, onerror=unreadable):
-        if Path(root).resolve() == avoided.resolve():
+        if Path(root).resolve() == excluded_folder.resolve():
             folders.clear()
             continue
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in not_read)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in excluded_names
+        )
         links = [Path(root, name) for name in folders if Path(root, name).is_symlink()]
-        # followed, a link might lead round in a circle, or to what nobody meant to train on
+        # a link might lead in a circle, or to files that nobody meant to train on
         left_out += [f"{link} (a link; name {link.resolve()} itself)" for link in links]
         try:
             found = [Path(root, name) for name in sorted(names) if not name.startswith(".")]
@@ -208,7 +219,7 @@ def _walk(path: Path, avoided: Path, not_read: Set[str] = frozenset()) -> Found:
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
-    """What changes with a file's content; its last change of any kind is what the system alone sets."""
+    """Return values that change with a file's content: size, mtime, and ctime, which only the system sets."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
@@ -250,24 +261,24 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
                 yield np.frombuffer(chunk, np.uint8)
             yield np.array([SEPARATOR], np.uint8)
 
-    num_tokens = write_tokens(path, parts(), dtype="uint8", mode=PRIVATE)
+    num_tokens = write_tokens(path, parts(), dtype="uint8", mode=OWNER_ONLY)
     return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(map(str, others)))
 
 
-def _packed(tokens: Path) -> Packed | None:
-    """What was written before, where it is still there and as long as it was."""
+def _existing(tokens: Path) -> Packed | None:
+    """Return the token file that was packed before, if it is there and has the recorded length."""
     try:
         found = _read_record(tokens.with_suffix(".json"))
         packed = Packed(
             path=tokens,
-            num_tokens=whole_number(found["num_tokens"], "num_tokens", MOST_TOKENS),
-            num_documents=whole_number(found["num_documents"], "num_documents", MOST_TOKENS),
+            num_tokens=whole_number(found["num_tokens"], "num_tokens", MAX_TOKENS),
+            num_documents=whole_number(found["num_documents"], "num_documents", MAX_TOKENS),
             skipped=tuple(map(str, of_kind(found["skipped"], list, "skipped"))),
         )
-        whole = len(open_tokens(tokens)) == packed.num_tokens
+        is_whole = len(open_tokens(tokens)) == packed.num_tokens
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return packed if whole else None
+    return packed if is_whole else None
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -277,16 +288,16 @@ def _read_record(path: Path) -> dict[str, Any]:
 def _write_record(packed: Packed, made_by: dict[str, str]) -> None:
     values = {"num_tokens": packed.num_tokens, "num_documents": packed.num_documents}
     record = {**values, "skipped": packed.skipped, "made_by": made_by}
-    replace_file(packed.path.with_suffix(".json"), json.dumps(record).encode(), PRIVATE)
+    replace_file(packed.path.with_suffix(".json"), json.dumps(record).encode(), OWNER_ONLY)
 
 
 def _delete_older(tokens: Path, made_by: dict[str, str]) -> None:
-    """Token files of the same paths, packed by this host before they changed."""
+    """Delete token files of the same paths, packed by this host before they changed."""
     for record in tokens.parent.glob("text-????????????????.json"):
         try:
             is_older = record.stem != tokens.stem and _read_record(record).get("made_by") == made_by
         except (OSError, ValueError):
-            continue  # not one of ours
+            continue  # not written by `_write_record`
         if is_older:
             record.with_suffix(".npy").unlink(missing_ok=True)
             record.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Token files: one-dimensional .npy files of integers, so numpy reads and writes them too.
+"""Token files: one-dimensional .npy files of integers, which numpy reads and writes too.
 
-They are mapped into memory: only what is read comes in. Next: `windows.py`.
+They are mapped into memory: only the parts in use are read. Next: `windows.py`.
 """
 
 import os
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from shardtrain.system.atomic_write import READABLE, new_file
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32")
-"""What `write_tokens` writes. `open_tokens` reads any integers."""
+"""The dtypes that `write_tokens` writes. `open_tokens` reads any integers."""
 
 
 def write_tokens(
@@ -26,22 +26,22 @@ def write_tokens(
     separator: int | None = None,
     mode: int = READABLE,
 ) -> int:
-    """Write documents into one token file, one behind the other.
+    """Write documents into one token file, one after the other.
 
-    It is written under another name, then renamed: `path` is there whole or not at all.
+    It is written under another name, then renamed, so `path` is never there in part.
 
     Args:
-      path: the file to write; its folder is made.
+      path: the file to write; its folder is created.
       documents: integers (num_tokens,) each, read once, one at a time.
       dtype: uint8, uint16 or uint32.
-      separator: the token that follows each document; None is no token.
+      separator: the token after each document; None for no token.
       mode: the file's permissions, less the umask.
 
     Returns:
       The number of tokens in the file.
 
     Raises:
-      ValueError: another dtype, a document that is not a row of integers, or a token that does not fit.
+      ValueError: another dtype, a document that is not a 1D array of integers, or a token that does not fit.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "tokens.npy"
@@ -62,7 +62,7 @@ def write_tokens(
             for tokens in (_as_tokens(document, kind), ending):
                 file.write(tokens.data)
                 num_tokens += len(tokens)
-        # numpy leaves room in the header for this
+        # numpy leaves room in the header for any number of tokens
         file.seek(0)
         _write_header(file, kind, num_tokens)
     return num_tokens
@@ -76,7 +76,9 @@ def _write_header(file: BinaryIO, kind: np.dtype, num_tokens: int) -> None:
 def _as_tokens(values: ArrayLike, kind: np.dtype) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"a document is {array.dtype.name} of shape {array.shape}; use a row of integers")
+        raise ValueError(
+            f"a document is {array.dtype.name} of shape {array.shape}; use a 1D array of integers"
+        )
     worst = 0 if array.size == 0 else int(array.min()) if array.min() < 0 else int(array.max())
     if not 0 <= worst <= np.iinfo(kind).max:
         fitting = [name for name in TOKEN_TYPES if 0 <= worst <= np.iinfo(name).max]
@@ -86,14 +88,14 @@ def _as_tokens(values: ArrayLike, kind: np.dtype) -> np.ndarray:
 
 
 def open_tokens(path: Path) -> np.ndarray:
-    """Map a token file into memory, to read.
+    """Map a token file into memory, read-only.
 
     Returns:
       Integers (num_tokens,), an `np.memmap`.
 
     Raises:
-      FileNotFoundError: it is not there.
-      ValueError: it is not a one-dimensional .npy file of integers, or it is cut off.
+      FileNotFoundError: there is no such file.
+      ValueError: it is not a one-dimensional .npy file of integers, or it is truncated.
     """
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
@@ -105,15 +107,15 @@ def open_tokens(path: Path) -> np.ndarray:
         raise ValueError(f"{path} cannot be read as a token file ({error}); use write_tokens") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
-            f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; a token file is one row of integers"
+            f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; a token file is 1D, of integers"
         )
     return tokens
 
 
 class TokenFile:
-    """A token file that is read piece by piece, by any number of threads.
+    """A token file that any number of threads read in pieces.
 
-    Not through a mapping: a file that is cut off under one, or whose disk fails, ends the process by SIGBUS.
+    It is not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the process.
 
     Args:
       path: the token file.
@@ -131,21 +133,21 @@ class TokenFile:
         weakref.finalize(self, os.close, self._handle)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`, integers (stop - start,).
+        """Read tokens `start` to `stop`, integers (stop - start,).
 
         Raises:
-          OSError: the file was cut off, or its disk fails.
+          OSError: the file was truncated, or its disk fails.
         """
         num_bytes = (stop - start) * self._dtype.itemsize
         try:
             data = os.pread(self._handle, num_bytes, self._offset + start * self._dtype.itemsize)
         except OSError as error:
-            raise OSError(f"{self.path.absolute()} cannot be read: {error}; {BACK}") from error
+            raise OSError(f"{self.path.absolute()} cannot be read: {error}; {RESTORE_HINT}") from error
         if len(data) < num_bytes:
             there = max(os.fstat(self._handle).st_size - self._offset, 0) // self._dtype.itemsize
             raise OSError(
                 f"{self.path.absolute()} was cut off while it was read: it ends after {there:,} of"
-                f" {self.num_tokens:,} tokens; {BACK}"
+                f" {self.num_tokens:,} tokens; {RESTORE_HINT}"
             )
         return np.frombuffer(data, self._dtype)
 
@@ -153,4 +155,4 @@ class TokenFile:
         return TokenFile, (self.path,)
 
 
-BACK = "bring it back, or delete it where it was made from text, and give the same command again"
+RESTORE_HINT = "bring it back, or delete it where it was made from text, and give the same command again"

@@ -1,4 +1,4 @@
-"""Windows over a token file: sample i is tokens[i*seq : i*seq + seq + 1]; those held out at its end.
+"""Windows over a token file: sample i is tokens[i*seq : i*seq + seq + 1]; the last ones are held out.
 
 Next: `batches.py` (their order).
 """
@@ -26,7 +26,7 @@ class Windows:
     Args:
       path: the token file.
       seq: tokens that a model reads in one window; a sample has one more, the last target.
-      vocab: every token must be below it.
+      vocab: size of the vocabulary; every token must be below it.
       start: the first token.
       stop: one past the last token.
     """
@@ -41,7 +41,7 @@ class Windows:
         return max(0, self.stop - self.start - 1) // self.seq
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index`.
+        """Return sample `index`.
 
         Returns:
           {"tokens": int32 (seq + 1,)}
@@ -74,9 +74,9 @@ class Windows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Differs where the samples differ: a hash of sizes and of blocks spread over the tokens.
+        """A hash of the sizes and of blocks of tokens at equal distances, to tell one source from another.
 
-        A position means the same samples only in a source of the same fingerprint.
+        A saved position refers to the same samples only in a source of the same fingerprint.
         """
         num_tokens = self.stop - self.start
         found = hashlib.sha256(f"{self.seq} {num_tokens}".encode())
@@ -88,7 +88,7 @@ class Windows:
 
 
 def split_problems(seq: int, heldout_fraction: float) -> list[str]:
-    """What is wrong with these two numbers.
+    """Return the problems of these two options, one line each.
 
     >>> split_problems(0, 0.05)
     ['seq is 0; use 1 or more']
@@ -102,18 +102,18 @@ def split_problems(seq: int, heldout_fraction: float) -> list[str]:
 
 
 def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> tuple[Windows, Windows | None]:
-    """Cut a token file into windows to train on and, at its end, windows held out.
+    """Split a token file into training windows and, at its end, held-out windows.
 
-    No token is in both. Tokens at the end of each part that fill no window are left over.
+    No token is in both. Tokens at the end of each part that fill no window are not used.
 
     Args:
       path: the token file.
-      seq: tokens in a window.
-      heldout_fraction: the share of the windows held out, from 0 to 1; above 0 at least one window.
-      vocab: every token is below it.
+      seq: tokens per window.
+      heldout_fraction: fraction of the windows that is held out, from 0 to 1; above 0 at least one window.
+      vocab: size of the vocabulary; every token is below it.
 
     Returns:
-      (train, held out); None where nothing is held out.
+      (training, held-out); None if nothing is held out.
 
     Raises:
       ValueError: the file has too few tokens.
@@ -124,8 +124,8 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
         raise ValueError(too_short(path, num_tokens, seq, windows_needed))
     num_heldout = 0
     if heldout_fraction > 0:
-        most = (num_tokens - (seq + 1) - 1) // seq
-        num_heldout = min(most, max(1, round(heldout_fraction * ((num_tokens - 1) // seq))))
+        max_heldout = (num_tokens - (seq + 1) - 1) // seq
+        num_heldout = min(max_heldout, max(1, round(heldout_fraction * ((num_tokens - 1) // seq))))
     border = num_tokens - (num_heldout * seq + 1) if num_heldout else num_tokens
     train = Windows(path=path, seq=seq, vocab=vocab, start=0, stop=border)
     heldout = Windows(path=path, seq=seq, vocab=vocab, start=border, stop=num_tokens)
@@ -133,7 +133,7 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
 
 
 def too_short(path: Path, num_tokens: int, seq: int, windows_needed: int) -> str:
-    """The text of the error for a file with too few tokens.
+    """Return the error message for a file with too few tokens.
 
     >>> too_short(Path("a.npy"), 100, 64, 2)
     'a.npy has 100 tokens; 2 windows of seq 64 need 2 * (64 + 1) = 130. Give more, or use seq 49 or less.'
@@ -147,13 +147,13 @@ def too_short(path: Path, num_tokens: int, seq: int, windows_needed: int) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The data of a run: your own token file, from any tokenizer; see `write_tokens`.
+    """The data of a run: a token file of your own, from any tokenizer; see `write_tokens`.
 
     Args:
       path: a one-dimensional .npy file of integers.
-      vocab: every token is below it.
-      seq: tokens in a window.
-      heldout_fraction: the last part of the file, held out of training.
+      vocab: size of the vocabulary; every token is below it.
+      seq: tokens per window.
+      heldout_fraction: fraction at the end of the file that is held out of training.
 
     Raises:
       ValueError: lists every number that is out of range.
@@ -172,14 +172,14 @@ class Tokens:
             raise problems_error("these tokens cannot be used", problems)
 
     def train(self, folder: Path) -> Windows:
-        """The windows to train on; nothing is written into `folder`.
+        """Return the windows to train on; nothing is written into `folder`.
 
         Raises:
-          FileNotFoundError: the file is not there.
-          ValueError: it is no token file, or too short.
+          FileNotFoundError: there is no such file.
+          ValueError: it is not a token file, or too short.
         """
         return split_tokens(self.path, self.seq, self.heldout_fraction, self.vocab)[0]
 
     def heldout(self, folder: Path) -> Windows | None:
-        """The windows held out, in the same way; None where nothing is held out."""
+        """Return the held-out windows; None if nothing is held out."""
         return split_tokens(self.path, self.seq, self.heldout_fraction, self.vocab)[1]

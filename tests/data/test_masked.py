@@ -49,7 +49,7 @@ def test_a_sample_is_always_the_same_and_like_no_other(data, tmp_path):
 def test_text_tells_what_it_read(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 100)
     data = MaskedTokens(data=Text(paths=(tmp_path / "a.txt",), seq=16), mask_token=255)
-    assert data.summary(tmp_path) == "text: 1 files, 601 bytes; 15% of its tokens are to be found"
+    assert data.summary(tmp_path) == "text: 1 files, 601 bytes; 15% of its tokens are predicted"
     heldout = data.heldout(tmp_path)
     assert heldout is not None
     assert heldout[0]["tokens"].shape == (16,)

@@ -42,8 +42,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     [
         ([[-1, 5]], {}, r"token -1 does not fit in uint16 .*; use tokens from 0 to 2\*\*32 - 1"),
         ([[1]], {"separator": 300, "dtype": "uint8"}, "token 300 does not fit in uint8 .*; use dtype uint16"),
-        ([[1.5]], {}, r"a document is float64 of shape \(1,\); use a row of integers"),
-        ([[[1]]], {}, r"a document is int64 of shape \(1, 1\); use a row of integers"),
+        ([[1.5]], {}, r"a document is float64 of shape \(1,\); use a 1D array of integers"),
+        ([[[1]]], {}, r"a document is int64 of shape \(1, 1\); use a 1D array of integers"),
         ([[1]], {"dtype": "int64"}, "a token file of int64 was asked for; use one of uint8, uint16, uint32"),
     ],
 )
@@ -62,9 +62,7 @@ def test_refuses_to_open(tmp_path):
     with pytest.raises(ValueError, match="cannot be read as a token file"):
         open_tokens(tmp_path / "text.npy")
     np.save(tmp_path / "square.npy", np.zeros((2, 2)))
-    with pytest.raises(
-        ValueError, match=r"holds float64 of shape \(2, 2\); a token file is one row of integers"
-    ):
+    with pytest.raises(ValueError, match=r"holds float64 of shape \(2, 2\); a token file is 1D, of integers"):
         open_tokens(tmp_path / "square.npy")
     write_tokens(tmp_path / "cut.npy", [range(1000)])
     with (tmp_path / "cut.npy").open("r+b") as file:

@@ -426,5 +426,5 @@ def test_what_was_read_and_left_out_is_told(text, tmp_path):
     (tmp_path / "texts/b.bin").write_bytes(b"\x00\xff")
     data = Text(paths=(tmp_path / "texts",), seq=SEQ, heldout_fraction=0.06)
     _, printed = start(make_run(text, tmp_path / "run", data=data, steps=1))
-    assert "text: 1 files, 317 bytes; left out 1 that are no UTF-8 text, or not readable:" in printed
+    assert "text: 1 files, 317 bytes; left out 1 that are not UTF-8 text, or not readable:" in printed
     assert "b.bin" in printed
