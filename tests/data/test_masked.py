@@ -58,5 +58,5 @@ def test_text_tells_what_it_read(tmp_path):
 def test_every_wrong_number_is_told():
     with pytest.raises(ValueError, match="cannot be masked") as error:
         MaskedTokens(data=Tokens(path=Path("a.npy"), vocab=10), mask_token=10, rate=0.0, seed=-1)
-    for problem in ("mask_token is 10; use 0 to 9", "rate is 0.0; use a share", "seed is -1; use 0 or more"):
+    for problem in ("mask_token is 10; use 0 to 9", "rate is 0.0; use a number", "seed is -1; use 0 or more"):
         assert problem in str(error.value)
