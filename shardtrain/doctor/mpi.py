@@ -1,4 +1,4 @@
-"""mpi: the MPI of mpi4py, mpi4jax and mpiexec, the launcher, and a message through mpi4jax.
+"""mpi: the MPI of mpi4py, mpi4jax and mpiexec, the launcher, and a message to itself through mpi4jax.
 
 MPI and mpi4jax are tried in a child process: where libraries do not fit together they crash or hang.
 """

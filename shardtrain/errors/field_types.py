@@ -1,4 +1,4 @@
-"""Check the fields of a dataclass against their type hints when it is made.
+"""Check the fields of a dataclass against their type hints, and convert unambiguous values in place.
 
 A dataclass calls `wrong_types(self)` first in its `__post_init__`, and checks ranges itself.
 """

@@ -1,6 +1,7 @@
-"""The islands of a run and the processes of each: how launched processes join before jax starts.
+"""Join launched processes into islands, and make what they communicate by: MPI, JAX runtimes, watchdog.
 
-A process that nothing launched is alone, and MPI is never loaded. Next: `transfer.py`.
+`join` runs before jax starts. A process that nothing launched is alone, and MPI is never loaded. Next:
+`transfer.py`.
 """
 
 import os
@@ -41,7 +42,7 @@ class Islands:
 
     Args:
       seat: of this process.
-      environment: what the launcher said.
+      environment: its rank, as the launcher set it.
       control: named messages between all ranks.
       comm: of all ranks; what is sent goes through duplicates of it.
       first_ranks: island -> the rank of its first process.

@@ -1,4 +1,4 @@
-"""Run a launch to its end: Ctrl-C asks all ranks to stop and save, a second one kills them.
+"""Start a launcher, wait for its end and report it: Ctrl-C asks all ranks to save, a second one kills them.
 
 The launcher gets a session of its own, so that the terminal's Ctrl-C reaches this process alone, which
 passes it on as SIGUSR1: MPI launchers forward that one and end at the others.
@@ -54,7 +54,7 @@ def supervise(
       environ: the environment of the command, without what the launch adds.
       time_seconds: ask the ranks to stop `stop_seconds` before this, and kill them at it.
       stop_seconds: as above.
-      write: where to tell it.
+      write: receives the messages.
 
     Returns:
       The exit code of the rank that failed first (128 + n for a signal), or what the launcher ended with.

@@ -1,6 +1,6 @@
-"""The computations of a stage inside a mesh: pure functions of parameters, numbers and activations.
+"""The forward computations of a stage inside a mesh: what enters the blocks, a part's blocks, the loss.
 
-Next: `mesh_pipeline.py`, which calls them in the order of a table.
+Pure functions, which `mesh_tasks.py` differentiates and calls in the order of a table.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The sharding of a state on a mesh, as the text that `train` and `inspect` print."""
+"""Format the sharding of each parameter, and the bytes of the state, as `train` and `inspect` print them."""
 
 from collections.abc import Mapping
 
