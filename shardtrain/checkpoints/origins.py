@@ -91,7 +91,7 @@ def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[i
         stacked = stage_model.model.chain is not None and stage_model.model.chain.stacked
         return (tuple(stage_model.block_numbers), stage_model.stages.num_blocks) if stacked else ((), 0)
     stages = placement.stages
-    return ((), 0) if stages is None or stages.is_plain else (stages.rows, stages.num_blocks)
+    return ((), 0) if stages is None or stages.is_plain else (stages.stored_blocks, stages.num_blocks)
 
 
 def wanted_state(placement: Placement, kept: Any = None) -> State:

@@ -1,1 +1,1 @@
-"""A model cut into stages that microbatches pass through: start with `table.py` (tasks as data, no jax)."""
+"""Pipeline parallelism: schedules as tables of tasks, partitions, programs. Start with `table.py`."""

@@ -23,7 +23,7 @@ class Activations(NamedTuple):
 
 
 class ActivationTree:
-    """The structure, shapes and dtypes of activations, to take their pytree apart and put it together.
+    """The structure, shapes and dtypes of activations, to flatten and unflatten them.
 
     Args:
       example: activations, as arrays or shapes.

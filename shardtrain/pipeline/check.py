@@ -1,4 +1,4 @@
-"""The check of a table: every task once, in a tick of its own, after its dependencies. No jax."""
+"""Check that a table can run: every task once, in its own tick, after its dependencies. No jax."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from shardtrain.pipeline.table import KINDS, Table, Task, needs
 
 
 def check(table: Table) -> None:
-    """Refuse a table that cannot run.
+    """Raise an error that lists everything because of which a table cannot run.
 
     Args:
       table: of any origin.
@@ -22,7 +22,7 @@ def check(table: Table) -> None:
     problems = [*_size_problems(table)]
     if not problems:
         outside = [problem for task in table.tasks for problem in _range_problems(table, task)]
-        problems = [*outside, *_count_problems(table), *_place_problems(table), *_order_problems(table)]
+        problems = [*outside, *_count_problems(table), *_tick_problems(table), *_order_problems(table)]
     if not problems and table.live_bound is not None:
         problems = _live_problems(table, table.live_bound)
     if problems:
@@ -51,7 +51,7 @@ def _size_problems(table: Table) -> list[str]:
 
 
 def _range_problems(table: Table, task: Task) -> list[str]:
-    """Fields of a task that are out of range, one sentence each."""
+    """Return one problem for each field of a task that is out of range."""
     ends = {"stage": table.num_stages, "chunk": table.num_chunks, "microbatch": table.num_microbatches}
     where = f"in tick {task.tick}, {_text(task, table.num_chunks)}"
     problems = [
@@ -82,8 +82,8 @@ def _count_problems(table: Table) -> list[str]:
     ]
 
 
-def _place_problems(table: Table) -> list[str]:
-    """Ticks with more tasks of a stage than they can have."""
+def _tick_problems(table: Table) -> list[str]:
+    """Return one problem for each tick in which a stage has too many tasks."""
     if table.lockstep:
         counts = Counter((task.tick, task.stage, task.kind) for task in table.tasks)
         what, limit = "{} tasks of kind {!r}", "one of each kind in a lock-step tick"
@@ -98,7 +98,7 @@ def _place_problems(table: Table) -> list[str]:
 
 
 def _order_problems(table: Table) -> list[str]:
-    """Tasks scheduled before a dependency. Missing and duplicate tasks are reported elsewhere."""
+    """Return one problem for each task before a dependency; `_count_problems` reports missing ones."""
     tasks = [
         task
         for task in table.tasks

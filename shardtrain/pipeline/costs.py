@@ -1,4 +1,4 @@
-"""What the blocks of a model cost, what its ends use, and the stages that follow from it."""
+"""Trace a model to find the costs of its blocks and the parameters of its ends, and cut it into stages."""
 
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -14,7 +14,7 @@ from shardtrain.pipeline.partition import Costs, counts, parse_stages
 from shardtrain.pipeline.stacking import Partition
 
 STATE = "model_state/"
-"""What stands before the path of a model state, among those of parameters."""
+"""Prefix of the paths of model state, where they are listed with those of parameters."""
 
 
 def make_partition(
@@ -36,8 +36,9 @@ def make_partition(
     if chain is None:
         raise ValueError(
             "the model does not say what its blocks are, so a pipeline cannot cut it; give the nnx module"
-            " `blocks`, first(*inputs), run(blocks, stream, keys) and last(stream) (docs/pipeline.md), where"
-            " every parameter of stacked blocks names its first dim `layers`; or use pipeline=1"
+            " `blocks`, first(*inputs), run(blocks, activations, keys) and last(activations)"
+            " (docs/pipeline.md), where every parameter of stacked blocks names its first dim `layers`; or"
+            " use pipeline=1"
         )
     by = parse_stages(pipeline.stages)
     found = {}
@@ -54,7 +55,7 @@ def make_partition(
 
 
 class Traced:
-    """The pieces of a chain, traced one by one without computing anything.
+    """The functions of a chain (first, run, last), traced by shapes without computing anything.
 
     Args:
       model: with a chain.
@@ -72,66 +73,66 @@ class Traced:
 
     @cached_property
     def leaving(self) -> Any:
-        """The stream that leaves the blocks, as shapes."""
+        """Shapes of the activations that leave the blocks."""
         blocks = self.params.get(BLOCKS, {})
         return jax.eval_shape(partial(self.run, 0, number=self.chain.num_blocks), blocks, self.entering)
 
     def block(self, number: int) -> Any:
-        """The parameters of one block."""
+        """Return the shapes of one block's parameters."""
         blocks = self.params[BLOCKS]
         if not self.chain.stacked:
             return {str(number): blocks.get(str(number), {})}
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), blocks)
 
     def first(self, params: Any, batch: Any, model_state: Any = None) -> Any:
-        """What enters the blocks."""
+        """Return the activations that enter the blocks."""
         inputs = model_inputs(self.loss, batch)
         state = self.model_zeros() if model_state is None else model_state
         return self.chain.first(params, state, jax.random.key(0), True, *inputs)[0]
 
-    def entered(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
-        """(stream, model state) of what a loss gives to the model."""
+    def enter(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
+        """Return (activations that enter the blocks, model state) for the inputs that the loss selects."""
         return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch))
 
-    def run(self, start: int, blocks: Any, stream: Any, number: int = 1) -> Any:
-        """Some blocks, from `start` on."""
+    def run(self, start: int, blocks: Any, activations: Any, number: int = 1) -> Any:
+        """Return the activations behind `number` blocks, from block `start` on."""
         return self.chain.run(
-            {BLOCKS: blocks}, self.model_zeros(), jax.random.key(0), True, start, number, stream
+            {BLOCKS: blocks}, self.model_zeros(), jax.random.key(0), True, start, number, activations
         )[0]
 
-    def last(self, params: Any, stream: Any, batch: Any, model_state: Any = None) -> Any:
-        """The loss of what leaves the blocks."""
+    def last(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
+        """Return the loss sum of the activations that leave the blocks."""
         state = self.model_zeros() if model_state is None else model_state
 
         def apply(*inputs: Any) -> Any:
-            return self.chain.last(params, state, jax.random.key(0), True, stream)[0]
+            return self.chain.last(params, state, jax.random.key(0), True, activations)[0]
 
         return self.loss(once(apply), batch)[0]
 
     def model_zeros(self) -> Any:
-        """A model state to trace with."""
+        """Return a model state of zeros to trace with."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model_state)
 
     @cached_property
     def first_paths(self) -> frozenset[str]:
-        """The parameters that the first piece uses, and the model state (`model_state/...`)."""
+        """Paths of the parameters and model state (`model_state/...`) that are used before the blocks."""
         batch = self.zeros(self.batch)
         return _used(lambda params, state: self.first(params, batch, state), self.params, self.model_state)
 
     @cached_property
     def last_paths(self) -> frozenset[str]:
-        """The same of the last piece."""
-        stream, batch = self.zeros(self.leaving), self.zeros(self.batch)
+        """Paths of the parameters and model state that are used after the blocks, the loss among it."""
+        activations, batch = self.zeros(self.leaving), self.zeros(self.batch)
         return _used(
-            lambda params, state: self.last(params, stream, batch, state), self.params, self.model_state
+            lambda params, state: self.last(params, activations, batch, state), self.params, self.model_state
         )
 
     def zeros(self, shapes: Any) -> Any:
-        """Arrays of these shapes."""
+        """Return arrays of zeros of these shapes."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def costs(self, by: str) -> Costs:
-        """What the pieces cost.
+        """Return the costs of what comes before the blocks, of each block, and of what comes after them.
 
         Args:
           by: "params", numbers of parameters; or "flops", those of a forward pass of these rows, counted in
@@ -148,9 +149,9 @@ class Traced:
                 first=float(sum(size for path, size in sizes.items() if path in first)),
                 last=float(sum(size for path, size in sizes.items() if path in last)),
             )
-        blocks, stream = [], self.entering
+        blocks, activations = [], self.entering
         for block in range(1 if self.chain.stacked else self.chain.num_blocks):
-            flops, stream = _flops(partial(self.run, block), self.block(block), stream)
+            flops, activations = _flops(partial(self.run, block), self.block(block), activations)
             blocks.append(flops)
         return Costs(
             blocks=blocks * self.chain.num_blocks if self.chain.stacked else blocks,
@@ -160,13 +161,13 @@ class Traced:
 
 
 def _flops(function: Any, *shapes: Any) -> tuple[float, Any]:
-    """The flops of a function, and the shapes that it returns."""
+    """Return the flops of a function, and the shapes that it returns."""
     lowered = jax.jit(function).lower(*shapes)
     return float((lowered.cost_analysis() or {}).get("flops", 0.0)), lowered.out_info
 
 
 def _used(function: Any, params: Any, model_state: Any) -> frozenset[str]:
-    """The parameters, and the model state, that any operation of a function reads."""
+    """Return the paths of the parameters and model state that any operation of a function reads."""
     traced = jax.make_jaxpr(function)(params, model_state).jaxpr
     read = {id(v) for equation in traced.eqns for v in equation.invars} | {id(v) for v in traced.outvars}
     paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]

@@ -1,8 +1,8 @@
-"""The values that are sent between the parts of a model, found by tracing: nothing is declared.
+"""Find, by tracing, the values that are sent between the parts of a model.
 
-A value that a part passes through unchanged goes straight from the part that made it to those that read it,
-and its cotangents come back the same way. So the model needs no code for skip edges or several values at a
-boundary. Next: `train_step/stage_executor.py`.
+A value that a part passes through unchanged is sent straight from the part that computes it to those that
+read it, and its cotangents come back the same way. So a model declares nothing, also
+where it has skip edges or several values at a boundary. Next: `train_step/stage_executor.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class Value(NamedTuple):
-    """An array between parts: leaf `leaf` of the stream that part `part` returns, for each microbatch."""
+    """An array between parts: leaf number `leaf` of the activations that part `part` returns."""
 
     part: int
     leaf: int
@@ -25,14 +25,14 @@ class Flow:
     """The values between the parts of a model.
 
     Args:
-      streams: part -> the stream that it is given, as shapes; () for the first part.
-      sources: part -> where each leaf of that stream was made.
+      activations: part -> shapes of the activations that enter it; () for the first part.
+      sources: part -> the value that each leaf of these activations is.
       reads: part -> the values that it reads.
-      writes: part -> the values that it makes and a later part reads.
+      writes: part -> the values that it computes and a later part reads.
       shapes: of each value that is read, for all rows of a microbatch.
     """
 
-    streams: tuple[Any, ...]
+    activations: tuple[Any, ...]
     sources: tuple[tuple[Value, ...], ...]
     reads: tuple[tuple[Value, ...], ...]
     writes: tuple[tuple[Value, ...], ...]
@@ -42,7 +42,7 @@ class Flow:
         """Return the parts that read a value, in order."""
         return [part for part, values in enumerate(self.reads) if value in values]
 
-    def has_error(self, value: Value) -> bool:
+    def has_cotangent(self, value: Value) -> bool:
         """Whether a value has cotangents: masks and integers have none."""
         return jnp.issubdtype(self.shapes[value].dtype, jnp.inexact)
 
@@ -53,22 +53,24 @@ class Flow:
 
 
 def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows: int) -> Flow:
-    """Trace parts one after the other, without computing anything.
+    """Trace parts one after the other and return the values between them; computes nothing.
 
     Args:
-      parts: each a function (params, stream) -> stream; the first is given (), the last returns anything.
+      parts: each a function (params, activations) -> activations; the first gets (), the last returns
+        anything.
       params: shapes.
       num_rows: of a microbatch.
 
     Raises:
-      ValueError: a stream has no arrays, or one whose first dim is not that of rows.
+      ValueError: activations have no arrays, or one whose first dim is not that of rows.
     """
-    streams: list[Any] = [()]
+    activations: list[Any] = [()]
     sources: list[tuple[Value, ...]] = [()]
     reads: list[tuple[Value, ...]] = []
     for number, part in enumerate(parts):
-        traced, shapes = jax.make_jaxpr(part, return_shape=True)(params, streams[-1])
+        traced, shapes = jax.make_jaxpr(part, return_shape=True)(params, activations[-1])
         jaxpr, before = traced.jaxpr, sources[-1]
+        # the last inputs of the traced program are the leaves of the activations
         given = jaxpr.invars[len(jaxpr.invars) - len(before) :]
         used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
         is_last = number == len(parts) - 1
@@ -77,30 +79,33 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
         reads.append(tuple(dict.fromkeys(s for s, v in zip(before, given, strict=True) if id(v) in used)))
         if is_last:
             break
+        # an output that is an input unchanged stays the value of the part that computed it
         through = {id(v): source for source, v in zip(before, given, strict=True)}
         sources.append(tuple(through.get(id(v), Value(number, i)) for i, v in enumerate(jaxpr.outvars)))
-        streams.append(shapes)
-        if problem := _stream_problem(number, shapes, num_rows):
+        activations.append(shapes)
+        if problem := _activations_problem(number, shapes, num_rows):
             raise ValueError(problem)
     read = sorted({value for values in reads for value in values})
     return Flow(
-        streams=tuple(streams),
+        activations=tuple(activations),
         sources=tuple(sources),
         reads=tuple(reads),
         writes=tuple(tuple(v for v in read if v.part == part) for part in range(len(parts))),
-        shapes={v: jax.tree.leaves(streams[v.part + 1])[v.leaf] for v in read},
+        shapes={v: jax.tree.leaves(activations[v.part + 1])[v.leaf] for v in read},
     )
 
 
-def _stream_problem(part: int, stream: Any, num_rows: int) -> str:
+def _activations_problem(part: int, activations: Any, num_rows: int) -> str:
     """Describe why the activations of a part cannot be sent; "" if they can."""
-    leaves = jax.tree.leaves_with_path(stream)
+    leaves = jax.tree.leaves_with_path(activations)
     if not leaves:
-        return f"part {part} of the model returns a stream without arrays; return what the next block reads"
+        return (
+            f"part {part} of the model returns activations without arrays; return what the next block reads"
+        )
     if any(x.shape[:1] != (num_rows,) for _, x in leaves):
         shapes = ", ".join(f"{jax.tree_util.keystr(path)} {list(x.shape)}" for path, x in leaves)
         return (
             f"part {part} of the model returns arrays whose first dims are not the {num_rows} rows: {shapes};"
-            " every array of a stream has the rows of the batch first"
+            " every array of the activations has the rows of the batch first"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Branches by data inside a pipeline's program: which task a stage has in a tick, and how large its part is.
+"""Conditionals inside a pipeline's program: which task a stage has in a tick, and how large its part is.
 
 XLA refuses branches whose results it has sharded differently, so all of them end in the same constraints.
 Next: `mesh_pipeline.py`.
@@ -63,7 +63,7 @@ class Branches:
 
         def constrain(x: Any) -> Any:
             if not isinstance(x, Sums):
-                return self._compute.by_rows(x)
+                return self._compute.shard_rows(x)
             return x._replace(grads=jax.tree.map(lax.with_sharding_constraint, x.grads, self._grad_specs))
 
         return jax.tree.map(constrain, result, is_leaf=lambda x: isinstance(x, Sums))

@@ -1,4 +1,4 @@
-"""The tasks of a stage in one tick inside a mesh: forward, backward and weight, from slots to slots.
+"""Run the forward, backward and weight task of a stage in one tick inside a mesh, from slots to slots.
 
 The backward is written by hand: it recomputes the forward of a part from its kept input. Next:
 `mesh_pipeline.py`, which scans over the ticks and exchanges results between them.
@@ -85,8 +85,8 @@ class StageTasks:
         )
 
         def run(size: int) -> Activations:
-            rows = compute.rows(size, task.chunk)
-            return compute.run(size, rows, task.chunk, task.microbatch, entering)
+            params = compute.block_params(size, task.chunk)
+            return compute.run(size, params, task.chunk, task.microbatch, entering)
 
         # While training the output of the last part is needed only by its own backward, which recomputes it.
         # Without a task the input is sent on, and no stage keeps it.
@@ -119,7 +119,7 @@ class StageTasks:
     def backward(self, task: TickTask, carry: Carry) -> Carry:
         """Compute the cotangent of a part's input, and without weight tasks the gradients of its blocks."""
         has_weight = self._has_weight
-        wanted = ("entering",) if has_weight else ("entering", "rows")
+        wanted = ("entering",) if has_weight else ("entering", "params")
 
         def run(size: int, sums: Sums) -> tuple[Any, Any, Sums]:
             # recompute the forward from the kept input, then pull the cotangent of its output back
@@ -128,7 +128,7 @@ class StageTasks:
             found = pull(cotangent)
             if has_weight:
                 return cotangent, found["entering"], self._add_first(task, found["entering"], sums)
-            sums = add_block_grads(sums, found["rows"], self._compute.start(task.chunk))
+            sums = add_block_grads(sums, found["params"], self._compute.first_block(task.chunk))
             return cotangent, found["entering"], sums
 
         def skip(sums: Sums) -> tuple[Any, Any, Sums]:
@@ -147,9 +147,9 @@ class StageTasks:
         """Compute the gradients of a part's blocks."""
 
         def run(size: int, sums: Sums) -> Sums:
-            _, pull = self._vjp(size, task, carry, ("rows",))
+            _, pull = self._vjp(size, task, carry, ("params",))
             found = pull(get(carry.cotangents, task.cotangent))
-            return add_block_grads(sums, found["rows"], self._compute.start(task.chunk))
+            return add_block_grads(sums, found["params"], self._compute.first_block(task.chunk))
 
         sums = self._branches.by_size(task.is_present, task.chunk, run, lambda sums: sums, carry.sums)
         return carry._replace(sums=sums)
@@ -157,21 +157,21 @@ class StageTasks:
     def _vjp(
         self, size: int, task: TickTask, carry: Carry, wanted: Sequence[str]
     ) -> tuple[Activations, Callable[[list[Any]], dict[str, Any]]]:
-        """Return a part's output, and the function from its cotangent to those of what is wanted.
+        """Return a part's output, and the function from its cotangent to those of the wanted inputs.
 
         Args:
           size: blocks of the part.
           task: of this tick.
           carry: with the part's input.
-          wanted: "entering" (the floats of the input), "rows" (the parameters of the blocks).
+          wanted: "entering" (the floats of the input), "params" (the parameters of the blocks).
         """
         compute, entering = self._compute, get(carry.inputs, task.input)
-        values = {"rows": compute.rows(size, task.chunk), "entering": entering.floats}
+        values = {"params": compute.block_params(size, task.chunk), "entering": entering.floats}
 
         def run(varied: dict[str, Any]) -> Activations:
-            rows, floats = ({**values, **varied}[name] for name in ("rows", "entering"))
+            params, floats = ({**values, **varied}[name] for name in ("params", "entering"))
             inputs = Activations(floats, entering.others)
-            return compute.run(size, rows, task.chunk, task.microbatch, inputs)
+            return compute.run(size, params, task.chunk, task.microbatch, inputs)
 
         floats, pull, others = jax.vjp(run, {name: values[name] for name in wanted}, has_aux=True)
         return Activations(floats, others), lambda cotangent: pull(cotangent)[0]

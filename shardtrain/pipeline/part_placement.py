@@ -32,7 +32,7 @@ MOST_CHUNKS = {"v": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class PartPlacement:
-    """Which part is which chunk of which stage.
+    """The stage and chunk of each part of a model.
 
     Args:
       num_stages: S, 1 or more.
@@ -75,7 +75,7 @@ class PartPlacement:
 
     @property
     def num_parts(self) -> int:
-        """S * V."""
+        """The number of parts, S * V."""
         return len(self.stages)
 
     @property
@@ -84,23 +84,23 @@ class PartPlacement:
         return self.stages[-1]
 
     def stage(self, part: int) -> int:
-        """The stage that holds a part."""
+        """Return the stage of a part."""
         return self.stages[part]
 
     def chunk(self, part: int) -> int:
-        """The number of a part among those of its stage."""
+        """Return the chunk of a part: its number among the parts of its stage."""
         return self._parts[self.stages[part]].index(part)
 
     def part(self, stage: int, chunk: int) -> int:
-        """The part that is a chunk of a stage."""
+        """Return the part that is this chunk of a stage."""
         return self._parts[stage][chunk]
 
     def parts(self, stage: int) -> tuple[int, ...]:
-        """The parts of a stage, by chunk."""
+        """Return the parts of a stage, by chunk."""
         return self._parts[stage]
 
     def hop(self, part: int) -> int:
-        """How many stages further, modulo S, the next part is; 0 where it is on the same stage.
+        """Return the number of stages, modulo S, from a part to the next one; 0 on the same stage.
 
         >>> [PartPlacement(num_stages=3, num_chunks=2, name="v").hop(part) for part in range(5)]
         [1, 1, 0, 2, 2]
@@ -109,7 +109,7 @@ class PartPlacement:
 
     @cached_property
     def hops(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Each hop that activations make -> its pairs (from stage, to stage), each once.
+        """Distance in stages (see `hop`) -> the pairs (from stage, to stage) with that distance.
 
         >>> PartPlacement(num_stages=3, num_chunks=2, name="v").hops
         {0: ((2, 2),), 1: ((0, 1), (1, 2)), 2: ((1, 0), (2, 1))}

@@ -1,4 +1,4 @@
-"""Which blocks of a model each part has: as even as can be, by cost, or as the user says. No jax."""
+"""Choose how many blocks each part of a pipeline gets: equal numbers, by cost, or a given list. No jax."""
 
 import math
 import re
@@ -15,7 +15,7 @@ WAYS = ("equal", "params", "flops")
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the pieces of a model cost, in any unit.
+    """The costs of a model's blocks, and of what comes before and after them, in any unit.
 
     Args:
       blocks: of each block, in order.
@@ -31,7 +31,7 @@ class Costs:
 def cut(
     costs: Sequence[float], num_parts: int, *, first_cost: float = 0.0, last_cost: float = 0.0
 ) -> list[int]:
-    """Cut blocks into parts so that the most expensive part is as cheap as can be.
+    """Cut blocks into parts so that the most expensive part is as cheap as possible.
 
     Among those cuts, one with the least sum of squares, so that the other parts are even too; of equal ones
     that whose early parts have more blocks. By dynamic programming.
@@ -66,7 +66,7 @@ def cut(
 
 
 def parse_stages(text: str) -> str | tuple[int, ...]:
-    """Read how to cut a model: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
+    """Parse how to cut a model: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
 
     Raises:
       ValueError: another word, or a part of the list that is no whole number from 1.
@@ -94,7 +94,7 @@ def counts(
     params: Costs | None = None,
     flops: Costs | None = None,
 ) -> list[int]:
-    """The number of blocks of each part.
+    """Return the number of blocks of each part.
 
     Args:
       by: "equal" (what is left over goes to the middle: the first part has the embedding, the last the head),
@@ -140,7 +140,13 @@ def _equal(num_blocks: int, num_parts: int) -> list[int]:
 
 
 def _best_cut(sums: Sequence[float], num_parts: int, first_cost: float, last_cost: float) -> list[int]:
-    """`sums`: of the costs of the first n blocks, for n from 0."""
+    """Return the numbers of blocks of the best cut, by dynamic programming over where each part ends.
+
+    Args:
+      sums: the costs of the first n blocks together, for n from 0.
+      num_parts: number of parts.
+      first_cost, last_cost: see `cut`.
+    """
     num_blocks = len(sums) - 1
 
     def cost(part: int, begin: int, end: int) -> float:
@@ -148,13 +154,14 @@ def _best_cut(sums: Sequence[float], num_parts: int, first_cost: float, last_cos
         return sums[end] - sums[begin] + ends
 
     def ends(part: int) -> range:
-        """Where a part can end: one block or more for it, for those before and for those after."""
+        """Return the blocks where a part can end: every part gets one block or more."""
         after = num_parts - 1 - part
         return range(part + 1, num_blocks - after + 1) if after else range(num_blocks, num_blocks + 1)
 
     def begins(part: int, end: int) -> range:
         return range(part, end) if part else range(1)
 
+    # first the smallest cost that the most expensive part can have
     smallest = {end: cost(0, 0, end) for end in ends(0)}
     for part in range(1, num_parts):
         smallest = {
@@ -202,7 +209,7 @@ def _cost_problems(by: str, costs: Mapping[str, Costs | None], num_blocks: int) 
 
 
 def _list_problems(numbers: Sequence[int], num_blocks: int, num_parts: int) -> list[str]:
-    """What is wrong with numbers of blocks, with the nearest that fit."""
+    """Return the problems of a list of numbers of blocks, each with the nearest list that fits."""
     too_few = _part_problems(num_blocks, num_parts)
     if too_few:
         return too_few

@@ -1,4 +1,4 @@
-"""The schedules we know, each a pure function from sizes to a table. No jax.
+"""The named schedules, each a pure function from sizes to a table. No jax.
 
 S stages, M microbatches, V chunks a stage. Each has two forms: one task a tick, for stages that run on
 their own, and lock-step, for a mesh, where a tick waits for all. Next: `simulate.py`, `mesh_pipeline.py`.
@@ -76,7 +76,7 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep:
 def one_forward_one_backward(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep: bool = False
 ) -> Table:
-    """Backwards as early as can be (Narayanan et al. 2021, Megatron-LM, section 2.2.1; PipeDream's order).
+    """1F1B: backwards as early as possible (Narayanan et al. 2021, Megatron-LM, section 2.2.1; PipeDream).
 
     So memory does not grow with M. One task a tick: 2 (M + S - 1) ticks; stage s holds min(M, S - s).
     Lock-step, a forward and a backward a tick: M + 2 (S - 1) ticks; stage s holds min(M, 2 (S - s) - 1), for
@@ -187,7 +187,7 @@ def forward_only(
     lockstep: bool = False,
     placement: str = "loop",
 ) -> Table:
-    """Forwards alone, for evaluation.
+    """Return a table of forward tasks alone, for evaluation.
 
     V M + S - 1 ticks in the placement "loop" (for M a multiple of S, or V = 1); 2 (M + S - 1) in "v", where a
     microbatch starts every second tick, so that those on their way down and back up alternate on each stage.
@@ -268,7 +268,7 @@ def placement_of(name_or_path: str | Path, num_chunks: int) -> str:
 def make_table(
     name_or_path: str | Path, stages: int, microbatches: int, chunks: int = 1, lockstep: bool = False
 ) -> Table:
-    """A schedule by name, or a user's own from a file; checked.
+    """Return the table of a schedule by name, or read a user's own from a file; both are checked.
 
     Args:
       name_or_path: a name of `SCHEDULES`, or a path that ends in .csv, see `read_table`.

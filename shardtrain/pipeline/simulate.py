@@ -1,6 +1,6 @@
-"""How long a table takes, given how long its tasks and transfers take. No jax, no devices.
+"""Simulate a table in time: start and end of each task, makespan and bubble. No jax, no devices.
 
-The bubble is the part of the stages' time in which they wait, and holds whatever times it is asked for.
+The bubble is the fraction of the stages' time in which they wait, for any times of tasks and transfers.
 """
 
 import math
@@ -13,10 +13,10 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.pipeline.table import Table, Task, needs
 
 Seconds = Mapping[tuple[int, int, str], float] | Mapping[str, float] | Callable[[int, int, str], float]
-"""Of a task by (stage, chunk, kind), or by kind where all stages are equal."""
+"""Seconds of a task by (stage, chunk, kind), or by kind where all stages are equal."""
 
 Transfer = float | Callable[[int, int, str], float]
-"""Seconds from part to part of what a kind of task makes; between parts on one stage there are none."""
+"""Seconds to send the result of a task, by (from part, to part, kind); parts on one stage send nothing."""
 
 Key = tuple[int, int, str]
 Times = Mapping[Key, float]
@@ -26,14 +26,14 @@ Run = tuple[dict[Task, float], dict[Task, float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A table in time; see `simulate`.
+    """The times of a table's tasks; see `simulate`.
 
     Args:
       makespan: seconds from the first start to the last end.
       bubble: 1 - work / (stages * makespan), 0 to 1.
       start: seconds at which each task begins.
       end: seconds at which it is done.
-      live: for each stage, the most (chunk, microbatch) that it holds at once.
+      live: for each stage, the most (chunk, microbatch) that it keeps at once.
     """
 
     makespan: float
@@ -44,7 +44,7 @@ class Simulated:
 
 
 def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -> Simulated:
-    """Run a table on a clock.
+    """Simulate a table, given the seconds of its tasks and transfers.
 
     Each stage does its tasks in order, each as soon as its inputs have arrived; sending costs the sender
     nothing. In lock-step a tick begins when all stages have done the last one; it lasts as long as its
@@ -67,7 +67,7 @@ def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -
     (33.0, 0.273)
     """
     work, hops = _times(table, seconds, transfer_seconds)
-    start, end, makespan = (_in_lockstep if table.lockstep else _free)(table, work, hops)
+    start, end, makespan = (_in_lockstep if table.lockstep else _by_arrival)(table, work, hops)
     busy = sum(work[_key(task)] for task in table.tasks)
     return Simulated(
         makespan=makespan,
@@ -83,9 +83,9 @@ def _key(task: Task) -> Key:
 
 
 def _times(table: Table, seconds: Seconds, transfer: Transfer) -> tuple[Times, Times]:
-    """Of each (stage, chunk, kind): the seconds of its work, and of sending what it makes."""
-    places = [(stage, chunk) for stage in range(table.num_stages) for chunk in range(table.num_chunks)]
-    keys = [(*place, kind) for place in places for kind in table.kinds]
+    """Return the seconds of work, and of sending the result, of each (stage, chunk, kind)."""
+    chunks = [(stage, chunk) for stage in range(table.num_stages) for chunk in range(table.num_chunks)]
+    keys = [(*chunk, kind) for chunk in chunks for kind in table.kinds]
     work = {key: _work_seconds(seconds, key) for key in keys}
     hops = {key: _hop_seconds(table, transfer, key) for key in keys}
     problems = [
@@ -107,7 +107,7 @@ def _work_seconds(seconds: Seconds, key: Key) -> float | None:
 
 
 def _hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
-    """Seconds of sending what a task computes: forward to the next part, backward to the previous."""
+    """Return the seconds of sending a result: forward to the next part, backward to the previous."""
     stage, chunk, kind = key
     placement = table.part_placement
     part = placement.part(stage, chunk)
@@ -117,8 +117,8 @@ def _hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
     return transfer(part, to, kind) if callable(transfer) else transfer
 
 
-def _free(table: Table, work: Times, hops: Times) -> Run:
-    """Each task when its stage is free and its inputs are there; ticks only give an order of computing."""
+def _by_arrival(table: Table, work: Times, hops: Times) -> Run:
+    """Start each task when its stage is free and its inputs have arrived; ticks give only the order."""
     start: dict[Task, float] = {}
     end: dict[Task, float] = {}
     made: dict[tuple[str, int, int], Task] = {}
@@ -136,6 +136,7 @@ def _in_lockstep(table: Table, work: Times, hops: Times) -> Run:
     start: dict[Task, float] = {}
     end: dict[Task, float] = {}
     begin = 0.0
+    # a tick lasts as long as its busiest stage, then as its longest transfer
     for _, group in groupby(table.tasks, key=lambda task: task.tick):
         free, sending = [begin] * table.num_stages, 0.0
         for task in group:

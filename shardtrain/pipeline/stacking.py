@@ -1,7 +1,8 @@
-"""How the blocks of a model are cut into parts, and in which order a mesh stores stacked blocks.
+"""The partition of a model's blocks into parts, and the order in which a mesh stores stacked blocks.
 
-Each stage holds its own blocks next to each other, as many rows as the largest part has: so one array,
-sharded over the axis pipeline, holds any cut. What is saved is the model's own order (`in_order`).
+The blocks of a stage are stored next to each other, each part filled up with zeros to the size of the
+largest: so one array, sharded over the axis pipeline, holds any partition. What is saved is
+the model's own order (`in_order`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from shardtrain.pipeline.part_placement import PartPlacement
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A model's blocks cut into num_chunks * num_stages parts, and the stages that hold them.
+    """A model's blocks cut into num_chunks * num_stages parts, and the stage of each part.
 
     Args:
       num_stages: S.
@@ -26,7 +27,7 @@ class Partition:
       placement: which part each chunk of a stage is, a name of `part_placement.PLACEMENTS`.
       counts: blocks of each part, in the order of the model.
 
-    >>> Partition(num_stages=2, num_chunks=1, counts=(1, 2)).rows
+    >>> Partition(num_stages=2, num_chunks=1, counts=(1, 2)).stored_blocks
     (0, -1, 1, 2)
     """
 
@@ -40,17 +41,17 @@ class Partition:
 
     @cached_property
     def part_placement(self) -> PartPlacement:
-        """Which part each chunk of a stage is."""
+        """The stage and chunk of each part."""
         return PartPlacement(num_stages=self.num_stages, num_chunks=self.num_chunks, name=self.placement)
 
     @property
     def depth(self) -> int:
-        """Rows that each part is given: the blocks of the largest."""
+        """Stored blocks of each part: as many as the largest part has."""
         return max(self.counts)
 
     @property
     def num_blocks(self) -> int:
-        """All blocks."""
+        """The number of all blocks."""
         return sum(self.counts)
 
     @property
@@ -59,8 +60,8 @@ class Partition:
         return tuple(accumulate(self.counts[:-1], initial=0))
 
     @cached_property
-    def rows(self) -> tuple[int, ...]:
-        """The block of each stored row; -1 where a row is filled up with zeros."""
+    def stored_blocks(self) -> tuple[int, ...]:
+        """The block at each stored position, stage by stage; -1 for zeros that fill up a part."""
         parts = [part for s in range(self.num_stages) for part in self.part_placement.parts(s)]
         return tuple(
             self.starts[part] + k if k < self.counts[part] else -1
@@ -70,11 +71,11 @@ class Partition:
 
     @property
     def is_plain(self) -> bool:
-        """The stored order is that of the model."""
-        return self.rows == tuple(range(self.num_blocks))
+        """Whether blocks are stored in the order of the model, without zeros."""
+        return self.stored_blocks == tuple(range(self.num_blocks))
 
     def stored(self, x: Any, dim: int = 0) -> Any:
-        """An array of all blocks, as the mesh stores it.
+        """Return an array of all blocks in the order in which the mesh stores it, filled up with zeros.
 
         Args:
           x: (..., blocks, ...).
@@ -82,15 +83,16 @@ class Partition:
         """
         if self.is_plain:
             return x
-        found = jnp.take(x, np.maximum(self.rows, 0), axis=dim)
-        real = np.asarray(self.rows).reshape(-1, *[1] * (x.ndim - dim - 1)) >= 0
+        found = jnp.take(x, np.maximum(self.stored_blocks, 0), axis=dim)
+        real = np.asarray(self.stored_blocks).reshape(-1, *[1] * (x.ndim - dim - 1)) >= 0
         return jnp.where(real, found, jnp.zeros((), x.dtype))
 
     def in_order(self, x: Any, dim: int = 0) -> Any:
-        """The reverse of `stored`."""
-        return x if self.is_plain else jnp.take(x, _places(self.rows), axis=dim)
+        """Return a stored array in the order of the model, the reverse of `stored`."""
+        return x if self.is_plain else jnp.take(x, _positions(self.stored_blocks), axis=dim)
 
 
-def _places(rows: Sequence[int]) -> np.ndarray:
-    """Where each block is stored."""
-    return np.asarray([rows.index(block) for block in range(max(rows) + 1)], np.int32)
+def _positions(stored_blocks: Sequence[int]) -> np.ndarray:
+    """Return the position at which each block is stored."""
+    numbers = range(max(stored_blocks) + 1)
+    return np.asarray([stored_blocks.index(number) for number in numbers], np.int32)

@@ -26,8 +26,8 @@ class StageCompute:
       chain: stacked blocks; their activations must have the same shapes between all blocks.
       loss: returns (sum, count), see `loss.Loss`.
       stages: the partition of the blocks.
-      params: of this stage; `params["blocks"]` are its rows of the stacked blocks.
-      rng: microbatch -> the key of its rows.
+      params: of this stage; `params["blocks"]` are its own stacked blocks.
+      rng: microbatch -> the key of its rows of the batch.
       batch: every array (microbatches, rows, ...).
       row_axes: the mesh axes over which rows are sharded.
       train: with dropout.
@@ -59,8 +59,8 @@ class StageCompute:
     def _activation_tree(self) -> ActivationTree:
         before = jax.eval_shape(lambda: self._first(self.rest, 0))
         size = self.stages.counts[0]
-        rows = self.rows(size, 0)
-        after = jax.eval_shape(lambda tree: self._run(size, rows, 0, 0, tree), before)
+        blocks = self.block_params(size, 0)
+        after = jax.eval_shape(lambda tree: self._run(size, blocks, 0, 0, tree), before)
         if changed := activation_changes(before, after):
             raise ValueError(changed)
         return ActivationTree(before)
@@ -70,8 +70,8 @@ class StageCompute:
         """Shapes of what `loss_of` returns."""
         return jax.eval_shape(lambda found: self.loss_of(self.rest, found, 0), self.tree.shapes)
 
-    def by_rows(self, arrays: Any) -> Any:
-        """Constrain arrays to be sharded by rows."""
+    def shard_rows(self, arrays: Any) -> Any:
+        """Constrain arrays to be sharded over their first dim, the rows of the batch."""
         return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.row_spec), arrays)
 
     def microbatch(self, number: Any) -> Batch:
@@ -88,33 +88,34 @@ class StageCompute:
         return self.tree.split(self._first(rest, number))
 
     def _first(self, rest: Any, number: Any) -> Any:
-        # else XLA slices a sharded sequence from the batch by a permute, which waits for all stages
-        inputs = self.by_rows(model_inputs(self.loss, self.microbatch(number)))
+        # without the constraint XLA slices a sharded sequence from the batch by a permute, which waits for
+        # all stages
+        inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number)))
         return self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
 
-    def start(self, chunk: Any) -> Any:
-        """Return the first row of a chunk among the rows of this stage."""
+    def first_block(self, chunk: Any) -> Any:
+        """Return the index of a chunk's first block among the stacked blocks of this stage."""
         return chunk * self.stages.depth
 
-    def rows(self, size: int, chunk: Any) -> Any:
-        """Return the parameters of the blocks of a chunk, `size` of them."""
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start(chunk), size), self.blocks)
+    def block_params(self, size: int, chunk: Any) -> Any:
+        """Return the parameters of the first `size` blocks of a chunk."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.first_block(chunk), size), self.blocks)
 
-    def run(self, size: int, rows: Any, chunk: Any, number: Any, entering: Activations) -> Activations:
+    def run(self, size: int, blocks: Any, chunk: Any, number: Any, entering: Activations) -> Activations:
         """Return the activations that leave the blocks of a chunk.
 
         Args:
           size: number of blocks.
-          rows: their parameters.
+          blocks: their parameters.
           chunk: of this stage.
           number: of the microbatch.
           entering: the activations before the blocks.
         """
-        return self.tree.split(self._run(size, rows, chunk, number, self.tree.join(entering)))
+        return self.tree.split(self._run(size, blocks, chunk, number, self.tree.join(entering)))
 
-    def _run(self, size: int, rows: Any, chunk: Any, number: Any, tree: Any) -> Any:
+    def _run(self, size: int, blocks: Any, chunk: Any, number: Any, tree: Any) -> Any:
         start = self.of_part(self.stages.starts, chunk)
-        return self.chain.run({BLOCKS: rows}, {}, self.rng(number), self.train, start, size, tree)[0]
+        return self.chain.run({BLOCKS: blocks}, {}, self.rng(number), self.train, start, size, tree)[0]
 
     def of_part(self, numbers: Sequence[int], chunk: Any) -> jax.Array:
         """Select, from a list with a number for each part, the one of a chunk of this stage."""

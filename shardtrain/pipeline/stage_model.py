@@ -21,12 +21,12 @@ from shardtrain.pipeline.stacking import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageModel:
-    """One stage's share of a model.
+    """The parts of a model on one stage, their parameters, and how to run them.
 
     Args:
       model: the whole model.
       stages: the partition of its blocks.
-      traced: the pieces of the model.
+      traced: the traced functions of the model.
       stage: the number of this stage.
     """
 
@@ -42,7 +42,7 @@ class StageModel:
 
     @property
     def last_part(self) -> int:
-        """The number of the last part of all."""
+        """The number of the model's last part."""
         return len(self.stages.counts) - 1
 
     @cached_property
@@ -57,8 +57,8 @@ class StageModel:
             found[path] = sorted(stages or {0})
             if path.startswith(STATE) and len(stages) > 1:
                 raise ValueError(
-                    f"{path} is used by the first piece of the model and by the last, which are on"
-                    " different stages; give each a state of its own"
+                    f"{path} is used before the blocks and after them, which are different stages; give"
+                    " each a state of its own"
                 )
         return found
 
@@ -101,12 +101,12 @@ class StageModel:
                 if self.users[prefix + name][0] == self.stage:
                     found[name] = leaf
             elif self.model.chain is not None and self.model.chain.stacked:
-                found[name] = self._rows(leaf)
+                found[name] = self._own_blocks(leaf)
             elif int(name.split("/")[1]) in self.block_numbers:
                 found[name] = leaf
         return nested(found)
 
-    def _rows(self, leaf: Any) -> Any:
+    def _own_blocks(self, leaf: Any) -> Any:
         if isinstance(leaf, _Names):
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -127,7 +127,7 @@ class StageModel:
         dims = jax.tree.map(lambda leaf: leaf.names, self.own(named))
         return Model(init=init, apply=apply, dims=dims)
 
-    def taken(self, params: Tree, part: int) -> Tree:
+    def part_params(self, params: Tree, part: int) -> Tree:
         """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""
         found: Tree = {BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
         uses: frozenset[str] = frozenset()
@@ -146,8 +146,8 @@ class StageModel:
         offset = self.block_numbers.index(start)
         return jax.tree.map(lambda x: x[offset : offset + count], blocks)
 
-    def added(self, grads: Tree, part: int, found: Tree) -> Tree:
-        """Add the gradients of a part's parameters (see `taken`) to those of its stage, in float32."""
+    def add_grads(self, grads: Tree, part: int, found: Tree) -> Tree:
+        """Add the gradients of a part's parameters (see `part_params`) to those of its stage, in float32."""
         by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
         stacked = self.traced.chain.stacked
         offset = self.block_numbers.index(self.stages.starts[part])
@@ -164,31 +164,38 @@ class StageModel:
         return jax.tree.map_with_path(add, grads)
 
     def run(
-        self, part: int, taken: Tree, model_state: Tree, rng: Any, train: bool, batch: Batch, stream: Any
+        self,
+        part: int,
+        params: Tree,
+        model_state: Tree,
+        rng: Any,
+        train: bool,
+        batch: Batch,
+        activations: Any,
     ) -> tuple[Any, Tree]:
         """Run a part: return (activations, model state), or ((loss sum, (count, metrics)), model state).
 
         Args:
           part: its number.
-          taken: its parameters.
+          params: its parameters.
           model_state: of its stage.
           rng: the key of these rows.
           train: whether dropout is on.
           batch: these rows, for the first and the last part.
-          stream: what the part before returned.
+          activations: those that the part before returned.
         """
         chain, loss = self.traced.chain, self.traced.loss
         start, count = self.stages.starts[part], self.stages.counts[part]
         if part == 0:
-            stream, model_state = self.traced.entered(taken, model_state, rng, train, batch)
-        blocks = {BLOCKS: taken[BLOCKS]}
-        stream, model_state = chain.run(blocks, model_state, rng, train, start, count, stream)
+            activations, model_state = self.traced.enter(params, model_state, rng, train, batch)
+        blocks = {BLOCKS: params[BLOCKS]}
+        activations, model_state = chain.run(blocks, model_state, rng, train, start, count, activations)
         if part < self.last_part:
-            return stream, model_state
+            return activations, model_state
         left = []
 
         def apply(*inputs: Any) -> Any:
-            outputs, changed = chain.last(taken, model_state, rng, train, stream)
+            outputs, changed = chain.last(params, model_state, rng, train, activations)
             left.append(changed)
             return outputs
 
@@ -196,7 +203,7 @@ class StageModel:
         return (loss_sum, (count, metrics)), left[0]
 
     def flow(self, microbatch: Mapping[str, Any]) -> Flow:
-        """The values between parts.
+        """Return the values between all parts of the model.
 
         Args:
           microbatch: name -> array or shape (rows, ...).
@@ -205,18 +212,18 @@ class StageModel:
         state = self.traced.model_zeros()
 
         def part(number: int) -> Callable[[Any, Any], Any]:
-            def run(params: Any, stream: Any) -> Any:
+            def run(params: Any, activations: Any) -> Any:
                 stage_model = StageModel(
                     model=self.model,
                     stages=self.stages,
                     traced=self.traced,
                     stage=self.stages.part_placement.stage(number),
                 )
-                taken = stage_model.taken(
+                params = stage_model.part_params(
                     {**params, BLOCKS: stage_model.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})},
                     number,
                 )
-                return stage_model.run(number, taken, state, jax.random.key(0), True, batch, stream)[0]
+                return stage_model.run(number, params, state, jax.random.key(0), True, batch, activations)[0]
 
             return run
 
@@ -227,7 +234,7 @@ class StageModel:
 
 @dataclass(frozen=True)
 class _Names:
-    """Dim names as one leaf."""
+    """The dim names of an array, as one leaf of a tree."""
 
     names: tuple[str | None, ...] | None
 
@@ -237,7 +244,7 @@ def _is_names(x: Any) -> bool:
 
 
 def nested(by_path: Mapping[str, Any]) -> Tree:
-    """A nested dict from paths.
+    """Return the nested dict of a dict by paths.
 
     >>> nested({"a/b": 1, "c": 2})
     {'a': {'b': 1}, 'c': 2}

@@ -41,10 +41,10 @@ def add_grads(sums: Sums, grads: dict[str, Any]) -> Sums:
 
 
 def add_block_grads(sums: Sums, grads: Any, start: Any) -> Sums:
-    """Return the sums with gradients of stacked blocks added, those from row `start` on."""
+    """Return the sums with gradients of stacked blocks added, those from block `start` on."""
 
     def add(total: jax.Array, g: jax.Array) -> jax.Array:
-        # added to all rows: XLA does that in place, where it would copy a slice that it reads and writes
+        # added to all blocks: XLA does that in place, where it would copy a slice that it reads and writes
         g = g.astype(jnp.float32)
         if g.shape != total.shape:
             g = lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), g, start, 0)

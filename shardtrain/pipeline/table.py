@@ -16,7 +16,7 @@ part's input and weights; in a table with weight tasks only those of its input."
 
 
 class Task(NamedTuple):
-    """What one stage does with one microbatch in one tick; all numbers count from 0."""
+    """The computation of one stage on one microbatch in one tick; all numbers count from 0."""
 
     tick: int
     stage: int
@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A schedule as data; `check` tells whether it can run.
+    """A schedule as data; `check` verifies that it can run.
 
     Args:
       num_stages: S, stages that compute at the same time.
@@ -68,7 +68,7 @@ class Table:
 
     @cached_property
     def part_placement(self) -> PartPlacement:
-        """Which part each chunk of a stage is."""
+        """The stage and chunk of each part."""
         return PartPlacement(num_stages=self.num_stages, num_chunks=self.num_chunks, name=self.placement)
 
     @property
@@ -82,15 +82,15 @@ class Table:
         return "weight" in self.kinds
 
     def part(self, task: Task) -> int:
-        """The part of the model that a task computes."""
+        """Return the part of the model that a task computes."""
         return self.part_placement.part(task.stage, task.chunk)
 
     def order(self, stage: int) -> list[Task]:
-        """The tasks of a stage, in the order in which it does them."""
+        """Return the tasks of a stage in the order of their execution."""
         return [task for task in self.tasks if task.stage == stage]
 
     def live(self, stage: int) -> int:
-        """The largest number of (chunk, microbatch) that a stage keeps at once.
+        """Return the largest number of (chunk, microbatch) that a stage keeps at once.
 
         Each counts from the start of its forward to the end of its last task.
         """

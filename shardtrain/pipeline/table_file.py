@@ -1,4 +1,4 @@
-"""Tables as CSV files: a user's own schedule, or a named one to look at and change. No jax."""
+"""Read and write tables as CSV files: a user's own schedule, or a named one to change. No jax."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ from shardtrain.system.untrusted_files import read_text
 MOST_FILE_BYTES = 1 << 25
 MOST_PROBLEMS = 100
 IDLE = 8
-"""Counts may be so many times larger than the number of tasks; beyond that they are a mistake."""
+"""Largest accepted ratio of a tick, stage, chunk or microbatch number to the number of tasks."""
 
 COLUMNS = ("tick", "stage", "chunk", "microbatch", "kind")
 OPTIONAL = ("chunk", "part")
@@ -106,7 +106,7 @@ def _number(text: str | None, limit: int) -> int:
 
 
 def _size_problems(rows: list[dict[str, Any]]) -> list[str]:
-    """Sizes so large that most tasks would be missing: a table of them is never built.
+    """Return a problem if the sizes are so large that most tasks would be missing.
 
     >>> _size_problems([{"tick": "0", "stage": "9", "microbatch": "9", "kind": "forward"}])
     ['its largest stage, chunk and microbatch are 9, 0 and 9: 10 * 1 * 10 = 100 tasks of each kind, and the \
@@ -126,7 +126,7 @@ file has 1 in all']
 
 
 def _placement(rows: list[dict[str, Any]]) -> str | None:
-    """The placement with the parts that rows name; None if they are in none."""
+    """Return the name of the placement that the column `part` describes; None if there is none."""
     if "part" not in rows[0]:
         return "loop"
     found = {tuple(int(row.get(name, "0")) for name in ("stage", "chunk", "part")) for row in rows}
@@ -147,7 +147,7 @@ def _part_problems(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _sizes(rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """The numbers of stages and chunks."""
+    """Return the numbers of stages and chunks."""
     stages, chunks = (1 + max(int(row.get(name, "0")) for row in rows) for name in ("stage", "chunk"))
     return stages, chunks
 

@@ -38,7 +38,7 @@ LiveRanges = dict[tuple[int, int], tuple[int, int]]
 
 
 def make_ticks(table: Table) -> Ticks:
-    """Return the arrays of a table.
+    """Return the arrays of a table, with a slot for each value.
 
     Args:
       table: checked; of the lock-step form, or any with at most one task per stage and tick.
@@ -73,7 +73,7 @@ def make_ticks(table: Table) -> Ticks:
 
 
 def _live_ranges(table: Table) -> tuple[LiveRanges, LiveRanges]:
-    """Live ranges of the input and of the cotangent of each part and microbatch."""
+    """Return the live ranges of the input and of the cotangent of each part and microbatch."""
     ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in table.tasks}
     inputs: LiveRanges = {}
     cotangents: LiveRanges = {}

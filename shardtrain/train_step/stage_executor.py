@@ -1,12 +1,12 @@
-"""The executor of one stage across islands: its tasks of a table in order, each once its inputs arrived.
+"""Execute the tasks of one pipeline stage across islands, in the order of a table.
 
-It knows what a task waits for and what it sends to whom; what a task computes is up to its `Programs`.
-Next: `stage_step.py`, which makes the programs.
+It receives what a task needs and sends what it computed; the computations are those of its `Programs`.
+Next: `stage_programs.py`, which implements them.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
 
 Arrays = dict[Value, Any]
+Direction = Literal["activations", "cotangents"]
 Observe = Callable[[Task, float, float], None]
 """(task, seconds at its start, seconds at its end), by `time.perf_counter`."""
 
 
 class Programs(Protocol):
-    """The computations of a stage, on arrays as `landed` returns them."""
+    """The computations of a stage, one method for each kind of task, on arrays that `to_devices` returned."""
 
     def forward(self, part: int, microbatch: int, inputs: Arrays) -> Arrays:
         """Compute the values that a part writes, from those that it reads."""
@@ -36,7 +37,7 @@ class Programs(Protocol):
         """Compute the gradients of a part's weights, where they are tasks of their own."""
         ...
 
-    def landed(self, value: Value, array: np.ndarray) -> Any:
+    def to_devices(self, value: Value, array: np.ndarray) -> Any:
         """Put an array from another island onto the devices of this one."""
         ...
 
@@ -44,13 +45,32 @@ class Programs(Protocol):
         """Return the array (rows, ...) to send, whole on this process."""
         ...
 
-    def added(self, arrays: Sequence[Any]) -> Any:
+    def add(self, arrays: Sequence[Any]) -> Any:
         """Return the sum of cotangents."""
         ...
 
     def wait(self) -> None:
         """Wait until everything so far is computed."""
         ...
+
+
+class _Message(NamedTuple):
+    """An array sent between two parts: a value for one of its readers, or that reader's cotangent of it."""
+
+    direction: Direction
+    value: Value
+    reader: int
+    microbatch: int
+
+    @property
+    def sender(self) -> int:
+        """The part that computes the array."""
+        return self.value.part if self.direction == "activations" else self.reader
+
+    @property
+    def receiver(self) -> int:
+        """The part that needs the array."""
+        return self.reader if self.direction == "activations" else self.value.part
 
 
 class StageExecutor:
@@ -67,77 +87,89 @@ class StageExecutor:
         self._table, self._flow, self._mailbox, self._observe = table, flow, mailbox, observe
         self._order = table.order(mailbox.stage)
         self._values = sorted(flow.shapes)
-        self._here: dict[Any, Any] = {}
-        self._kept: dict[tuple[int, int], tuple[Arrays, Arrays]] = {}
+        # arrays between two parts that are both on this stage
+        self._local: dict[_Message, Any] = {}
+        # (part, microbatch) -> what its backward or weight task will need: inputs and cotangents
+        self._saved: dict[tuple[int, int], tuple[Arrays, Arrays]] = {}
 
     def run(self, programs: Programs) -> None:
         """Run all tasks of a step."""
-        does = {"forward": self._forward, "backward": self._backward, "weight": self._weight}
+        run_task = {"forward": self._forward, "backward": self._backward, "weight": self._weight}
         for task in self._order:
             part = self._table.part(task)
-            ready = self._ready(programs, task, part)
+            # the only wait: all stages follow the same table, so what is awaited is sent before it
+            arrived = self._receive_all(programs, task, part)
             start = time.perf_counter()
-            does[task.kind](programs, part, task.microbatch, ready)
+            run_task[task.kind](programs, part, task.microbatch, arrived)
             if self._observe is not None:
+                # jax computes in the background: a task ends when its arrays are there
                 programs.wait()
                 self._observe(task, start, time.perf_counter())
-        assert not self._here
-        assert not self._kept
+        # whatever is left was computed for a task that the table does not have
+        assert not self._local
+        assert not self._saved
 
-    def _ready(self, programs: Programs, task: Task, part: int) -> Arrays:
-        """Wait for the values of other parts that a task needs, and return them."""
+    def _receive_all(self, programs: Programs, task: Task, part: int) -> Arrays:
+        """Wait for the arrays of other parts that a task needs, and return them by value."""
         flow, m = self._flow, task.microbatch
         if task.kind == "forward":
-            return {value: self._taken(programs, value, part, m, "stream") for value in flow.reads[part]}
+            return {
+                value: self._receive(programs, _Message("activations", value, part, m))
+                for value in flow.reads[part]
+            }
         if task.kind == "weight":
-            return {}
-        errors = {}
-        for value in filter(flow.has_error, flow.writes[part]):
-            found = [self._taken(programs, value, reader, m, "error") for reader in flow.readers(value)]
-            errors[value] = found[0] if len(found) == 1 else programs.added(found)
-        return errors
+            return {}  # its backward has saved everything
+        cotangents = {}
+        for value in filter(flow.has_cotangent, flow.writes[part]):
+            # several parts may have read the value: its cotangent is the sum of theirs
+            found = [
+                self._receive(programs, _Message("cotangents", value, reader, m))
+                for reader in flow.readers(value)
+            ]
+            cotangents[value] = found[0] if len(found) == 1 else programs.add(found)
+        return cotangents
 
     def _forward(self, programs: Programs, part: int, microbatch: int, inputs: Arrays) -> None:
-        made = programs.forward(part, microbatch, inputs)
+        outputs = programs.forward(part, microbatch, inputs)
         for value in self._flow.writes[part]:
+            # straight to every part that reads it, also across several stages
             for reader in self._flow.readers(value):
-                self._given(programs, made[value], reader, value, reader, microbatch, "stream")
+                self._send(programs, outputs[value], _Message("activations", value, reader, microbatch))
         if "backward" in self._table.kinds:
-            self._kept[part, microbatch] = (inputs, {})
+            self._saved[part, microbatch] = (inputs, {})
 
-    def _backward(self, programs: Programs, part: int, microbatch: int, errors: Arrays) -> None:
-        inputs, _ = self._kept.pop((part, microbatch))
-        found = programs.backward(part, microbatch, inputs, errors)
-        for value in filter(self._flow.has_error, inputs):
-            self._given(programs, found[value], value.part, value, part, microbatch, "error")
+    def _backward(self, programs: Programs, part: int, microbatch: int, cotangents: Arrays) -> None:
+        inputs, _ = self._saved.pop((part, microbatch))
+        found = programs.backward(part, microbatch, inputs, cotangents)
+        for value in filter(self._flow.has_cotangent, inputs):
+            self._send(programs, found[value], _Message("cotangents", value, part, microbatch))
         if self._table.has_weight:
-            self._kept[part, microbatch] = (inputs, errors)
+            self._saved[part, microbatch] = (inputs, cotangents)
 
     def _weight(self, programs: Programs, part: int, microbatch: int, _: Arrays) -> None:
-        programs.weight(part, microbatch, *self._kept.pop((part, microbatch)))
+        programs.weight(part, microbatch, *self._saved.pop((part, microbatch)))
 
-    def _given(
-        self, programs: Programs, array: Any, to: int, value: Value, reader: int, microbatch: int, kind: str
-    ) -> None:
-        """Send a value, or the cotangent that a reader computed for it, to the stage of a part."""
-        stage = self._table.part_placement.stage(to)
+    def _send(self, programs: Programs, array: Any, message: _Message) -> None:
+        """Send an array to the stage of its receiver; keep it here if that is this stage."""
+        stage = self._table.part_placement.stage(message.receiver)
         if stage == self._mailbox.stage:
-            self._here[kind, value, reader, microbatch] = array
+            self._local[message] = array
         else:
-            tag = self._tag(value, reader, microbatch, kind)
-            self._mailbox.send(programs.sendable(array), stage, tag)
+            self._mailbox.send(programs.sendable(array), stage, self._tag(message))
 
-    def _taken(self, programs: Programs, value: Value, reader: int, microbatch: int, kind: str) -> Any:
-        """Receive what `_given` sent to this stage, or kept here."""
-        maker = value.part if kind == "stream" else reader
-        stage = self._table.part_placement.stage(maker)
+    def _receive(self, programs: Programs, message: _Message) -> Any:
+        """Receive the array that `_send` sent to this stage, or kept here."""
+        stage = self._table.part_placement.stage(message.sender)
         if stage == self._mailbox.stage:
-            return self._here.pop((kind, value, reader, microbatch))
-        shape = self._flow.shapes[value]
-        what = f"{kind} of microbatch {microbatch} from part {maker}"
-        tag = self._tag(value, reader, microbatch, kind)
-        return programs.landed(value, self._mailbox.receive(shape.shape, shape.dtype, stage, tag, what))
+            return self._local.pop(message)
+        shape = self._flow.shapes[message.value]
+        what = f"{message.direction} of microbatch {message.microbatch} from part {message.sender}"
+        array = self._mailbox.receive(shape.shape, shape.dtype, stage, self._tag(message), what)
+        return programs.to_devices(message.value, array)
 
-    def _tag(self, value: Value, reader: int, microbatch: int, kind: str) -> int:
+    def _tag(self, message: _Message) -> int:
+        """Return the MPI tag of a message; no two messages of a step have the same."""
+        _, value, reader, microbatch = message
         of_value = self._values.index(value) * self._table.num_parts + reader
-        return (of_value * 2 + (kind == "error")) * self._table.num_microbatches + microbatch
+        of_direction = of_value * 2 + (message.direction == "cotangents")
+        return of_direction * self._table.num_microbatches + microbatch

@@ -154,7 +154,7 @@ class StageFunctions:
 
     def _run(self, part: int, task: TaskInputs, train: bool) -> tuple[Any, Tree]:
         run = self._replica_run(part, task.key, train)
-        params = self.stage_model.taken(task.params, part)
+        params = self.stage_model.part_params(task.params, part)
         rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
         return self._vmapped(run, (None, 0, 0, 0, 0))(params, task.model_state, *rows, list(task.inputs))
 
@@ -183,8 +183,8 @@ class StageFunctions:
         """
         is_last = part == self.stage_model.last_part
         # masks and numbers have no cotangent: they are closed over
-        is_float = [self.flow.has_error(value) for value in self.flow.reads[part]]
-        has_cotangent = [self.flow.has_error(value) for value in self.flow.writes[part]]
+        is_float = [self.flow.has_cotangent(value) for value in self.flow.reads[part]]
+        has_cotangent = [self.flow.has_cotangent(value) for value in self.flow.writes[part]]
         run = self._replica_run(part, task.key, self.train)
 
         def replica(
@@ -204,7 +204,7 @@ class StageFunctions:
             grads, found = pull(jnp.ones_like(out) if is_last else cotangents)
             return grads, found, (out, *counted) if is_last else (), changed
 
-        params = self.stage_model.taken(task.params, part)
+        params = self.stage_model.part_params(task.params, part)
         rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
         in_axes = (None, 0, 0, 0, 0, 0)
         return self._vmapped(replica, in_axes)(
@@ -214,7 +214,7 @@ class StageFunctions:
     def _entering(self, part: int, inputs: Sequence[jax.Array], num_rows: int) -> Any:
         """Return the activations that enter a part; leaves that it does not read are zeros."""
         given = dict(zip(self.flow.reads[part], inputs, strict=True))
-        leaves, structure = jax.tree.flatten(self.flow.streams[part])
+        leaves, structure = jax.tree.flatten(self.flow.activations[part])
         found = [
             given[value] if value in given else jnp.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
             for value, leaf in zip(self.flow.sources[part], leaves, strict=True)
@@ -230,7 +230,9 @@ class StageFunctions:
         )
 
     def _add_grads(self, part: int, grads: Tree, found: Tree) -> Tree:
-        return self._constrain_grads(jax.vmap(lambda g, f: self.stage_model.added(g, part, f))(grads, found))
+        return self._constrain_grads(
+            jax.vmap(lambda g, f: self.stage_model.add_grads(g, part, f))(grads, found)
+        )
 
     def _add_loss(self, sums: Sums, loss: Any) -> Sums:
         """Add what the last part computed; other parts have no loss."""

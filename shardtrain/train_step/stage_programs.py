@@ -108,7 +108,7 @@ class StagePrograms:
             self.model_state = model_state
         if not self._has_weight:
             del self._state_before[part, microbatch]
-        return dict(zip(filter(self._flow.has_error, self._flow.reads[part]), found, strict=True))
+        return dict(zip(filter(self._flow.has_cotangent, self._flow.reads[part]), found, strict=True))
 
     def weight(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> None:
         """See `stage_executor.Programs`."""
@@ -124,7 +124,7 @@ class StagePrograms:
             cotangents=[cotangents[value] for value in self._flow.writes[part] if value in cotangents],
         )
 
-    def landed(self, value: Value, array: np.ndarray) -> jax.Array:
+    def to_devices(self, value: Value, array: np.ndarray) -> jax.Array:
         """Return rows of a microbatch, sharded over the replicas of this island: (R, rows, ...)."""
         array = array.reshape(self.num_replicas, -1, *array.shape[1:])
         return jax.device_put(array, self._rows)
@@ -133,7 +133,7 @@ class StagePrograms:
         """Return an array whose bytes are those of (rows, ...)."""
         return array
 
-    def added(self, arrays: Sequence[jax.Array]) -> jax.Array:
+    def add(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """See `stage_executor.Programs`."""
         return self._add(list(arrays))
 

@@ -83,7 +83,7 @@ def test_factored_moments_are_moved_by_blocks_too(tmp_path):
     uneven, even = Partition(num_stages=2, counts=(3, 2)), Partition(num_stages=1, counts=(5,))
     placement, state = placed({"pipeline": 2}, uneven, factored)
     # rows that are told apart, as the mesh has them
-    number = jnp.asarray(uneven.rows, jnp.float32)
+    number = jnp.asarray(uneven.stored_blocks, jnp.float32)
     opt_state = jax.tree.map(
         lambda x: x + number.reshape(-1, *[1] * (x.ndim - 1)) if x.shape[:1] == (6,) else x, state.opt_state
     )

@@ -19,12 +19,12 @@ CUTS = st.integers(1, 4).flatmap(
 
 @given(CUTS)
 def test_every_stage_holds_the_blocks_of_its_parts_and_zeros(stages):
-    rows = np.asarray(stages.rows).reshape(stages.num_stages, stages.num_chunks, stages.depth)
+    rows = np.asarray(stages.stored_blocks).reshape(stages.num_stages, stages.num_chunks, stages.depth)
     for part, (start, count) in enumerate(zip(stages.starts, stages.counts, strict=True)):
         placement = stages.part_placement
         own = rows[placement.stage(part), placement.chunk(part)]
         assert own.tolist() == [*range(start, start + count), *[-1] * (stages.depth - count)]
-    assert sorted(row for row in stages.rows if row >= 0) == list(range(stages.num_blocks))
+    assert sorted(row for row in stages.stored_blocks if row >= 0) == list(range(stages.num_blocks))
 
 
 @settings(deadline=None)
@@ -32,9 +32,9 @@ def test_every_stage_holds_the_blocks_of_its_parts_and_zeros(stages):
 def test_what_is_stored_comes_back_in_order(stages, dim):
     x = jnp.moveaxis(jnp.arange(1, 1 + 2 * stages.num_blocks).reshape(stages.num_blocks, 2), 0, dim)
     stored = stages.stored(x, dim)
-    assert stored.shape[dim] == len(stages.rows)
+    assert stored.shape[dim] == len(stages.stored_blocks)
     np.testing.assert_array_equal(stages.in_order(stored, dim), x)
-    fillings = np.moveaxis(np.asarray(stored), dim, 0)[np.asarray(stages.rows) < 0]
+    fillings = np.moveaxis(np.asarray(stored), dim, 0)[np.asarray(stages.stored_blocks) < 0]
     assert not fillings.any()
 
 

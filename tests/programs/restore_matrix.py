@@ -159,7 +159,7 @@ class Laid:
         """A checksum of each array of parameters and optimizer, block by block, by the model's numbers."""
         stage_model, stages = self.setup.stage_model, self.setup.placement.stages
         rows = range(RUN.model.num_layers)
-        rows = stage_model.block_numbers if stage_model else stages.rows if stages else rows
+        rows = stage_model.block_numbers if stage_model else stages.stored_blocks if stages else rows
         found = {}
         for path, x in jax.tree.leaves_with_path({"params": state.params, "opt_state": state.opt_state}):
             name, array = path_text(path), np.asarray(x)
