@@ -1,4 +1,4 @@
-"""The GPUs and cores of a host, divided among its ranks: what to set before jax starts. No jax, no MPI."""
+"""Divide the GPUs and cores of a host among its ranks, before jax starts. No jax, no MPI."""
 
 import os
 import re

@@ -1,7 +1,7 @@
-"""The only importer of MPI: groups for the combiners over mpi4jax, all-gathers with a name over mpi4py.
+"""The dependency boundary to MPI: groups for combiners over mpi4jax, named all-gathers over mpi4py.
 
 mpi4jax moves arrays inside a compiled program of one device; mpi4py, on communicators of its own,
-carries what ranks must agree on. Next: `transfer.py`, which brings arrays of a mesh here and back.
+all-gathers small values. Next: `transfer.py`, which brings arrays of a mesh here and back.
 """
 
 import json
@@ -132,7 +132,7 @@ def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 KNOWN_SECONDS = 1.0
-"""Who has not come by then is told to the watchdog."""
+"""Seconds after which the watchdog gets to know the ranks that have not joined an all-gather."""
 
 
 class Control:
@@ -140,10 +140,10 @@ class Control:
 
     Args:
       comm: duplicated.
-      names: rank -> how people call it, such as "island 1 (host b)".
+      names: rank -> its name in messages, such as "island 1 (host b)".
       patience_seconds: how long to wait for the others, unless a call says otherwise.
       report: called once with a line when a wait takes longer than `REPORT_SECONDS`.
-      activity: where this process is; the meeting is marked there.
+      activity: of this process; every all-gather is recorded there.
     """
 
     REPORT_SECONDS = 30.0
@@ -177,15 +177,15 @@ class Control:
         """Gather the values of all ranks on every rank; this is a barrier too.
 
         Args:
-          name: of this meeting; all ranks must be at the same one.
-          value: what JSON can hold.
+          name: of this all-gather; all ranks must join the same one.
+          value: any value of JSON.
           timeout_seconds: how long to wait; None is `patience_seconds`.
 
         Returns:
           The values by rank.
 
         Raises:
-          RankTimeout: names the ranks that did not come in time, or that are somewhere else.
+          RankTimeout: names the ranks that did not join in time, or that joined another all-gather.
         """
         patience = self.patience_seconds if timeout_seconds is None else timeout_seconds
         tag = self._calls % 32000
@@ -198,16 +198,16 @@ class Control:
             self._receive(name, tag, found, patience)
         elsewhere = {rank: there for rank, (there, _) in sorted(found.items()) if there != name}
         if elsewhere:
-            places = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
+            others = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
             here = _values(name, found)
-            raise RankTimeout(f"{self.names[self.rank]} is at {name!r}, but {places}", list(elsewhere), here)
+            raise RankTimeout(f"{self.names[self.rank]} is at {name!r}, but {others}", list(elsewhere), here)
         with self.activity.at(f"{name}: sending", waits=True):
             MPI.Request.Waitall(sent)
         self.activity.last_collective = name
         return [found[rank][1] for rank in range(self.size)]
 
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
-        began, nap, told = time.monotonic(), 0.0, False
+        start, nap, is_reported = time.monotonic(), 0.0, False
         status = MPI.Status()
         while len(found) < self.size:
             if self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
@@ -216,22 +216,22 @@ class Control:
                 found[status.source] = json.loads(bytes(buffer))
                 nap = 0.0
                 continue
-            waited = time.monotonic() - began
+            waited = time.monotonic() - start
             missing = [rank for rank in range(self.size) if rank not in found]
             if waited > KNOWN_SECONDS:
                 self.activity.awaits(tuple(missing))
             if waited > patience:
                 text = missing_text(name, [self.names[rank] for rank in missing], waited)
                 raise RankTimeout(text, missing, _values(name, found))
-            if waited > self.REPORT_SECONDS and not told:
-                told = True
+            if waited > self.REPORT_SECONDS and not is_reported:
+                is_reported = True
                 self.report(f"waiting: {missing_text(name, [self.names[rank] for rank in missing], waited)}")
             time.sleep(nap)
             nap = min(nap + 2e-5, 2e-3)
 
 
 def _values(name: str, found: Mapping[int, Any]) -> dict[int, Any]:
-    """The values of the ranks that joined this all-gather."""
+    """Return the values of the ranks that joined this all-gather."""
     return {rank: value for rank, (there, value) in found.items() if there == name}
 
 

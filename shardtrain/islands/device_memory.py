@@ -1,4 +1,4 @@
-"""Whether MPI is given the memory of GPUs: tried in a child process, and decided for all ranks together."""
+"""Decide, for all ranks together, whether MPI is given GPU memory; tried in a child process."""
 
 import os
 import subprocess

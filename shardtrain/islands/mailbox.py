@@ -1,6 +1,6 @@
-"""Send arrays between pipeline stages over MPI: sends never block, so no order of tasks can deadlock.
+"""Send and receive arrays between pipeline stages over MPI; sends never block, so no task order deadlocks.
 
-A thread waits for what is to be sent, starts the message and keeps it going; messages of any size
+A thread takes arrays from a queue, sends each and drives MPI until it has arrived; messages of any size
 arrive while the stage computes. Next: `train_step/stage_executor.py`.
 """
 
@@ -20,14 +20,14 @@ LONGEST_NAP_SECONDS = 2e-4
 
 
 class Mailbox:
-    """Messages between the stages of one pipeline.
+    """The channel between the stages of one pipeline.
 
     Args:
       comm: duplicated; rank s is stage s.
-      names: rank -> how people call it.
+      names: rank -> its name in messages.
       patience_seconds: how long to wait for a message.
       report: called with a line when a wait takes longer than `REPORT_SECONDS`.
-      activity: where this process is; every wait is marked there.
+      activity: of this process; every wait is recorded there.
       ranks: stage -> its rank among all, for the activity.
     """
 
@@ -64,7 +64,7 @@ class Mailbox:
         Args:
           array: a jax or numpy array, whole on this process.
           to: a stage.
-          tag: tells the messages of a step apart; two of one tag arrive in the order of their sends.
+          tag: distinguishes the messages of a step; two of one tag arrive in the order of their sends.
         """
         self._check()
         assert tag <= self._largest_tag, (tag, self._largest_tag)
@@ -73,33 +73,35 @@ class Mailbox:
         self._queue.put((array, to, tag))
 
     def receive(self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str) -> np.ndarray:
-        """Wait for an array.
+        """Wait for an array and return it.
 
         Args:
           shape, dtype: as it was sent.
           source: a stage.
           tag: as it was sent.
-          what: it is, for the message if it does not come.
+          what: its description, for the error if it does not arrive.
 
         Raises:
-          RankTimeout: it did not come in time.
-          RuntimeError: what was to be sent from here could not be computed.
+          RankTimeout: it did not arrive in time.
+          RuntimeError: an array to be sent from here could not be computed.
         """
         with self._activity.at(what, waits=True, waits_for=self._ranks[source : source + 1]):
-            return self._received(shape, dtype, source, tag, what)
+            return self._wait_and_receive(shape, dtype, source, tag, what)
 
-    def _received(self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str) -> np.ndarray:
+    def _wait_and_receive(
+        self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str
+    ) -> np.ndarray:
         found = np.empty(tuple(shape), dtype)
-        began, nap, told = time.monotonic(), 0.0, False
+        start, nap, is_reported = time.monotonic(), 0.0, False
         status = MPI.Status()
         while not self._comm.Iprobe(source, tag, status):
             self._check()
-            waited = time.monotonic() - began
+            waited = time.monotonic() - start
             text = missing_text(what, [self._names[source]], waited)
             if waited > self.patience_seconds:
                 raise RankTimeout(text, [source])
-            if waited > self.REPORT_SECONDS and not told:
-                told = True
+            if waited > self.REPORT_SECONDS and not is_reported:
+                is_reported = True
                 self._report(f"waiting: {text}")
             time.sleep(nap)
             nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
@@ -117,11 +119,12 @@ class Mailbox:
             raise RuntimeError("an array that was to be sent could not be computed") from self._failed
 
     def _send_all(self) -> None:
+        # requests of MPI, each with its buffer, which must live until the send is complete
         under_way: list[tuple[Any, np.ndarray]] = []
         nap, closing = 0.0, False
         while not closing or under_way:
             try:
-                # a message under way must be kept going: MPI works only while somebody calls it
+                # block for the next array only while nothing is under way: MPI progresses only when called
                 item = self._queue.get_nowait() if under_way or closing else self._queue.get()
                 if item is None:
                     closing = True
@@ -135,7 +138,7 @@ class Mailbox:
                 time.sleep(nap)
                 nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
             except Exception as error:
-                # what is under way is kept going, so that others hear of it by this rank's own error
+                # complete what is under way; the main thread raises this at its next call (`_check`)
                 self._failed = error
 
 

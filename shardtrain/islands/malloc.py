@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc with which large buffers keep their pages between steps.
+"""Settings of glibc's malloc that keep the memory of large buffers between steps.
 
 On a CPU, page faults were half of what crossing cost (docs/benchmarks/bridge.md). No jax, no MPI.
 """

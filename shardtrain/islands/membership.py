@@ -88,9 +88,9 @@ class Islands:
         from shardtrain.islands.bridge import MpiGroup
 
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
-        num_lanes = min(self.control.all_gather("devices", len(devices)))
+        num_bucket_devices = min(self.control.all_gather("devices", len(devices)))
         groups = []
-        for device in devices[:num_lanes]:
+        for device in devices[:num_bucket_devices]:
             mine = device.process_index == jax.process_index()
             comm = self.comm.Split(stage if mine else MPI.UNDEFINED, self.seat.island)
             groups.append(MpiGroup(comm, across.reduce) if mine else None)
@@ -125,7 +125,7 @@ def join(
 
     Args:
       environ: by default that of this process.
-      report: told when the start takes long, and who is missing.
+      report: receives a line when the start takes long, with the missing ranks.
       activity: where this process is, for its watchdog.
 
     Returns:

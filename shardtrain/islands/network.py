@@ -1,6 +1,6 @@
 """The address on which a run listens: loopback on one host, the job's interface on several.
 
-MPI reads its own variables, see `launch/job.py`; here is what jax is told. No jax, no MPI.
+MPI reads its own variables, see `launch/job.py`; here is the address for jax. No jax, no MPI.
 """
 
 import fcntl

@@ -8,9 +8,9 @@ class RankTimeout(RuntimeError):
     """Ranks did not join a collective or send a message in time.
 
     Args:
-      text: who, where and for how long.
-      ranks: who is missing.
-      found: rank -> value, of those that came.
+      text: the message, with names and seconds.
+      ranks: the missing ones.
+      found: rank -> value, of those that joined.
     """
 
     def __init__(self, text: str, ranks: Sequence[int], found: Mapping[int, Any] | None = None) -> None:
@@ -20,7 +20,7 @@ class RankTimeout(RuntimeError):
 
 
 def missing_text(name: str, missing: Sequence[str], waited_seconds: float) -> str:
-    """Return the message that names the ranks that did not come.
+    """Return the message that names the missing ranks.
 
     >>> missing_text("start", ["island 1 (host b)"], 12.34)
     "island 1 (host b) did not reach 'start' within 12 s"

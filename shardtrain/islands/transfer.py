@@ -1,7 +1,7 @@
-"""Transfer arrays from the mesh of an island to the other islands and back, bucket by bucket.
+"""Transfer arrays between an island's mesh and the other islands in buckets, each by a program on one device.
 
-A bucket's arrays cross whole, on one local device (its lane), in one compiled program: pack, MPI,
-unpack. One thread makes all MPI calls, so their order is the same on every rank.
+The arrays of a bucket are sent whole, from one local device (the bucket device), in one compiled program:
+pack, MPI, unpack. One thread makes all MPI calls, so their order is the same on every rank.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,29 +22,37 @@ if TYPE_CHECKING:
 
 MOST_ELEMENTS = 2**31 - 1
 
-LaneProgram = Callable[[Any, Any], Any]
-"""(arrays, group) -> outputs: what happens to a bucket on its lane, in a jit over one device."""
+BucketProgram = Callable[[Any, Any], Any]
+"""(arrays, group) -> outputs: what is done with a bucket, in a jit over its bucket device."""
 
 
 class _BucketDevice(NamedTuple):
-    device: Any  # of the mesh
-    runs_on: Any  # where MPI is called: the same, or one of the host
-    group: "MpiGroup | None"  # None: the device is another process's
+    """A device that takes every n-th bucket.
+
+    Args:
+      device: of the mesh.
+      mpi_device: on which MPI is called: the same, or the host's where MPI takes no device memory.
+      group: of the islands; None where the device is another process's.
+    """
+
+    device: Any
+    mpi_device: Any
+    group: "MpiGroup | None"
 
 
 class Transfer:
-    """Transfers arrays between one island's mesh and the others.
+    """The transfer of arrays between one island's mesh and the others.
 
     All processes of all islands must make the same calls in the same order.
 
     Args:
       mesh: of this island.
-      groups: lane -> its group of islands; None where the lane's device is another process's. Lane l is
-        the l-th device of the mesh in the order of processes.
-      cap_bytes: a bucket is closed when it holds as much.
-      first_bytes: the same, of the first bucket, which should leave early.
-      on_device: MPI is given device memory; else arrays go through the host's.
-      activity: where this process is; every bucket is marked there.
+      groups: bucket device -> its group of islands; None where it is another process's. Bucket device i is
+        the i-th device of the mesh in the order of processes.
+      cap_bytes: a bucket is closed at this size.
+      first_bytes: the same of the first bucket, which should be sent early.
+      on_device: MPI is given device memory; otherwise arrays are copied to the host's first.
+      activity: of this process; every bucket is recorded there.
     """
 
     def __init__(
@@ -62,9 +70,9 @@ class Transfer:
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
         through_host = not on_device and devices[0].platform != "cpu"
         host = jax.local_devices(backend="cpu")[0] if through_host else None
-        lanes = zip(devices, groups, strict=False)
-        self._lanes = [_BucketDevice(device, host or device, group) for device, group in lanes]
-        self._alone = len({d.process_index for d in devices}) == 1
+        pairs = zip(devices, groups, strict=False)
+        self._bucket_devices = [_BucketDevice(device, host or device, group) for device, group in pairs]
+        self._is_one_process = len({d.process_index for d in devices}) == 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bridge")
         self._programs: dict[Any, Any] = {}
 
@@ -78,8 +86,8 @@ class Transfer:
         labels = range(len(leaves)) if units is None else units
         if too_long := [str(leaf.shape) for leaf in leaves if leaf.size > MOST_ELEMENTS]:
             raise problems_error(
-                f"arrays of more than {MOST_ELEMENTS} elements cannot cross: an MPI count is a C int; cut"
-                " them, by layers for example",
+                f"arrays of more than {MOST_ELEMENTS} elements cannot be transferred: an MPI count is a C int;"
+                " cut them, by layers for example",
                 too_long,
             )
         described = [
@@ -88,32 +96,34 @@ class Transfer:
         ]
         return assign_buckets(described, *self._caps)
 
-    def start(self, number: int, program: LaneProgram, arrays: Any) -> Future[Any]:
+    def start(self, number: int, program: BucketProgram, arrays: Any) -> Future[Any]:
         """Start the transfer of a bucket and return at once.
 
         Args:
-          number: of the bucket; buckets take turns on the lanes.
-          program: one and the same function for all calls of a kind: it is compiled once a shape.
+          number: of the bucket; buckets take turns on the bucket devices.
+          program: the same function object in all calls of a kind: it is compiled once per shape.
           arrays: a tree of arrays on the mesh, sharded in any way.
 
         Returns:
-          What the program returns, on the lane; None where that is another process's.
+          The future of the program's outputs, on the bucket device; of None where that is another process's.
         """
-        lane = self._lane(number)
-        # every process takes part in this: an array that is sharded is gathered by all
-        arrays = self._whole(arrays)
-        if lane.group is None:
+        # 1. gather sharded arrays: a collective of the mesh, in which every process takes part
+        arrays = self._replicate(arrays)
+        # 2. only the process of the bucket device goes on
+        bucket_device = self._bucket_device(number)
+        if bucket_device.group is None:
             other: Future[Any] = Future()
             other.set_result(None)
             return other
-        mine = jax.tree.map(lambda x: _on(x, lane.device), arrays)
-        if lane.runs_on is not lane.device:
-            mine = jax.device_put(mine, lane.runs_on)
-        compiled = self._compiled(program, lane.group)
+        mine = jax.tree.map(lambda x: _shard_on(x, bucket_device.device), arrays)
+        if bucket_device.mpi_device is not bucket_device.device:
+            mine = jax.device_put(mine, bucket_device.mpi_device)
+        # 3. the thread runs pack, MPI and unpack, one bucket after the other, while the caller continues
+        compiled = self._compiled(program, bucket_device.group)
         what = f"bucket {number} ({getattr(program, '__name__', 'program').strip('_').replace('_', ' ')})"
-        return self._thread.submit(lambda: self._crossed(what, compiled, mine))
+        return self._thread.submit(lambda: self._run_program(what, compiled, mine))
 
-    def _crossed(self, what: str, compiled: Any, arrays: Any) -> Any:
+    def _run_program(self, what: str, compiled: Any, arrays: Any) -> Any:
         with self._activity.on_bridge(what):
             return jax.block_until_ready(compiled(arrays))
 
@@ -122,15 +132,15 @@ class Transfer:
 
         Args:
           number: of the bucket.
-          arrays: a tree of arrays on the lane, or None where that is another process's.
+          arrays: a tree of arrays on the bucket device, or None where that is another process's.
           like: the same tree of shapes, dtypes and shardings.
         """
         shardings = jax.tree.map(lambda x: x.sharding, like)
-        if self._alone:
+        if self._is_one_process:
             return jax.device_put(arrays, shardings)
-        return self._spread(self._lane(number), arrays, like, shardings)
+        return self._broadcast(self._bucket_device(number), arrays, like, shardings)
 
-    def map(self, program: LaneProgram, tree: Any) -> Any:
+    def map(self, program: BucketProgram, tree: Any) -> Any:
         """Apply a program to the arrays of a tree bucket by bucket; shapes and shardings stay the same.
 
         Args:
@@ -139,8 +149,9 @@ class Transfer:
         """
         leaves, structure = jax.tree.flatten(tree)
         buckets = self.buckets(leaves)
-        under_way = [self.start(n, program, [leaves[i] for i in b]) for n, b in enumerate(buckets)]
-        for number, (bucket, future) in enumerate(zip(buckets, under_way, strict=True)):
+        # start all buckets before waiting for the first, so that packing and MPI overlap
+        started = [self.start(n, program, [leaves[i] for i in b]) for n, b in enumerate(buckets)]
+        for number, (bucket, future) in enumerate(zip(buckets, started, strict=True)):
             landed = self.land(number, future.result(), [leaves[i] for i in bucket])
             for i, leaf in zip(bucket, landed, strict=True):
                 leaves[i] = leaf
@@ -150,16 +161,16 @@ class Transfer:
         """End the thread without waiting for it: after an error it may be blocked in MPI."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _lane(self, number: int) -> _BucketDevice:
-        return self._lanes[number % len(self._lanes)]
+    def _bucket_device(self, number: int) -> _BucketDevice:
+        return self._bucket_devices[number % len(self._bucket_devices)]
 
-    def _compiled(self, program: LaneProgram, group: "MpiGroup") -> Any:
+    def _compiled(self, program: BucketProgram, group: "MpiGroup") -> Any:
         key = (program, id(group))
         if key not in self._programs:
             self._programs[key] = jax.jit(lambda arrays: program(arrays, group))
         return self._programs[key]
 
-    def _whole(self, arrays: Any) -> Any:
+    def _replicate(self, arrays: Any) -> Any:
         """Replicate each array on all devices of the mesh."""
         if all(x.is_fully_replicated for x in jax.tree.leaves(arrays)):
             return arrays
@@ -168,8 +179,9 @@ class Transfer:
             self._programs["whole"] = jax.jit(lambda tree: tree, out_shardings=whole)
         return self._programs["whole"](arrays)
 
-    def _spread(self, lane: _BucketDevice, arrays: Any, like: Any, shardings: Any) -> Any:
-        """Broadcast from one device to those of other processes: a sum in which all others hold zeros."""
+    def _broadcast(self, source: _BucketDevice, arrays: Any, like: Any, shardings: Any) -> Any:
+        """Broadcast from one device to those of other processes: a sum in which all others add zeros."""
+        # stack one array per device of the mesh: the bucket device's own, and zeros on all others
         mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
         stacked = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
@@ -179,14 +191,15 @@ class Transfer:
             zeros = np.zeros((1, *like.shape), bits)
             found = None if array is None else _bits(array, bits)[None]
             parts = [
-                jax.device_put(found if d == lane.device and array is not None else zeros, d) for d in mine
+                jax.device_put(found if d == source.device and array is not None else zeros, d) for d in mine
             ]
             shape = (self.mesh.devices.size, *like.shape)
             return jax.make_array_from_single_device_arrays(shape, stacked, parts)
 
+        # sum over the stack, each result directly in its sharding
         stacks = jax.tree.map(stack, like) if arrays is None else jax.tree.map(stack, like, arrays)
         dtypes = jax.tree.map(lambda x: x.dtype, like)
-        key = ("spread", *jax.tree.leaves(dtypes), jax.tree.structure(like), *jax.tree.leaves(shardings))
+        key = ("broadcast", *jax.tree.leaves(dtypes), jax.tree.structure(like), *jax.tree.leaves(shardings))
         if key not in self._programs:
 
             def add(stacks: Any) -> Any:
@@ -206,5 +219,5 @@ def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _on(x: jax.Array, device: Any) -> jax.Array:
+def _shard_on(x: jax.Array, device: Any) -> jax.Array:
     return next(shard.data for shard in x.addressable_shards if shard.device == device)

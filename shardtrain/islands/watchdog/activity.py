@@ -1,6 +1,6 @@
 """The current activity of this process, by name: set where it may hang, read by the watchdog's thread.
 
-A mark is one assignment of a tuple, so that every wait of every step can have one. Next: `diagnosis.py`.
+Recording is one assignment of a tuple, cheap enough for every wait of every step. Next: `diagnosis.py`.
 """
 
 import os
@@ -17,9 +17,9 @@ class Activity(NamedTuple):
     """An operation under way.
 
     Args:
-      operation: as people call it.
+      operation: its name in messages.
       since_seconds: when it began, by `time.monotonic`.
-      waits: for other ranks, or for what a device computes: somebody else may be why it takes long.
+      waits: for other ranks or a device, which may be the cause if it takes long.
       long: it may take hours: compiling, saving, evaluating.
       waits_for: the ranks that are known to be missing.
     """
@@ -35,7 +35,7 @@ class ActivityRecord:
     """The current activity of a process: of its main thread, and of the thread that calls MPI.
 
     Args:
-      step_file: told of every step, if somebody wants to know it after this process is gone.
+      step_file: records every step, for a launcher that reads it after this process has ended.
 
     >>> activity = ActivityRecord()
     >>> with activity.at("reading a batch"):
@@ -74,12 +74,12 @@ class ActivityRecord:
             self.failed_at = self.failed_at or operation
             raise
         finally:
-            # what goes on around it has come a step further
+            # the operation around it has made progress: its time starts again
             self.main = before._replace(since_seconds=time.monotonic())
 
     @contextmanager
     def on_bridge(self, operation: str) -> Iterator[None]:
-        """The same for the thread that makes the calls of MPI."""
+        """Record an operation of the MPI thread while the context is entered."""
         self.bridge = Activity(operation, time.monotonic(), waits=True)
         try:
             yield

@@ -22,7 +22,7 @@ class Watch:
     """Time limits after which a run that makes no progress is ended.
 
     Args:
-      silence_seconds: a rank that is not heard of for so long is lost: stopped, or its host or the network
+      silence_seconds: a rank without heartbeats for so long is lost: stopped, or its host or the network
         is down; 0 never.
       stall_seconds: a step, a batch, a message between islands may take so long; 0: for ever.
       long_seconds: the same of what may take hours: compiling, restoring, saving, evaluating; 0: for ever.
@@ -70,8 +70,8 @@ class Heartbeat(NamedTuple):
     Args:
       step: the step that it is doing, from 1; 0 before the first.
       num_collectives: number of collectives of all ranks (all-gathers, barriers) that it has joined.
-      operation: where it is.
-      seconds: for how long.
+      operation: its current operation.
+      seconds: since when it runs.
       waits, long, waits_for: see `activity.Activity`.
     """
 
@@ -115,7 +115,7 @@ def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
     of that work.
 
     Args:
-      heartbeats: rank -> where it is now.
+      heartbeats: rank -> its heartbeat, as of now.
       watch: the limits.
 
     >>> working = Heartbeat(5, 8, "reading a batch", 700.0)
@@ -136,7 +136,7 @@ def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
 
 
 def _blocking(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
-    """Where all wait: the ranks that joined the fewest collectives; of these, those for whom others wait."""
+    """Return the ranks that joined the fewest collectives; of these, those for which others wait."""
     fewest = min(heartbeat.num_collectives for heartbeat in heartbeats.values())
     behind = [rank for rank, heartbeat in heartbeats.items() if heartbeat.num_collectives == fewest]
     awaited = {other for rank in behind for other in heartbeats[rank].waits_for}

@@ -26,13 +26,13 @@ class HeartbeatChannel:
         return [rank for rank in range(self.size) if rank != self.rank] if self.rank == 0 else [0]
 
     def send(self, rank: int, tag: int, data: bytes = b"") -> None:
-        """Tell a rank, unless it has not yet got what was sent before under this tag."""
+        """Send to a rank, unless the last message under this tag is still under way to it."""
         before = self._under_way.get((rank, tag))
         if before is None or before[0].Test():
             self._under_way[rank, tag] = (self._comm.Isend(data, rank, tag), data)
 
     def received(self) -> Iterator[tuple[int, int, bytes]]:
-        """(rank, tag, data) of everything that has come."""
+        """Yield (rank, tag, data) of every message that has arrived."""
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             data = bytearray(status.Get_count(MPI.BYTE))
@@ -41,7 +41,7 @@ class HeartbeatChannel:
             yield rank, tag, bytes(data)
 
     def all_sent(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether no message is under way."""
         return all(request.Test() for request, _ in self._under_way.values())
 
     def end_all(self, code: int) -> None:

@@ -1,4 +1,4 @@
-"""What can be known of another rank's process: from its host, its state there. No MPI."""
+"""The state of another rank's process on this host, and the likely cause of its silence. No MPI."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The step that a rank is at, in a file that outlives it however it ends: mapped memory, no writes.
+"""A file with the current step of a rank, which remains however the rank ends: mapped memory, no writes.
 
 The keeper of a rank (`launch/rank.py`) names the file; restarts read from it whether the same step
 failed twice.
@@ -17,11 +17,11 @@ LAYOUT = struct.Struct("<qq")
 
 
 class LastStep(NamedTuple):
-    """What a rank left.
+    """The last record of a rank's step file.
 
     Args:
       step: the one that it was doing, from 1; 0 before the first.
-      hung: its watchdog ended it.
+      hung: whether its watchdog ended it.
     """
 
     step: int
@@ -29,14 +29,14 @@ class LastStep(NamedTuple):
 
 
 NOTHING = LastStep(0, False)
-"""Of a rank that left nothing."""
+"""The record of a rank without a step file."""
 
 
 class StepFile:
-    """The file of this rank.
+    """The step file of this rank.
 
     Args:
-      path: is made anew.
+      path: created, or truncated.
 
     Raises:
       OSError: it cannot be made, or not be mapped.
@@ -52,11 +52,11 @@ class StepFile:
         self._last = NOTHING
 
     def write_step(self, step: int) -> None:
-        """The step that begins, from 1."""
+        """Write the step that begins, from 1."""
         self._write(self._last._replace(step=step))
 
     def write_hung(self) -> None:
-        """The watchdog ends this rank."""
+        """Write that the watchdog ends this rank."""
         self._write(self._last._replace(hung=True))
 
     def _write(self, last: LastStep) -> None:
@@ -65,7 +65,7 @@ class StepFile:
 
 
 def read_step_file(path: Path) -> LastStep:
-    """What a rank left."""
+    """Return the last record of a rank's step file."""
     try:
         step, hung = LAYOUT.unpack(path.read_bytes())
     except (OSError, struct.error):

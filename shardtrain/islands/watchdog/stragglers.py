@@ -1,4 +1,4 @@
-"""Which island is slow: from how long each one's own work of a step takes. Values only, no MPI."""
+"""Find slow islands from the time that each works in a step without waiting. Values only, no MPI."""
 
 import time
 from collections import deque
@@ -6,70 +6,70 @@ from collections.abc import Sequence
 from statistics import median
 
 WINDOW = 20
-"""So many steps are looked at together: one slow step is no slow host."""
+"""Number of steps over which the median is taken: one slow step is no slow host."""
 
 LEAST_SECONDS = 0.05
-"""A smaller difference is nobody's business, however many times the others' it is."""
+"""The least difference to the median of the others that counts as slow."""
 
 
 class StepTimer:
-    """How long this rank works in a step: from where all part to where it comes to the next meeting."""
+    """A timer of this rank's own work in a step: from the end of one barrier to the next one's begin."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._start_seconds = time.monotonic()
         self._seconds: float | None = None
 
     def begin(self) -> None:
-        """All go on to the next step."""
-        self._began = time.monotonic()
+        """Start the timer: all ranks have left the barrier."""
+        self._start_seconds = time.monotonic()
 
     def end(self) -> None:
-        """What this rank has to do alone is done."""
-        self._seconds = time.monotonic() - self._began
+        """Stop the timer: this rank reaches the next barrier."""
+        self._seconds = time.monotonic() - self._start_seconds
 
     def take(self) -> float | None:
-        """The seconds of this step, None where nobody said when they end."""
+        """Return the seconds of this step and forget them; None if the timer was not stopped."""
         seconds, self._seconds = self._seconds, None
         return seconds
 
 
 class Stragglers:
-    """Names islands that keep the others waiting.
+    """Detect islands that keep the others waiting, over the last `WINDOW` steps.
 
     Args:
-      names: by rank, as people call them.
-      factor: slow is who takes this many times the median of the others.
+      names: rank -> its name in messages.
+      factor: a rank is slow if it takes this many times the median of the others.
 
     >>> stragglers = Stragglers(["island 0", "island 1", "island 2"], 1.5)
-    >>> told = [stragglers.add([1.0, 2.0, 1.0]) for _ in range(2 * WINDOW)]
-    >>> told[WINDOW - 1]
+    >>> messages = [stragglers.add([1.0, 2.0, 1.0]) for _ in range(2 * WINDOW)]
+    >>> messages[WINDOW - 1]
     'island 1 is slow: its own work takes 2.00 s a step, that of the others 1.00 s; give its island a \
 smaller share of the rows (--shares), or look at its host'
-    >>> [text for text in told if text] == [told[WINDOW - 1]]  # it is told once
+    >>> [text for text in messages if text] == [messages[WINDOW - 1]]  # only once
     True
     """
 
     def __init__(self, names: Sequence[str], factor: float) -> None:
         self._names, self._factor = list(names), factor
         self._steps: deque[Sequence[float]] = deque(maxlen=WINDOW)
-        self._told: frozenset[int] = frozenset()
+        self._reported: frozenset[int] = frozenset()
 
     def add(self, seconds: Sequence[float]) -> str | None:
-        """A step is done.
+        """Add the times of a step; return a message if other ranks are slow than before.
 
         Args:
-          seconds: by rank: what it worked itself, without waiting for others.
+          seconds: rank -> seconds of its own work, without waiting for others.
 
         Returns:
-          Who is slow by now, where that is not what was told last.
+          The message; None if no rank is slow, or the same ones as reported last.
         """
         self._steps.append(seconds)
         if len(self._steps) < WINDOW or len(self._names) < 2:
             return None
         each = [median(step[rank] for step in self._steps) for rank in range(len(self._names))]
         slow = frozenset(rank for rank in range(len(each)) if self._is_slow(rank, each))
-        told, self._told = self._told, slow
-        if not slow or slow == told:
+        reported, self._reported = self._reported, slow
+        if not slow or slow == reported:
             return None
         usual = median(x for rank, x in enumerate(each) if rank not in slow)
         lines = [

@@ -51,17 +51,17 @@ LAST_SECONDS = 9.0
 
 
 class Watchdog:
-    """Watches this rank, and with others the whole run, while it is entered.
+    """The watchdog of this rank, which with the others watches the whole run while it is entered.
 
-    It never only warns: what it finds ends all ranks with `exit_codes.COME_AGAIN`.
+    It does not warn: a hang that it finds ends all ranks with `exit_codes.COME_AGAIN`.
 
     Args:
       watch: the limits.
-      activity: where this process is.
+      activity: of this process.
       stacks: the file for the stacks.
       peers: by rank; one where this process is alone.
-      heartbeats: to the others, None for one that is alone.
-      write: takes the message.
+      heartbeats: the channel to the others, None where this process is alone.
+      write: receives the message.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        now = self._looked_seconds = self._awake_seconds = time.monotonic()
-        self._heard_seconds = dict.fromkeys(self._partners, now)
+        now = self._round_seconds = self._awake_seconds = time.monotonic()
+        self._received_seconds = dict.fromkeys(self._partners, now)
         self._last: dict[int, tuple[Heartbeat, float]] = {}
         self._left: set[int] = set()
         self._lost: set[int] = set()
@@ -112,45 +112,47 @@ class Watchdog:
     def _run(self) -> None:
         while not self._leave.wait(self._every_seconds):
             now = time.monotonic()
-            self._forgive(now)
-            # what MPI cannot do any more shows as silence
+            # 1. was this process itself suspended? then no rank is silent, its own clock has jumped
+            self._reset_after_suspension(now)
+            # 2. send the own heartbeat and receive those of the others; if MPI fails, they will seem silent
             with contextlib.suppress(Exception):
-                self._tell_and_hear(now)
-            self._judge(now)
+                self._exchange_heartbeats(now)
+            # 3. end the run if a rank is silent or stalls
+            self._diagnose(now)
 
-    def _forgive(self, now: float) -> None:
-        """This process was away itself: suspended with its job, or in a library that kept Python's lock."""
-        away = now - self._looked_seconds - self._every_seconds
-        self._looked_seconds = now
-        if away > 2 + self._watch.silence_seconds / 4:
+    def _reset_after_suspension(self, now: float) -> None:
+        """Restart all clocks if this process was suspended, or a library kept Python's lock."""
+        suspended = now - self._round_seconds - self._every_seconds
+        self._round_seconds = now
+        if suspended > 2 + self._watch.silence_seconds / 4:
             self._awake_seconds = now
-            self._heard_seconds = dict.fromkeys(self._heard_seconds, now)
+            self._received_seconds = dict.fromkeys(self._received_seconds, now)
             self._last = {}
         if self._heartbeats is not None and self._watch.silence_seconds:
             # a thread that needs no Python: where Python itself is stuck, the stack goes to the rank's log
             faulthandler.dump_traceback_later(0.9 * self._watch.silence_seconds, file=2)
 
-    def _mine(self, now: float) -> Heartbeat:
+    def _own_heartbeat(self, now: float) -> Heartbeat:
         heartbeat = Heartbeat.of(self._activity, now)
         return heartbeat._replace(seconds=min(heartbeat.seconds, now - self._awake_seconds))
 
-    def _tell_and_hear(self, now: float) -> None:
+    def _exchange_heartbeats(self, now: float) -> None:
         if self._heartbeats is None:
             return
         for rank in self._partners:
             if rank not in self._left:
-                self._heartbeats.send(rank, BEAT, self._mine(now).encode())
+                self._heartbeats.send(rank, BEAT, self._own_heartbeat(now).encode())
         for rank, tag, data in self._heartbeats.received():
-            self._heard_seconds[rank] = now
+            self._received_seconds[rank] = now
             if tag == BEAT:
                 self._last[rank] = Heartbeat.decode(data), now
             elif tag == LEAVE:
                 self._left.add(rank)
             elif tag == DIAGNOSED:
-                self._end(None, said_by=rank)
+                self._end(None, sender=rank)
 
-    def _judge(self, now: float) -> None:
-        here = self._beats_now(now)
+    def _diagnose(self, now: float) -> None:
+        here = self._current_heartbeats(now)
         names = [peer.name for peer in self._peers]
         if silent := self._silent(now):
             self._lost = set(silent)
@@ -160,67 +162,68 @@ class Watchdog:
         elif (self._rank == 0 or 0 in self._left) and (culprits := stalled(here, self._watch)):
             self._end(stall_text(culprits, here, names, self._watch))
 
-    def _beats_now(self, now: float) -> dict[int, Heartbeat]:
-        """Rank -> where it is, of those that this one knows of and that have not left."""
+    def _current_heartbeats(self, now: float) -> dict[int, Heartbeat]:
+        """Return the heartbeats of the ranks that this one knows and that have not left, as of now."""
         found = {
             rank: heartbeat._replace(seconds=heartbeat.seconds + now - came)
             for rank, (heartbeat, came) in self._last.items()
             if rank not in self._left
         }
-        return {self._rank: self._mine(now), **found} if self._rank == 0 else {self._rank: self._mine(now)}
+        own = {self._rank: self._own_heartbeat(now)}
+        return {**own, **found} if self._rank == 0 else own
 
     def _silent(self, now: float) -> dict[int, float]:
         if not self._watch.silence_seconds:
             return {}
-        # of many that miss rank 0, one says so, and is heard before the next would
+        # if many miss rank 0, the first ends the run before the next would report the same
         later = 0.5 * min(max(self._rank - 1, 0), 8)
         return {
-            rank: now - heard
-            for rank, heard in self._heard_seconds.items()
+            rank: now - received
+            for rank, received in self._received_seconds.items()
             if rank not in self._left
-            and now - heard > self._watch.silence_seconds + later
-            and not is_at_work(self._peers[rank], self._peers[self._rank].host, now - heard, self._watch)
+            and now - received > self._watch.silence_seconds + later
+            and not is_at_work(self._peers[rank], self._peers[self._rank].host, now - received, self._watch)
         }
 
     def end(self, text: str) -> NoReturn:
-        """End all ranks: the main thread has found why by itself.
+        """End all ranks for a reason that the main thread has found.
 
         Args:
           text: why.
         """
         self._end(message([text]))
-        # the other thread was first
+        # the watchdog's thread was first, and ends this process
         time.sleep(LAST_SECONDS)
         os._exit(COME_AGAIN)
 
-    def _end(self, text: str | None, said_by: int | None = None) -> None:
-        """End all ranks.
+    def _end(self, text: str | None, sender: int | None = None) -> None:
+        """Write the diagnosis and the stacks, and end all ranks.
 
         Args:
-          text: why; None where another rank has said it.
-          said_by: that rank.
+          text: the diagnosis; None where another rank has written it.
+          sender: that rank.
         """
         if self._leave.is_set() or not self._ending.acquire(blocking=False):
             return
         threading.Thread(target=_exit_after, args=(LAST_SECONDS,), daemon=True).start()
-        # should Python itself be stuck
+        # a C thread, for the case that Python itself is stuck
         faulthandler.dump_traceback_later(2 * LAST_SECONDS, exit=True, file=2)
         if self._activity.step_file is not None:
             self._activity.step_file.write_hung()
         if text is not None:
             self._write(f"\n{text}(stacks of the ranks that could write them: {self._stacks})\n")
-        others = self._send_diagnosis() if said_by is None else set()
+        others = self._send_diagnosis() if sender is None else set()
         writing = threading.Thread(target=self._write_stacks, daemon=True)
         writing.start()
         writing.join(timeout=WRITE_SECONDS)
         if self._heartbeats is not None:
             with contextlib.suppress(Exception):
-                self._wait_for_stacks(self._heartbeats, others, said_by)
+                self._wait_for_stacks(self._heartbeats, others, sender)
             self._heartbeats.end_all(COME_AGAIN)
         os._exit(COME_AGAIN)
 
     def _send_diagnosis(self) -> set[int]:
-        """Send the diagnosis to the other ranks; return which."""
+        """Announce the diagnosis to the other ranks that still answer; return these."""
         others = set(range(len(self._peers))) - {self._rank} - self._left - self._lost
         if self._heartbeats is not None:
             with contextlib.suppress(Exception):
@@ -228,10 +231,10 @@ class Watchdog:
                     self._heartbeats.send(rank, DIAGNOSED)
         return others
 
-    def _wait_for_stacks(self, heartbeats: "HeartbeatChannel", others: set[int], said_by: int | None) -> None:
-        """Wait until the other ranks have written their stacks; a diagnosis' sender ends its receivers."""
-        if said_by is not None:
-            heartbeats.send(said_by, WRITTEN)
+    def _wait_for_stacks(self, heartbeats: "HeartbeatChannel", others: set[int], sender: int | None) -> None:
+        """Wait until the other ranks have written their stacks; who sent a diagnosis ends its receivers."""
+        if sender is not None:
+            heartbeats.send(sender, WRITTEN)
             time.sleep(LAST_SECONDS)
         deadline = time.monotonic() + OTHERS_SECONDS
         while others and time.monotonic() < deadline:
@@ -240,10 +243,11 @@ class Watchdog:
             time.sleep(0.02)
 
     def _write_stacks(self) -> None:
-        peer, mark = self._peers[self._rank], self._mine(time.monotonic())
+        peer, heartbeat = self._peers[self._rank], self._own_heartbeat(time.monotonic())
         head = (
             f"=== {peer.name}, rank {self._rank}, process {peer.pid}, {datetime.now():%Y-%m-%d %H:%M:%S}:"
-            f" {activity_text(mark)}; last collective of all ranks: {self._activity.last_collective!r} ===\n"
+            f" {activity_text(heartbeat)};"
+            f" last collective of all ranks: {self._activity.last_collective!r} ===\n"
         )
         with contextlib.suppress(OSError):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +257,7 @@ class Watchdog:
 
 
 def stacks_text() -> bytes:
-    """The Python stacks of all threads of this process."""
+    """Return the Python stacks of all threads of this process."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -266,6 +270,6 @@ def _exit_after(seconds: float) -> None:
 
 
 def _to_stderr(text: str) -> None:
-    # raw: somebody else may hold the lock of sys.stderr, and hang
+    # not through sys.stderr: another thread may hold the lock of sys.stderr, and hang
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
