@@ -86,8 +86,8 @@ class Transfer:
         labels = range(len(leaves)) if units is None else units
         if too_long := [str(leaf.shape) for leaf in leaves if leaf.size > MOST_ELEMENTS]:
             raise problems_error(
-                f"arrays of more than {MOST_ELEMENTS} elements cannot be transferred: an MPI count is a C int;"
-                " cut them, by layers for example",
+                f"arrays of more than {MOST_ELEMENTS} elements cannot be transferred: an MPI count is a C"
+                " int; cut them, by layers for example",
                 too_long,
             )
         described = [
