@@ -176,16 +176,16 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
         stage_model=stage_model,
         flow=stage_model.flow(microbatch),
         table=make_table(schedule, num_stages, microbatches, chunks),
-        losses=forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
+        evaluation_table=forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
         optimizer=gradients_as_state(),
         clip=None,
         placement=placement,
-        crossing=Transfer(mesh, [MpiGroup(same_stage)]),
+        transfer=Transfer(mesh, [MpiGroup(same_stage)]),
         seats=seats,
         mailbox=Mailbox(
             comm.Split(seats.replica, seats.stage), [f"stage {i}" for i in range(num_stages)], 60
         ),
-        share=Control(comm).all_gather,
+        all_gather=Control(comm).all_gather,
         combine=combine,
         start_row=start,
     )

@@ -1,0 +1,88 @@
+"""Exchange the parameters that several pipeline stages use, and their gradients, between islands.
+
+One stage owns each of them (see `pipeline/stage_model.py`); others borrow its value anew in every step and
+return their gradient. Next: `stage_step.py`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.functional.model import Tree, path_text
+from shardtrain.pipeline.stage_model import StageModel, nested
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.resolve import completed
+from shardtrain.sharding.specs import partition_specs
+from shardtrain.train_step.island_combiner import by_path
+from shardtrain.train_step.placement import Placement
+
+if TYPE_CHECKING:
+    from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
+
+
+class BorrowedParameters:
+    """The parameters that a stage borrows from others, and those that it lends.
+
+    Args:
+      stage_model: the stage's parts of the model.
+      placement: of the stage's own parameters on this island.
+      mailbox: to the other stages of this pipeline.
+      first_tag: MPI tags from here on are free.
+    """
+
+    def __init__(
+        self, stage_model: StageModel, placement: Placement, mailbox: "Mailbox", first_tag: int
+    ) -> None:
+        self._stage_model, self._mailbox, self._first_tag = stage_model, mailbox, first_tag
+        self._mesh = placement.mesh
+        self.specs = _borrowed_specs(stage_model, placement)
+        self._shapes = by_path(stage_model.traced.params)
+
+    def exchange(self, params: Tree) -> Tree:
+        """Send what this stage lends, and return its parameters with those that it borrows."""
+        found = by_path(params)
+        for path, stages in self._stage_model.lent.items():
+            for stage in stages:
+                self._mailbox.send(found[path], stage, self._tag(path))
+        for path, owner in self._stage_model.borrowed.items():
+            shape = self._shapes[path]
+            what = f"parameter {path} from stage {owner}"
+            array = self._mailbox.receive(shape.shape, shape.dtype, owner, self._tag(path), what)
+            found[path] = jax.device_put(array, NamedSharding(self._mesh, self.specs[path]))
+        return nested(found)
+
+    def return_gradients(self, grads: Mapping[str, jax.Array]) -> None:
+        """Send the gradients of borrowed parameters, by path, to their owners."""
+        for path, owner in self._stage_model.borrowed.items():
+            self._mailbox.send(grads[path], owner, self._tag(path))
+
+    def receive_gradients(self) -> list[dict[str, np.ndarray]]:
+        """Receive the gradients of lent parameters: path -> gradient, one dict for each borrower."""
+        found = []
+        for path, stages in self._stage_model.lent.items():
+            for stage in stages:
+                what = f"gradient of {path} from stage {stage}"
+                shape = self._shapes[path].shape
+                grad = self._mailbox.receive(shape, np.float32, stage, self._tag(path), what)
+                found.append({path: grad})
+        return found
+
+    def _tag(self, path: str) -> int:
+        return self._first_tag + sorted(self._stage_model.users).index(path)
+
+
+def _borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
+    """Return the specs of borrowed parameters: as if this stage owned them."""
+    whole, dims = by_path(stage_model.traced.params), stage_model.model.dims
+    names = {
+        path_text(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
+    }
+    arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
+    sizes = dict(placement.mesh.shape)
+    layout = completed(placement.layout, arrays, sizes)
+    like = {path: whole[path] for path in arrays}
+    return partition_specs(dict(sorted(arrays.items())), like, layout.parameter_rules, sizes, layout.unnamed)
