@@ -1,6 +1,6 @@
 """Settings of glibc's malloc that keep the memory of large buffers between steps.
 
-On a CPU, page faults were half of what crossing cost (docs/benchmarks/bridge.md). No jax, no MPI.
+On a CPU, page faults were half of the time of a transfer (docs/benchmarks/bridge.md). No jax, no MPI.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The state before the first step, created by one compiled program on the mesh, never whole on the host.
+"""Create the state before the first step, by one compiled program on the mesh, never whole on the host.
 
 Next: `step.py`.
 """

@@ -1,4 +1,4 @@
-"""A combiner run between islands: bucket by bucket, with the state that it keeps of each bucket.
+"""Run a combiner between islands, bucket by bucket, with its state of each bucket.
 
 Next: `island_step.py`, which uses it; `islands/transfer.py`, which moves the buckets.
 """
@@ -30,7 +30,7 @@ class _Bucket(NamedTuple):
 
 
 class CombinedIslands(NamedTuple):
-    """What a combiner made of the trees of all islands.
+    """The result of a combiner on the trees of all islands.
 
     Args:
       value: path -> array, with the shardings of what was sent.
@@ -74,7 +74,7 @@ class IslandCombiner:
 
     @property
     def labels(self) -> list[str]:
-        """The paths that the entries of a metric (L,) belong to: a parameter, or a layer of a stacked one."""
+        """Names of the entries of a metric (L,): the path of a parameter, or of a layer of a stacked one."""
         return [label for bucket in self._buckets for label in sorted(bucket.layers(self._stacked))]
 
     def init(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The step of several islands: compiled halves, and the transfer between islands in the middle.
+"""The training step of several islands: two compiled programs, with the transfer between them.
 
 An island's own gradient (or its delta, after local steps) is sent bucket by bucket and combined, and every
 island makes the same update of the result. A run of one island uses `step.py` alone.

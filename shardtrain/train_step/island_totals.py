@@ -11,7 +11,7 @@ from shardtrain.islands.transfer import Transfer
 
 
 class Totals(NamedTuple):
-    """What islands reduce beside gradients.
+    """The values that islands reduce beside gradients.
 
     Args:
       sums: tree of float32 scalars, added up.

@@ -1,4 +1,4 @@
-"""Where a state lies on a mesh: the specs of its arrays, joined with the mesh as shardings.
+"""The placement of a state on a mesh: the PartitionSpec of each array, and its NamedSharding.
 
 Next: `initial_state.py`, `step.py`.
 """
@@ -26,7 +26,7 @@ from shardtrain.train_step.state import Local, State, abstract_state, with_repli
 
 
 class Specs(NamedTuple):
-    """The specs of a state on a mesh of certain sizes, without devices.
+    """The PartitionSpecs of a state, for a mesh given by its sizes; needs no devices.
 
     Args:
       abstract: the state's shapes and dtypes.
@@ -86,7 +86,7 @@ def make_placement(
     stages: Partition | None = None,
     schedule: str = "1f1b",
 ) -> Placement:
-    """Join a layout with a model, an optimizer and a mesh.
+    """Return the placement of a model's and optimizer's state on a mesh, by the rules of a layout.
 
     Args:
       model: the model.

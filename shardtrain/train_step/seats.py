@@ -1,4 +1,4 @@
-"""Stages and replicas of a pipeline across islands, by the numbers of islands."""
+"""Assign the islands of a run to pipeline stages and replicas."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Seats:
-    """Which island has which stage: island i has stage i % stages of replica i // stages, as in HyPar-Flow.
+    """The stage and replica of each island: i % stages and i // stages for island i, as in HyPar-Flow.
 
     Args:
       num_islands: of the run.
@@ -32,20 +32,20 @@ class Seats:
 
     @property
     def stage(self) -> int:
-        """Of this island."""
+        """The stage of this island."""
         return self.island % self.num_stages
 
     @property
     def replica(self) -> int:
-        """The number of the pipeline that this island is a part of."""
+        """The replica (a whole pipeline) that this island belongs to."""
         return self.island // self.num_stages
 
     @property
     def num_replicas(self) -> int:
-        """How many pipelines there are."""
+        """The number of replicas, each a whole pipeline."""
         return self.num_islands // self.num_stages
 
     def of_replica(self, values: list[Any], replica: int | None = None) -> list[Any]:
-        """What the stages of a pipeline (by default this one's) have, of a list by island."""
+        """Select the values of one replica's stages (by default this island's) from a list by island."""
         first = (self.replica if replica is None else replica) * self.num_stages
         return values[first : first + self.num_stages]

@@ -1,4 +1,4 @@
-"""The compiled functions of one stage of a pipeline across islands: its parts forward and backward.
+"""The functions that one pipeline stage across islands compiles: forward and backward of its parts.
 
 The island's own replicas (its data axis) are a leading dim of everything, as in `gradients.py`.
 Next: `stage_programs.py`, which calls them task by task.
@@ -143,12 +143,12 @@ class StageFunctions:
         return cotangents, self._add_loss(sums, loss), model_state
 
     def input_backward(self, part: int, sums: Sums, task: TaskInputs) -> tuple[Any, Sums, Tree]:
-        """Return the same without gradients, where they are computed by weight tasks."""
+        """Return the same as `backward` without gradients, which weight tasks compute."""
         _, cotangents, loss, model_state = self._vjp(part, task)
         return cotangents, self._add_loss(sums, loss), model_state
 
     def weight(self, part: int, sums: Sums, task: TaskInputs) -> Sums:
-        """Return the sums with the gradients of a part."""
+        """Return the sums with the gradients of a part added."""
         grads, *_ = self._vjp(part, task)
         return sums._replace(grads=self._add_grads(part, sums.grads, grads))
 
@@ -166,7 +166,7 @@ class StageFunctions:
             rng = row_key(key, first_row, num_rows)
             entering = self._entering(part, inputs, num_rows)
             found, changed = self.stage_model.run(part, params, model_state, rng, train, batch, entering)
-            # a share that is all padding does not change the model state
+            # a replica whose rows are all padding does not change the model state
             is_real = batch["weights"].sum() > 0 if "weights" in batch else jnp.bool_(True)
             changed = jax.tree.map(lambda new, old: jnp.where(is_real, new, old), changed, model_state)
             if part < self.stage_model.last_part:
@@ -235,7 +235,7 @@ class StageFunctions:
         )
 
     def _add_loss(self, sums: Sums, loss: Any) -> Sums:
-        """Add what the last part computed; other parts have no loss."""
+        """Add the loss of the last part to the sums; other parts have none."""
         if not loss:
             return sums
         sums = add_loss(sums, *loss)

@@ -1,4 +1,4 @@
-"""The programs of one stage of a pipeline across islands, called task by task.
+"""The compiled programs of one pipeline stage across islands, called task by task.
 
 Next: `stage_executor.py`, which calls them in the order of a table; `stage_step.py`, the step.
 """
@@ -21,10 +21,10 @@ from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs
 
 
 class StagePrograms:
-    """The compiled parts of one stage, and the arrays that they work on in a step.
+    """The compiled programs of one stage (a `stage_executor.Programs`), and their arrays during a step.
 
     Args:
-      stage_model: the stage's share of the model.
+      stage_model: the stage's parts of the model.
       flow: the values between the parts of the whole model.
       placement: of the stage's own parameters on this island.
       borrowed: path -> PartitionSpec of a parameter that another stage owns.
@@ -125,7 +125,7 @@ class StagePrograms:
         )
 
     def to_devices(self, value: Value, array: np.ndarray) -> jax.Array:
-        """Return rows of a microbatch, sharded over the replicas of this island: (R, rows, ...)."""
+        """Put received rows of a microbatch on this island: (R, rows, ...), sharded over its replicas."""
         array = array.reshape(self.num_replicas, -1, *array.shape[1:])
         return jax.device_put(array, self._rows)
 
