@@ -44,6 +44,12 @@ def sum() -> Combiner:
     """Make the sum of the ranks' means: the mean over all examples times the number of ranks with any.
 
     Costs what `mean` costs. Equal counts: sum_r x_r.
+
+    >>> import jax
+    >>> from shardtrain.combine.group import MeshGroup
+    >>> combine = lambda x, count: sum().combine(x, count, (), MeshGroup("data", 2)).value
+    >>> jax.vmap(combine, axis_name="data")(jnp.array([1.0, 5.0]), jnp.array([3.0, 1.0])).tolist()
+    [4.0, 4.0]
     """
     return Combiner(lambda tree: (), lambda *arguments: _combine(*arguments, summed=True), linear=True)
 

@@ -5,6 +5,7 @@ reference in float64, values are compared with it too.
 """
 
 import dataclasses
+import doctest
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +231,26 @@ def check_scale(combiner, ranks):
         np.testing.assert_allclose(scaled, value * 2.0**exponent, rtol=1e-6, atol=1e-6 * 2.0**exponent)
 
 
+def check_laws(combiner, ranks):
+    """What every combination of replicas keeps: one replica, equal ones, their order, their scale."""
+    x, y = np.random.default_rng(0).normal(size=(2, 6, 5)).astype(np.float32)
+    state = ranks.state(combiner, x, 2)
+    run = ranks.run("vmap", lambda group, x, n, state: combiner.combine(x, n, state, group).value, 2)
+
+    def combine(first, second, counts=(2.0, 2.0)):
+        return np.asarray(run(jnp.stack([first, second]), jnp.asarray(counts), state)[0])
+
+    value = combine(x, y)
+    # the only replica with examples is the result, and equal ones are: their mean, or their sum
+    np.testing.assert_allclose(combine(x, y, (3.0, 0.0)), x, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(combine(x, y, (0.0, 1.0)), y, rtol=1e-5, atol=1e-6)
+    equal = combine(x, x)
+    assert np.allclose(equal, x, rtol=1e-5, atol=1e-6) or np.allclose(equal, 2 * x, rtol=1e-5, atol=1e-6)
+    # swapped replicas give the same, scaled ones the same scaled
+    np.testing.assert_allclose(combine(y, x), value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(combine(-4 * x, -4 * y), -4 * value, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "kind", "size"), CASES)
 def test_rounds(name, kind, size, ranks, references):
     combiner = make_combiner(name)
@@ -241,6 +262,17 @@ def test_rounds(name, kind, size, ranks, references):
 @pytest.mark.parametrize("name", [*REGISTERED, *VARIANTS])
 def test_flags(name, ranks):
     check_flags(make_combiner(name), ranks)
+
+
+@pytest.mark.parametrize("name", COMBINERS)
+def test_laws(name, ranks):
+    check_laws(make_combiner(name), ranks)
+
+
+@pytest.mark.parametrize("name", COMBINERS)
+def test_an_entry_shows_a_result_by_value(name):
+    """A doctest of the factory: no law tells a median from a mean."""
+    assert doctest.DocTestFinder(recurse=False).find(COMBINERS[name], name)[0].examples
 
 
 @pytest.mark.parametrize("codec", REGISTERED_CODECS)
@@ -307,6 +339,21 @@ def test_rounds_find_an_entry_that_breaks_the_contract(name, ranks, monkeypatch)
     monkeypatch.setitem(COMBINERS, "mutant", lambda: MUTANTS[name])
     with pytest.raises(AssertionError):
         check_rounds(make_combiner("mutant"), ranks, "vmap", 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found, tree, *_: 2 * found.value,
+        lambda found, tree, count, state, group: group.all_gather(tree).max(0),
+        lambda found, tree, count, state, group: group.all_gather(tree).mean(0),
+        lambda found, tree, count, state, group: group.all_gather(contribution(tree, count))[0],
+    ],
+    ids=["twice the mean", "the largest", "replicas without examples too", "the first replica"],
+)
+def test_laws_find_wrong_maths(change, ranks):
+    with pytest.raises(AssertionError):
+        check_laws(changed(value=change), ranks)
 
 
 def test_flags_find_an_entry_that_breaks_the_contract(ranks):

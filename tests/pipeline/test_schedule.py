@@ -1,5 +1,7 @@
 """Schedules: every size gives a table that can run, with the ticks, the bubble and the memory it states."""
 
+import doctest
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -74,6 +76,12 @@ def test_every_entry_of_the_registry_keeps_the_contract(name, lockstep, data):
     check(evaluation)
     assert evaluation.part_placement == table.part_placement
     assert 0 <= simulate(table, dict.fromkeys(table.kinds, 1.0)).bubble < 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_entry_shows_its_ticks_or_memory_by_value(name):
+    """A doctest of its function: any table that can run keeps the contract, also that of another schedule."""
+    assert doctest.DocTestFinder(recurse=False).find(SCHEDULES[name], name)[0].examples
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import struct
 
 import pytest
 
@@ -35,6 +36,36 @@ def test_a_sink_writes_into_the_run_folder_whatever_the_values_and_resumes(name,
     # a run that is restored at step 1 writes step 2 again
     assert write(SINKS[name], tmp_path, 1, [2, 3, 4]) == []
     assert size_of(tmp_path) > first
+
+
+def contents(folder):
+    return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+def marks(step):
+    """Metrics whose names and values are of this step alone; a float32 has the values exactly."""
+    return {f"loss_of_{step}/a": 1000.5 + step, f"rate_of_{step}/b": 2000.5 + step}
+
+
+def holds(content, name, value):
+    forms = (str(value).encode(), struct.pack("<f", value), struct.pack("<d", value))
+    return name.encode() in content and any(form in content for form in forms)
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_every_name_and_value_of_every_step_is_in_a_file_also_after_a_restore(name, tmp_path):
+    for resume_after, steps in ((None, (1, 2, 3)), (2, (4, 5))):
+        sink = SINKS[name](tmp_path, resume_after, print)
+        assert sink is not None
+        for step in steps:
+            sink.write(step, marks(step))
+        sink.close()
+    for step in (1, 2, 4, 5):
+        for metric, value in marks(step).items():
+            assert any(holds(content, metric, value) for content in contents(tmp_path)), (metric, value)
+    # step 3 was after the restored one: it is not in a file to which the run goes on writing
+    for content in contents(tmp_path):
+        assert not (b"loss_of_3/a" in content and b"loss_of_5/a" in content)
 
 
 def test_a_run_writes_to_all_sinks_and_knows_its_last_step(tmp_path):
