@@ -205,7 +205,7 @@ class Stage:
         """An array like a value between parts."""
         shape = self.flow.shapes[value]
         numbers = np.random.default_rng(0).normal(size=shape.shape).astype(shape.dtype)
-        return jax.block_until_ready(self.programs.landed(value, numbers))
+        return jax.block_until_ready(self.programs.to_devices(value, numbers))
 
 
 class Side(NamedTuple):
@@ -265,7 +265,7 @@ def transfer(comm: MPI.Comm, stage: Stage, mailbox: Mailbox) -> float:
 
     def arrives(source: int) -> jax.Array:
         found = mailbox.receive(shape.shape, shape.dtype, source, 0, "a message there and back")
-        return jax.block_until_ready(stage.programs.landed(value, found))
+        return jax.block_until_ready(stage.programs.to_devices(value, found))
 
     if comm.rank == 0:
         start = time.perf_counter()
