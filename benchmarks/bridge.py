@@ -303,7 +303,7 @@ def report(rows: Sequence[Row], num_ranks: int, options: Options) -> str:
         f"{num_ranks} ranks, {os.cpu_count()} cores, {options.rounds} rounds; jax {jax.__version__},"
         f" {MPI.Get_library_version().splitlines()[0].rstrip(chr(0))}",
         "",
-        "| | | ms | ratio | quartiles | median lies (95 %) in | page faults |",
+        "| | | ms | ratio | quartiles | 95 % interval of the median | page faults |",
         "|---|---|--:|--:|---|---|--:|",
     ]
     for row in rows:

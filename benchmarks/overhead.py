@@ -199,7 +199,10 @@ def report(figures: Figures) -> str:
         f"{name:28}{1e3 * figures.step_seconds[name]:10.2f}{1e3 * figures.cpu_seconds[name]:14.2f}"
         for name in figures.step_seconds
     ]
-    lines += ["", f"{'ratio within a round':28}{'':16}{'median':>7}  {'quartiles':13}  median lies (95 %) in"]
+    lines += [
+        "",
+        f"{'ratio within a round':28}{'':16}{'median':>7}  {'quartiles':13}  95 % interval of the median",
+    ]
     lines += [
         f"{pair:28}{FIELDS[field]:16}{s.median:7.3f}  {s.low:.3f} - {s.high:.3f}  "
         f"{s.sure[0]:.3f} - {s.sure[1]:.3f}"

@@ -394,7 +394,7 @@ def report(figures: Figures) -> str:
         f" {MPI.Get_library_version().splitlines()[0].rstrip(chr(0))}",
         "",
         "| schedule | bubble, simulated | simulated ms | measured ms | quartiles | measured / simulated |"
-        " median lies (95 %) in | simulated, tasks in company, ms | all work / cores, ms |",
+        " 95 % interval of the median | simulated, tasks in company, ms | all work / cores, ms |",
         "|---|--:|--:|--:|---|--:|---|--:|--:|",
     ]
     for row in figures.rows:

@@ -29,7 +29,7 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsData:
-    """The digits as they come, writer after writer: those held out are by writers of their own."""
+    """The digits in their original order, by writer: the held-out ones are by other writers."""
 
     num_heldout: int = 297
 

@@ -33,7 +33,7 @@ class Spirals:
 
 @dataclass(frozen=True, kw_only=True)
 class SpiralData:
-    """What a run asks for: a source to train on, and one held out."""
+    """The data of a run: a source to train on, and a held-out one."""
 
     num_samples: int = 5000
 

@@ -1,4 +1,4 @@
-"""binding: cores, NUMA nodes and threads of each rank, and what limits it: cgroups, /dev/shm, ulimits."""
+"""The check `binding`: cores, NUMA nodes, threads and limits (cgroups, /dev/shm, ulimits) of each rank."""
 
 import os
 import resource
@@ -10,7 +10,7 @@ from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, b
 from shardtrain.report.quantities import bytes_text
 
 SHM_BYTES_PER_RANK = 64 * 2**20
-"""MPI's buffers between the ranks of a host lie in /dev/shm; containers often have 64 MiB for all of them."""
+"""Least space in /dev/shm per rank, for MPI's buffers; containers often have 64 MiB for all ranks."""
 
 MEMLOCK_BYTES = 2**30
 FEW_FILES = 1024
@@ -56,7 +56,7 @@ def _memory(name: str) -> int | None:
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, list[int]]:
-    """NUMA node -> its cores; nodes without cores (memory alone) are left out."""
+    """Return NUMA node -> its cores; nodes without cores (only memory) are left out."""
     nodes = {}
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
         if cores := read_ranges(path.read_text()):
@@ -87,15 +87,21 @@ def ranges_text(numbers: Sequence[int]) -> str:
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
-    hosts = by_host(told)
-    rows = [_cores(told, hosts), _numa(told), *_threads(told), _quota(told), _memory_limit(hosts)]
-    return [*rows, _shm(hosts), *_ulimits(told)]
+    hosts = by_host(all_facts)
+    rows = [
+        _cores(all_facts, hosts),
+        _numa(all_facts),
+        *_threads(all_facts),
+        _quota(all_facts),
+        _memory_limit(hosts),
+    ]
+    return [*rows, _shm(hosts), *_ulimits(all_facts)]
 
 
-def _cores(told: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
-    found = each((one.name, _cores_text(one.facts)) for one in told)
+def _cores(all_facts: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
+    found = each((one.name, _cores_text(one.facts)) for one in all_facts)
     for overlapping in (_overlap(ranks) for ranks in hosts.values()):
         if overlapping:
             verdict, text, do = overlapping
@@ -110,7 +116,7 @@ def _cores_text(facts: Mapping) -> str:
 
 
 def _overlap(ranks: Sequence[RankFacts]):
-    """(verdict, what is found, what to do) where ranks of a host may run on the same cores."""
+    """Return (verdict, finding, fix) if ranks of a host may run on the same cores."""
     users: dict[int, list[str]] = {}
     for one in ranks:
         for core in one.facts["cores"]:
@@ -139,8 +145,8 @@ def _overlap(ranks: Sequence[RankFacts]):
     return "wrong", text, do
 
 
-def _numa(told: Sequence[RankFacts]) -> Row:
-    several = [one for one in told if len(one.facts["nodes"]) > 1]
+def _numa(all_facts: Sequence[RankFacts]) -> Row:
+    several = [one for one in all_facts if len(one.facts["nodes"]) > 1]
     if not several:
         return Row(check="binding", what="NUMA", found="one node on every host")
     on = {
@@ -160,21 +166,21 @@ def _numa(told: Sequence[RankFacts]) -> Row:
     return Row(check="binding", what="NUMA", found=f"{found}: spread over nodes", verdict="note", do=do)
 
 
-def _threads(told: Sequence[RankFacts]) -> list[Row]:
+def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
     many = [
         (one.name, f"{name}={value} on {len(one.facts['cores'])} cores")
-        for one in told
+        for one in all_facts
         for name, value in one.facts["threads"].items()
         if value.isdecimal() and int(value) > len(one.facts["cores"])
     ]
     if not many:
         return []
-    do = f"unset it, or set it to the cores of a rank: {len(told[0].facts['cores'])}"
+    do = f"unset it, or set it to the cores of a rank: {len(all_facts[0].facts['cores'])}"
     return [Row(check="binding", what="threads", found=each(many), verdict="warning", do=do)]
 
 
-def _quota(told: Sequence[RankFacts]) -> Row:
-    tight = [one for one in told if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
+def _quota(all_facts: Sequence[RankFacts]) -> Row:
+    tight = [one for one in all_facts if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
     if not tight:
         return Row(check="binding", what="CPU quota", found="none below the cores that are seen")
     found = each(
@@ -198,7 +204,7 @@ def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
         text = f"{bytes_text(facts['available_bytes'] or 0)} free of {bytes_text(total)}"
         if limit is not None and limit < total:
             text += f", limited to {bytes_text(limit)} by the cgroup"
-            # below half of what programs see, those that size caches by it are killed
+            # programs size caches by the memory they see; with a limit below half of it they are killed
             tight += [host] if limit < total / 2 else []
         texts.append((host, text))
     if tight:
@@ -224,10 +230,12 @@ def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     return Row(check="binding", what="/dev/shm", found=each(texts), verdict="warning", do=do)
 
 
-def _ulimits(told: Sequence[RankFacts]) -> list[Row]:
-    found = each((one.name, ulimits_text(one.facts["ulimits"])) for one in told)
+def _ulimits(all_facts: Sequence[RankFacts]) -> list[Row]:
+    found = each((one.name, ulimits_text(one.facts["ulimits"])) for one in all_facts)
     pinned = [
-        o for o in told if o.facts["infiniband"] and (o.facts["ulimits"]["memlock"] or 2**60) < MEMLOCK_BYTES
+        o
+        for o in all_facts
+        if o.facts["infiniband"] and (o.facts["ulimits"]["memlock"] or 2**60) < MEMLOCK_BYTES
     ]
     if pinned:
         do = (
@@ -235,7 +243,7 @@ def _ulimits(told: Sequence[RankFacts]) -> list[Row]:
             " PropagateResourceLimitsExcept)"
         )
         return [Row(check="binding", what="ulimits", found=found, verdict="wrong", do=do)]
-    if any((one.facts["ulimits"]["nofile"] or 2**60) < FEW_FILES for one in told):
+    if any((one.facts["ulimits"]["nofile"] or 2**60) < FEW_FILES for one in all_facts):
         do = f"checkpoints and connections need open files: ulimit -n {FEW_FILES * 64}"
         return [Row(check="binding", what="ulimits", found=found, verdict="warning", do=do)]
     return [Row(check="binding", what="ulimits", found=found)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from shardtrain.doctor.check import Facts
 
 NO_LIMIT_BYTES = 2**60
-"""Version 1 writes a number of this order where there is no limit."""
+"""A limit above this is none: version 1 writes such a number if there is no limit."""
 
 
 def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Facts:
@@ -30,7 +30,7 @@ def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cg
 
 
 def _folders(mount: Path, group: str) -> list[Path]:
-    """A group's folder and those above it; in a container only the mount itself may be there."""
+    """Return a group's folder and its parents; in a container possibly only the mount itself."""
     parts = [part for part in group.split("/") if part not in ("", "..")]
     return [mount.joinpath(*parts[:end]) for end in range(len(parts), -1, -1)]
 

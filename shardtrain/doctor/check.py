@@ -1,4 +1,4 @@
-"""A check: `look` collects facts on every rank, `judge` makes rows of the facts of all. Values only."""
+"""The interface of a check: `look` collects facts on every rank, `judge` turns the facts into rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "note", "warning", "wrong")
 """From best to worst: a note is good to know, a warning costs time, what is wrong stops a run."""
 
 Facts = dict[str, Any]
-"""What JSON can hold."""
+"""Facts of a check on one rank; JSON can represent them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class Row:
     """A line of the table.
 
     Args:
-      check: its name.
-      what: which of the things that it looks at.
-      found: in words, with the ranks or hosts where they differ.
+      check: the name of the check.
+      what: the item that was checked.
+      found: the findings as text; by rank or host if they differ.
       verdict: see `VERDICTS`.
-      do: what to do about it; of a warning and of what is wrong never empty.
+      do: how to fix it; never empty for `warning` and `wrong`.
     """
 
     check: str
@@ -39,7 +39,7 @@ class Row:
 
 
 class ControlChannel(Protocol):
-    """Named messages between all ranks, as `islands.bridge.Control` has them."""
+    """A channel for named all-gathers between all ranks; `islands.bridge.Control` is one."""
 
     names: list[str]
 
@@ -55,16 +55,16 @@ class RankContext:
     """The rank on which a check collects facts.
 
     Args:
-      environment: what the launcher said.
-      hosts: rank -> host, of the ranks that can talk to each other.
-      control: to talk to them; a check has one of its own, which a check that hangs cannot disturb.
-      comm: of all ranks, as mpi4py has it; None where this process is alone.
-      environ: the environment.
-      run_dir: the folder that runs shall be in.
-      quick: nothing is measured.
-      given_cores: what the launcher left this rank to run on, before it shared cores out itself.
-      problem: why ranks that were launched cannot talk to each other; None where they can.
-      seats_problem: why they do not make up islands; None where they do.
+      environment: rank, size and host of this process.
+      hosts: rank -> host, of the connected ranks.
+      control: channel to the other ranks; each check has its own, so that one that hangs disturbs no other.
+      comm: the mpi4py communicator of all ranks; None if this process is alone.
+      environ: the environment variables.
+      run_dir: the folder for runs.
+      quick: skip slow measurements.
+      given_cores: the cores that the launcher bound this rank to, before `train` divides them among ranks.
+      problem: why the launched ranks cannot exchange messages; None if they can.
+      seats_problem: why the ranks cannot be divided into islands; None if they can.
     """
 
     environment: RankEnvironment
@@ -80,12 +80,12 @@ class RankContext:
 
     @property
     def rank(self) -> int:
-        """The rank among those that can exchange messages."""
+        """The rank of this process among the connected ones."""
         return self.control.rank
 
     @property
     def is_first_on_host(self) -> bool:
-        """Whether this rank collects what all ranks of its host have in common."""
+        """Whether this rank collects the facts that all ranks of its host share."""
         return self.hosts.index(self.hosts[self.rank]) == self.rank
 
     @property
@@ -160,10 +160,10 @@ def some(names: Sequence[str], most: int = 4) -> str:
     return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
 
 
-def by_host(told: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
+def by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
     """Group ranks by host."""
     hosts: dict[str, list[RankFacts]] = {}
-    for one in told:
+    for one in all_facts:
         hosts.setdefault(one.host, []).append(one)
     return hosts
 

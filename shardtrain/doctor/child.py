@@ -1,4 +1,4 @@
-"""Run what might crash or hang in a child process: a Python program that prints facts as JSON lines."""
+"""Run a Python program that might crash or hang in a child process, and read its facts as JSON lines."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from shardtrain.islands.launcher_variables import outside_launch
 def tell(
     program: str, environ: Mapping[str, str], timeout_seconds: float, arguments: Sequence[str] = ()
 ) -> Facts:
-    """Run a program that prints one JSON object a line; a later one adds to the earlier.
+    """Run a program that prints a JSON object per line, and return the merged objects.
 
     Args:
       program: Python.
@@ -23,7 +23,7 @@ def tell(
       arguments: of the program.
 
     Returns:
-      What it told before its end, and how it `died`: None where it ended well, else in words.
+      The facts that it printed, and in `died` how it ended: None if it succeeded, else a text.
 
     >>> tell("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
     {'a': 1, 'died': 'no b'}

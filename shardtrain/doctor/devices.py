@@ -1,4 +1,4 @@
-"""devices: compare the devices that jax sees with those of the machine and those visible to this process."""
+"""The check `devices`: whether jax sees the devices of the machine that this process may use."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from shardtrain.report.quantities import bytes_text
 
 CHILD_SECONDS = 90.0
 BUSY_SHARE = 0.1
-"""A GPU with more of its memory taken, before this run began, is another's too."""
+"""Fraction of a GPU's memory in use above which another process must be using it."""
 
 PROGRAM = """
 import json, jax
@@ -26,17 +26,17 @@ def look(here: RankContext) -> Facts:
     """Collect the devices of this rank, and the GPUs visible to it."""
     facts = visible_gpu_facts(here.environ)
     facts["uuids"] = uuids(facts, facts["visible"])
-    # the ranks that share a GPU all start a child at once
+    # ranks that share a GPU start their child processes at the same time
     environ = {**here.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return facts | {"seen": tell(PROGRAM, environ, CHILD_SECONDS)}
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the devices that jax sees, those that it should see, and shared GPUs."""
-    rows = [_seen(told)]
-    if idle := [one for one in told if _is_idle(one.facts)]:
+    rows = [_seen(all_facts)]
+    if idle := [one for one in all_facts if _is_idle(one.facts)]:
         rows.append(_not_used(idle))
-    if short := [one for one in told if _problem(one.facts)]:
+    if short := [one for one in all_facts if _problem(one.facts)]:
         do = (
             "ask the launcher for as many as jax shall use (srun --gpus-per-task, CUDA_VISIBLE_DEVICES);"
             " a GPU that"
@@ -44,12 +44,12 @@ def judge(told: Sequence[RankFacts]) -> list[Row]:
         )
         found = each((one.name, str(_problem(one.facts))) for one in short)
         rows.append(Row(check="devices", what="visible GPUs", found=found, verdict="wrong", do=do))
-    rows += [row for ranks in by_host(told).values() for row in _shared(ranks)]
-    return rows + _busy(told) + _rights(told)
+    rows += [row for ranks in by_host(all_facts).values() for row in _shared(ranks)]
+    return rows + _busy(all_facts) + _rights(all_facts)
 
 
 def text(devices: Sequence[Facts]) -> str:
-    """Devices in words.
+    """Format a list of devices.
 
     >>> text([{"platform": "cpu", "kind": "cpu", "memory_bytes": None}] * 2)
     '2 x cpu'
@@ -62,8 +62,10 @@ def text(devices: Sequence[Facts]) -> str:
     return ", ".join(f"{number} x {kind}" for kind, number in groups.items())
 
 
-def _seen(told: Sequence[RankFacts]) -> Row:
-    broken = [(one.name, one.facts["seen"]["died"]) for one in told if "devices" not in one.facts["seen"]]
+def _seen(all_facts: Sequence[RankFacts]) -> Row:
+    broken = [
+        (one.name, one.facts["seen"]["died"]) for one in all_facts if "devices" not in one.facts["seen"]
+    ]
     if broken:
         do = (
             "run it alone to see all of its error: python -c 'import jax; print(jax.devices())';"
@@ -72,8 +74,8 @@ def _seen(told: Sequence[RankFacts]) -> Row:
         )
         found = "jax does not start: " + each((name, str(died)) for name, died in broken)
         return Row(check="devices", what="seen by jax", found=found, verdict="wrong", do=do)
-    found = each((one.name, text(one.facts["seen"]["devices"])) for one in told)
-    if len({one.facts["seen"]["devices"][0]["platform"] for one in told}) > 1:
+    found = each((one.name, text(one.facts["seen"]["devices"])) for one in all_facts)
+    if len({one.facts["seen"]["devices"][0]["platform"] for one in all_facts}) > 1:
         do = "unequal islands are allowed; if they should be equal, see the row below or the host's driver"
         return Row(check="devices", what="seen by jax", found=found, verdict="note", do=do)
     return Row(check="devices", what="seen by jax", found=found)
@@ -84,7 +86,7 @@ def _gpus_seen(facts: Facts) -> int:
 
 
 def _is_idle(facts: Facts) -> bool:
-    """The host has GPUs that this rank may use, and jax runs on the CPU."""
+    """Return whether jax runs on the CPU although this rank may use GPUs."""
     may = facts["nodes"] > 0 and facts["visible"] != []
     return may and "devices" in facts["seen"] and _gpus_seen(facts) == 0
 
@@ -108,7 +110,7 @@ def _not_used(idle: Sequence[RankFacts]) -> Row:
 
 
 def _problem(facts: Facts) -> str | None:
-    """Where a rank sees another number of GPUs than it was given; None where that is not known."""
+    """Return a message if a rank sees another number of GPUs than it was allocated; None if none is known."""
     seen = _gpus_seen(facts)
     if not seen:
         return None
@@ -120,7 +122,7 @@ def _problem(facts: Facts) -> str | None:
 
 
 def _shared(ranks: Sequence[RankFacts]) -> list[Row]:
-    """Ranks of a host that use the same GPU."""
+    """Return rows for ranks of a host that use the same GPU."""
     users: dict[str, list[str]] = {}
     for one in ranks:
         for uuid in one.facts["uuids"] if _gpus_seen(one.facts) else ():
@@ -142,11 +144,11 @@ def _shared(ranks: Sequence[RankFacts]) -> list[Row]:
     return [Row(check="devices", what="shared GPUs", found=found, verdict="warning", do=do)]
 
 
-def _busy(told: Sequence[RankFacts]) -> list[Row]:
+def _busy(all_facts: Sequence[RankFacts]) -> list[Row]:
     busy = {
         f"{one.host} GPU {gpu['index']}": f"{bytes_text(gpu['used_bytes'])} of"
         f" {bytes_text(gpu['memory_bytes'])}"
-        for one in told
+        for one in all_facts
         for gpu in one.facts["gpus"]
         if gpu["uuid"] in one.facts["uuids"] and gpu["used_bytes"] > BUSY_SHARE * gpu["memory_bytes"]
     }
@@ -156,11 +158,11 @@ def _busy(told: Sequence[RankFacts]) -> list[Row]:
     return [Row(check="devices", what="memory taken", found=each(busy.items()), verdict="warning", do=do)]
 
 
-def _rights(told: Sequence[RankFacts]) -> list[Row]:
+def _rights(all_facts: Sequence[RankFacts]) -> list[Row]:
     closed = [
-        (one.name, f"{one.facts['closed']} GPUs cannot be opened") for one in told if one.facts["closed"]
+        (one.name, f"{one.facts['closed']} GPUs cannot be opened") for one in all_facts if one.facts["closed"]
     ]
-    if not closed or any(_gpus_seen(one.facts) for one in told):
+    if not closed or any(_gpus_seen(one.facts) for one in all_facts):
         return []
     do = (
         "the batch system gave none (ask for them: --gres=gpu:N), or you are not in the group of /dev/nvidia0"

@@ -1,6 +1,6 @@
-"""All checks in one dict, and how they run: on every rank, with a time limit each.
+"""The registry of checks, and their execution on all ranks with a time limit for each.
 
-A check that fails or hangs becomes a row; a rank that does not come ends the examination, by name.
+A check that fails or hangs becomes a row of the table; a missing rank ends the checks and is named.
 """
 
 import json
@@ -25,10 +25,10 @@ CHECKS: Mapping[str, Check] = {
     "rates": rates.CHECK,
     "links": links.CHECK,
 }
-"""In the order in which they are made: what costs little and explains the others comes first."""
+"""Name -> check, in the order in which they run: cheap ones, which explain failures of others, come first."""
 
 SLACK_SECONDS = 10.0
-"""How much later than a check's limit a rank may say how it went."""
+"""Seconds after the time limit of a check in which a rank must send its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class Examined:
     """The result of all checks.
 
     Args:
-      rows: of all checks that were made.
-      seconds: check -> how long it took, on the rank where it took longest.
-      answers: check -> name of a rank -> its facts, or how it failed.
-      present: the ranks that were there to the end.
-      hung: something did not end: the processes must be ended from outside.
+      rows: the rows of all checks that ran.
+      seconds: check -> its duration on the slowest rank.
+      answers: check -> name of a rank -> its facts.
+      present: the ranks that took part in the last check.
+      hung: whether a check did not end, so that the processes must be killed.
     """
 
     rows: tuple[Row, ...]
@@ -51,22 +51,22 @@ class Examined:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all rows."""
+        """The worst verdict of all rows."""
         return worst(row.verdict for row in self.rows)
 
 
 def examine(
     checks: Mapping[str, Check], heres: Sequence[RankContext], slack_seconds: float = SLACK_SECONDS
 ) -> Examined:
-    """Run checks; all ranks run the same ones.
+    """Run the checks; all ranks must run the same ones.
 
     Args:
-      checks: by name, in order.
-      heres: of the examination itself, then of each check: a control of its own each.
+      checks: name -> check, in order.
+      heres: the context for gathering results, then one for each check; each has its own control channel.
       slack_seconds: see `SLACK_SECONDS`.
 
     Returns:
-      The same on every rank, up to who is missing.
+      The same result on every rank, unless a rank is missing.
     """
     here, *others = heres
     rows: list[Row] = []
@@ -92,13 +92,13 @@ def attempt(check: Check, here: RankContext) -> Facts:
     """Collect the facts of a check in a thread that is abandoned at its time limit.
 
     Returns:
-      `facts` (None: it failed), `failed` in words, whether it `hung`, and the `seconds` it took.
+      `facts` (None: the check failed), the error as text in `failed`, whether it `hung`, and its `seconds`.
     """
     box: Facts = {"facts": None, "failed": None}
 
     def look() -> None:
         try:
-            # as it arrives at the others, so that a judge sees no tuple here and a list there
+            # through JSON, as facts arrive from other ranks: tuples become lists on every rank
             box["facts"] = json.loads(json.dumps(check.look(here)))
         except Exception as error:
             box["failed"] = f"{type(error).__name__}: {error}"
@@ -116,7 +116,7 @@ def attempt(check: Check, here: RankContext) -> Facts:
 def _gather(
     here: RankContext, name: str, mine: Facts, patience_seconds: float
 ) -> tuple[dict[int, Facts], Any]:
-    """Gather the answers of all ranks, and the error if some did not come."""
+    """All-gather the answers, and return them with the timeout error if a rank is missing."""
     if here.control.size == 1:
         return {0: mine}, None
     try:
@@ -127,28 +127,28 @@ def _gather(
 
 def judged(name: str, check: Check, here: RankContext, answers: Mapping[int, Facts]) -> list[Row]:
     """Return the rows of a check: those of its `judge`, and of the ranks where it failed."""
-    called = here.control.names
-    told = [
-        RankFacts(rank=rank, name=called[rank], host=here.hosts[rank], facts=answer["facts"])
+    names = here.control.names
+    facts = [
+        RankFacts(rank=rank, name=names[rank], host=here.hosts[rank], facts=answer["facts"])
         for rank, answer in sorted(answers.items())
         if answer["facts"] is not None
     ]
     rows: list[Row] = []
-    if told:
+    if facts:
         try:
-            rows = check.judge(told)
+            rows = check.judge(facts)
         except Exception as error:
-            # of facts that nobody foresaw; the other checks shall still be seen
+            # unexpected facts must not hide the results of the other checks
             found = f"the facts were not understood: {type(error).__name__}: {error}"
             rows = [Row(check=name, what="check", found=found, verdict="warning", do="see them with --json")]
     for hung in (True, False):
         failed = {r: a["failed"] for r, a in sorted(answers.items()) if a["failed"] and a["hung"] == hung}
         if failed:
-            everyone = len(failed) == len(called) == 1
+            everyone = len(failed) == len(names) == 1
             found = (
-                next(iter(failed.values())) if everyone else each((called[r], t) for r, t in failed.items())
+                next(iter(failed.values())) if everyone else each((names[r], t) for r, t in failed.items())
             )
-            do = check.if_it_hangs if hung else "the check could not be made there; its error says why"
+            do = check.if_it_hangs if hung else "the check could not run there; see its error"
             rows.append(
                 Row(check=name, what="check", found=found, verdict="wrong" if hung else "warning", do=do)
             )
@@ -156,12 +156,12 @@ def judged(name: str, check: Check, here: RankContext, answers: Mapping[int, Fac
 
 
 def missing_row(name: str, text: str, left: Sequence[str]) -> Row:
-    """Return the row for ranks that did not come.
+    """Return the row for missing ranks.
 
     >>> missing_row("files", "rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).found
-    "rank 1 (host b) did not reach 'files' within 40 s; not looked at: rates"
+    "rank 1 (host b) did not reach 'files' within 40 s; not checked: rates"
     """
-    rest = f"; not looked at: {some(left, 9)}" if left else ""
+    rest = f"; not checked: {some(left, 9)}" if left else ""
     do = (
         "its process is stopped, dead or cut off: look on that host with ps, dmesg and ping; then leave"
         " it out"

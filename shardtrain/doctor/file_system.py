@@ -68,7 +68,7 @@ def space(folder: Path) -> Facts:
     return {
         "free_bytes": room.f_frsize * room.f_bavail,
         "size_bytes": room.f_frsize * room.f_blocks,
-        # file systems without a fixed number of inodes say 0 of 0
+        # file systems without a fixed number of inodes report 0 of 0
         "free_inodes": room.f_favail if room.f_files else None,
     }
 
@@ -98,7 +98,7 @@ def attempt(one: Callable[[Path], Facts], folder: Path) -> Facts:
 
 
 def rename(folder: Path) -> Facts:
-    """Whether a new file replaces an old one at once, and a whole folder can be renamed."""
+    """Return whether a rename replaces a file atomically, and can move a whole folder."""
     old, new = folder / "old", folder / "new"
     old.write_text("old")
     new.write_text("new")

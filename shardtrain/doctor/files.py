@@ -1,4 +1,4 @@
-"""files: the run folder's file system, whether it does what checkpoints need, whether all ranks have it.
+"""The check `files`: whether the run folder does what checkpoints need, and all ranks see the same one.
 
 What a probe does is in `file_system.py`. Everything is tried in a folder of its own, which is removed again.
 """
@@ -25,7 +25,7 @@ from shardtrain.doctor.probe_rows import cure, probe_rows
 from shardtrain.report.quantities import bytes_text
 
 SEEN_SECONDS = 10.0
-"""How long a new file may take to be seen by another host: some file systems keep what they knew for 3 s."""
+"""Longest time until another host sees a new file; some file systems cache listings for 3 s."""
 
 FREE_BYTES, FREE_INODES = 2 * 2**30, 10_000
 LOST = {
@@ -33,7 +33,7 @@ LOST = {
     "ramfs": "it lies in memory and is gone with the machine or the job",
     "overlay": "it belongs to a container and is gone with it",
 }
-"""File systems that do not last."""
+"""File systems whose contents do not survive a restart."""
 
 
 def look(here: RankContext) -> Facts:
@@ -49,7 +49,7 @@ def look(here: RankContext) -> Facts:
 
 
 def _open(here: RankContext) -> tuple[Facts, Path | None]:
-    """What is known of the run folder, and a folder of our own in it, or in the nearest one above it."""
+    """Collect facts on the run folder, and make a probe folder in it, or in the nearest existing parent."""
     facts: Facts = {"path": str(here.run_dir), "error": None}
     if here.run_dir.exists() and not here.run_dir.is_dir():
         return facts | {"base": str(here.run_dir), "error": "ENOTDIR: it is a file"}, None
@@ -67,7 +67,7 @@ def _open(here: RankContext) -> tuple[Facts, Path | None]:
 
 
 def _together(here: RankContext, mine: Path | None) -> Facts:
-    """Rank 0 holds a lock in its folder; the others look for it and leave a file, which rank 0 looks for."""
+    """Check that all ranks see a lock of rank 0, and that rank 0 sees a file of every rank."""
     if here.control.size == 1:
         return {}
     first = here.rank == 0
@@ -126,13 +126,13 @@ def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
         time.sleep(0.05)
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the folder, its visibility on all ranks, its space, and each probe."""
-    hosts = {host: ranks[0] for host, ranks in by_host(told).items()}
-    refused = [(one.name, one.facts["error"]) for one in told if one.facts["error"]]
-    rows = [_refused(told[0], refused) if refused else _folder(hosts)]
-    if len(told) > 1 and told[0].rank == 0 and "unseen" in told[0].facts:
-        rows.append(_same(told))
+    hosts = {host: ranks[0] for host, ranks in by_host(all_facts).items()}
+    refused = [(one.name, one.facts["error"]) for one in all_facts if one.facts["error"]]
+    rows = [_refused(all_facts[0], refused) if refused else _folder(hosts)]
+    if len(all_facts) > 1 and all_facts[0].rank == 0 and "unseen" in all_facts[0].facts:
+        rows.append(_same(all_facts))
     with_space = {host: one for host, one in hosts.items() if one.facts.get("space", {}).get("size_bytes")}
     rows += [_space(with_space)] if with_space else []
     probes = {host: one.facts["probes"] for host, one in hosts.items() if "probes" in one.facts}
@@ -159,14 +159,14 @@ def _folder_text(facts: Mapping) -> str:
     return f"{facts['base']}{there} on {mount['type']} of {mount['source']}"
 
 
-def _same(told: Sequence[RankFacts]) -> Row:
-    """Whether all ranks have the same folder."""
-    others = told[1:]
+def _same(all_facts: Sequence[RankFacts]) -> Row:
+    """Return the row for whether all ranks see the same folder."""
+    others = all_facts[1:]
     blind = {one.rank: one for one in others if one.facts.get("sees_seconds") is None}
-    blind |= {one.rank: one for one in others if one.rank in told[0].facts["unseen"]}
+    blind |= {one.rank: one for one in others if one.rank in all_facts[0].facts["unseen"]}
     if blind:
         names = some([one.name for _, one in sorted(blind.items())])
-        found = f"{names} and {told[0].name} do not see each other's files within {SEEN_SECONDS:.0f} s"
+        found = f"{names} and {all_facts[0].name} do not see each other's files within {SEEN_SECONDS:.0f} s"
         do = (
             "the run folder is not the same on all hosts: give --run-dir a path on a shared file system;"
             " islands"
@@ -174,14 +174,14 @@ def _same(told: Sequence[RankFacts]) -> Row:
         )
         return Row(check="files", what="shared", found=found, verdict="wrong", do=do)
     slowest = max(one.facts["sees_seconds"] for one in others)
-    found = f"all {len(told)} ranks see the same folder, a new file within {time_text(slowest)}"
+    found = f"all {len(all_facts)} ranks see the same folder, a new file within {time_text(slowest)}"
     unlocked = [one.name for one in others if not one.facts["sees_lock"]]
     if unlocked:
         do = (
             "see that nobody starts a second run in this folder: the lock that forbids it is not seen"
             " everywhere"
         )
-        found += f"; the lock of {told[0].name} is not seen by {some(unlocked)}"
+        found += f"; the lock of {all_facts[0].name} is not seen by {some(unlocked)}"
         return Row(check="files", what="shared", found=found, verdict="warning", do=do)
     return Row(check="files", what="shared", found=f"{found}, and its lock")
 

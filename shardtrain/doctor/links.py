@@ -1,4 +1,4 @@
-"""links: bandwidth and latency between pairs of devices, and between pairs of ranks over MPI.
+"""The check `links`: bandwidth and latency between pairs of devices, and between pairs of ranks over MPI.
 
 Pairs that share no rank are measured at the same time, as they would be in a run.
 """
@@ -77,7 +77,7 @@ def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
 
 
 def all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
-    """Bytes per second of a sum over all devices, by the size of one device's array."""
+    """Return the bytes per second of a sum over all devices, relative to the size of one device's array."""
     import jax
 
     return num_bytes / best(_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
@@ -104,7 +104,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     >>> sorted(pair for one in rounds(6) for pair in one) == list(combinations(range(6), 2))
     True
     """
-    # an even number of seats; who meets the empty one has a rest
+    # with an odd number of ranks, an empty slot makes them even; its partner pauses that round
     seats = size + size % 2
     circle = list(range(seats))
     found = []
@@ -116,8 +116,8 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _ranks(here: RankContext) -> dict[str, list[float]]:
-    """Partner of a higher rank -> seconds of a small message one way, bytes per second of a large one."""
-    # of its own: nothing else may be on the way
+    """Return partner -> (seconds of a small message one way, bytes per second of a large one)."""
+    # a communicator of its own, so that no other message interferes
     comm = here.comm.Dup()
     found = {}
     for pairs in rounds(comm.size)[:MOST_ROUNDS]:
@@ -144,7 +144,7 @@ def _exchange(comm: Any, other: int) -> list[float]:
 
 
 def _bridge(here: RankContext) -> float:
-    """Bytes per second of a sum over all ranks through mpi4jax, by the size of one rank's array."""
+    """Return the bytes per second of an mpi4jax sum over all ranks, relative to one rank's array."""
     import jax
     import numpy as np
 
@@ -163,13 +163,13 @@ def _bridge(here: RankContext) -> float:
     return BRIDGE_BYTES / min(seconds[1:])
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
-    rows = _devices(told)
-    names = {one.rank: one for one in told}
+    rows = _devices(all_facts)
+    names = {one.rank: one for one in all_facts}
     pairs = {
         (one.rank, int(other)): figures
-        for one in told
+        for one in all_facts
         for other, figures in one.facts.get("partners", {}).items()
         if int(other) in names
     }
@@ -177,7 +177,7 @@ def judge(told: Sequence[RankFacts]) -> list[Row]:
         chosen = {p: f for p, f in pairs.items() if (names[p[0]].host == names[p[1]].host) == same}
         if chosen:
             rows.append(_pairs(chosen, names, where))
-    if bridges := {one.name: one.facts["bridge"] for one in told if "bridge" in one.facts}:
+    if bridges := {one.name: one.facts["bridge"] for one in all_facts if "bridge" in one.facts}:
         rate = min(bridges.values())
         seconds = 4 * EXAMPLE_PARAMETERS / rate
         found = (
@@ -188,14 +188,14 @@ def judge(told: Sequence[RankFacts]) -> list[Row]:
     return rows
 
 
-def _devices(told: Sequence[RankFacts]) -> list[Row]:
-    rates = {f"{one.name} {pair}": rate for one in told for pair, rate in one.facts["pairs"].items()}
+def _devices(all_facts: Sequence[RankFacts]) -> list[Row]:
+    rates = {f"{one.name} {pair}": rate for one in all_facts for pair, rate in one.facts["pairs"].items()}
     if not rates:
         return []
-    sums = [one.facts["all_reduce"] for one in told if one.facts["all_reduce"]]
+    sums = [one.facts["all_reduce"] for one in all_facts if one.facts["all_reduce"]]
     text = f"{count_text(len(rates), 'pair')}: {spread_text(rates.values(), 'B')}"
     text += f"; sums over all: {spread_text(sums, 'B')}"
-    if any(one.facts["platform"] == "cpu" for one in told):
+    if any(one.facts["platform"] == "cpu" for one in all_facts):
         found = f"{text} (simulated devices: memory of the host)"
         return [Row(check="links", what="devices", found=found)]
     if slow := outliers(rates, OUTLIER_SHARE):
@@ -250,7 +250,7 @@ def outliers_of(rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
 def _common(
     every: Sequence[tuple[int, int]], slow: Sequence[tuple[int, int]], names: dict[int, RankFacts]
 ) -> str:
-    """The rank or host that all slow pairs have in common, where there are several."""
+    """Return the rank or host that all of several slow pairs share; "" if there is none."""
     shared = set.intersection(*(set(pair) for pair in slow))
     if len(slow) > 1 and shared:
         one = names[shared.pop()]

@@ -1,4 +1,4 @@
-"""mpi: the MPI of mpi4py, mpi4jax and mpiexec, the launcher, and a message to itself through mpi4jax.
+"""The check `mpi`: the MPI of mpi4py, mpi4jax and mpiexec, the launcher, a message to itself by mpi4jax.
 
 MPI and mpi4jax are tried in a child process: where libraries do not fit together they crash or hang.
 """
@@ -30,16 +30,16 @@ levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THR
 tell(library=MPI.Get_library_version(), standard=".".join(map(str, MPI.Get_version())),
      threads=levels.index(MPI.Query_thread()), mpi4py_libraries=libraries())
 import jax, jax.numpy as jnp
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import mpi4jax
     comm = MPI.COMM_SELF.Clone()
-    tell(mpi4jax=mpi4jax.__version__, libraries=libraries(), warnings=[str(w.message) for w in told])
+    tell(mpi4jax=mpi4jax.__version__, libraries=libraries(), warnings=[str(w.message) for w in caught])
 x = jnp.arange(1 << 16, dtype=jnp.float32)
 y = jax.jit(lambda x: mpi4jax.sendrecv(x, x, 0, 0, comm=comm))(x)
 tell(moved=bool((x == y).all()))
 """
-"""On the CPU: from itself to itself, through jax and MPI."""
+"""A child program that sends an array to itself on the CPU, through jax and MPI."""
 
 
 def look(here: RankContext) -> Facts:
@@ -78,23 +78,23 @@ def _mpiexec() -> Facts:
     return {"path": found.path, "flavour": found.vendor, "version": found.version}
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the launcher, the libraries, the mpiexec, and the test message."""
-    firsts = [one for one in (ranks[0] for ranks in by_host(told).values()) if "child" in one.facts]
-    rows = [_launcher(told)]
-    if problem := told[0].facts["seats_problem"]:
+    firsts = [one for one in (ranks[0] for ranks in by_host(all_facts).values()) if "child" in one.facts]
+    rows = [_launcher(all_facts)]
+    if problem := all_facts[0].facts["seats_problem"]:
         do = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
         rows.append(Row(check="mpi", what="islands", found=problem, verdict="wrong", do=do))
-    if absent := [(one.host, ", ".join(one.facts["absent"])) for one in told if "absent" in one.facts]:
-        rows.append(_absent(absent, alone=told[0].facts["told"][1] == 1))
+    if absent := [(one.host, ", ".join(one.facts["absent"])) for one in all_facts if "absent" in one.facts]:
+        rows.append(_absent(absent, alone=all_facts[0].facts["told"][1] == 1))
     if firsts:
         rows += [_library(firsts), *_threads(firsts), _mpi4jax(firsts), _launches(firsts)]
     probed = [(one.host, one.facts["cuda_aware"]) for one in firsts if "cuda_aware" in one.facts]
     return rows + ([_device_memory(probed)] if probed else [])
 
 
-def _launcher(told: Sequence[RankFacts]) -> Row:
-    facts = told[0].facts
+def _launcher(all_facts: Sequence[RankFacts]) -> Row:
+    facts = all_facts[0].facts
     started = {"none": "started by nobody: alone"}.get(facts["launcher"], f"started by {facts['launcher']}")
     found = started
     if facts["problem"]:
@@ -121,7 +121,7 @@ def _launcher(told: Sequence[RankFacts]) -> Row:
 
 
 def _absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
-    """MPI is not installed: no matter for one process."""
+    """Return the row for an MPI that is not installed; a single process does not need it."""
     found = f"not installed: {each(hosts)}"
     install = "install shardtrain[mpi] (README, Installing)"
     do = f"nothing for one process, which needs none; for several {install}"
@@ -140,7 +140,7 @@ def _first_line(library: str) -> str:
 
 
 def _library(firsts: Sequence[RankFacts]) -> Row:
-    """The MPI of mpi4py."""
+    """Return the row for the MPI library of mpi4py."""
     children = [(one.host, one.facts["child"]) for one in firsts]
     broken = [(host, child["died"]) for host, child in children if "library" not in child]
     if broken:
@@ -177,7 +177,7 @@ def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
-    """Whether it is of the same MPI, and an array passed through it."""
+    """Return the row for mpi4jax: whether it has the same MPI, and an array passed through it."""
     children = [(one.host, one.facts["child"]) for one in firsts if "library" in one.facts["child"]]
     again = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
     two = [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]
@@ -208,7 +208,7 @@ def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
 
 
 def _launches(firsts: Sequence[RankFacts]) -> Row:
-    """The mpiexec that `shardtrain launch` takes."""
+    """Return the row for the mpiexec that `shardtrain launch` uses."""
     found = each(
         (one.host, m.get("error") or f"{m['path']} ({m['flavour']} {m['version']})")
         for one in firsts

@@ -41,14 +41,14 @@ def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> 
     The library is asked in a child that no launcher started: in a rank of another MPI it may end the process.
     """
     program = "import json; from mpi4py import MPI; print(json.dumps({'library': MPI.Get_library_version()}))"
-    told = tell(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
-    if "library" not in told:
-        return f"mpi4py does not start: {told['died']}"
+    facts = tell(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
+    if "library" not in facts:
+        return f"mpi4py does not start: {facts['died']}"
     # srun and flux start the ranks of any MPI
     launcher = LAUNCHERS[environment.launcher].mpi_vendor
-    if launcher is None or fit(launcher, vendor(told["library"])):
+    if launcher is None or fit(launcher, vendor(facts["library"])):
         return None
-    version = told["library"].splitlines()[0]
+    version = facts["library"].splitlines()[0]
     return (
         f"the ranks were started by {environment.launcher}, and mpi4py belongs to another MPI"
         f" ({version.strip()}): it"

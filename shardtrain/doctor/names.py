@@ -1,4 +1,4 @@
-"""names: host names, whether they resolve on the other hosts, and whether the clocks agree."""
+"""The check `names`: host names, whether they resolve on the other hosts, and whether the clocks agree."""
 
 import ipaddress
 import socket
@@ -9,13 +9,13 @@ from pathlib import Path
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, time_text
 
 SLOW_SECONDS = 1.0
-"""Looking up a name should take milliseconds; one server that does not answer costs seconds each time."""
+"""Slowest lookup of a name without a warning; it takes seconds if a name server does not answer."""
 
 CLOCK_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
-"""Clocks that differ by more put dates of checkpoints and lines of logs in a wrong order."""
+"""Difference of clocks above which dates of checkpoints and log lines get out of order."""
 
 MOST_HOSTS = 64
-"""Every host looks up at most so many others."""
+"""Largest number of other hosts that a host looks up."""
 
 
 def look(here: RankContext) -> Facts:
@@ -31,7 +31,7 @@ def look(here: RankContext) -> Facts:
     names = [other for other in dict.fromkeys(here.control.all_gather("names", name)) if other != name]
     others = {other: resolve(other) for other in names[:MOST_HOSTS]} if here.is_first_on_host else {}
     here.control.all_gather("names are looked up")
-    # all ranks come out of this within milliseconds
+    # a barrier: all ranks leave it within milliseconds
     return mine | {"others": others, "clock": time.time()}
 
 
@@ -51,7 +51,7 @@ def resolve(name: str) -> Facts:
 
 
 def is_loopback(address: str) -> bool:
-    """An address that every host uses for itself.
+    """Return whether an address is of loopback, which every host uses for itself.
 
     >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.7"), is_loopback("fe80::1%eth0")
     (True, False, False)
@@ -59,12 +59,12 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for own names, other hosts' names, and clocks."""
-    firsts = [ranks[0] for ranks in by_host(told).values()]
+    firsts = [ranks[0] for ranks in by_host(all_facts).values()]
     rows = [_own(firsts), *_doubles(firsts), *_slow(firsts)]
     if len(firsts) > 1:
-        rows += [_others(firsts), _clocks(told)]
+        rows += [_others(firsts), _clocks(all_facts)]
     return rows
 
 
@@ -97,12 +97,12 @@ def _loops(answer: Mapping) -> bool:
 
 
 def addresses_text(answer: Mapping) -> str:
-    """The addresses of a name, or why there are none."""
+    """Format the addresses of a name, or the reason why there are none."""
     return ", ".join(answer["addresses"]) or f"unknown ({answer['error']})"
 
 
 def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
-    """Machines that share a name, and hosts that the launcher calls otherwise."""
+    """Return rows for machines with the same name, and hosts that the launcher names differently."""
     machines: dict[str, set[str]] = {}
     for one in firsts:
         machines.setdefault(one.facts["name"], set()).add(one.facts["machine"])
@@ -115,9 +115,9 @@ def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
         )
         rows.append(Row(check="names", what="names", found=found, verdict="wrong", do=do))
     called = [(one.facts["launcher_name"], one.facts["name"]) for one in firsts]
-    other = [(told, own) for told, own in called if told.partition(".")[0] != own.partition(".")[0]]
+    other = [(name, own) for name, own in called if name.partition(".")[0] != own.partition(".")[0]]
     if other:
-        found = "; ".join(f"{told} of the launcher calls itself {own}" for told, own in other)
+        found = "; ".join(f"{name} of the launcher calls itself {own}" for name, own in other)
         do = "nothing while both names lead to the same host (names of a container often differ)"
         rows.append(Row(check="names", what="launcher", found=found, verdict="note", do=do))
     return rows
@@ -139,7 +139,7 @@ def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _others(firsts: Sequence[RankFacts]) -> Row:
-    """By the ranks of the others."""
+    """Return the row for how hosts resolve the names of other hosts."""
     wrong = [
         f"{one.host} finds {name} at {addresses_text(answer)}"
         for one in firsts
@@ -154,9 +154,9 @@ def _others(firsts: Sequence[RankFacts]) -> Row:
     )
 
 
-def _clocks(told: Sequence[RankFacts]) -> Row:
-    # of the ranks of a host the one that woke up first
-    clocks = {host: min(one.facts["clock"] for one in ranks) for host, ranks in by_host(told).items()}
+def _clocks(all_facts: Sequence[RankFacts]) -> Row:
+    # the clock of a host is that of its rank that left the barrier first
+    clocks = {host: min(one.facts["clock"] for one in ranks) for host, ranks in by_host(all_facts).items()}
     early, late = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
     apart = clocks[late] - clocks[early]
     if apart < CLOCK_SECONDS:

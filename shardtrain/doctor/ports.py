@@ -1,4 +1,4 @@
-"""ports: whether a program may listen, and whether every pair of hosts can connect over TCP."""
+"""The check `ports`: whether a program may listen, and whether every pair of hosts can connect over TCP."""
 
 import errno
 import socket
@@ -9,7 +9,7 @@ from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, b
 
 CONNECT_SECONDS = 3.0
 MOST_PARTNERS = 16
-"""Every host connects to so many of the next ones, in a ring: each is tried from both sides."""
+"""Number of next hosts in a ring that each host connects to; neighbours are tried in both directions."""
 
 WHY = {
     "silent": "a firewall drops it",
@@ -41,13 +41,13 @@ def look(here: RankContext) -> Facts:
             there = everyone[here.first_ranks[host]]
             if there["port"]:
                 facts["connects"][host] = connect(there["address"], there["port"])
-        # nobody closes a port that another still tries
+        # a barrier: no rank closes its port while another still connects
         here.control.all_gather("ports are tried")
     return facts
 
 
 def partners(hosts: Sequence[str], mine: str) -> list[str]:
-    """The hosts that this one connects to: itself where it is alone, else the next ones.
+    """Return the hosts that this one connects to: itself if it is alone, else the next ones.
 
     >>> partners(["a"], "a"), partners(["a", "b", "c"], "b")
     (['a'], ['c', 'a'])
@@ -78,9 +78,9 @@ def connect(address: str, port: int) -> Facts:
     return {"seconds": time.monotonic() - began, "failed": failed}
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for listening and for connecting."""
-    firsts = [ranks[0] for ranks in by_host(told).values()]
+    firsts = [ranks[0] for ranks in by_host(all_facts).values()]
     if deaf := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
         do = (
             "let programs of users listen there: ask the administrator, or leave the container's network mode"

@@ -6,7 +6,7 @@ from shardtrain.doctor.check import Row, each, rate_text, some, time_text
 
 SLOW_FSYNC_SECONDS, SLOW_FILE_SECONDS, SLOW_BYTES_PER_SECOND = 0.1, 0.05, 50e6
 CHECKPOINT_BYTES = 10 * 10**9
-"""An example to show what a speed means: a model of 0.8 billion parameters with Adam's moments."""
+"""Size of an example checkpoint: 0.8 billion parameters with Adam's moments."""
 
 CURES = {
     "EROFS": "it is mounted read-only: give --run-dir a folder that can be written, or have it mounted rw",

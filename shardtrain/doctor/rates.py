@@ -1,4 +1,4 @@
-"""rates: how fast each device multiplies matrices and moves memory, and whether the product is right."""
+"""The check `rates`: matrix and memory rates of each device, and whether its products are right."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +15,10 @@ LARGE = (8192, 2**28)
 REPEATS, BUDGET_SECONDS = 5, 1.0
 OUTLIER = {"cpu": 0.5}
 OUTLIER_SHARE = 0.8
-"""Below this part of its kind's median a device stands out; the ranks of a CPU disturb each other more."""
+"""Fraction of the median of its kind below which a device is slow; lower for CPUs, whose ranks interfere."""
 
 OF_PEAK = 0.4
-"""A device that reaches less of its data sheet's rate is throttled, shared, or set up wrongly."""
+"""Fraction of the data sheet's rate below which a device is throttled, shared, or set up wrongly."""
 
 WHAT = {
     "float32": ("float32 products", "flop"),
@@ -60,7 +60,7 @@ def measure(device: Any) -> Facts:
 
 
 def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """A product of two matrices of small whole numbers, whose result every device must give exactly."""
+    """Multiply two matrices of small whole numbers, whose product every device must compute exactly."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -81,21 +81,21 @@ def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Cal
 
 
 def copy(device: Any, elements: int) -> Callable[[], None]:
-    """Read an array and write it back, a constant added: in new memory, the time would be that of pages."""
+    """Add a constant to an array in place; writing to new memory would measure page faults instead."""
     import jax
     import numpy as np
 
-    held = [jax.device_put(np.ones(elements, np.float32), device)]
+    array = [jax.device_put(np.ones(elements, np.float32), device)]
     add = jax.jit(lambda x: x + np.float32(1.0), donate_argnums=0)
 
     def run() -> None:
-        held[0] = jax.block_until_ready(add(held[0]))
+        array[0] = jax.block_until_ready(add(array[0]))
 
     return run
 
 
 def best(run: Callable[[], None]) -> float:
-    """Seconds of the fastest of some calls, after one that compiles and warms up."""
+    """Return the seconds of the fastest of several calls, after one that compiles and warms up."""
     run()
     began, seconds = time.monotonic(), []
     while len(seconds) < REPEATS and (not seconds or time.monotonic() - began < BUDGET_SECONDS):
@@ -105,18 +105,18 @@ def best(run: Callable[[], None]) -> float:
     return min(seconds)
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
-    """A row for each kind of device and measurement, with the devices that stand out."""
-    kinds = dict.fromkeys(device["kind"] for one in told for device in one.facts["devices"])
-    rows = [_wrong_products(told)]
-    rows += [row for kind in kinds for name in WHAT for row in [_rate(told, kind, name)]]
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+    """Return a row for each kind of device and measurement, with the slow devices."""
+    kinds = dict.fromkeys(device["kind"] for one in all_facts for device in one.facts["devices"])
+    rows = [_wrong_products(all_facts)]
+    rows += [row for kind in kinds for name in WHAT for row in [_rate(all_facts, kind, name)]]
     return [row for row in rows if row is not None]
 
 
-def _wrong_products(told: Sequence[RankFacts]) -> Row | None:
+def _wrong_products(all_facts: Sequence[RankFacts]) -> Row | None:
     wrong = [
         f"{one.name} device {i}"
-        for one in told
+        for one in all_facts
         for i, device in enumerate(one.facts["devices"])
         if not device["exact"]
     ]
@@ -127,11 +127,11 @@ def _wrong_products(told: Sequence[RankFacts]) -> Row | None:
     return Row(check="rates", what="exact products", found=found, verdict="wrong", do=do)
 
 
-def _rate(told: Sequence[RankFacts], kind: str, name: str) -> Row:
+def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
     what, unit = WHAT[name]
     found = [
         (f"{one.name} device {i}", device)
-        for one in told
+        for one in all_facts
         for i, device in enumerate(one.facts["devices"])
         if device["kind"] == kind
     ]

@@ -18,14 +18,14 @@ from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes, seat_
 
 
 class Alone:
-    """The control channel of a process that is alone."""
+    """The control channel of a single process, which exchanges nothing."""
 
     def __init__(self, name: str) -> None:
         self.names = [name]
         self.rank, self.size = 0, 1
 
     def all_gather(self, name: str, value: Any = None, timeout_seconds: float | None = None) -> list[Any]:
-        """The value."""
+        """Return the value in a list."""
         return [value]
 
 
@@ -36,9 +36,9 @@ class Started:
     Args:
       controls: one for `examine`, and one for each check.
       hosts: rank -> host.
-      comm: of all ranks; None: alone.
-      problem: why ranks that were launched cannot talk.
-      seats_problem: why they do not make up islands.
+      comm: the communicator of all ranks; None: this process is alone.
+      problem: why the launched ranks cannot exchange messages.
+      seats_problem: why the ranks cannot be divided into islands.
     """
 
     controls: tuple[ControlChannel, ...]
@@ -54,13 +54,13 @@ def start(
     """Connect the ranks.
 
     Args:
-      environment: what the launcher said.
-      environ: the environment.
-      num_controls: how many are needed.
-      patience_seconds: how long the others may take to come, and MPI to start.
+      environment: rank, size and host of this process.
+      environ: the environment variables.
+      num_controls: number of control channels to make.
+      patience_seconds: seconds to wait for the other ranks, and for MPI to start.
 
     Raises:
-      bridge.RankTimeout: a rank did not come, although MPI started on it.
+      bridge.RankTimeout: a rank sent nothing, although MPI started on it.
     """
     name = f"rank {environment.rank} (host {environment.host})" if environment.size > 1 else environment.host
     alone = Started(controls=(Alone(name),) * num_controls, hosts=(environment.host,), comm=None)
@@ -131,8 +131,8 @@ def dead_text(who: str) -> str:
 def last_words(who: str, after_seconds: float) -> Iterator[None]:
     """Report from a child process if the enclosed code ends this process, or does not end in time.
 
-    MPI's start holds Python up while it waits: no thread and no signal handler would come to its turn. So a
-    child process watches.
+    MPI_Init keeps Python's lock while it waits, so no thread or signal handler of this process could run; a
+    child process watches instead.
     """
     read, write = os.pipe()
     parent = os.getpid()

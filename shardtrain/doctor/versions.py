@@ -1,4 +1,4 @@
-"""versions: packages, flags of XLA and jax, Python, system and driver, the same on every rank or named."""
+"""The check `versions`: whether packages, flags, Python, system and driver are equal on all ranks."""
 
 import os
 import platform
@@ -35,40 +35,40 @@ def system_name() -> str:
         return os.uname().sysname
 
 
-def judge(told: Sequence[RankFacts]) -> list[Row]:
+def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for packages and flags, which must agree, and for systems, which may differ."""
-    return [_packages(told), _flags(told), _python(told), _system(told)]
+    return [_packages(all_facts), _flags(all_facts), _python(all_facts), _system(all_facts)]
 
 
-def _packages(told: Sequence[RankFacts]) -> Row:
-    if differences := _differences(told, "versions/"):
+def _packages(all_facts: Sequence[RankFacts]) -> Row:
+    if differences := _differences(all_facts, "versions/"):
         return Row(
             check="versions", what="packages", found=differences[0], verdict="wrong", do=differences[1]
         )
-    missing = [name for name in SHOWN if told[0].facts[f"versions/{name}"] is None]
-    # one process needs no MPI: the check `mpi` tells of it
+    missing = [name for name in SHOWN if all_facts[0].facts[f"versions/{name}"] is None]
+    # a single process needs no MPI; the check `mpi` reports it
     if set(missing) - set(OF_MPI):
         do = "uv sync installs what shardtrain needs"
         found = f"not installed: {', '.join(missing)}"
         return Row(check="versions", what="packages", found=found, verdict="wrong", do=do)
     here = [name for name in SHOWN if name not in missing]
-    found = ", ".join(f"{name} {told[0].facts[f'versions/{name}']}" for name in here)
+    found = ", ".join(f"{name} {all_facts[0].facts[f'versions/{name}']}" for name in here)
     return Row(check="versions", what="packages", found=found)
 
 
-def _flags(told: Sequence[RankFacts]) -> Row:
-    if differences := _differences(told, "flags/"):
+def _flags(all_facts: Sequence[RankFacts]) -> Row:
+    if differences := _differences(all_facts, "flags/"):
         return Row(check="versions", what="flags", found=differences[0], verdict="wrong", do=differences[1])
-    facts = told[0].facts
+    facts = all_facts[0].facts
     xla = [f"{name[6:]}={value}" for name, value in facts.items() if name.startswith("flags/xla_")]
     found = ", ".join(xla) if xla else "no flag of XLA that changes results"
     return Row(check="versions", what="flags", found=found)
 
 
-def _differences(told: Sequence[RankFacts], prefix: str) -> tuple[str, str] | None:
-    """What differs, and what to do about it, as before the first step of a run."""
-    facts = [{k: v for k, v in one.facts.items() if k.startswith(prefix)} for one in told]
-    text = disagreement(facts, [one.name for one in told])
+def _differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str] | None:
+    """Return the differences and their fixes, with the same text as before the first step of a run."""
+    facts = [{k: v for k, v in one.facts.items() if k.startswith(prefix)} for one in all_facts]
+    text = disagreement(facts, [one.name for one in all_facts])
     if text is None:
         return None
     lines = [line.strip() for line in text.splitlines()[1:]]
@@ -76,22 +76,22 @@ def _differences(told: Sequence[RankFacts], prefix: str) -> tuple[str, str] | No
     return found, "; ".join(line[3:] for line in lines if line.startswith("->"))
 
 
-def _python(told: Sequence[RankFacts]) -> Row:
-    found = each((one.name, one.facts["python"]) for one in told)
-    if len({one.facts["python"] for one in told}) > 1:
+def _python(all_facts: Sequence[RankFacts]) -> Row:
+    found = each((one.name, one.facts["python"]) for one in all_facts)
+    if len({one.facts["python"] for one in all_facts}) > 1:
         do = "nothing while their packages agree; one environment on a shared file system keeps it so"
         return Row(check="versions", what="python", found=found, verdict="note", do=do)
     return Row(check="versions", what="python", found=found)
 
 
-def _system(told: Sequence[RankFacts]) -> Row:
+def _system(all_facts: Sequence[RankFacts]) -> Row:
     names = ("system", "machine", "libc", "driver")
-    found = each((one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in told)
-    drivers = {one.facts["driver"] for one in told if one.facts["driver"]}
+    found = each((one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in all_facts)
+    drivers = {one.facts["driver"] for one in all_facts if one.facts["driver"]}
     if len(drivers) > 1:
         do = f"bring the GPU drivers to one version ({some(sorted(drivers))}): NCCL is tested with equal ones"
         return Row(check="versions", what="system", found=found, verdict="warning", do=do)
-    if len({tuple(one.facts[n] for n in names) for one in told}) > 1:
+    if len({tuple(one.facts[n] for n in names) for one in all_facts}) > 1:
         do = "nothing; hosts that differ may round the last bits differently, see docs/islands.md"
         return Row(check="versions", what="system", found=found, verdict="note", do=do)
     return Row(check="versions", what="system", found=found)

@@ -55,7 +55,7 @@ def num_device_files() -> int:
 
 
 def visible(environ: Mapping[str, str]) -> list[str] | None:
-    """The words of `CUDA_VISIBLE_DEVICES`; CUDA ignores what stands behind one that is not valid.
+    """Return the entries of `CUDA_VISIBLE_DEVICES`; CUDA ignores all entries after an invalid one.
 
     >>> visible({"CUDA_VISIBLE_DEVICES": "0,2"}), visible({"CUDA_VISIBLE_DEVICES": ""}), visible({})
     (['0', '2'], [], None)
@@ -139,7 +139,7 @@ def plugin() -> str | None:
 
 
 def uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
-    """The GPUs that words of `CUDA_VISIBLE_DEVICES` mean, by what no container renames."""
+    """Return the UUIDs of the GPUs in `CUDA_VISIBLE_DEVICES`, which are the same in every container."""
     gpus = facts["gpus"]
     if names is None:
         return [gpu["uuid"] for gpu in gpus]

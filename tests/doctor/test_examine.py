@@ -133,4 +133,4 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(mpiexec):
     outputs = mpiexec(3, PROGRAM)
     for rank in (0, 2):
         assert "island 1 (host " in outputs[rank]
-        assert "did not reach 'two' within 1 s; not looked at: three" in outputs[rank]
+        assert "did not reach 'two' within 1 s; not checked: three" in outputs[rank]
