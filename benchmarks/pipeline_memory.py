@@ -26,7 +26,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement
 
 ONE_DEVICE = "accumulate"
-CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1, "zb_v": 2}
+CHUNKS = {name: allowed_chunks(name)[0] for name in SCHEDULES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardtrain.trainer.train import Trained, train
     from shardtrain.trainer.trained_model import build, load
 
-_ROOMS = {
+_MODULES = {
     "checkpoints.checkpointer": ("Checkpoints",),
     "checkpoints.policy": ("CheckpointPolicy",),
     "trainer.config": ("Run", "StartFrom", "Strategy"),
@@ -132,7 +132,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for room, names in _ROOMS.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"shardtrain.{room}"), name)
+            return getattr(importlib.import_module(f"shardtrain.{module}"), name)
     raise AttributeError(f"module 'shardtrain' has no attribute {name!r}")

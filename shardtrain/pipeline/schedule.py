@@ -5,6 +5,7 @@ their own, and lock-step, for a mesh, where a tick waits for all. Next: `simulat
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shardtrain.errors.messages import near, problems_error
@@ -236,15 +237,12 @@ def allowed_chunks(name: str, most: int = 4) -> list[int]:
     >>> allowed_chunks("interleaved"), allowed_chunks("zb_v")
     ([2, 3, 4], [2])
     """
-    return [num_chunks for num_chunks in range(1, most + 1) if _supports(name, num_chunks)]
-
-
-def _supports(name: str, num_chunks: int) -> bool:
-    try:
-        SCHEDULES[name](1, 1, num_chunks, False)
-    except ValueError:
-        return False
-    return True
+    allowed = []
+    for num_chunks in range(1, most + 1):
+        with suppress(ValueError):
+            SCHEDULES[name](1, 1, num_chunks, False)
+            allowed.append(num_chunks)
+    return allowed
 
 
 def placement_of(name_or_path: str | Path, num_chunks: int) -> str:

@@ -185,12 +185,29 @@ def _make_delta_update(
     )
     num_replicas = mesh.shape[axes.DATA]
 
+    # combine what the replicas changed since the last time, and start the next round from the result
+    def merge(inputs: Any) -> Any:
+        params, local, combine_state = inputs
+        combined, combine_state, extra = combine_replicas(
+            combine.combiner,
+            local.drift,
+            local.count,
+            combine_state,
+            specs=specs.sharded,
+            stacked=stacked,
+            mesh=mesh,
+        )
+        params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
+        return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
+
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+        # each replica's own parameters are the common ones plus its drift since they were combined
         found, means, counts, values = replica_means(state, batch)
         params = constrain(state.params, specs.sharded, mesh)
         own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), params)
         local = state.local if combine.local_steps > 1 else Local(_zeros(own), jnp.zeros(num_replicas))
         own = constrain(jax.tree.map(jnp.add, own, local.drift), own_specs, mesh)
+        # one optimizer per replica, over the leading dim of replicas
         updates, opt_state = own_update(means, state.opt_state, own, values)
 
         # a replica without examples takes no step
@@ -201,25 +218,13 @@ def _make_delta_update(
         drift = jax.tree.map(lambda d, u: stepped(d + u, d), local.drift, updates)
         local = Local(constrain(drift, own_specs, mesh), local.count + counts)
 
-        def merge(inputs: Any) -> Any:
-            params, local, combine_state = inputs
-            combined, combine_state, extra = combine_replicas(
-                combine.combiner,
-                local.drift,
-                local.count,
-                combine_state,
-                specs=specs.sharded,
-                stacked=stacked,
-                mesh=mesh,
-            )
-            params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
-            return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
-
+        # every step, or every `local_steps` steps: merge; between them the drift is kept
         inputs = (params, local, state.combine_state)
         if combine.local_steps == 1:
             params, _, combine_state, extra = merge(inputs)
             local = ()
         else:
+            # both branches return the same metrics: those of combining are NaN where nothing was combined
             nothing = jax.eval_shape(merge, inputs)[3]
 
             def wait(inputs: Any) -> Any:

@@ -9,7 +9,7 @@ from shardtrain.pipeline.schedule import SCHEDULES, make_table
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SIZES = {"microbatches": 3, "embed": 16, "num-layers": 4, "seq": 8, "vocab": 16, "rows": 1, "rounds": 2}
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zb_v": 2}
+CHUNKS = {name: allowed_chunks(name)[0] for name in SCHEDULES}
 
 
 @pytest.fixture(scope="module")
