@@ -16,7 +16,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.partition import counts
-from shardtrain.pipeline.schedule import make_table, placement_of
+from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, make_table, placement_of
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.tick_arrays import make_ticks
 from shardtrain.plan.compile import compile_step, described_devices, figures

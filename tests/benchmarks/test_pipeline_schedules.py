@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.pipeline.schedule import SCHEDULES, make_table
+from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, make_table
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SIZES = {"microbatches": 3, "embed": 16, "num-layers": 4, "seq": 8, "vocab": 16, "rows": 1, "rounds": 2}
