@@ -9,14 +9,14 @@ import hashlib
 import json
 import os
 import socket
-import sysconfig
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from shardtrain.data.text_files import find_texts
 from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
 from shardtrain.errors.messages import problems_error
@@ -26,18 +26,6 @@ from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, wh
 
 SEPARATOR = 0
 """The byte after each document. No document contains it: a file that does counts as binary."""
-
-EXCLUDED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "encodings",
-}
-"""Folders of the standard library that are excluded: installed packages, tests, tables of numbers."""
 
 CHUNK_BYTES = 1 << 24
 MAX_TOKENS = 1 << 60
@@ -155,67 +143,6 @@ class Text:
 
     def _split(self, folder: Path) -> tuple[Windows, Windows | None]:
         return split_tokens(self.pack(folder).path, self.seq, self.heldout_fraction, self.vocab)
-
-
-class Found(NamedTuple):
-    """The files that `Text` reads, in its order, text or not, and the folders that it does not search."""
-
-    files: list[Path]
-    left_out: tuple[str, ...]
-
-
-def find_texts(paths: Sequence[Path], folder: Path) -> Found:
-    """Find the files that `Text` reads.
-
-    Args:
-      paths: files and folders; none is the standard library.
-      folder: a folder that is not searched, as it holds files of the run.
-
-    Raises:
-      ValueError: lists every path that does not exist or has no files with content.
-    """
-    library = Path(sysconfig.get_path("stdlib"))
-    if not paths:
-        files = _walk(library, folder, EXCLUDED_FOLDERS).files
-        return Found([file for file in files if file.suffix == ".py" and file.stat().st_size], ())
-    files, left_out, problems = [], [], []
-    for path in map(Path, paths):
-        found = _walk(path, folder) if path.is_dir() else Found([path] if path.is_file() else [], ())
-        filled = [file for file in found.files if file.stat().st_size]
-        files += filled
-        left_out += found.left_out
-        if not filled:
-            why = f"holds nothing to read outside {folder}" if path.is_dir() else "is not there, or empty"
-            why += f" (not entered: {some(found.left_out, 3)})" if found.left_out else ""
-            problems.append(f"{path.absolute()} {why}; give a text file or a folder of them")
-    if problems:
-        raise problems_error("this text cannot be read", problems)
-    return Found(files, tuple(left_out))
-
-
-def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozenset()) -> Found:
-    files: list[Path] = []
-    left_out: list[str] = []
-
-    def unreadable(error: OSError) -> None:
-        left_out.append(f"{error.filename} ({error.strerror})")
-
-    for root, folders, names in os.walk(path, onerror=unreadable):
-        if Path(root).resolve() == excluded_folder.resolve():
-            folders.clear()
-            continue
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in excluded_names
-        )
-        links = [Path(root, name) for name in folders if Path(root, name).is_symlink()]
-        # a link might lead in a circle, or to files that nobody meant to train on
-        left_out += [f"{link} (a link; name {link.resolve()} itself)" for link in links]
-        try:
-            found = [Path(root, name) for name in sorted(names) if not name.startswith(".")]
-            files += [file for file in found if file.is_file()]
-        except OSError as error:
-            unreadable(error)
-    return Found(files, tuple(left_out))
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:

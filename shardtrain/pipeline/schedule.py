@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.check import check
-from shardtrain.pipeline.table import KINDS, Table, Task, needs
+from shardtrain.pipeline.table import KINDS, Table
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.pipeline.task_order import (
     alternating,
@@ -28,13 +28,11 @@ __all__ = [
     "KINDS",
     "SCHEDULES",
     "Table",
-    "Task",
     "check",
     "forward_only",
     "gpipe",
     "interleaved",
     "make_table",
-    "needs",
     "one_forward_one_backward",
     "read_table",
     "write_table",

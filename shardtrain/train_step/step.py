@@ -176,7 +176,6 @@ def _make_delta_update(
     """
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combine = placement.specs, placement.mesh, placement.combine
-    stacked = stacked_paths(specs.arrays, specs.sharded)
     own_specs = with_leading_dim(specs.sharded, axes.DATA)
     used = stored(optimizer)
     own_update = jax.vmap(
@@ -184,21 +183,7 @@ def _make_delta_update(
         spmd_axis_name=axes.DATA,
     )
     num_replicas = mesh.shape[axes.DATA]
-
-    # combine what the replicas changed since the last time, and start the next round from the result
-    def merge(inputs: Any) -> Any:
-        params, local, combine_state = inputs
-        combined, combine_state, extra = combine_replicas(
-            combine.combiner,
-            local.drift,
-            local.count,
-            combine_state,
-            specs=specs.sharded,
-            stacked=stacked,
-            mesh=mesh,
-        )
-        params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
-        return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
+    merge = _make_merge(placement)
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
         # each replica's own parameters are the common ones plus its drift since they were combined
@@ -238,6 +223,31 @@ def _make_delta_update(
         return new, {**found.metrics, **metrics, **extra}
 
     return update
+
+
+def _make_merge(placement: Placement) -> Callable[[Any], Any]:
+    """Return the function that combines what the replicas changed, and starts the next round from the result.
+
+    It maps (params, local, combine state) to the same after combining, and the combiner's metrics.
+    """
+    specs, combine = placement.specs, placement.combine
+    stacked = stacked_paths(specs.arrays, specs.sharded)
+
+    def merge(inputs: Any) -> Any:
+        params, local, combine_state = inputs
+        combined, combine_state, extra = combine_replicas(
+            combine.combiner,
+            local.drift,
+            local.count,
+            combine_state,
+            specs=specs.sharded,
+            stacked=stacked,
+            mesh=placement.mesh,
+        )
+        params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
+        return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
+
+    return merge
 
 
 def _zeros(tree: Any) -> Any:

@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.schedule import (
-    SCHEDULES,
-    Table,
-    allowed_chunks,
-    forward_only,
-    gpipe,
-    interleaved,
-    needs,
-)
+from shardtrain.pipeline.schedule import SCHEDULES, Table, allowed_chunks, forward_only, gpipe, interleaved
 from shardtrain.pipeline.simulate import simulate
+from shardtrain.pipeline.table import needs
 
 UNEQUAL = {(0, 0, "forward"): 1.0, (1, 0, "forward"): 3.0, (0, 0, "backward"): 2.0, (1, 0, "backward"): 1.0}
 
