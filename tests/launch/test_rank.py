@@ -70,7 +70,7 @@ def test_a_signal_that_ends_the_program_is_told(tmp_path):
             "islands of 1,3 processes need 4 ranks, and there are 2",
         ),
         ({"SHARDTRAIN_ISLAND_PROCESSES": "x"}, "'x' is no number from 1"),
-        ({"PMIX_RANK": "0"}, "and not of how many"),
+        ({"PMIX_RANK": "0"}, "and no number of ranks"),
     ],
 )
 def test_a_rank_without_a_seat_starts_nothing(environ, text, tmp_path):
