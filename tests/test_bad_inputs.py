@@ -53,7 +53,7 @@ COMMANDS = {
     "trian": "unknown command 'trian' (did you mean 'train'?)",
     "train": "RUN is missing | train RUN",
     "train nope.py": "no run file nope.py | give a path.py[:name]",
-    "train ./folder": "'./folder' is no name of a module; give a path.py[:name] or module:name",
+    "train ./folder": "'./folder' is not the name of a module; give a path.py[:name] or module:name",
     "train no.module:run": "no module 'no.module' | path.py[:name] or module:name",
     "train empty.py": "empty.py has no 'run' | def run() -> Run",
     "train tiny.py:rum": "has no 'rum' (did you mean 'run'?)",
