@@ -1,15 +1,13 @@
 """A causal decoder of the GPT and Llama families in nnx: `DecoderConfig` is the factory, `Decoder` the model.
 
-Blocks are stacked along the dim layers, whether they are scanned or unrolled, so both have the
-same parameters. The model names dims and knows no mesh; `layers.py` has its parts, `huggingface.py` loads
+Blocks are stacked along the dim layers, whether they are scanned or unrolled, so both have the same
+parameters. The model names dims and knows no mesh; `transformer.py` has its parts, `huggingface.py` loads
 pretrained ones.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,56 +15,53 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
-from shardtrain.axes import (
-    BATCH,
-    EMBED,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    LAYERS,
-    MLP,
-    RESIDUAL_SEQ,
-    SEQ,
-    VOCAB,
-)
+from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.layers import (
-    Attentions,
-    Dims,
-    Linear,
-    Norm,
-    Norms,
-    at_use,
-    attend,
-    coming_keys,
-    normal,
-    rotate,
+from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal
+from shardtrain.models.transformer import (
+    BLOCK_OUTPUT,
+    REMAT_POLICIES,
+    STREAM,
+    TABLE,
+    Attention,
+    FeedForward,
+    linear_of,
+    norm_of,
+    stacked_blocks,
+    to_stream,
+    too_long,
+    walk,
+    whole_seq,
+)
+from shardtrain.models.transformer_options import (
+    Activations,
+    Dtypes,
+    Positions,
+    Remats,
+    block_sizes,
+    problems,
 )
 
-Positions = Literal["learned", "rotary"]
-Activations = Literal["gelu", "gelu_erf", "swiglu"]
-Remats = Literal["none", "weights", "dots", "outputs", "full"]
-Dtypes = Literal["float32", "bfloat16"]
-
-STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
-TABLE = (VOCAB, EMBED)
-BLOCK_OUTPUT = "block_output"
-
-
-CHEAP = ("sharding_constraint", "convert_element_type", "concatenate", "stack", "reshape", "broadcast_in_dim")
-"""Steps between a stored weight and its use: what gathers, casts and joins."""
-
-
-def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in CHEAP
-
-
-REMAT_POLICIES: dict[str, Callable[..., bool]] = {
-    "weights": _not_gathered,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "outputs": jax.checkpoint_policies.save_only_these_names(BLOCK_OUTPUT),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+__all__ = (
+    "REMAT_POLICIES",
+    "Attention",
+    "Block",
+    "Decoder",
+    "DecoderConfig",
+    "FeedForward",
+    "block_sizes",
+    "flops_per_token",
+    "gpt2",
+    "linear_of",
+    "llama_small",
+    "norm_of",
+    "problems",
+    "stacked_blocks",
+    "to_stream",
+    "too_long",
+    "walk",
+    "whole_seq",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,101 +137,6 @@ class DecoderConfig:
     def __call__(self, rngs: nnx.Rngs) -> "Decoder":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
         return Decoder(self, rngs=rngs)
-
-
-def block_sizes(config: Any) -> dict[str, int]:
-    """Return the size of each dim, by name, with the defaults of `DecoderConfig` filled in."""
-    return {
-        VOCAB: config.vocab,
-        SEQ: config.seq,
-        EMBED: config.embed,
-        HEADS: config.num_heads,
-        KV_HEADS: config.num_heads if config.num_kv_heads is None else config.num_kv_heads,
-        HEAD_DIM: config.embed // config.num_heads if config.head_dim is None else config.head_dim,
-        MLP: 4 * config.embed if config.mlp is None else config.mlp,
-    }
-
-
-def problems(config: Any) -> list[str]:
-    """List the problems of a configuration: single values first, then the relations between sizes."""
-    counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
-    found = checks.positive({name: value for name, value in counts.items() if value is not None})
-    if not found:
-        sizes = block_sizes(config)
-        found += checks.multiple("num_heads", config.num_heads, "num_kv_heads", sizes[KV_HEADS])
-        if config.head_dim is None:
-            found += checks.multiple("embed", config.embed, "num_heads", config.num_heads)
-        if config.positions == "rotary" and sizes[HEAD_DIM] % 2:
-            odd = sizes[HEAD_DIM]
-            found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
-    found += checks.positive({"theta": float(config.theta), "eps": float(config.eps)})
-    found += checks.dropout_rate("dropout", config.dropout)
-    choices = {f.name: get_args(f.type) for f in fields(config) if get_args(f.type) and f.name not in counts}
-    for name, allowed in choices.items():
-        found += checks.choice(name, getattr(config, name), allowed)
-    return found
-
-
-class Attention(nnx.Module):
-    """Self-attention, causal or bidirectional, on the normed residual stream (batch, seq, embed)."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, causal: bool = True):
-        self.config, self.causal = config, causal
-        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
-        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
-
-    def __call__(self, x_BTD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
-        if self.config.positions == "rotary":
-            q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=self.causal, mask_BS=mask_BS)
-        y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
-        return to_stream(self.o, y_BTHK)
-
-    def projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Compute queries, keys and values by one product, whose gradient is then reduced over devices once.
-
-        Beside each key and value head stand the query heads that share it: all are split over devices alike.
-        """
-        sizes = self.config.sizes
-        group = (sizes[KV_HEADS], -1, sizes[HEAD_DIM])
-        kernels = [linear.cast().reshape(sizes[EMBED], *group) for linear in (self.q, self.k, self.v)]
-        kernel = with_logical_constraint(jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM))
-        y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
-        parts = jnp.split(y, [kernel.shape[2] - 2, kernel.shape[2] - 1], axis=3)
-        q_BTHK, k_BSHK, v_BSHK = (
-            linear.shifted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]))
-            for linear, part in zip((self.q, self.k, self.v), parts, strict=True)
-        )
-        return (
-            with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)),
-            with_logical_constraint(k_BSHK, (BATCH, SEQ, KV_HEADS, HEAD_DIM)),
-            with_logical_constraint(v_BSHK, (BATCH, SEQ, KV_HEADS, HEAD_DIM)),
-        )
-
-
-class FeedForward(nnx.Module):
-    """Two or three projections around an activation, from (batch, seq, embed) back to the residual stream."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.approximate = config.activation == "gelu"
-        self.up = linear_of(config, (EMBED,), (MLP,), rngs)
-        self.gate = linear_of(config, (EMBED,), (MLP,), rngs) if config.activation == "swiglu" else None
-        self.down = linear_of(config, (MLP,), (EMBED,), rngs)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        if self.gate is None:
-            h_BTF = with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP))
-            h_BTF = jax.nn.gelu(h_BTF, approximate=self.approximate)
-        else:
-            # one product for both, as for queries, keys and values
-            kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
-            y = jnp.tensordot(x_BTD, with_logical_constraint(kernel, (EMBED, None, MLP)), 1)
-            y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
-            h_BTF = self.up.shifted(y[:, :, 0]) * jax.nn.silu(self.gate.shifted(y[:, :, 1]))
-        return to_stream(self.down, h_BTF)
 
 
 class Block(nnx.Module):
@@ -333,93 +233,6 @@ class Decoder(nnx.Module):
         else:
             logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, at_use(self.embedding, TABLE, self.config.dtype))
         return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
-
-
-def to_stream(linear: Any, x: jax.Array) -> jax.Array:
-    """Project onto the residual stream: reduced over tensor, or reduce-scattered along a sharded sequence.
-
-    The product is constrained unsharded first, so that the backward pass gathers its gradient once.
-    """
-    y_BTD = with_logical_constraint(linear.product(x), (BATCH, SEQ, EMBED))
-    return with_logical_constraint(linear.shifted(with_logical_constraint(y_BTD, STREAM)), STREAM)
-
-
-def whole_seq(x_BTD: jax.Array) -> jax.Array:
-    """All-gather a norm's output along a sharded sequence, after it was computed on shards.
-
-    Both constraints are needed: the backward pass then reduces the norm's bias from shards. A checkpoint
-    name makes remat "weights" keep it instead of gathering it again.
-    """
-    x_BTD = with_logical_constraint(with_logical_constraint(x_BTD, STREAM), (BATCH, SEQ, EMBED))
-    return checkpoint_name(x_BTD, "whole_seq")
-
-
-def linear_of(
-    config: DecoderConfig, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None
-) -> Linear:
-    """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream."""
-    std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
-    bias = config.bias if bias is None else bias
-    return Linear(into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs)
-
-
-def norm_of(config: DecoderConfig) -> Norm:
-    return Norm(config.norm, config.embed, eps=config.eps, bias=config.bias, dtype=config.dtype)
-
-
-def stacked_blocks(kind: Any, config: DecoderConfig, rngs: nnx.Rngs) -> Any:
-    """Make one module of this kind with the parameters of all blocks, stacked along a first dim layers."""
-
-    @nnx.split_rngs(splits=config.num_layers)
-    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: LAYERS})
-    def stack(rngs: nnx.Rngs) -> Any:
-        return kind(config, rngs=rngs)
-
-    return stack(nnx.Rngs(params=rngs.params()))
-
-
-def walk(
-    config: DecoderConfig,
-    run_block: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
-    blocks: Any,
-    x_BTD: jax.Array,
-    keys: jax.Array | None,
-) -> jax.Array:
-    """Apply stacked blocks to a residual stream, scanned or unrolled, with the remat policy `remat`.
-
-    Args:
-      config: for `scan` and `remat`.
-      run_block: (block, stream, key) -> stream; a new function at each call.
-      blocks: stacked along the first dim of every parameter.
-      x_BTD: what enters the first.
-      keys: of the blocks' dropout, one each; None where it is off.
-    """
-    if config.remat != "none":
-        policy = REMAT_POLICIES[config.remat]
-        run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not config.scan)
-    if config.scan:
-        return jax.lax.scan(lambda x, block: (run_block(block[0], x, block[1]), None), x_BTD, (blocks, keys))[
-            0
-        ]
-    for block, key in _unstacked((blocks, keys)):
-        x_BTD = run_block(block, x_BTD, key)
-    return x_BTD
-
-
-def _unstacked(tree: Any) -> list[Any]:
-    """Split a pytree along the first dim of its leaves; the gradient of `split` is one concatenation."""
-    leaves, treedef = jax.tree.flatten(tree)
-    num_slices = leaves[0].shape[0]
-    pieces = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * num_slices)] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, slices) for slices in zip(*pieces, strict=True)]
-
-
-def too_long(num_tokens: int, seq: int) -> str:
-    """Return the error text for more tokens than positions."""
-    return (
-        f"tokens of length {num_tokens} were given to a decoder of seq={seq} positions. "
-        f"Give at most {seq} tokens, or build it with seq={num_tokens}."
-    )
 
 
 def flops_per_token(config: DecoderConfig) -> int:

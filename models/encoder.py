@@ -16,24 +16,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.decoder import (
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.layers import Attentions, Linear, at_use, coming_keys, normal, parameter
+from shardtrain.models.transformer import (
     BLOCK_OUTPUT,
     STREAM,
     TABLE,
     Attention,
-    DecoderConfig,
-    Dtypes,
     FeedForward,
-    Remats,
     linear_of,
     norm_of,
-    problems,
     stacked_blocks,
     too_long,
     walk,
     whole_seq,
 )
-from shardtrain.models.layers import Attentions, Linear, at_use, coming_keys, normal, parameter
+from shardtrain.models.transformer_options import BlockOptions, Dtypes, Remats, problems
 
 Stream = dict[str, jax.Array]
 """Activations between blocks: "x" (batch, seq, embed), and "mask" (batch, seq) if one was given."""
@@ -120,7 +118,7 @@ class EncoderConfig:
 class EncoderBlock(nnx.Module):
     """Post-norm residual block. It has parameters only: the key of its dropout is an argument."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.attention = Attention(config, causal=False, rngs=rngs)
         self.attention_norm = norm_of(config)
         self.mlp = FeedForward(config, rngs=rngs)

@@ -1,10 +1,9 @@
 """An encoder-decoder transformer in nnx: `EncoderDecoderConfig` is the factory, `EncoderDecoder` the model.
 
-Encoder blocks come first, then decoder blocks, in one `nnx.List`. The activations between blocks are a dict
-with the entries source and target. `decoder.py` has the parts that it shares with a plain decoder.
+Encoder blocks come first, then decoder blocks, in one `nnx.List`; `encoder_decoder_blocks.py` has both.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,34 +12,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
-from jax.ad_checkpoint import checkpoint_name
 
-from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ, VOCAB
+from shardtrain.axes import BATCH, EMBED, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.decoder import (
-    BLOCK_OUTPUT,
-    REMAT_POLICIES,
-    STREAM,
-    TABLE,
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder_decoder_blocks import (
+    CrossAttention,
+    DecoderBlock,
+    EncoderBlock,
+    Stream,
+    split_key,
+)
+from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal
+from shardtrain.models.transformer import STREAM, TABLE, linear_of, norm_of, too_long, whole_seq
+from shardtrain.models.transformer_options import (
     Activations,
-    Attention,
-    DecoderConfig,
     Dtypes,
-    FeedForward,
     Positions,
     Remats,
     block_sizes,
-    linear_of,
-    norm_of,
     problems,
-    to_stream,
-    too_long,
-    whole_seq,
 )
-from shardtrain.models.layers import Attentions, Norms, at_use, attend, coming_keys, normal
 
-Stream = dict[str, jax.Array]
-"""The residual streams (batch, seq, embed) of "source" and of "target"; the last block drops the source."""
+__all__ = ("CrossAttention", "DecoderBlock", "EncoderBlock", "EncoderDecoder", "EncoderDecoderConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,87 +129,6 @@ class EncoderDecoderConfig:
         return EncoderDecoder(self, rngs=rngs)
 
 
-class CrossAttention(nnx.Module):
-    """Attention of the normed target stream to the encoded source, back to the target's residual stream."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
-        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
-
-    def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
-        q_BTHK = with_logical_constraint(self.q(x_BTD), (BATCH, SEQ, HEADS, HEAD_DIM))
-        # one product for keys and values, whose gradient is then reduced over devices once
-        kernel = jnp.stack([self.k.cast(), self.v.cast()], 1)
-        kernel = with_logical_constraint(kernel, (EMBED, None, KV_HEADS, HEAD_DIM))
-        y = jnp.tensordot(source_BSD, kernel, 1)
-        y = with_logical_constraint(y, (BATCH, SEQ, None, KV_HEADS, HEAD_DIM))
-        k_BSHK, v_BSHK = self.k.shifted(y[:, :, 0]), self.v.shifted(y[:, :, 1])
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False)
-        return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
-
-
-class EncoderBlock(nnx.Module):
-    """Self-attention and feed-forward on the source; the target passes unchanged.
-
-    The last one norms what it gives, once for all the decoder blocks that read it.
-    """
-
-    def __init__(self, config: DecoderConfig, *, is_last: bool, rngs: nnx.Rngs):
-        self.config = config
-        self.attention_norm = norm_of(config)
-        self.attention = Attention(config, causal=False, rngs=rngs)
-        self.mlp_norm = norm_of(config)
-        self.mlp = FeedForward(config, rngs=rngs)
-        self.source_norm = norm_of(config) if is_last else None
-        self.dropout = nnx.Dropout(config.dropout)
-
-    def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
-        encoded = _recomputed(EncoderBlock.encoded, self.config.remat)
-        return {**stream, "source": encoded(self, stream["source"], key)}
-
-    def encoded(self, x_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
-        """The source's stream after this block."""
-        keys = _split(key, 2)
-        x_BSD = _added(x_BSD, self.attention(whole_seq(self.attention_norm(x_BSD))), self.dropout, keys[0])
-        x_BSD = _added(x_BSD, self.mlp(whole_seq(self.mlp_norm(x_BSD))), self.dropout, keys[1])
-        if self.source_norm is None:
-            return x_BSD
-        return with_logical_constraint(self.source_norm(x_BSD), STREAM)
-
-
-class DecoderBlock(nnx.Module):
-    """Causal self-attention on the target, attention to the encoded source, feed-forward.
-
-    The source goes through untouched for the blocks after it; the last one drops it.
-    """
-
-    def __init__(self, config: DecoderConfig, *, is_last: bool, rngs: nnx.Rngs):
-        self.config, self.is_last = config, is_last
-        self.attention_norm = norm_of(config)
-        self.attention = Attention(config, rngs=rngs)
-        self.cross_norm = norm_of(config)
-        self.cross = CrossAttention(config, rngs=rngs)
-        self.mlp_norm = norm_of(config)
-        self.mlp = FeedForward(config, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
-
-    def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
-        decoded = _recomputed(DecoderBlock.decoded, self.config.remat)
-        x_BTD = decoded(self, stream["target"], stream["source"], key)
-        return {"target": x_BTD} if self.is_last else {**stream, "target": x_BTD}
-
-    def decoded(self, x_BTD: jax.Array, source_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
-        """The target's stream after this block."""
-        keys = _split(key, 3)
-        x_BTD = _added(x_BTD, self.attention(whole_seq(self.attention_norm(x_BTD))), self.dropout, keys[0])
-        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), whole_seq(source_BSD))
-        x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[1])
-        return _added(x_BTD, self.mlp(whole_seq(self.mlp_norm(x_BTD))), self.dropout, keys[2])
-
-
 class EncoderDecoder(nnx.Module):
     """Token ids of two sequences to logits of the second. `nnx.view(model, deterministic=True)`: no dropout.
 
@@ -268,7 +181,7 @@ class EncoderDecoder(nnx.Module):
     def first(self, source_BS: jax.Array, target_BT: jax.Array) -> Stream:
         """Look up tokens and positions of both sequences: the residual streams that enter the blocks."""
         keys = self._keys()
-        source_key, target_key = _split(None if keys is None else keys[0], 2)
+        source_key, target_key = split_key(None if keys is None else keys[0], 2)
         return {
             "source": self._embedded(source_BS, self.source_positions, source_key),
             "target": self._embedded(target_BT, self.target_positions, target_key),
@@ -309,23 +222,3 @@ class EncoderDecoder(nnx.Module):
         if positions is not None:
             x_BTD += at_use(positions, (SEQ, EMBED), self.config.dtype)[: tokens_BT.shape[1]]
         return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
-
-
-def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
-    """Wrap the part of a block that its backward pass recomputes, by the remat policy `remat`."""
-
-    # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
-    def call(*given: Any) -> jax.Array:
-        return part(*given)
-
-    return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
-
-
-def _added(x_BTD: jax.Array, h_BTD: jax.Array, dropout: nnx.Dropout, key: jax.Array | None) -> jax.Array:
-    """Add the output of a part of a block to a residual stream, after dropout."""
-    h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
-    return with_logical_constraint(x_BTD + dropout(h_BTD, rngs=key), STREAM)
-
-
-def _split(key: jax.Array | None, num: int) -> Any:
-    return [None] * num if key is None else jax.random.split(key, num)

@@ -1,7 +1,7 @@
 """Read and write Hugging Face model folders: config.json, safetensors files, tokenizer files.
 
-The only importer of safetensors (extra `hf`). `shardtrain checkpoint export` and `import` load this module by
-its name; a module of your own with `export_model` and `import_model` can replace it (`--using`).
+`shardtrain checkpoint export` and `import` load this module by its name; a module of your own with
+`export_model` and `import_model` can replace it (`--using`). `huggingface_folder.py` reads single files.
 """
 
 import json
@@ -23,22 +23,33 @@ from shardtrain.models.huggingface import (
     tensors,
     write_config,
 )
+from shardtrain.models.huggingface_folder import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    import_safetensors,
+    open_weights,
+    own_file,
+    read_object,
+    tokenizer_files,
+)
 from shardtrain.models.huggingface_place import MOST_SIZE, problem_of
 from shardtrain.system.atomic_write import new_folder, refuse_filled
-from shardtrain.system.excerpts import short
-from shardtrain.system.untrusted_files import name_problem, read_bytes, read_json, whole_number
+from shardtrain.system.untrusted_files import read_bytes, whole_number
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "vocab.*",
-)  # fmt: skip
-"""Files that are copied as they are."""
+__all__ = (
+    "Imported",
+    "config_of",
+    "export_model",
+    "import_model",
+    "own_file",
+    "shard",
+    "tokenizer_files",
+)
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries of config.json that belong to the tokenizer."""
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -69,8 +80,8 @@ def import_model(folder: Path) -> Imported:
       ValueError: safetensors is not installed; or listing what in the folder cannot be read as one of the
         families.
     """
-    config = _read_json(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
-    state = _open(folder)
+    config = read_object(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
+    state = open_weights(folder)
     family, _ = read_config(config)
     ours, arrays = parameters(config, state, dtype=np.float32)
     return Imported(
@@ -119,7 +130,7 @@ def export_model(
     refuse_filled(folder)
     config = config_of(options)
     arrays = tensors(config, shapes, read)
-    safetensors = _safetensors()
+    safetensors = import_safetensors()
     about = {**write_config(config), **_token_ids(tokenizer), "dtype": dtype}
     files = shard(tensor_shapes(config), np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
     with new_folder(folder) as filled:
@@ -190,119 +201,6 @@ def shard(
     return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the tokenizer files in a folder, which are copied as they are.
-
-    Raises:
-      ValueError: one leads out of the folder.
-    """
-    names = {path.name for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
-    return [own_file(folder, name) for name in sorted(names)]
-
-
-def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a download by a name that another of its files gives.
-
-    Links may lead to elsewhere in the folder, and from a snapshot in the cache of Hugging Face's hub to its
-    blobs.
-
-    Raises:
-      ValueError: the name, or what it leads to, is not in the folder.
-    """
-    if problem := name_problem(name):
-        raise ValueError(f"{folder} names a file {short(name)}, which {problem}")
-    target, root = (folder / name).resolve(), folder.resolve()
-    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if not any(target.is_relative_to(each) for each in roots):
-        raise ValueError(
-            f"{folder / name} is a link out of its folder, to {target}; if you trust it, put the file itself"
-            " there"
-        )
-    return folder / name
-
-
-class _OnDisk:
-    """An array in a file: its shape at once, its values by `np.asarray`.
-
-    The file is mapped only while it is read: else every page that was read once would stay with the process.
-    """
-
-    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
-        self._path, self._name, self.shape = path, name, shape
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        with _safetensors().safe_open(self._path, framework="np") as file:
-            array = file.get_tensor(self._name)
-        return array if dtype is None else array.astype(dtype)
-
-
-def _open(folder: Path) -> dict[str, _OnDisk]:
-    """Name -> array of all files of a model.
-
-    Raises:
-      FileNotFoundError: there are none.
-      ValueError: one cannot be read.
-    """
-    safetensors = _safetensors()
-    paths = [own_file(folder, name) for name in _weight_files(folder)]
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise FileNotFoundError(
-            f"{folder} has no {', '.join(missing)}; give a folder with {WEIGHTS}, or with {INDEX} and its"
-            " files (older .bin files: load them with transformers and save them again)"
-        )
-    arrays = {}
-    for path in paths:
-        try:
-            with safetensors.safe_open(path, framework="np") as file:
-                slices = {each: file.get_slice(each) for each in file.keys()}  # noqa: SIM118
-                dtypes = {each: found.get_dtype() for each, found in slices.items()}
-                shapes = {each: tuple(found.get_shape()) for each, found in slices.items()}
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}; download or copy it again") from None
-        checks.refuse(f"arrays in {path}", _array_problems(dtypes))
-        arrays |= {each: _OnDisk(path, each, shape) for each, shape in shapes.items()}
-    return arrays
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """The names of the files with arrays.
-
-    Raises:
-      ValueError: the index is not of its form.
-    """
-    if not (folder / INDEX).is_file():
-        return [WEIGHTS]
-    weights = _read_json(own_file(folder, INDEX), "").get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-        raise ValueError(f"{folder / INDEX} has no weight_map from names of arrays to names of files")
-    return sorted(set(weights.values()))
-
-
-def _array_problems(dtypes: Mapping[str, object]) -> list[str]:
-    """Arrays that are no parameters.
-
-    >>> _array_problems({"a": "F32", "b": "I64"})
-    ['b has dtype I64; parameters have F64, F32, F16 or BF16']
-    """
-    problems = [f"{name!r} has control characters in its name" for name in dtypes if not name.isprintable()]
-    return problems + [
-        f"{name} has dtype {dtype}; parameters have F64, F32, F16 or BF16"
-        for name, dtype in dtypes.items()
-        if name.isprintable() and dtype not in FLOATS
-    ]
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ModuleNotFoundError:
-        raise ValueError(
-            "safetensors is not installed; it comes with the extra hf: uv sync --extra hf, or pip install"
-            " 'shardtrain[hf]'"
-        ) from None
-    return safetensors
-
-
 def _take(arrays: Iterator[tuple[str, np.ndarray]], num: int) -> Iterator[tuple[str, np.ndarray]]:
     for _ in range(num):
         yield next(arrays)
@@ -316,7 +214,7 @@ def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
     """Without a tokenizer no token is special: the defaults of `transformers` are those of its own models."""
     known: dict[str, Any] = {}
     if tokenizer is not None and (tokenizer / CONFIG).is_file():
-        known = _read_json(own_file(tokenizer, CONFIG), "")
+        known = read_object(own_file(tokenizer, CONFIG), "")
     found = {name: known.get(name) for name in TOKENS}
     # newer models have several that end a text
     each = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
@@ -343,15 +241,3 @@ def _write_index(
 
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _read_json(path: Path, wanted: str) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {path}; give {wanted}") from None
-    except ValueError as error:
-        raise ValueError(f"{error}; copy it again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is {short(found)}; it is an object of names and values")
-    return found

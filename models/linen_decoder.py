@@ -21,22 +21,21 @@ from shardtrain.axes import (
     KV_HEADS,
     LAYERS,
     MLP,
-    RESIDUAL_SEQ,
     SEQ,
     VOCAB,
 )
 from shardtrain.models import checks
-from shardtrain.models.decoder import (
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.layers import attend
+from shardtrain.models.transformer import (
     BLOCK_OUTPUT,
     REMAT_POLICIES,
-    DecoderConfig,
+    STREAM,
     to_stream,
     too_long,
     whole_seq,
 )
-from shardtrain.models.layers import attend
 
-STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 SAME = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True, "tied": True}
 """The options that this model has one value of."""
 

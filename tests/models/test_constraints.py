@@ -87,6 +87,7 @@ def case(request, pure):
 
 MODULES = (
     "layers",
+    "transformer",
     "decoder",
     "linen_decoder",
     "mlp",
@@ -94,6 +95,7 @@ MODULES = (
     "resnet",
     "vgg",
     "encoder_decoder",
+    "encoder_decoder_blocks",
     "encoder",
 )
 
