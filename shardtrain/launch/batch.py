@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardtrain.errors.exit_codes import REQUEUED
 from shardtrain.launch.job import Job
+from shardtrain.launch.launcher import Launch
 
 WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
 """A value that stays one word of one line of a script."""
@@ -18,8 +19,24 @@ WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
 PATH = r"[\w./+=@,:-]+"
 
 
-def default_nodes(job: Job) -> int:
-    """Return the default number of nodes: one per island, or one per rank if islands are unequal."""
+def submission(job: Job, job_name: str, submit: tuple[str, ...], ending: str, script: str) -> Launch:
+    """Return the command that submits a batch job, and its script as a file in the log folder.
+
+    Args:
+      job: without hosts; its logs are the folder that holds those of each batch job.
+      job_name: of the batch job, and the beginning of the names of its script and of its log.
+      submit: the words of the command before the path of the script.
+      ending: of the script's name.
+      script: its text.
+    """
+    path = job.logs / f"{job_name}{ending}"
+    return Launch(lines=((*submit, str(path)),), files={path: script}, log=f"{job.logs}/{job_name}-<job>.log")
+
+
+def num_nodes(job: Job, asked: int | None) -> int:
+    """Return the number of nodes: as asked, else one per island, or one per rank if islands are unequal."""
+    if asked is not None:
+        return asked
     return job.islands if isinstance(job.processes_per_island, int) else job.num_ranks
 
 

@@ -47,7 +47,13 @@ class Slurm:
 
 
 def launch(job: Job, options: Slurm, environ: Mapping[str, str]) -> Launch:
-    """Return the command that submits a job, and the batch script for it.
+    """Return the command that submits a job, and the batch script for it; arguments are those of `script`."""
+    text = script(job, options, environ)
+    return batch.submission(job, options.job_name, ("sbatch",), ".sbatch", text)
+
+
+def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
+    """Return the text of the batch script.
 
     Args:
       job: without hosts; its logs are the folder that holds those of each batch job.
@@ -57,24 +63,7 @@ def launch(job: Job, options: Slurm, environ: Mapping[str, str]) -> Launch:
     Raises:
       ValueError: lists everything that does not fit.
     """
-    path = job.logs / f"{options.job_name}.sbatch"
-    return Launch(
-        lines=(("sbatch", str(path)),),
-        files={path: script(job, options, environ)},
-        log=f"{job.logs}/{options.job_name}-<job>.log",
-    )
-
-
-def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
-    """Return the text of the batch script.
-
-    Args:
-      job, options, environ: as for `launch`.
-
-    Raises:
-      ValueError: lists everything that does not fit.
-    """
-    nodes = options.nodes if options.nodes is not None else batch.default_nodes(job)
+    nodes = batch.num_nodes(job, options.nodes)
     if problems := _problems(job, options, nodes):
         raise problems_error("this batch job cannot be written", problems)
     # the number of nodes stands in one line, to be changed there
