@@ -11,15 +11,17 @@ from shardtrain.combine import Combined, Combiner, Group
 
 
 def _median(tree, count, state, group: Group) -> Combined:
-    """Each number's median over the replicas that have examples (NaN where none has)."""
+    """Each number's median over the replicas that have examples (zeros where none has)."""
     has_examples = group.all_gather(jnp.asarray(count)) > 0
 
     def of(x: jax.Array) -> jax.Array:
         ranks = group.all_gather(x)
         mask = has_examples.reshape(-1, *[1] * x.ndim)
+        middle = jnp.nanmedian(jnp.where(mask, ranks, jnp.nan), axis=0)
+        middle = jnp.where(has_examples.any(), middle, 0)
         # a number that is not finite must not vanish: the step is skipped then
         finite = jnp.isfinite(jnp.where(mask, ranks, 0)).all()
-        return jnp.where(finite, jnp.nanmedian(jnp.where(mask, ranks, jnp.nan), axis=0), jnp.nan)
+        return jnp.where(finite, middle, jnp.nan)
 
     return Combined(jax.tree.map(of, tree))
 

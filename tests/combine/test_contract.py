@@ -6,12 +6,14 @@ reference in float64, values are compared with it too.
 
 import dataclasses
 import doctest
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardtrain.cli.run_file import load_combiner
 from shardtrain.combine import CODECS, COMBINERS, Combined, Combiner, make_combiner, mean
 from shardtrain.combine.combiner import contribution
 
@@ -273,6 +275,13 @@ def test_laws(name, ranks):
 def test_an_entry_shows_a_result_by_value(name):
     """A doctest of the factory: no law tells a median from a mean."""
     assert doctest.DocTestFinder(recurse=False).find(COMBINERS[name], name)[0].examples
+
+
+def test_the_example_of_a_users_own_combiner_keeps_the_contract(ranks):
+    median = load_combiner(f"{Path(__file__).parents[2] / 'examples' / 'own_combiner.py'}:median")
+    check_rounds(median, ranks, "vmap", 3)
+    check_flags(median, ranks)
+    check_laws(median, ranks)
 
 
 @pytest.mark.parametrize("codec", REGISTERED_CODECS)
