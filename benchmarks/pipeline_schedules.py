@@ -41,6 +41,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
+from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import StagePrograms
 
 Key = tuple[int, int, str]
@@ -176,7 +177,9 @@ class Stage:
         self.stage_model = StageModel(model=model, stages=stages, traced=traced, stage=comm.rank)
         placement = make_placement(self.stage_model.as_model(), optax.sgd(0.0), layout, mesh)
         self.flow = self.stage_model.flow(microbatch)
-        self.programs = Watched(self.stage_model, self.flow, placement, {})
+        self.programs = Watched(
+            StageFunctions(self.stage_model, self.flow, placement, {}, start_row=0, train=True)
+        )
         self._batch = place(batch, mesh, layout.batch_axes, options.microbatches)
         self._state = init_state(self.stage_model.as_model(), optax.sgd(0.0), placement, options.seed)
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shardtrain.errors.messages import near, problems_error
+from shardtrain.pipeline.part_placement import placement_problem
 from shardtrain.pipeline.table import KINDS, Table, Task, needs
 
 
@@ -42,11 +43,8 @@ def _size_problems(table: Table) -> list[str]:
         problems.append(
             f"its kinds are {list(table.kinds)}; use ['forward'], ['forward', 'backward'] or all three"
         )
-    if not problems:
-        try:
-            table.part_placement  # noqa: B018
-        except ValueError as error:
-            problems.append(str(error))
+    if problem := placement_problem(table.placement, table.num_chunks):
+        problems.append(problem)
     return problems
 
 

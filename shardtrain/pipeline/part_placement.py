@@ -53,13 +53,8 @@ class PartPlacement:
     name: str = "loop"
 
     def __post_init__(self) -> None:
-        if self.name not in PLACEMENTS:
-            raise ValueError(f"placement {near(self.name, PLACEMENTS)}")
-        if self.num_chunks > (most := MOST_CHUNKS.get(self.name, self.num_chunks)):
-            raise ValueError(
-                f"placement {self.name!r} has at most {most} chunks per stage, and {self.num_chunks} were"
-                f" asked for; use {most}, or the placement 'loop'"
-            )
+        if problem := placement_problem(self.name, self.num_chunks):
+            raise ValueError(problem)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
@@ -118,6 +113,18 @@ class PartPlacement:
         for part, ends in enumerate(zip(self.stages, self.stages[1:], strict=False)):
             found.setdefault(self.hop(part), set()).add(ends)
         return {hop: tuple(sorted(found[hop])) for hop in sorted(found)}
+
+
+def placement_problem(name: str, num_chunks: int) -> str:
+    """Return why there is no placement of this name with so many chunks per stage; "" if there is one."""
+    if name not in PLACEMENTS:
+        return f"placement {near(name, PLACEMENTS)}"
+    if num_chunks > (most := MOST_CHUNKS.get(name, num_chunks)):
+        return (
+            f"placement {name!r} has at most {most} chunks per stage, and {num_chunks} were asked for; use"
+            f" {most}, or the placement 'loop'"
+        )
+    return ""
 
 
 def placements(num_stages: int, num_chunks: int) -> list[PartPlacement]:

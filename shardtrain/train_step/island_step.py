@@ -146,7 +146,7 @@ class _GradientStep(IslandStep):
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         state = placement.state._replace(combine_state=whole)
-        shardings = Gradients(whole, whole, sharded, whole, whole)  # type: ignore[arg-type]
+        shardings = Gradients._make([whole] * len(Gradients._fields))._replace(grads=sharded)
         self._local = jax.jit(local, in_shardings=(state, placement.batch), out_shardings=shardings)
         self._update = jax.jit(
             update,

@@ -275,6 +275,6 @@ def _over_stages(
         mesh=mesh,
         axis_names={axes.PIPELINE},
         in_specs=(specs(0), *[replicated] * (len(arguments) - 1)),
-        out_specs=Sums(replicated, replicated, replicated, grads),  # type: ignore[arg-type]
+        out_specs=Sums._make([replicated, replicated, replicated, grads]),
         check_vma=False,
     )(*arguments)

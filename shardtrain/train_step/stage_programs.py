@@ -3,19 +3,17 @@
 Next: `stage_executor.py`, which calls them in the order of a table; `stage_step.py`, the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
-from shardtrain.pipeline.flow import Flow, Value
-from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.pipeline.flow import Value
 from shardtrain.pipeline.sums import Sums
-from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.stage_executor import Arrays
 from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs
 
@@ -24,28 +22,15 @@ class StagePrograms:
     """The compiled programs of one stage (a `stage_executor.Programs`), and their arrays during a step.
 
     Args:
-      stage_model: the stage's parts of the model.
-      flow: the values between the parts of the whole model.
-      placement: of the stage's own parameters on this island.
-      borrowed: path -> PartitionSpec of a parameter that another stage owns.
-      start_row: the first row of this pipeline in the whole batch.
-      train: with dropout and backward tasks, or only losses.
+      functions: of this stage, for training or for evaluation.
     """
 
-    def __init__(
-        self,
-        stage_model: StageModel,
-        flow: Flow,
-        placement: Placement,
-        borrowed: Mapping[str, PartitionSpec],
-        start_row: int = 0,
-        train: bool = True,
-    ) -> None:
-        functions = StageFunctions(stage_model, flow, placement, borrowed, start_row, train)
-        self._flow, self._train, self._last_part = flow, train, stage_model.last_part
+    def __init__(self, functions: StageFunctions) -> None:
+        self._flow, self._train = functions.flow, functions.train
+        self._last_part = functions.stage_model.last_part
         self.num_replicas = functions.num_replicas
-        self._rows = NamedSharding(placement.mesh, functions.rows)
-        parts = stage_model.parts
+        self._rows = NamedSharding(functions.placement.mesh, functions.rows)
+        parts = functions.stage_model.parts
         self._forwards = {part: functions.compiled(functions.forward, part) for part in parts}
         self._backwards, self._input_backwards, self._weights = (
             {part: functions.compiled(function, part, donate_argnums=0) for part in parts}

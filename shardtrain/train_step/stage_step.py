@@ -30,6 +30,7 @@ from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
+from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import StagePrograms
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
@@ -87,7 +88,9 @@ class StageStep(IslandStep):
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag)
         self._train_programs, self._evaluation_programs = (
-            StagePrograms(stage_model, flow, placement, self._borrowed.specs, start_row, train=train)
+            StagePrograms(
+                StageFunctions(stage_model, flow, placement, self._borrowed.specs, start_row, train=train)
+            )
             for train in (True, False)
         )
         self._flow, self._observe = flow, observe
