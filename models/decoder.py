@@ -151,6 +151,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         keys = (None, None) if key is None else tuple(jax.random.split(key))
+        # two halves, attention and feed-forward: norm, layer, dropout, sum
         halves = (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
         for (norm, layer), dropout_key in zip(halves, keys, strict=True):
             h_BTD = layer(whole_seq(norm(x_BTD)))
@@ -168,12 +169,15 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
+        # embeddings of tokens and, unless positions are rotary, of positions
         table = partial(normal, sizes=config.sizes, std=0.02, rngs=rngs)
         self.embedding = table(TABLE)
         self.positions = table((SEQ, EMBED)) if config.positions == "learned" else None
+        # the blocks, and the head, which may be the embedding again
         self.blocks = stacked_blocks(Block, config, rngs)
         self.final_norm = norm_of(config)
         self.head = None if config.tied else linear_of(config, (EMBED,), (VOCAB,), rngs, bias=False)
+        # a random stream of the model's own: each call draws other masks
         self.dropout = nnx.Dropout(config.dropout)
         self.rngs = rngs["dropout"].fork() if config.dropout else None
 
@@ -253,8 +257,10 @@ def flops_per_token(config: DecoderConfig) -> int:
     854438400
     """
     size = config.sizes
+    # query and output projections have all heads, keys and values those that they have
     heads_and_kv = 2 * size[HEADS] + 2 * size[KV_HEADS]
     num_projections = 3 if config.activation == "swiglu" else 2
+    # the weights of matrix products in a block, and in all, with the head
     per_block = size[EMBED] * (heads_and_kv * size[HEAD_DIM] + num_projections * size[MLP])
     num_weights = size[LAYERS] * per_block + size[EMBED] * size[VOCAB]
     return 6 * num_weights + 12 * size[LAYERS] * size[HEADS] * size[HEAD_DIM] * size[SEQ]

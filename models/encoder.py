@@ -129,6 +129,7 @@ class EncoderBlock(nnx.Module):
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         attention = partial(self.attention, mask_BS=mask_BT)
         halves = (attention, self.attention_norm), (self.mlp, self.mlp_norm)
+        # attention sees no padding; the norm comes after each sum, as in BERT
         for (layer, norm), dropout_key in zip(halves, keys, strict=True):
             h_BTD = checkpoint_name(layer(whole_seq(x_BTD)), BLOCK_OUTPUT)
             x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
@@ -191,6 +192,7 @@ class Encoder(nnx.Module):
         if tokens_BT.shape[1] > self.config.seq:
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
         dtype = self.config.dtype
+        # the sum of three embeddings: of the token, its position and its segment
         x_BTD = jnp.take(at_use(self.embedding, TABLE, dtype), tokens_BT, axis=0)
         x_BTD += at_use(self.positions, (SEQ, EMBED), dtype)[: tokens_BT.shape[1]]
         segments = at_use(self.segments, (SEGMENTS, EMBED), dtype)
@@ -217,6 +219,7 @@ class Encoder(nnx.Module):
 
     def last(self, stream: Stream) -> jax.Array:
         """Return the float32 logits, rounded to dtype: the transformed activations times the vocabulary."""
+        # the head of masked tokens: a projection, gelu and norm before the vocabulary
         h_BTD = with_logical_constraint(self.transform(whole_seq(stream["x"])), (BATCH, SEQ, MLP))
         h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")
         h_BTD = self.transform_norm(with_logical_constraint(h_BTD, (BATCH, SEQ, EMBED)))

@@ -140,9 +140,11 @@ class EncoderDecoder(nnx.Module):
         parts = config.parts
         table = partial(normal, sizes=config.sizes, std=0.02, rngs=rngs)
         self.embedding = table(TABLE)
+        # one table of tokens for both sequences, a table of positions for each
         learned = config.positions == "learned"
         self.source_positions = table((SEQ, EMBED)) if learned else None
         self.target_positions = table((SEQ, EMBED)) if learned else None
+        # the last block of each kind differs: the encoder's norms the source, the decoder's drops it
         self.blocks = nnx.List(
             [
                 Kind(parts, is_last=i == num - 1, rngs=rngs)
@@ -180,6 +182,7 @@ class EncoderDecoder(nnx.Module):
 
     def first(self, source_BS: jax.Array, target_BT: jax.Array) -> Stream:
         """Look up tokens and positions of both sequences: the residual streams that enter the blocks."""
+        # one key for both embeddings, split between them
         keys = self._keys()
         source_key, target_key = split_key(None if keys is None else keys[0], 2)
         return {

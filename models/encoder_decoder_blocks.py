@@ -43,6 +43,7 @@ class CrossAttention(nnx.Module):
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
 
     def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
+        # queries come from the target, keys and values from the source
         q_BTHK = with_logical_constraint(self.q(x_BTD), (BATCH, SEQ, HEADS, HEAD_DIM))
         # one product for keys and values, whose gradient is then reduced over devices once
         kernel = jnp.stack([self.k.cast(), self.v.cast()], 1)
@@ -50,6 +51,7 @@ class CrossAttention(nnx.Module):
         y = jnp.tensordot(source_BSD, kernel, 1)
         y = with_logical_constraint(y, (BATCH, SEQ, None, KV_HEADS, HEAD_DIM))
         k_BSHK, v_BSHK = self.k.shifted(y[:, :, 0]), self.v.shifted(y[:, :, 1])
+        # every target position sees the whole source: no causal mask
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False)
         return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
 
@@ -75,6 +77,7 @@ class EncoderBlock(nnx.Module):
 
     def encoded(self, x_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
         """The source's stream after this block."""
+        # pre-norm: each half reads the normed stream and is added to the stream itself
         keys = split_key(key, 2)
         x_BSD = _added(x_BSD, self.attention(whole_seq(self.attention_norm(x_BSD))), self.dropout, keys[0])
         x_BSD = _added(x_BSD, self.mlp(whole_seq(self.mlp_norm(x_BSD))), self.dropout, keys[1])
@@ -106,6 +109,7 @@ class DecoderBlock(nnx.Module):
 
     def decoded(self, x_BTD: jax.Array, source_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
         """The target's stream after this block."""
+        # earlier target positions, then the source, then the feed-forward
         keys = split_key(key, 3)
         x_BTD = _added(x_BTD, self.attention(whole_seq(self.attention_norm(x_BTD))), self.dropout, keys[0])
         h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), whole_seq(source_BSD))

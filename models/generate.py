@@ -46,9 +46,11 @@ def generate(
     """
     prompt_BT = np.asarray(prompt_tokens, np.int32)
     _check(prompt_BT.shape, num_tokens, temperature)
+    # the window has one shape for all steps, so one program: it is filled up behind, and later moves along
     length = min(prompt_BT.shape[1], seq)
     window_BT = np.zeros((len(prompt_BT), seq), np.int32)
     window_BT[:, :length] = prompt_BT[:, -length:]
+    # a module or pytree is an argument of the compiled step; a plain function is a constant of it
     leaves = jax.tree.leaves(apply)
     is_function = len(leaves) == 1 and leaves[0] is apply
     model = jax.tree_util.Partial(apply) if is_function else apply

@@ -30,6 +30,7 @@ ONLY = {
 
 def places(config: EncoderConfig) -> Iterator[Place]:
     """BERT keeps matrices as (out, in), each with a bias."""
+    # embeddings
     tables = {
         "embedding": ("word_embeddings", VOCAB),
         "positions": ("position_embeddings", SEQ),
@@ -37,6 +38,7 @@ def places(config: EncoderConfig) -> Iterator[Place]:
     }
     for path, (name, dim) in tables.items():
         yield Place(path=path, name=f"{EMBEDDINGS}{name}.weight", dims=(dim, EMBED))
+    # the linear maps of the blocks
     names = {f"attention/{w[0]}": f"{LAYER}attention.self.{w}" for w in ("query", "key", "value")}
     names |= {
         "attention/o": f"{LAYER}attention.output.dense",
@@ -45,6 +47,7 @@ def places(config: EncoderConfig) -> Iterator[Place]:
     }
     for path, name in names.items():
         yield from _linear(f"blocks/{path}", name, *KERNELS[path])
+    # norms, and last the head for masked tokens
     norms = {
         "embedding_norm": f"{EMBEDDINGS}LayerNorm",
         "blocks/attention_norm": f"{LAYER}attention.output.LayerNorm",

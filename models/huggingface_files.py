@@ -128,6 +128,7 @@ def export_model(
     checks.refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
     checks.refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
     refuse_filled(folder)
+    # everything that can be refused is, before the folder is made
     config = config_of(options)
     arrays = tensors(config, shapes, read)
     safetensors = import_safetensors()
@@ -135,6 +136,7 @@ def export_model(
     files = shard(tensor_shapes(config), np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
     with new_folder(folder) as filled:
         _write_json(filled / CONFIG, about)
+        # one file after the other, so that no more than its arrays are in memory
         for name, inside in files.items():
             found = {each: _cast(array, dtype) for each, array in _take(arrays, len(inside))}
             assert list(found) == inside

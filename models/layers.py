@@ -90,6 +90,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
+        # a root-mean-square norm leaves the mean where it is
         if self.kind == "layernorm":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
@@ -112,10 +113,12 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
     References:
       Su et al., RoFormer, https://arxiv.org/abs/2104.09864, section 3.2.2, with the pairing that Llama uses.
     """
+    # a wavelength for each pair of features; the angle grows with the position
     half = x_BTHK.shape[-1] // 2
     frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_T1K = (jnp.arange(x_BTHK.shape[1], dtype=jnp.float32)[:, None] * frequency_K)[:, None, :]
     cos, sin = jnp.cos(angle_T1K), jnp.sin(angle_T1K)
+    # a rotation of the plane (low, high), in float32
     low, high = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHK.dtype)
 
@@ -164,6 +167,7 @@ def attend(
     Returns:
       The context, shaped and typed as `q_BTHK`.
     """
+    # flash attention where it can run; it takes no mask here
     if kind == "auto":
         half_precision = q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
         fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128 and mask_BS is None

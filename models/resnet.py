@@ -125,6 +125,7 @@ class ResidualBlock(nnx.Module):
         activated: bool,
         rngs: nnx.Rngs,
     ):
+        # 1x1 to fewer channels, 3x3 among them, 1x1 to the channels of the output
         entering, inside, leaving = channels
         self.norms = nnx.List([_norm(config, n) for n in (entering, inside, inside)[not activated :]])
         windows = (entering, inside, 1), (inside, inside, 3), (inside, leaving, 1)
@@ -134,6 +135,7 @@ class ResidualBlock(nnx.Module):
                 for i, sizes in enumerate(windows)
             ]
         )
+        # the input can be added as it is only if the output has its shape
         changes = stride > 1 or entering != leaving
         self.shortcut = (
             Convolution(entering, leaving, 1, stride=stride, dtype=config.dtype, rngs=rngs)
@@ -143,6 +145,7 @@ class ResidualBlock(nnx.Module):
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         y_BHWC = x_BHWC
+        # pre-activation: norm and relu come before each convolution, but the first of the first block
         skipped = len(self.convolutions) - len(self.norms)
         for i, convolution in enumerate(self.convolutions):
             if i >= skipped:

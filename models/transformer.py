@@ -61,9 +61,11 @@ class Attention(nnx.Module):
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
 
     def __call__(self, x_BTD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        # queries, keys and values; rotary positions turn queries and keys, learned ones are in x already
         q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
         if self.config.positions == "rotary":
             q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
+        # attention by heads, then back to the residual stream
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=self.causal, mask_BS=mask_BS)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         return to_stream(self.o, y_BTHK)
@@ -75,9 +77,11 @@ class Attention(nnx.Module):
         """
         sizes = self.config.sizes
         group = (sizes[KV_HEADS], -1, sizes[HEAD_DIM])
+        # (embed, kv_heads, group + 2, head_dim): the query heads of a group, then its key and its value head
         kernels = [linear.cast().reshape(sizes[EMBED], *group) for linear in (self.q, self.k, self.v)]
         kernel = with_logical_constraint(jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM))
         y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
+        # take queries, keys and values apart again, each with its own bias
         parts = jnp.split(y, [kernel.shape[2] - 2, kernel.shape[2] - 1], axis=3)
         q_BTHK, k_BSHK, v_BSHK = (
             linear.shifted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]))
@@ -101,6 +105,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is None:
+            # hidden features are split over devices, from here to the second projection
             h_BTF = with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP))
             h_BTF = jax.nn.gelu(h_BTF, approximate=self.approximate)
         else:
@@ -135,6 +140,7 @@ def linear_of(
     config: BlockOptions, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None
 ) -> Linear:
     """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream."""
+    # 2 * num_layers projections are added to the residual stream: their sum keeps its size
     std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
     bias = config.bias if bias is None else bias
     return Linear(into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs)
@@ -147,6 +153,7 @@ def norm_of(config: BlockOptions) -> Norm:
 def stacked_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
     """Make one module of this kind with the parameters of all blocks, stacked along a first dim layers."""
 
+    # each block draws its parameters from a key of its own; nnx.vmap stacks them
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: LAYERS})
     def stack(rngs: nnx.Rngs) -> Any:
@@ -171,9 +178,11 @@ def walk(
       x_BTD: what enters the first.
       keys: of the blocks' dropout, one each; None where it is off.
     """
+    # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
     if config.remat != "none":
         policy = REMAT_POLICIES[config.remat]
         run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not config.scan)
+    # one compiled block for all, or one for each
     if config.scan:
         return jax.lax.scan(lambda x, block: (run_block(block[0], x, block[1]), None), x_BTD, (blocks, keys))[
             0

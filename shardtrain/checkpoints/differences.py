@@ -149,6 +149,7 @@ def reinitialized(differing: Sequence[str], wanted: Iterable[str], missing: Sequ
     def state_of(path: str) -> str | None:
         return next((state for state in states if path.startswith(state)), None)
 
+    # an optimizer state that is initialized in part is initialized as a whole, where that is allowed
     initialized = {state_of(path) for path in differing} - {None}
     return {path for path in listed if state_of(path) in initialized and matches(path, missing)}
 

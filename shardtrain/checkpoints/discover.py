@@ -60,6 +60,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
     Raises:
         ValueError: every checkpoint is broken, or one is of a later version of shardtrain.
     """
+    # 1. gather what every island sees
     looked = gather("checkpoints", lambda island: _look(folders))
     skipped = [
         f"{name}: unfinished, left by a save or a deletion that was interrupted"
@@ -68,6 +69,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
     broken: set[int] = set()
     incomplete: set[int] = set()
     complete = []
+    # 2. a step is complete if each of its parts is seen by some island
     for (step, num_parts, save_id), seers in _seers(looked):
         missing = [part for part in range(num_parts) if part not in seers]
         if newest is not None and step > newest:
@@ -82,6 +84,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
         else:
             complete.append((Discovered(step=step, num_parts=num_parts, save_id=save_id), seers))
     _check_any(folders[-1], [choice for choice, _ in complete], incomplete)
+    # 3. verify the newest complete step first; the islands share the parts, and all get the same answer
     for choice, seers in reversed(complete):
         step = choice.step
         assert step is not None

@@ -29,6 +29,7 @@ def exported_params(
             " with shardtrain.load(run_dir, model, evaluated=False), or train a step with evaluate_with None,"
             ' "ema" or "schedule_free"'
         )
+    # the optimizer has what is evaluated beside each parameter, under a path that ends with the parameter's
     kept, listed = "ema" if how == "ema" else "z", tuple(paths)
 
     def beside(path: str) -> str:

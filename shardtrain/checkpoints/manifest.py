@@ -69,18 +69,21 @@ def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
     except (OSError, ValueError) as error:
         return None, f"{MANIFEST} cannot be read: {error}"
     try:
+        # trust the text only if it is, with its checksum, what would be written for its content
         body = parse_json(text, ours=True)["body"]
         if _text(body) != text:
             return None, f"{MANIFEST} does not agree with its own checksum"
         schema = body["schema"]
     except (ValueError, KeyError, TypeError):
         return None, f"{MANIFEST} is damaged"
+    # a newer schema is no damage: the run must not skip the checkpoint
     if type(schema) is int and schema > SCHEMA:
         raise ValueError(
             f"{step_folder} was written in schema {schema}; this shardtrain reads schema "
             f"{' and '.join(map(str, READABLE))}. Use the shardtrain that wrote it, or another run folder."
         )
     try:
+        # every field is checked, as the file is untrusted
         if schema not in READABLE:
             raise ValueError(f"schema is {short(schema)}")
         return manifest_of(body), ""

@@ -57,6 +57,7 @@ def array_origins(
     def origin_of(path: str, shape: tuple[int, ...]) -> ArrayOrigin:
         if path.startswith(COMBINER_STATE):
             return ArrayOrigin(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
+        # optimizer states of islands are numbered by island; in a mesh their first dim counts replicas
         own = own_optimizers and path.startswith("opt_state/")
         whose = ArrayOrigin(replica=island[0], num_replicas=island[1]) if own else COMMON
         if in_mesh is not None and path.startswith("opt_state/"):

@@ -141,6 +141,7 @@ class CheckpointReader:
         Raises:
             ValueError: a part that it needs cannot be seen.
         """
+        # make every slice explicit, so that its shape is known before anything is read
         given = index or tuple(slice(None) for _ in wanted.shape)
         index = tuple(slice(*i.indices(n)[:2]) for i, n in zip(given, wanted.shape, strict=True))
         shape = tuple(i.stop - i.start for i in index)
@@ -156,6 +157,7 @@ class CheckpointReader:
         for i, replica in enumerate(replicas):
             lead = (i,) if origin.counts_replicas else ()
             for each in stored_slices(pieces, origin, rest, replica % num_saved, partial(self._unseen, path)):
+                # rows of padding are nowhere stored
                 if each.piece is None:
                     array[(*lead, *each.target)] = np.zeros((), array.dtype)
                 else:
@@ -191,6 +193,7 @@ def visible_readers(*folders: Path) -> list[CheckpointReader]:
     for folder in folders:
         for step, parts in finished(folder).items():
             for part, path in parts.items():
+                # parts of one step may be from different saves: only those with the same id belong together
                 manifest = read_manifest(path)[0] if part.count > 1 else None
                 save_id = "" if manifest is None else manifest.save_id
                 seen.setdefault((step, part.count, save_id), {}).setdefault(part.index, path)

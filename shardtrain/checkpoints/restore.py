@@ -43,6 +43,7 @@ def restore_arrays(
     Raises:
       ValueError: all arrays that differ; or a part that is needed cannot be seen.
     """
+    # describe what is wanted and what is stored alike: as arrays of the whole model, whatever part is here
     leaves = {
         path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name, origin=origins.get(path, COMMON))
         for path, x in wanted.items()
@@ -108,6 +109,7 @@ def _land(under_way: deque[_Coming], arrays: dict[str, jax.Array]) -> None:
 
 def _start(reader: CheckpointReader, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:
     assert like.sharding is not None
+    # devices with the same slice (replicas) get it from one read
     devices: dict[Any, list[Any]] = {}
     for device, index in like.sharding.addressable_devices_indices_map(tuple(like.shape)).items():
         devices.setdefault(_plain(index, like.shape), []).append(device)

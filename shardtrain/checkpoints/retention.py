@@ -39,9 +39,11 @@ def delete_old(
     Returns:
         What could not be deleted, in sentences.
     """
+    # 1. the policy counts whole steps only, and decides which of them stay
     found = {step: parts for step, parts in paths.finished(folder).items() if step <= newest}
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
     keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use)
+    # 2. delete interrupted saves, what the policy does not keep, and parts of another number of writers
     old = [path for path in paths.partial_folders(folder) if _is_left_behind(path, part, newest)]
     for step, parts in found.items():
         for other, path in parts.items():
@@ -50,6 +52,7 @@ def delete_old(
             else:
                 is_old = part.index == 0 and other.count != part.count and (part in parts or step not in keep)
             old += [path] * is_old
+    # 3. what cannot be deleted is reported; it is no reason to end the run
     notes = []
     for path in old:
         try:

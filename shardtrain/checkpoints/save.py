@@ -99,6 +99,7 @@ class Saver:
         num_bytes = sum(array.nbytes for array in arrays.values())
         try:
             try:
+                # a fast disk that fails is given up for the run folder
                 self._start_arrays(step, arrays)
             except Exception as error:
                 if not self._folders.is_on_fast:
@@ -117,6 +118,7 @@ class Saver:
             part=self._folders.part,
             save_id=save_id,
         )
+        # the manifest is written last, in the background: a folder without one is not a checkpoint
         self._pending = _Pending(step, num_bytes, self._background.submit(self._finish, step, manifest))
 
     def _start_arrays(self, step: int, arrays: dict[str, jax.Array]) -> None:

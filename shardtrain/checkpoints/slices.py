@@ -49,6 +49,7 @@ def stored_slices(
     Raises:
         ValueError: `unseen`.
     """
+    # only arrays of this replica, or of all replicas, can hold it
     mine = [p for p in pieces if p.leaf.origin.replica in (None, replica)]
     if not mine:
         raise unseen(f"replica {replica}")
@@ -63,6 +64,7 @@ def stored_slices(
     chosen = list(rows[index[0]])
     if lost := [row for row in chosen if row >= 0 and row not in places]:
         raise unseen(f"blocks {lost}")
+    # rows that are next to each other in one stored array are read as one slice
     for start, stop in _runs([places.get(row) for row in chosen]):
         target = (slice(start, stop), ...)
         if chosen[start] < 0:

@@ -106,6 +106,7 @@ def import_checkpoint(options: Import) -> int:
       ValueError: the folder cannot be read by the converter.
     """
     refuse_filled(options.out)
+    # read the folder: configuration and tokenizer at once, arrays when their turn comes
     found = _converter(options.using, "import_model")(options.folder)
     config = found.config
     token = mask_token(found.tokenizer, config.vocab) if has_masks(config) else None
@@ -113,6 +114,7 @@ def import_checkpoint(options: Import) -> int:
         "imported": {"family": found.family, "name": options.folder.resolve().name},
         "run": {MODEL + name: value for name, value in asdict(config).items()},
     }
+    # write model, run file, checkpoint and tokenizer; the folder gets its name when all is there
     with new_folder(options.out) as filled:
         write_about(filled / MODEL_FILE, config, token)
         (filled / RUN_FILE).write_text(run_file_text(type(config), has_masks(config)))
@@ -120,6 +122,7 @@ def import_checkpoint(options: Import) -> int:
         for path in found.tokenizer:
             (filled / TOKENIZER).mkdir(exist_ok=True)
             (filled / TOKENIZER / path.name).write_bytes(read_bytes(path))
+    # print what is missing, what was left out, and how to train on
     if has_masks(config) and token is None:
         terminal.out(
             f'the number of [MASK] was not found: write it as "mask_token" into {options.out / MODEL_FILE}\n'

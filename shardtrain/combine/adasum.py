@@ -142,9 +142,11 @@ def _adasum(
     # a rank without examples is marked by its exponent: zeroing its leaves would be a pass over all elements
     exponents = group.all_gather(jnp.where(count != 0, own, ABSENT))
     squares = jnp.zeros(units.number)
+    # each level joins `radix` neighbouring blocks of ranks, and leaves a rank 1 / radix of its rows
     for radix, distance in levels(group.size):
         blocks = exponents.reshape(-1, distance, units.number).max(1)
         first = group.index // (distance * radix) * radix
+        # a rank gets its own part of the rows from every block
         received = scatter(stacks, radix, distance, group)
         level = _Level(
             rows=partial(rows_in_order, stacks, received, radix, distance, group),
@@ -155,6 +157,7 @@ def _adasum(
         stacks, norms = _tree(level, [x.dtype for x in stacks], context)
         if distance == 1:
             squares = lax.dynamic_index_in_dim(norms, group.index % radix, keepdims=False)
+    # at the end every rank has one slice of the result: gather them
     scale = jnp.maximum(exponents.max(0), LEAST)
     orthogonality = _orthogonality(stacks, scale, squares * power(2 * (own - scale)), context)
     return join_slices(gather(stacks, group), owners, leaves), orthogonality

@@ -92,6 +92,7 @@ def gathered(encoding: Encoding) -> Codec:
             leaves, structure = flatten(tree)
             count = jnp.asarray(count, jnp.float32)
             shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in leaves]
+            # encode the gradient plus what earlier rounds could not send
             target = targets(leaves, state.residual, count)
             payload, codec_state = encoding.encode(target, state.codec, group)
             sent = encoding.decode(payload, shapes)
@@ -110,6 +111,7 @@ def gathered(encoding: Encoding) -> Codec:
             inner_state = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, group.index, keepdims=False), found.state
             )
+            # the next round adds what this one lost; a round that is not valid changes no state
             residual = [t - s for t, s in zip(target, sent, strict=True)]
             is_valid = (count != 0) & all_finite(value, group)
             next_state = where(is_valid, Feedback(residual, codec_state, inner_state), state)

@@ -57,11 +57,13 @@ def sum() -> Combiner:
 def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -> Combined:
     leaves, structure = flatten(tree)
     count = jnp.asarray(count, jnp.float32)
+    # float32 is summed as it is; 16 bits are rounded, and what is lost is returned as a residual
     by_dtype: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(i)
     wide = by_dtype.pop(jnp.dtype(jnp.float32), [])
     sums, counts = _sums([leaves[i] for i in wide], count, group)
+    # the weighted mean, or that times the number of replicas with examples
     factor = jnp.where(summed, jnp.sum(counts != 0), 1) / jnp.where(counts.sum() == 0, 1, counts.sum())
     values: list[Any] = [None] * len(leaves)
     residual: list[Any] = [jnp.zeros(leaf.shape) for leaf in leaves]

@@ -127,6 +127,7 @@ def combine_replicas(
     """
     replica_specs = with_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
+    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too
     shard_axes = {a: n for a, n in mesh.shape.items() if a != axes.DATA and n > 1}
     leaf_axes = {
         path_text(path): tuple(axis for axis in spec_axes(spec) if axis in shard_axes)
@@ -134,6 +135,7 @@ def combine_replicas(
     }
 
     def combine_shard(tree: Any, counts: jax.Array, state: Any) -> Any:
+        # on a device the leading dim of replicas has size 1: its own replica
         tree, state = jax.tree.map(lambda x: x[0], (tree, state))
         layers = split_layers(tree, stacked)
         # a layer is sharded like the array that it was stacked in

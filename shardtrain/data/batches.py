@@ -132,6 +132,7 @@ class Batches:
         {'epoch': 1, 'index': 0}
         """
         epoch, index = position["epoch"], position["index"]
+        # first the rest of this epoch, then whole epochs, then batches of the last one
         left = self._num_batches(len(self.source) - index)
         if num_batches < left:
             return Position(epoch=epoch, index=index + num_batches * self.batch)
@@ -161,11 +162,13 @@ class Batches:
         """
         position = self._normalise(position)
         first = position["index"]
+        # the last batch of an epoch may be short: its missing rows are copies with weight 0
         num_real = min(self.batch, len(self.source) - first)
         rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
         order = epoch_order(len(self.source), self.seed, position["epoch"]) if self.shuffle else int
         rows, real = fill_with_copies(rows, num_real)
         indices = [order(first + int(row)) for row in rows]
+        # a sample that fills several rows is loaded once
         batch = stacked({index: self._sample(index) for index in indices}, indices)
         weights = batch.get("weights", np.ones(len(rows), np.float32))
         return batch | {"weights": weigh(weights, real)}
@@ -193,6 +196,7 @@ class Batches:
     def _iterate(self, start: Position) -> Generator[tuple[Batch, Position]]:
         options = grain.ReadOptions(num_threads=self.prefetch, prefetch_buffer_size=self.prefetch)
         dataset = grain.MapDataset.source(_BatchSource(self, start)).to_iter_dataset(options)
+        # the threads of Grain load ahead, and end with the generator
         with closing(iter(dataset)) as loaded:
             for number, batch in enumerate(loaded, start=1):
                 yield batch, self.advance(start, number)

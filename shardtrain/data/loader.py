@@ -54,11 +54,13 @@ def batch_shard(
     Raises:
       ValueError: there is one island, which pads nothing, and its rows cannot be split.
     """
+    # 1. the rows of the island; among several it pads them to what its mesh can split
     num_real = rows_of_islands[island]
     num_rows = num_real
     if len(rows_of_islands) > 1:
         split = RowSplit.of(mesh.shape, batch_axes, microbatches)
         num_rows = RowSplit({"data": multiple}).padded(num_real) if multiple else split.padded(num_real)
+    # 2. of these the rows that this process's devices hold
     local = process_rows(num_rows, mesh, batch_axes, microbatches)
     rows, real = fill_with_copies(local, num_real)
     # an island without rows loads row 0 of the batch, with weight 0

@@ -39,10 +39,12 @@ class MaskedWindows:
         """
         options = self.options
         targets = self.windows[index]["tokens"][:-1]
+        # the choice depends on seed and sample alone: the same in every epoch, and after a restart
         random = np.random.default_rng((options.seed, index))
         choice, replacement = random.random((2, len(targets)))
         chosen = (choice < options.rate) & ~np.isin(targets, options.never)
         others = random.integers(0, self.windows.vocab, len(targets), dtype=np.int32)
+        # of the chosen tokens most become the mask, some a random token, and some stay
         tokens = np.where(
             replacement < MASKED,
             options.mask_token,

@@ -37,6 +37,7 @@ def place(
         rows = {jax.tree_util.keystr(path): len(leaf) for path, leaf in jax.tree.leaves_with_path(batch)}
         raise ValueError(f"arrays of one batch have different numbers of rows: {rows}; give each the same")
     num_rows = num_local if num_rows is None else num_rows
+    # (B, ...) -> (M, B / M, ...): a device gets its rows of every microbatch
     split = RowSplit.of(mesh.shape, batch_axes, microbatches)
     sharding = _sharding(num_rows, mesh, split)
     local = jax.tree.map(lambda leaf: leaf.reshape(split.shape(leaf.shape)), batch)
@@ -64,6 +65,7 @@ def process_rows(num_rows: int, mesh: Mesh, batch_axes: Sequence[str], microbatc
     split = RowSplit.of(mesh.shape, batch_axes, microbatches)
     sharding = _sharding(num_rows, mesh, split)
     shape = split.shape((num_rows,))
+    # let the sharding slice an array of row numbers: no second formula for who holds what
     number = np.arange(num_rows).reshape(shape)
     slices = sharding.addressable_devices_indices_map(shape).values()
     return np.unique(np.concatenate([number[index].ravel() for index in slices if index is not None]))

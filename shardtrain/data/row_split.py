@@ -113,6 +113,7 @@ def split_over_islands(num_rows: int, weights: Sequence[float], multiples: Seque
     >>> split_over_islands(32, [3, 1], [4, 2]), split_over_islands(7, [1, 1], [4, 2])
     ([24, 8], [4, 3])
     """
+    # shares without padding may not add up to the batch; then an island pads its own
     try:
         return shares.shares(num_rows, weights, multiples=list(multiples))
     except ValueError:

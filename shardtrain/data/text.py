@@ -100,6 +100,7 @@ class Text:
         Raises:
           ValueError: lists every path that does not exist or has no text in it; or no file is text.
         """
+        # 1. name the token file by a hash of the files, their sizes and times: a change makes a new one
         found = find_texts(self.paths, folder)
         files = [path.absolute() for path in found.files]
         stats = [(str(file), *_identity(file.stat())) for file in files]
@@ -108,10 +109,12 @@ class Text:
             "host": socket.gethostname(),
             "paths": _digest([str(Path(p).absolute()) for p in self.paths]),
         }
+        # 2. pack the text unless that was done before
         packed = _existing(tokens)
         if packed is None:
             packed = _write_text(tokens, files)
             _write_record(packed, made_by)
+        # 3. delete what interrupted calls and earlier states of the same text have left
         clear_parts(folder, "text-*")
         _delete_older(tokens, made_by)
         return replace(packed, left_out=found.left_out)
@@ -174,6 +177,7 @@ def _chunks(file: Path) -> Iterator[bytes]:
 
 
 def _write_text(path: Path, files: Sequence[Path]) -> Packed:
+    # decide by the content which files are text, before anything is written
     texts, others = [], []
     for file in files:
         (texts if _is_text(file) else others).append(file)
@@ -194,6 +198,7 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
 
 def _existing(tokens: Path) -> Packed | None:
     """Return the token file that was packed before, if it is there and has the recorded length."""
+    # any doubt about the record or the file means that the text is packed again
     try:
         found = _read_record(tokens.with_suffix(".json"))
         packed = Packed(

@@ -56,6 +56,7 @@ def write_tokens(
     ending = _as_tokens([] if separator is None else [separator], kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     num_tokens = 0
+    # the number of tokens is known only at the end: write a header with 0, and then over it
     with new_file(path, mode) as file:
         _write_header(file, kind, 0)
         for document in documents:
@@ -81,6 +82,7 @@ def _as_tokens(values: ArrayLike, kind: np.dtype) -> np.ndarray:
         )
     worst = 0 if array.size == 0 else int(array.min()) if array.min() < 0 else int(array.max())
     if not 0 <= worst <= np.iinfo(kind).max:
+        # name the smallest type that holds the token, as the change to make
         fitting = [name for name in TOKEN_TYPES if 0 <= worst <= np.iinfo(name).max]
         change = f"use dtype {fitting[0]}" if fitting else "use tokens from 0 to 2**32 - 1"
         raise ValueError(f"token {worst} does not fit in {kind.name} (0 to {np.iinfo(kind).max}); {change}")

@@ -78,6 +78,7 @@ class Windows:
 
         A saved position refers to the same samples only in a source of the same fingerprint.
         """
+        # blocks at equal distances, not all tokens: a source may have terabytes
         num_tokens = self.stop - self.start
         found = hashlib.sha256(f"{self.seq} {num_tokens}".encode())
         step = max(FINGERPRINT_BLOCK_TOKENS, num_tokens // FINGERPRINT_BLOCKS)
@@ -119,13 +120,16 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
       ValueError: the file has too few tokens.
     """
     num_tokens = len(open_tokens(path))
+    # both parts need a window at least, with its last target
     windows_needed = 2 if heldout_fraction > 0 else 1
     if num_tokens < windows_needed * (seq + 1):
         raise ValueError(too_short(path, num_tokens, seq, windows_needed))
+    # round to whole windows: one at least is held out, and one is left to train on
     num_heldout = 0
     if heldout_fraction > 0:
         max_heldout = (num_tokens - (seq + 1) - 1) // seq
         num_heldout = min(max_heldout, max(1, round(heldout_fraction * ((num_tokens - 1) // seq))))
+    # the held-out windows end with the file; the two parts share no token
     border = num_tokens - (num_heldout * seq + 1) if num_heldout else num_tokens
     train = Windows(path=path, seq=seq, vocab=vocab, start=0, stop=border)
     heldout = Windows(path=path, seq=seq, vocab=vocab, start=border, stop=num_tokens)

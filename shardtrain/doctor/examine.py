@@ -141,6 +141,7 @@ def judged(name: str, check: Check, here: RankContext, answers: Mapping[int, Fac
             # unexpected facts must not hide the results of the other checks
             found = f"the facts were not understood: {type(error).__name__}: {error}"
             rows = [Row(check=name, what="check", found=found, verdict="warning", do="see them with --json")]
+    # then the ranks on which the check itself failed or hung
     for hung in (True, False):
         failed = {r: a["failed"] for r, a in sorted(answers.items()) if a["failed"] and a["hung"] == hung}
         if failed:

@@ -71,6 +71,7 @@ def _together(here: RankContext, mine: Path | None) -> Facts:
     if here.control.size == 1:
         return {}
     first = here.rank == 0
+    # rank 0 holds a lock on a file of its own, which all others must find locked
     held = (mine / "held").open("w") if first and mine is not None else None
     try:
         if held is not None:
@@ -79,11 +80,13 @@ def _together(here: RankContext, mine: Path | None) -> Facts:
         if theirs is None:
             return {}
         facts: Facts = {}
+        # the others look for the file and its lock, and leave a file each
         if not first:
             facts["sees_seconds"] = wait_for(Path(theirs) / "held")
             facts["sees_lock"] = facts["sees_seconds"] is not None and _sees_lock(Path(theirs) / "held")
             attempt(lambda folder: (folder / f"seen-by-{here.rank}").touch() or {}, Path(theirs))
         here.control.all_gather("files are seen")
+        # rank 0 counts these files, which may take a moment to appear on a network file system
         if first:
             began = time.monotonic()
             names = {rank: Path(theirs) / f"seen-by-{rank}" for rank in range(1, here.control.size)}

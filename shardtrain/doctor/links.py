@@ -214,6 +214,7 @@ def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts
         f" 8 MiB both ways at {spread_text(rates.values(), 'B')}"
     )
     named = {" - ".join(names[rank].name for rank in pair): rate for pair, rate in rates.items()}
+    # a pair that is slow among its equals points to a cable or port
     if slow := outliers(named, OUTLIER_SHARE):
         found = f"{text}; slow: {some([f'{pair} {rate_text(rate)}' for pair, rate in slow.items()])}"
         do = (
@@ -222,6 +223,7 @@ def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts
         )
         return Row(check="links", what=what, found=found, verdict="warning", do=do)
     middle = median(rates.values())
+    # all pairs alike, but slow for a network: MPI may have taken another one
     if where == "two hosts" and middle < SLOW_BYTES_PER_SECOND:
         seconds = 4 * EXAMPLE_PARAMETERS / middle
         do = (

@@ -150,6 +150,7 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
         )
         found = "mpi4py does not start: " + each((host, str(died)) for host, died in broken)
         return Row(check="mpi", what="library", found=found, verdict="wrong", do=do)
+    # it works; show what it warns of
     texts = [
         (
             host,
@@ -180,10 +181,12 @@ def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
     """Return the row for mpi4jax: whether it has the same MPI, and an array passed through it."""
     children = [(one.host, one.facts["child"]) for one in firsts if "library" in one.facts["child"]]
     again = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
+    # two MPIs in one process: that one array passed is luck
     two = [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]
     if two:
         found = "mpi4py and mpi4jax load different MPIs: " + each(two)
         return Row(check="mpi", what="mpi4jax", found=found, verdict="wrong", do=again)
+    # it does not load, or the array of the test did not come back as it was sent
     failed = [(host, str(c["died"] or "it came back changed")) for host, c in children if not c.get("moved")]
     if failed:
         loads = all("mpi4jax" in child for _, child in children)

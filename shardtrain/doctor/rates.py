@@ -135,11 +135,13 @@ def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
         for i, device in enumerate(one.facts["devices"])
         if device["kind"] == kind
     ]
+    # the rate of each device of this kind, by rank and number
     rates = {where: device[name] for where, device in found}
     platform = found[0][1]["platform"]
     share = OUTLIER.get(platform, OUTLIER_SHARE)
     middle = median(rates.values())
     text = f"{len(rates)} x {kind}: {spread_text(rates.values(), unit)}"
+    # compare devices of one kind with each other, then with the data sheet
     if slow := outliers(rates, share):
         named = some(
             [f"{where} {rate_text(rate, unit)} ({rate / middle:.0%})" for where, rate in slow.items()]

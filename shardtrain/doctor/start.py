@@ -66,9 +66,11 @@ def start(
     alone = Started(controls=(Alone(name),) * num_controls, hosts=(environment.host,), comm=None)
     if environment.size == 1:
         return alone
+    # 1. a mistake of the launch that shows without MPI
     if problem := launch_problem(environment, environ):
         return _with(alone, problem)
     who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
+    # 2. start MPI, watched by a child: it may end this process without a word
     with last_words(who, 2 * patience_seconds):
         from shardtrain.islands.bridge import Control, world
         from shardtrain.islands.membership import other_mpi_text, rank_name
@@ -81,6 +83,7 @@ def start(
             return _with(alone, other_mpi_text(environment, comm.rank, comm.size))
         controls = tuple(Control(comm) for _ in range(num_controls))
         hosts = controls[0].all_gather("start", environment.host, patience_seconds)
+    # 3. the seats of the ranks; a mistake there must not keep the other checks from running
     problem, names = None, [f"rank {rank} (host {host})" for rank, host in enumerate(hosts)]
     try:
         processes = parse_processes(environ.get(PROCESSES, "1"))

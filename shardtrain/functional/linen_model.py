@@ -52,6 +52,7 @@ def from_linen(
     def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
         used = module if train else evaluated
         options: dict[str, Any] = mode_arguments(type(used).__call__, train)
+        # only training changes the model state, such as running statistics
         mutable = list(model_state) if train else []
         with _synchronised(axis_name if sync_batch_norm else None):
             outputs, changed = used.apply(
@@ -63,6 +64,7 @@ def from_linen(
             )
         return outputs, same_structure({**model_state, **changed}, model_state)
 
+    # trace the module once, to find its dims and the layers that need an axis of replicas
     boxed, calls, axis_name = _trace(variables)
     if sync_batch_norm and any(isinstance(call.module, nn.BatchNorm) for call in calls):
         axis_name = axis_name or REPLICAS

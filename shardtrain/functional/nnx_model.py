@@ -172,11 +172,13 @@ def _chain(module: Any, dims: Tree, pure: Pure) -> Chain | None:
         return None
     stacked = not isinstance(module.blocks, nnx.List)
     names = jax.tree.leaves(dims.get(BLOCKS, {}), is_leaf=is_dims)
+    # stacked blocks can be sliced by number only if every parameter counts blocks first
     if stacked and not (names and all(n and n[0] == LAYERS for n in names)):
         return None
     num_blocks = jax.tree.leaves(module.blocks)[0].shape[0] if stacked else len(module.blocks)
 
     def keys(module: Any, start: Any, number: int) -> Any:
+        # a stage uses the keys of its own blocks among those of all
         found = module.block_keys() if hasattr(module, "block_keys") else None
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, number), found)
 

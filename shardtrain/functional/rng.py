@@ -37,6 +37,7 @@ def row_key(key: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Ar
 
 @functools.cache
 def _row_impl(num_rows: int) -> Hashable:
+    # a key has three words: those of threefry, and the number of the first row
     def with_row(keys: jax.Array, row: jax.Array) -> jax.Array:
         data = jax.random.key_data(keys)
         return jnp.concatenate([data, jnp.broadcast_to(row, (*data.shape[:-1], 1))], -1)
@@ -53,6 +54,7 @@ def _row_impl(num_rows: int) -> Hashable:
     def fold_in(data: jax.Array, number: jax.Array | int) -> jax.Array:
         return with_row(jax.random.fold_in(base(data), number), data[-1])
 
+    # where the first dim is the rows of the batch, each row draws from the key of its number in the batch
     def random_bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
         dtype = jnp.dtype(f"uint{bit_width}")
         if not shape or shape[0] != num_rows:

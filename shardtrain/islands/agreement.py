@@ -68,6 +68,7 @@ def disagreement(
     assert len(facts_by_rank) == len(names), (len(facts_by_rank), len(names))
     by_rank = [_entries(facts) for facts in facts_by_rank]
     lines: dict[str, list[str]] = {}
+    # group the ranks by their value of each fact: several groups disagree
     for fact in dict.fromkeys(fact for facts in by_rank for fact in facts):
         kind, _, name = fact.partition("/")
         groups = _groups(fact, by_rank, names, everywhere=kind not in _WHERE_PRESENT)
@@ -77,6 +78,7 @@ def disagreement(
     if not lines:
         return None
     text = ["islands do not agree, so nothing was started:"]
+    # one section for each kind of fact, with the change to make
     for kind, found in lines.items():
         text += found[:most_lines]
         if len(found) > most_lines:

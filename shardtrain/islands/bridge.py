@@ -71,6 +71,7 @@ class MpiGroup:
         if self._mode == "root":
             return mpi4jax.bcast(mpi4jax.reduce(x, MPI.SUM, 0, comm=self._comm), 0, comm=self._comm)
         if self._mode == "hierarchical":
+            # sum on each host, then over one rank of each: links between hosts carry one array a host
             host, leaders = self._levels
             x = mpi4jax.reduce(x, MPI.SUM, 0, comm=host)
             if host.rank == 0:
@@ -188,6 +189,7 @@ class Control:
           RankTimeout: names the ranks that did not join in time, or that joined another all-gather.
         """
         patience = self.patience_seconds if timeout_seconds is None else timeout_seconds
+        # the n-th call has a tag of its own, so a rank that is ahead cannot be taken for one that is here
         tag = self._calls % 32000
         self._calls += 1
         message = json.dumps([name, value]).encode()
@@ -196,6 +198,7 @@ class Control:
         self.activity.num_collectives += 1
         with self.activity.at(name, waits=True):
             self._receive(name, tag, found, patience)
+        # ranks that run different code join different all-gathers: name both, do not mix their values
         elsewhere = {rank: there for rank, (there, _) in sorted(found.items()) if there != name}
         if elsewhere:
             others = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
@@ -209,6 +212,7 @@ class Control:
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
         start, nap, is_reported = time.monotonic(), 0.0, False
         status = MPI.Status()
+        # receive from whoever sends; record the missing ranks, report them once, and give up in the end
         while len(found) < self.size:
             if self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
                 buffer = bytearray(status.Get_count(MPI.BYTE))

@@ -79,6 +79,7 @@ def assign_buckets(
         bucket.indices, bucket.num_bytes = [], 0
         bucket.num_closed += 1
 
+    # fill buckets in the order in which gradients are ready
     for unit in _units(leaves):
         kind = tuple(sorted({leaves[index].dtype for index in unit}))
         bucket = buckets.setdefault(kind, _Open())
@@ -86,9 +87,11 @@ def assign_buckets(
         bucket.num_bytes += sum(leaves[index].num_bytes for index in unit)
         if bucket.num_bytes >= caps[min(bucket.num_closed, 1)]:
             close(bucket)
+    # whatever is still open at the end is sent, too
     for bucket in buckets.values():
         if bucket.indices:
             close(bucket)
+    # a bucket can be sent once its last leaf is ready
     return sorted(closed, key=lambda indices: -indices[-1])
 
 

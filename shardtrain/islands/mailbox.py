@@ -94,6 +94,7 @@ class Mailbox:
         found = np.empty(tuple(shape), dtype)
         start, nap, is_reported = time.monotonic(), 0.0, False
         status = MPI.Status()
+        # poll: a blocking receive could neither report a missing stage nor give up
         while not self._comm.Iprobe(source, tag, status):
             self._check()
             waited = time.monotonic() - start
@@ -104,6 +105,7 @@ class Mailbox:
                 is_reported = True
                 self._report(f"waiting: {text}")
             time.sleep(nap)
+            # poll eagerly at first, then less often
             nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
         assert status.Get_count(MPI.BYTE) == found.nbytes, (what, status.Get_count(MPI.BYTE), found.nbytes)
         self._comm.Recv([_as_bytes(found), MPI.BYTE], source, tag)

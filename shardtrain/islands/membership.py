@@ -141,23 +141,28 @@ def join(
         return None
     from shardtrain.islands.bridge import Control, world
 
+    # 1. start MPI; its ranks must be those that the launcher's variables tell
     comm = world()
     if (comm.rank, comm.size) != (environment.rank, environment.size):
         raise ValueError(other_mpi_text(environment, comm.rank, comm.size))
+    # 2. the seat of every rank: its island, and its process there
     processes = parse_processes(environ.get(PROCESSES, "1"))
     seats = [find_seat(rank, environment.size, processes) for rank in range(environment.size)]
     control = Control(comm, report=report or (lambda text: None), activity=activity)
+    # 3. wait for all ranks; from now on messages name a rank by island and host
     found = control.all_gather("start", [environment.host, os.getpid()], START_SECONDS)
     hosts, pids = zip(*found, strict=True)
     control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
     unlink_shared_memory()
     seat = seats[environment.rank]
+    # 4. if the launcher does not number the ranks of a host, count them; bind devices before jax starts
     if environment.local_rank is None:
         local = {
             "local_rank": hosts[: environment.rank].count(environment.host),
             "local_size": hosts.count(environment.host),
         }
         os.environ.update(device_environment(replace(environment, **local), environ))
+    # 5. one JAX runtime for each island
     _join_processes(seat, comm, environment.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
     return Islands(

@@ -68,6 +68,7 @@ class Transfer:
         self.mesh = mesh
         self._caps = (cap_bytes, first_bytes)
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
+        # MPI that takes no device memory is called with arrays on the host's CPU device
         through_host = not on_device and devices[0].platform != "cpu"
         host = jax.local_devices(backend="cpu")[0] if through_host else None
         pairs = zip(devices, groups, strict=False)
@@ -84,6 +85,7 @@ class Transfer:
           units: a label per array; arrays of one label stay together. By default each is its own.
         """
         labels = range(len(leaves)) if units is None else units
+        # refuse what MPI cannot count, before any rank waits for it
         if too_long := [str(leaf.shape) for leaf in leaves if leaf.size > MOST_ELEMENTS]:
             raise problems_error(
                 f"arrays of more than {MOST_ELEMENTS} elements cannot be transferred: an MPI count is a C"

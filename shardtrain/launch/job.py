@@ -63,6 +63,7 @@ class Job:
             problems.append(
                 f"interface {self.interface!r} is no name of one; `ip link` lists them: eth0, ib0"
             )
+        # islands and their processes: one number for all, or one for each island
         if self.islands < 1:
             problems.append(f"islands is {self.islands}; use 1 or more")
         each = self.processes_per_island
@@ -75,12 +76,14 @@ class Job:
                 f"processes per island {text} is for {len(each)} islands, and islands is {self.islands};"
                 f" use islands={len(each)}, or {self.islands} numbers"
             )
+        # the time limit must leave time to run before that to stop and save
         if self.time_seconds is not None and self.time_seconds <= self.stop_seconds:
             problems.append(
                 f"the time limit of {self.time_seconds} s leaves nothing before the {self.stop_seconds} s for"
                 f" stopping and saving; use more than {self.stop_seconds} s, or fewer than"
                 f" {self.time_seconds} for stopping"
             )
+        # hosts can be judged only if the number of ranks is known
         if not problems and self.hosts and (problem := hosts_problem(self.num_ranks, self.hosts)):
             problems.append(problem)
         if problems:

@@ -166,6 +166,7 @@ def _own_environment(mpiexec: Mpiexec) -> dict[str, str]:
 
 def _hydra(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list, dict[Path, str]]:
     options = [("-genv", name, value) for name, value in job.rank_environment(environ).items()]
+    # hosts with equal numbers of ranks fit in options; unequal ones need a file
     placed = ranks_by_host(job.num_ranks, job.hosts) if job.hosts else ()
     counts = {number for _, number in placed}
     if not placed:

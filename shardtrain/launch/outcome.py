@@ -58,6 +58,7 @@ def judge(
     )
     seconds = _ended_seconds(first) - first.start_seconds
     after = f"{max(seconds, 0):.0f} s after its start"
+    # the error of that rank comes first, then how the others ended
     headline = f"{first.name} failed first: rank {first.rank} on {first.host}, {first.how}, {after}"
     if first.reported_hang:
         headline = f"the run hung: {first.name} on {first.host} noticed it, {after}"
@@ -79,6 +80,7 @@ def _ended_seconds(end: RankEnd) -> float:
 def _without_failure(
     ends: Sequence[RankEnd], launcher: str, launcher_code: int, asked: signal.Signals | None
 ) -> Outcome:
+    # 1. all ranks stopped as they were asked to
     stopped = [end for end in ends if end.stopped]
     lost = [end for end in ends if end.code is None and not end.stopped]
     code = launcher_code if launcher_code >= 0 else 128 - launcher_code
@@ -91,9 +93,11 @@ def _without_failure(
         # some ranks had not begun to listen
         text = f"stopped by {asked.name} before all ranks had begun\n"
         return Outcome(code=128 + asked, text=text, asked=True)
+    # 2. all ranks ran to their end
     missing = sorted(set(range(ends[0].size)) - {end.rank for end in ends}) if ends else []
     if code == 0 and not missing and not lost:
         return Outcome(code=0)
+    # 3. someone else ended ranks, or they never started
     text = _from_outside(ends, lost, launcher, launcher_code)
     if not ends:
         text += "No rank was started: what the launcher printed stands above.\n"
@@ -107,6 +111,7 @@ def _from_outside(ends: Sequence[RankEnd], lost: Sequence[RankEnd], launcher: st
     if launcher_code < 0:
         rest = f"{_names(ends)} ended with it.\n" if ends else ""
         return _ruled(f"{launcher} was killed by {signal.Signals(-launcher_code).name}") + f"\n{rest}"
+    # the keeper of a rank that died first was killed by someone else: the others are consequences
     if dated := [end for end in lost if end.lost_seconds is not None]:
         first = min(dated, key=lambda end: end.lost_seconds or 0.0)
         keeps = f"the process that keeps rank {first.rank} on {first.host}"

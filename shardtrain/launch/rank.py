@@ -106,6 +106,7 @@ class Keeper:
 
     def run(self, program: Sequence[str]) -> int:
         """Run a program to its end; return the exit code for this process."""
+        # signals are passed on from the start, and the record tells the launcher that this rank exists
         parent = os.getppid()
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
@@ -118,10 +119,12 @@ class Keeper:
                 log.write(text)
             self._write_record(code=NOT_FOUND, end_seconds=time.time())
             return NOT_FOUND
+        # signals that came before there was a program
         for number in list(self._asked):
             child.send_signal(number)
         release = guard(child.pid, lost=self._lost)
         follow = Follower(self._log, self._record["log_from"], self._prefix)
+        # show the log while the program runs; end it if nobody is left to end it
         while child.poll() is None:
             follow.look()
             # its launcher died and could not end it
@@ -166,6 +169,7 @@ class Keeper:
             )
         except OSError as error:
             write_raw(f"shardtrain.launch.rank: {self._record_path} cannot be written: {error}\n")
+        # a stop that was asked for is a success, so that the launcher does not end the other ranks
         at_time_limit = code == COME_AGAIN and not read_step_file(self._step_file).hung
         return 0 if at_time_limit or code in {128 + number for number in self._asked} else code
 

@@ -115,6 +115,7 @@ def read_ranks(logs: Path) -> list[RankEnd]:
     for path in logs.glob("rank-*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         log = path.with_suffix(".log")
+        # the log may begin with earlier starts: read only this one's part
         with log.open("rb") as file:
             file.seek(record.pop("log_from"))
             text = file.read().decode(errors="replace")

@@ -83,14 +83,17 @@ def run_again(
     done, failed_at = 0, None
     while True:
         ended = start(done)
+        # done, asked to stop, or a mistake of the user: another start does not help
         if ended.code in (DONE, MISTAKE) or ended.asked or not restarts.most:
             return ended.code
+        # the same step failed twice: it would fail again
         if ended.step == failed_at:
             tell(f"launch: {again_text(ended.step)}: given up after {done} of {restarts.most} restarts\n")
             return ended.code
         if done == restarts.most:
             tell(f"launch: it failed again, and all {done} restarts are used\n")
             return ended.code
+        # anything else may be an accident: wait longer each time, and start again
         failed_at, pause = ended.step, restarts.pause_seconds(done)
         done += 1
         where = f"at step {ended.step}" if ended.step else "before its first step"

@@ -86,9 +86,11 @@ def supervise_once(
     for path, text in launch.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    # run the command, then make sure that no rank outlives it
     with _Run(launch, environ, write, logs / ASKED) as run:
         code = run.wait(logs, time_seconds, stop_seconds)
     _end_left_behind(logs)
+    # what to report, and whether another start helps, follows from how the ranks ended
     ends = read_ranks(logs)
     step = max((end.last.step for end in ends), default=NOTHING.step)
     if run.killed and not run.failed:
@@ -116,6 +118,7 @@ class _Run:
         self.killed = self.failed = self.asked = False
 
     def __enter__(self) -> "_Run":
+        # first take over the signals: one that comes during the start must reach the ranks, too
         for number in asking(ASKING):
             self._before[number] = signal.signal(number, self._on_signal)
         try:
@@ -147,12 +150,14 @@ class _Run:
         began = time.monotonic()
         while (code := self._process.poll()) is None:
             self._relay(LOOK_EVERY_SECONDS)
+            # a failed rank, and then the time limit: ask for a stop ahead of it, kill at it
             passed = time.monotonic() - began
             self._look_for_failures(logs, time.monotonic())
             if time_seconds is not None and not self.asked and passed > time_seconds - stop_seconds:
                 self._ask(f"{stop_seconds} s before the time limit")
             if time_seconds is not None and not self.killed and passed > time_seconds:
                 self._kill()
+        # what the launcher printed last
         while self._relay(0):
             pass
         return code
@@ -178,6 +183,7 @@ class _Run:
         if self.failed or now_seconds < self._next_look_seconds:
             return
         self._next_look_seconds = now_seconds + 1
+        # a failure starts a period of grace, in which MPI or the other ranks' watchdogs end them
         if self._failed_seconds is None and any_failed(logs):
             self._failed_seconds = now_seconds
             hung = any(end.last.hung for end in read_ranks(logs))

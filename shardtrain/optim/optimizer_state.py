@@ -63,6 +63,7 @@ def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
         return jax.tree.unflatten(structure, found)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        # compute in float32, with typed keys; what is stored has raw keys, which can be saved
         params = float32(params)
         updates, state = inner.update(float32(updates), with_keys(state, params), params, **extra)
         return updates, jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)

@@ -149,6 +149,7 @@ class Traced:
                 first=float(sum(size for path, size in sizes.items() if path in first)),
                 last=float(sum(size for path, size in sizes.items() if path in last)),
             )
+        # stacked blocks are equal: one of them is counted for all
         blocks, activations = [], self.entering
         for block in range(1 if self.chain.stacked else self.chain.num_blocks):
             flops, activations = _flops(partial(self.run, block), self.block(block), activations)

@@ -68,10 +68,12 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
     sources: list[tuple[Value, ...]] = [()]
     reads: list[tuple[Value, ...]] = []
     for number, part in enumerate(parts):
+        # trace the part with the shapes of the activations that enter it
         traced, shapes = jax.make_jaxpr(part, return_shape=True)(params, activations[-1])
         jaxpr, before = traced.jaxpr, sources[-1]
         # the last inputs of the traced program are the leaves of the activations
         given = jaxpr.invars[len(jaxpr.invars) - len(before) :]
+        # it reads the leaves that one of its operations uses; the last part also those that it returns
         used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
         is_last = number == len(parts) - 1
         if is_last:
@@ -85,6 +87,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
         activations.append(shapes)
         if problem := _activations_problem(number, shapes, num_rows):
             raise ValueError(problem)
+    # only values that a later part reads are sent
     read = sorted({value for values in reads for value in values})
     return Flow(
         activations=tuple(activations),

@@ -59,12 +59,14 @@ def pipeline_sums(
       ValueError: the table is for another placement of parts, blocks change the shapes of activations, or
         the loss does not call the model once.
     """
+    # blocks are stored for one placement; a table for another one would run them in a wrong order
     if table.part_placement != stages.part_placement:
         raise ValueError(
             f"schedule {table.name!r} is for {table.part_placement}, and the blocks are cut for"
             f" {stages.part_placement}; make the partition with placement={table.placement!r}, as"
             " pipeline.costs.make_partition does"
         )
+    # the computations of this stage, and the scan that carries out its column of the table
     compute = StageCompute(
         chain=chain,
         loss=loss,
@@ -88,14 +90,17 @@ class _TableScan:
 
     def __init__(self, compute: StageCompute, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
         self.compute, self.table = compute, table
+        # the pipeline axis is manual here, so no spec may name it
         grad_specs = jax.tree.map(partial(_without, {axes.PIPELINE}), specs) if compute.train else {}
         self.branches = Branches(compute, grad_specs)
+        # what comes before the blocks is read whole over the axes of rows, too (see `StageTasks._first`)
         whole_specs = jax.tree.map(partial(_without, {axes.PIPELINE, *row_axes}), specs)
         self.tasks = StageTasks(compute, self.branches, table.has_weight, whole_specs)
         self.ticks = make_ticks(table)
 
     def sums(self) -> Sums:
         """Scan over all ticks, then add up over stages what only some of them computed."""
+        # all stages run the same program: a row has the tasks of a tick, and each stage reads its own column
         columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
         carry, _ = lax.scan(lambda carry, row: (self._tick(carry, row), None), self._initial(), columns)
         # gradients of blocks stay on their stage; the loss and everything outside the blocks is summed
@@ -110,6 +115,7 @@ class _TableScan:
         loss_sum, (count, metrics) = compute.loss_shapes
         params = {**compute.rest, BLOCKS: compute.blocks} if compute.train else {}
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), Sums(loss_sum, count, metrics, params))
+        # zeros: a task reads only slots that an earlier tick has filled
         return Carry(
             sent=_zeros(shapes),
             sent_back=_zeros(cotangents),

@@ -78,6 +78,7 @@ class StageTasks:
     def forward(self, task: TickTask, carry: Carry) -> Carry:
         """Run a part on its input; without training also add its loss, if it is the last."""
         compute = self._compute
+        # the first part reads the batch, any other part what arrived in its slot
         entering = self._branches.either(
             task.is_first,
             lambda: self._first(task, compute.rest),
@@ -166,6 +167,7 @@ class StageTasks:
           wanted: "entering" (the floats of the input), "params" (the parameters of the blocks).
         """
         compute, entering = self._compute, get(carry.inputs, task.input)
+        # differentiate only with respect to what is wanted; the other values are constants
         values = {"params": compute.block_params(size, task.chunk), "entering": entering.floats}
 
         def run(varied: dict[str, Any]) -> Activations:

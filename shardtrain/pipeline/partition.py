@@ -119,6 +119,7 @@ def counts(
     if not isinstance(by, str):
         problems = _list_problems(by, num_blocks, num_parts)
     else:
+        # a way to cut needs the costs of the blocks; a list of numbers is only checked
         costs = {"equal": Costs(blocks=[1.0] * num_blocks), "params": params, "flops": flops}
         problems = _part_problems(num_blocks, num_parts) + _cost_problems(by, costs, num_blocks)
     if problems:
@@ -135,6 +136,7 @@ def counts(
 def _equal(num_blocks: int, num_parts: int) -> list[int]:
     least, rest = divmod(num_blocks, num_parts)
     middle = (num_parts - 1) / 2
+    # the blocks that are left over go to the parts nearest to the middle
     wider = sorted(range(num_parts), key=lambda part: abs(part - middle))[:rest]
     return [least + (part in wider) for part in range(num_parts)]
 

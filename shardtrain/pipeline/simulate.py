@@ -68,6 +68,7 @@ def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -
     """
     work, hops = _times(table, seconds, transfer_seconds)
     start, end, makespan = (_in_lockstep if table.lockstep else _by_arrival)(table, work, hops)
+    # the bubble is the fraction of the stages' time in which they do not work
     busy = sum(work[_key(task)] for task in table.tasks)
     return Simulated(
         makespan=makespan,
@@ -86,6 +87,7 @@ def _times(table: Table, seconds: Seconds, transfer: Transfer) -> tuple[Times, T
     """Return the seconds of work, and of sending the result, of each (stage, chunk, kind)."""
     chunks = [(stage, chunk) for stage in range(table.num_stages) for chunk in range(table.num_chunks)]
     keys = [(*chunk, kind) for chunk in chunks for kind in table.kinds]
+    # ask for all times first, so that one error lists every missing or negative one
     work = {key: _work_seconds(seconds, key) for key in keys}
     hops = {key: _hop_seconds(table, transfer, key) for key in keys}
     problems = [
@@ -123,8 +125,10 @@ def _by_arrival(table: Table, work: Times, hops: Times) -> Run:
     end: dict[Task, float] = {}
     made: dict[tuple[str, int, int], Task] = {}
     free = [0.0] * table.num_stages
+    # the tasks are sorted by tick, so everything that a task needs was visited before it
     for task in table.tasks:
         inputs = [made[*need, task.microbatch] for need in needs(table, task)]
+        # a result of another stage arrives after its transfer; one of this stage is there at its end
         arrivals = [end[i] + hops[_key(i)] * (i.stage != task.stage) for i in inputs]
         start[task] = max([free[task.stage], *arrivals])
         end[task] = free[task.stage] = start[task] + work[_key(task)]
@@ -139,6 +143,7 @@ def _in_lockstep(table: Table, work: Times, hops: Times) -> Run:
     # a tick lasts as long as its busiest stage, then as its longest transfer
     for _, group in groupby(table.tasks, key=lambda task: task.tick):
         free, sending = [begin] * table.num_stages, 0.0
+        # the tasks of one stage in a tick run one after the other
         for task in group:
             start[task] = free[task.stage]
             end[task] = free[task.stage] = start[task] + work[_key(task)]

@@ -97,6 +97,8 @@ class StageModel:
         found = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = path_text(path)
+            # outside the blocks the first stage that uses a leaf owns it; of stacked blocks a stage has some
+            # rows, of others those with its numbers
             if not name.startswith(f"{BLOCKS}/"):
                 if self.users[prefix + name][0] == self.stage:
                     found[name] = leaf
@@ -186,12 +188,15 @@ class StageModel:
         """
         chain, loss = self.traced.chain, self.traced.loss
         start, count = self.stages.starts[part], self.stages.counts[part]
+        # before the blocks: only the first part reads the inputs of the batch
         if part == 0:
             activations, model_state = self.traced.enter(params, model_state, rng, train, batch)
+        # the blocks of this part; between parts that is all
         blocks = {BLOCKS: params[BLOCKS]}
         activations, model_state = chain.run(blocks, model_state, rng, train, start, count, activations)
         if part < self.last_part:
             return activations, model_state
+        # after the blocks: the loss calls the rest of the model, whose model state is kept beside its result
         left = []
 
         def apply(*inputs: Any) -> Any:
@@ -219,6 +224,7 @@ class StageModel:
                     traced=self.traced,
                     stage=self.stages.part_placement.stage(number),
                 )
+                # as on its stage: the blocks that the stage owns, and of these the ones of the part
                 params = stage_model.part_params(
                     {**params, BLOCKS: stage_model.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})},
                     number,

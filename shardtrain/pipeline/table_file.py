@@ -48,6 +48,7 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
         raise ValueError(f"there is no schedule file {path} to read: {error.strerror or error}") from error
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path} is not a CSV file: {error}") from error
+    # check columns, then cells, then sizes: each check relies on the one before
     known = dict.fromkeys((*COLUMNS, *OPTIONAL))
     problems = [f"column {near(name, known)}" for name in header if name not in known]
     problems += [f"column {name!r} is missing" for name in known if name not in (*header, *OPTIONAL)]

@@ -19,6 +19,7 @@ def units(table: Table) -> Iterator[tuple[int, int, int]]:
 
     Units are numbered as for the next multiple of S; those of microbatches beyond M are left out.
     """
+    # the last group may be incomplete: number its missing microbatches too, and leave them out below
     num_groups = -(-table.num_microbatches // table.num_stages)
     for unit in range(num_groups * table.num_parts):
         group, rest = divmod(unit, table.num_parts)
@@ -45,13 +46,16 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
       table: for its sizes.
       ahead: for each stage, the number of forwards before the first pair.
     """
+    # build the order for whole groups, then drop the microbatches beyond M: all stages drop the same
     whole = -(-table.num_microbatches // table.num_stages) * table.num_stages
     full = replace(table, num_microbatches=whole)
     begin, end = list(forwards(full)), list(backwards(full))
     orders = []
     for num_ahead in ahead:
+        # steady state: after the forwards of the warm-up each forward is followed by a backward
         pairs = chain.from_iterable(zip(begin[num_ahead:], end, strict=False))
         num_pairs = max(0, len(begin) - num_ahead)
+        # cool-down: the backwards for which no forward is left
         steps = [*begin[:num_ahead], *pairs, *end[num_pairs:]]
         orders.append([step for step in steps if step[2] < table.num_microbatches])
     return orders
@@ -60,14 +64,17 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
 def zero_bubble_order(table: Table, stage: int) -> list[Step]:
     """Return the order of a stage in ZB-H1: 1F1B, with a weight task behind each backward from `stage` on."""
     end = table.num_microbatches
+    # warm-up: as many forwards as in 1F1B
     ahead = min(end, table.num_stages - stage)
     order: list[Step] = [("forward", 0, index) for index in range(ahead)]
     for index in range(end):
+        # steady state: a backward, the weight task of an earlier one, the next forward
         order.append(("backward", 0, index))
         if index >= stage:
             order.append(("weight", 0, index - stage))
         if index + ahead < end:
             order.append(("forward", 0, index + ahead))
+    # the weight tasks that are left fill the end, where 1F1B waits
     return [*order, *(("weight", 0, index) for index in range(max(0, end - stage), end))]
 
 
@@ -80,6 +87,7 @@ def in_lockstep(table: Table, turn: int) -> Table:
     """
     tasks = []
     for unit, chunk, microbatch in units(table):
+        # the tick of this unit's last backward, on stage 0
         end = unit + turn + table.num_stages - 1
         for stage in range(table.num_stages):
             back = (stage, table.num_chunks - 1 - chunk, microbatch)
@@ -91,12 +99,14 @@ def in_lockstep(table: Table, turn: int) -> Table:
 
 def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
     """Assign to the steps of each stage, in their order, the first ticks in which their inputs are there."""
+    # the steps that each stage has still to do, the next one last
     rests = [list(reversed(order)) for order in orders]
     done: set[tuple[str, int, int]] = set()
     tasks: list[Task] = []
     tick = 0
     while any(rests):
         placed = []
+        # a stage does its next step if an earlier tick computed its inputs; else it waits for a tick
         for stage, rest in enumerate(rests):
             kind, chunk, microbatch = rest[-1] if rest else ("", 0, 0)
             task = Task(tick, stage, chunk, microbatch, kind)
@@ -141,6 +151,7 @@ def empty_table(
     Raises:
       ValueError: lists every size that the schedule does not support.
     """
+    # collect all problems, so that one error lists every size to change
     sizes = {"stages": num_stages, "microbatches": num_microbatches}
     problems = [f"{what} is {size}; use 1 or more" for what, size in sizes.items() if size < 1]
     if num_chunks < least_chunks:
@@ -162,5 +173,6 @@ def empty_table(
         tasks=(),
         name=name,
         kinds=kinds,
+        # no stage can keep more than all inputs of its parts
         live_bound=tuple(min(num_chunks * num_microbatches, live(stage)) for stage in range(num_stages)),
     )

@@ -44,9 +44,11 @@ def make_ticks(table: Table) -> Ticks:
       table: checked; of the lock-step form, or any with at most one task per stage and tick.
     """
     placement = table.part_placement
+    # 1. give each value a slot for as long as it is needed
     inputs, cotangents = _live_ranges(table)
     input_slots, num_inputs = _slots(inputs, placement)
     cotangent_slots, num_cotangents = _slots(cotangents, placement)
+    # 2. start with empty columns: a stage that has no task in a tick finds -1 in all of them
     columns = {
         name: np.full((table.num_ticks, table.num_stages), NONE, np.int32)
         for name in (
@@ -54,13 +56,15 @@ def make_ticks(table: Table) -> Ticks:
             *(f"arriving_{what}_{hop}" for hop in placement.hops for what in ("input", "cotangent")),
         )
     }
+    # 3. enter each task at its tick and stage, with the slots that it reads
     for task in table.tasks:
         key, cell = (table.part(task), task.microbatch), (task.tick, task.stage)
         columns[task.kind][cell] = task.microbatch
         columns[f"{task.kind}_chunk"][cell] = task.chunk
         columns[f"{task.kind}_input"][cell] = input_slots[key]
         columns[f"{task.kind}_cotangent"][cell] = cotangent_slots.get(key, NONE)
-    # the first part makes its own inputs, the last one its own cotangents; all others arrive
+    # 4. enter the slots of the values that arrive from another part at the start of a tick: the first part
+    # makes its own inputs, the last one its own cotangents
     for (part, microbatch), (begin, _) in inputs.items():
         if part > 0:
             column = columns[f"arriving_input_{placement.hop(part - 1)}"]
@@ -81,6 +85,7 @@ def _live_ranges(table: Table) -> tuple[LiveRanges, LiveRanges]:
     for (kind, part, microbatch), tick in ticks.items():
         if kind != "forward":
             continue
+        # every task of a part reads its input, which arrives a tick after the part before computed it
         ends = [ticks.get((other, part, microbatch), tick) for other in KINDS]
         begin = ticks["forward", part - 1, microbatch] + 1 if part else tick
         inputs[part, microbatch] = (begin, max(ends))
@@ -97,9 +102,11 @@ def _slots(ranges: LiveRanges, placement: PartPlacement) -> tuple[dict[tuple[int
     """Give each value a slot that no other live value of its stage has; also return how many that takes."""
     found: dict[tuple[int, int], int] = {}
     for stage in range(placement.num_stages):
+        # take the values of a stage in the order of their arrival, as a memory allocator sees them
         own = sorted((live, key) for key, live in ranges.items() if placement.stage(key[0]) == stage)
         busy: list[tuple[int, int]] = []
         for (begin, end), key in own:
+            # slots whose values are no longer needed are free again; the new value gets the lowest free one
             busy = [(until, slot) for until, slot in busy if until >= begin]
             found[key] = _first_free(slot for _, slot in busy)
             busy.append((end, found[key]))

@@ -100,6 +100,7 @@ def v_in_lockstep(table: Table) -> Table:
     """
     placement, turn = table.part_placement, 2 * (table.num_parts - 1)
     after = turn - table.num_stages
+    # the tick of the weight tasks of microbatch 0, for each chunk
     weight = (turn, after + (after + 1) % 2)
     tasks = []
     for microbatch in range(table.num_microbatches):

@@ -127,6 +127,7 @@ def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
         return devices[:num_devices]
     if kind not in GPU_TARGETS:
         raise ValueError(f"devices of kind {near(kind, ['cpu', *GPU_TARGETS])} cannot be compiled for")
+    # GPUs are described by whole hosts, or as a part of one
     num_hosts, rest = divmod(num_devices, GPUS_PER_HOST)
     if num_devices < 1 or (num_hosts and rest):
         raise ValueError(host_text(kind, num_devices))

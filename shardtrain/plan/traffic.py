@@ -129,6 +129,8 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
     >>> step_traffic(work, Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1})
     {Key(kind='all-reduce', axes=('data',), in_blocks=False): 400.0}
     """
+    # three sources: parameters and their gradients, activations of tensor parallelism, and, with a sharded
+    # sequence, one more
     of_parameters = _parameters(work, layout, sizes)
     # with a sharded sequence, weights that tensor does not shard get partial gradients
     sequence = [_sequence_gradient(weight, work) for weight in work.weights if axes.TENSOR not in weight.axes]
@@ -166,6 +168,7 @@ def _summed(flows: "_Flows", sizes: Mapping[str, int]) -> Traffic:
     """Return the sent bytes of all flows by key, without axes of size 1."""
     sums: dict[Key, float] = defaultdict(float)
     for kind, over, in_blocks, payload_bytes in flows:
+        # an axis of size 1 has no traffic: traffic over (data, fsdp=1) is that over data
         present = tuple(axis for axis in over if sizes.get(axis, 1) > 1)
         num_devices = math.prod(sizes[axis] for axis in present)
         sums[Key(kind, present, in_blocks)] += sent_bytes(kind, num_devices, payload_bytes)
@@ -189,14 +192,18 @@ def _parameters(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _F
 def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> _Flows:
     """ZeRO-3: all-gather over fsdp at each use, reduce-scatter of gradients; one all-reduce of shards over
     data."""
+    # what a device holds while it computes: gathered over fsdp, still split over tensor
     local = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     used_bytes = work.microbatches * local * work.compute_bytes
+    # every microbatch gathers the weight and scatters its gradient; one that fsdp does not shard is only
+    # reduced
     if axes.FSDP in weight.axes:
         gathers = work.block_gathers if weight.in_blocks else 1
         yield ALL_GATHER, (axes.FSDP,), weight.in_blocks, gathers * used_bytes
         yield REDUCE_SCATTER, (axes.FSDP,), weight.in_blocks, used_bytes
     else:
         yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, used_bytes
+    # once a step the shards of the gradient are summed over data
     stored = weight.num_elements / _total(sizes, weight.axes)
     yield ALL_REDUCE, (axes.DATA,), False, stored * GRADIENT_BYTES
 
@@ -205,10 +212,12 @@ def _replicated_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
     """ZeRO-1 and 2: one reduce-scatter of the gradient and one all-gather of the parameter over fsdp per
     step."""
     stored_bytes = GRADIENT_BYTES * weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
+    # a weight that fsdp does not shard has its whole gradient reduced over both axes
     if axes.FSDP not in weight.axes:
         yield ALL_REDUCE, (axes.FSDP,), False, stored_bytes
         yield ALL_REDUCE, (axes.DATA,), False, stored_bytes
         return
+    # each device reduces and updates its shard, then all gather the new parameter
     yield REDUCE_SCATTER, (axes.FSDP,), False, stored_bytes
     yield ALL_REDUCE, (axes.DATA,), False, stored_bytes / sizes.get(axes.FSDP, 1)
     yield ALL_GATHER, (axes.FSDP,), False, stored_bytes
@@ -223,11 +232,15 @@ def _sequence_gradient(weight: Weight, work: StepSizes) -> _Flows:
 def _activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
     """Tensor: each half of a block, and a vocabulary, reduces one residual stream forward and one
     backward."""
+    # the residual stream of this device's rows
     tokens = work.num_tokens / _total(sizes, layout.batch_axes)
     stream_bytes = tokens * work.embed * work.compute_bytes
     has_vocab = any(axes.TENSOR in weight.axes and not weight.in_blocks for weight in work.weights)
+    # with a sharded sequence an all-reduce becomes a reduce-scatter and, before the next matrix product, an
+    # all-gather
     kinds = (ALL_GATHER, REDUCE_SCATTER) if layout.sequence_sharded else (ALL_REDUCE,)
     for kind in kinds:
+        # two halves of a block, forward and backward: 4; outside the blocks the vocabulary alone: 2
         yield kind, (axes.TENSOR,), True, 4 * work.num_blocks * stream_bytes
         yield kind, (axes.TENSOR,), False, 2 * has_vocab * stream_bytes
     yield ALL_REDUCE, (axes.TENSOR,), False, LOSS_SUMS * has_vocab * tokens * 4

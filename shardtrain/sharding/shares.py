@@ -56,6 +56,7 @@ def shares(
         problems.append(f"multiples is {multiples}; give {len(weights)} numbers from 1")
     if problems:
         raise problems_error(f"{total} {what} cannot be split", problems)
+    # as near to the proportions as minimum and multiples allow
     found = _split(total, weights, minimum, multiples)
     if found is None:
         raise ValueError(_no_split_text(total, weights, minimum, multiples, what))

@@ -36,6 +36,7 @@ def init_state(
         )
     }
 
+    # random numbers must not depend on the number of stages: draw blocks before they are split over stages
     def whole(path: Any, x: jax.Array) -> jax.Array:
         spec = without_pipeline(by_path[path_text(path)], 0, x.shape, sizes)
         return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))

@@ -127,6 +127,7 @@ class _GradientStep(IslandStep):
     def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
         placement, combine, mesh = self._placement, self._combine, self._placement.mesh
         gradients = make_gradients(model, loss, placement, start_row)
+        # with inside "sum" an island sends the sum over its replicas: their mean times their number
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
         factor = math.prod(sizes) if combine.inside == "sum" else 1
 
@@ -139,6 +140,7 @@ class _GradientStep(IslandStep):
             new = new._replace(combine_state=combine_state)
             return unless_skipped(state, new, {**metrics, **joined_metrics(extra)}, learning_rate)
 
+        # between the two programs gradients stay sharded; everything else is replicated
         whole = NamedSharding(mesh, PartitionSpec())
         sharded = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),

@@ -122,6 +122,7 @@ def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stag
     Raises:
       ValueError: the partition does not fit the mesh; or everything that such a pipeline cannot do.
     """
+    # the mesh and the partition must be of the same number of stages
     num_stages = sizes[axes.PIPELINE]
     if (1 if stages is None else stages.num_stages) != num_stages:
         raise ValueError(
@@ -131,6 +132,7 @@ def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stag
         )
     if stages is None:
         return
+    # all stages run one program in lock-step, which excludes some models and combiners
     problems = []
     if not combine.is_mean:
         problems.append(
@@ -142,6 +144,7 @@ def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stag
             "all its stages run one program, so blocks must be alike, their parameters stacked along the dim"
             f" {axes.LAYERS!r}, and this model's are not; stack them, or use --across pipeline"
         )
+    # a microbatch does not wait for the model state of the one before it
     state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
     if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:
         problems.append(
@@ -176,12 +179,14 @@ def state_specs(
     """
     abstract = abstract_state(model, optimizer, stages)
     arrays = named_arrays(model, abstract.params)
+    # 1. the layout must fit the model: every rule is of a dim that a parameter has
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))
     if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
         raise problems_error("the layout has rules for parameters that the model does not have", useless)
     unplaced = unplaced_text(layout, arrays, sizes)
     layout = completed(layout, arrays, sizes)
+    # 2. two specs for each parameter: as it is stored, and as its gradient and optimizer state are (ZeRO)
     params, sharded = (
         partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
         for rules in (layout.parameter_rules, layout.sharded_rules)
@@ -191,6 +196,7 @@ def state_specs(
     whole, by_replica = PartitionSpec(), PartitionSpec(axes.DATA)
     like_params = _specs_like_params(abstract.opt_state, abstract.params, sharded)
 
+    # 3. the whole state; what each replica has of its own gets a leading dim over data
     abstract = jax.eval_shape(lambda s: with_replicas(s, combine, sizes, arrays, sharded), abstract)
     state = State(
         step=whole,
@@ -231,6 +237,7 @@ def _specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
     }
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
+        # an array of the optimizer has the path of its parameter at the end of its own, and its shape
         keys = path_text(path).split("/")
         for start in range(len(keys)):
             shape, found = by_path.get("/".join(keys[start:]), (None, None))

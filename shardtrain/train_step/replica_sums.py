@@ -97,6 +97,7 @@ def make_replica_sums(
     row_axes = rules[axes.BATCH]
     local_params = placement.combine.local_steps > 1
 
+    # a leading dim over all replica axes; or over `data` alone, for what only its replicas have of their own
     replica_specs = with_leading_dim(specs.params, replica_axes)
     local_specs = with_leading_dim(specs.params, axes.DATA)
     make = _make_scan if placement.stages is None else _make_pipeline
@@ -182,6 +183,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     def compute(
         params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch
     ) -> ReplicaSums:
+        # the schedule needs the number of microbatches, which the batch has
         num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
         table = make_table(
             placement.schedule, stages.num_stages, num_microbatches, stages.num_chunks, lockstep=True

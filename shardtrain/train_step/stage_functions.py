@@ -94,9 +94,11 @@ class StageFunctions:
         """Return per replica the batch (M, R, rows, ...), first rows (M, R) and model state (R, ...)."""
         count = self.num_replicas
         num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
+        # rows (M, rows, ...) -> (M, R, rows / R, ...): consecutive rows belong to one replica
         batch = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, *x.shape[2:]), batch)
         spec = PartitionSpec(None, *self.rows)
         batch = constrain(batch, jax.tree.map(lambda _: spec, batch), self.placement.mesh)
+        # random keys follow the number of a row in the whole batch, whatever pipeline computes it
         shares = jnp.arange(num_microbatches * count, dtype=jnp.uint32)
         first_rows = (self._start_row + shares * (num_rows // count)).reshape(num_microbatches, count)
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model_state)
@@ -187,6 +189,7 @@ class StageFunctions:
         has_cotangent = [self.flow.has_cotangent(value) for value in self.flow.writes[part]]
         run = self._replica_run(part, task.key, self.train)
 
+        # the backward of one replica; vmap runs it for all of them
         def replica(
             params: Tree, model_state: Tree, first_row: Any, batch: Batch, inputs: Any, cotangents: Any
         ) -> tuple[Tree, list[jax.Array], Any, Tree]:

@@ -87,6 +87,7 @@ class StageStep(IslandStep):
         # tags of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag)
+        # training has dropout and backward tasks, evaluation forward tasks only: different programs
         self._train_programs, self._evaluation_programs = (
             StagePrograms(
                 StageFunctions(stage_model, flow, placement, self._borrowed.specs, start_row, train=train)
@@ -127,6 +128,7 @@ class StageStep(IslandStep):
         """Compile the programs on the sums of the tasks, and on the gradients made of them."""
         mesh, specs = self._placement.mesh, self._placement.specs
         replica_axes = self._placement.layout.replica_axes
+        # the sums have gradients of borrowed parameters, too, which are returned to their owners
         owned = {path_text(path) for path, _ in jax.tree.leaves_with_path(specs.abstract.params)}
 
         def reduced(sums: Sums) -> tuple[Tree, dict[str, jax.Array], dict[str, Any]]:
@@ -174,6 +176,7 @@ class StageStep(IslandStep):
             metrics = {**metrics, "grad_norm": norm, **joined_metrics(combine_metrics)}
             return unless_skipped(state, new, metrics, learning_rate)
 
+        # the state is donated: parameters and optimizer state are updated in place
         state = placement.state._replace(combine_state=whole)
         self._update = jax.jit(
             update,
@@ -218,6 +221,7 @@ class StageStep(IslandStep):
 
     def evaluate(self, state: State, batch: Batch) -> Metrics:
         """Return loss_sum, count and metrics of the loss as (sum, count) of a batch, over all pipelines."""
+        # the tasks are forwards alone; the last stages then hold the sums of the loss
         programs = self._evaluation_programs
         params = self._borrowed.exchange(state.params)
         programs.begin(params, state.model_state, jax.random.key(0), batch)
@@ -234,6 +238,7 @@ class StageStep(IslandStep):
         seats, last_stage = self.seats, self.stage_model.stages.part_placement.last_stage
         is_last = seats.stage == last_stage
         own = jax.tree.map(float, jax.device_get(loss_sums)) if is_last else None
+        # only the last stage of a pipeline knows its loss
         found = self._all_gather(name, own)
         return [seats.of_replica(found, replica)[last_stage] for replica in range(seats.num_replicas)]
 

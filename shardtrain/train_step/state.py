@@ -115,6 +115,7 @@ def with_replicas(
     def replicated(tree: Any, copies: int) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
 
+    # the combiner works layer by layer, on each device's shard
     layers = split_layers(shard_shapes(state.params, sharded, sizes), stacked_paths(arrays, sharded))
     state = state._replace(combine_state=replicated(combine.combiner.init(layers), math.prod(sizes.values())))
     if combine.on_deltas:

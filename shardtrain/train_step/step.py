@@ -110,6 +110,7 @@ def apply_gradients(
     grads = constrain(found.grads, specs.sharded, mesh)
     params = constrain(state.params, specs.sharded, mesh)
     extra: dict[str, Any] = {"value": mean_loss(found), "grad": grads}
+    # line searches evaluate the loss at other parameters
     if compute is not None:
 
         def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
@@ -133,6 +134,7 @@ def _make_gradient_update(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
 ) -> Step:
     """One gradient of all replicas, one update."""
+    # a mean over replicas is a sum over their gradients: no replica's own is needed
     if placement.combine.is_mean:
         gradients = make_gradients(model, loss, placement, start_row)
 
@@ -146,6 +148,7 @@ def _make_gradient_update(
 
         return update
 
+    # any other combiner gets the mean gradient of each replica
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combiner = placement.specs, placement.mesh, placement.combine.combiner
     stacked = stacked_paths(specs.arrays, specs.sharded)
@@ -218,6 +221,7 @@ def _make_delta_update(
             merging = (state.step + 1) % combine.local_steps == 0
             params, local, combine_state, extra = jax.lax.cond(merging, merge, wait, inputs)
         new = State(state.step, state.seed, params, found.model_state, opt_state, combine_state, local)
+        # there is no common gradient: log the mean over the replicas' own
         squares = sum((m.astype(jnp.float32) ** 2).sum() for m in jax.tree.leaves(means)) / num_replicas
         metrics = {"loss_sum": found.loss_sum, "count": found.count, "grad_norm": jnp.sqrt(squares)}
         return new, {**found.metrics, **metrics, **extra}

@@ -83,6 +83,7 @@ class Coordination:
                     f" start {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
                 )
             return batch_shard([batch], 0, mesh, batch_axes, microbatches)
+        # what each island can split without padding; its devices are its weight, unless shares are given
         unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
         found = self.islands.all_gather_islands("rows", [mesh.devices.size, unit])
         replica = self.islands.seat.island

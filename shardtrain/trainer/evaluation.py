@@ -51,6 +51,7 @@ def make_evaluation(
     axes, mesh = run.strategy.layout.batch_axes, setup.mesh
     # a pipeline needs microbatches to keep more than one stage busy
     microbatches = run.strategy.accumulate if in_stages or setup.placement.stages else 1
+    # rows are shared as in training; the held-out data is passed through once, in its own order
     shard = coordination.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
     batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=shard.rows)
     loader = Loader(batches, shard, mesh, axes, microbatches)
@@ -61,10 +62,12 @@ def make_evaluation(
         if coordination.transfer is not None:
             # the state of a combiner across islands is not placed on the mesh
             state = state._replace(combine_state=())
+        # start all batches before waiting for the first result
         with closing(batches.iterate()) as loaded:
             first = islice(loaded, run.evaluate_batches)
             metrics = [evaluate(state, loader.place(batch)) for batch, _ in first]
         means = _merge(jax.device_get(metrics))
+        # islands add up sums and counts, so the mean is that of all rows, however they are split
         sums = {name: (mean.sum, mean.count) for name, mean in means.items()}
         sums = coordination.sum_over_islands("evaluation", sums)
         means = {name: Mean(sum=total, count=count) for name, (total, count) in sums.items()}

@@ -64,6 +64,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
     by_device = PartitionSpec(mesh.axis_names)
     devices = list(mesh.devices.flat)
 
+    # 1. on each device: one number for the bits of each array, as this device holds them
     def of_device(tree: Any) -> jax.Array:
         return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])[None]
 
@@ -72,6 +73,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
         out_shardings=NamedSharding(mesh, PartitionSpec()),
     )
 
+    # 2. on the host: devices that hold the same slice must have the same number; the minority is wrong
     def find(tree: Any) -> list[Divergence]:
         prints = np.asarray(compiled(tree))
         found = []

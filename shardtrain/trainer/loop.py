@@ -149,6 +149,7 @@ class _Loop:
             "a bad step", log.fault is not None
         ):
             raise log.fault or RollBack(self.done, f"a step up to {self.done} was bad on another island")
+        # nothing was trained, so there is nothing to judge or to save
         if self.done == self.first_step:
             return
         if not self._any_step_trained():
@@ -157,6 +158,7 @@ class _Loop:
             parts.progress.note(
                 f"WARNING: every step from {self.first_step + 1} was skipped: {log.why_skipped}"
             )
+        # save the last step unless that is done; all ranks take part in synchronising the state before
         with parts.activity.at("saving the last step", long=True):
             _wait(parts)
             unsaved = parts.checkpoints.latest() != self.done

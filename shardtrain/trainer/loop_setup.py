@@ -34,15 +34,18 @@ def make_loop_parts(
         run.strategy.combine.local_steps,
     )
 
+    # after each step all ranks vote; who is slow is reported here
     def vote(step: int, own: StepVote) -> StepVote:
         result, slow = coordination.vote(step, own, local_steps)
         if slow is not None:
             output.note(f"WARNING: {slow}")
         return result
 
+    # what islands have in common must be equal when it is saved
     def before_save(state: State) -> State:
         return synchronise(coordination, state, run.strategy.combine.on_deltas, output.note)
 
+    # batches and sinks differ in each segment: `train._train_segment` sets them
     return LoopParts(
         step=island_step or make_step(setup.model, run.loss, setup.optimizer, placement, setup.learning_rate),
         batches=iter(()),

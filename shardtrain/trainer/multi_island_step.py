@@ -68,11 +68,13 @@ def _make_stage_step(
     assert transfer is not None
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
     sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
+    # the shapes that stages exchange are those of this pipeline's rows, with padding
     rows = loader.rows_of_microbatch
     shapes = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in stage_model.traced.batch.items()
     }
+    # clipping is taken over from the optimizer, since only the step knows the norm of all stages
     return StageStep(
         stage_model=stage_model,
         flow=stage_model.flow(shapes),

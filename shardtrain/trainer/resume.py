@@ -109,6 +109,7 @@ def find_start_point(
     if found.step is None:
         return StartPoint(state=state, step=0, position=FIRST_POSITION)
     note(f"resumed from step {found.step} in {run.run_dir}")
+    # continue in the data where the checkpoint was saved, if it is still the same data
     position = _position(found.extra["position"])
     if found.extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
         note("WARNING: the data is not that of the checkpoint: training continues from its beginning")

@@ -86,11 +86,13 @@ def make_setup(
         Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
     combine = run.strategy.combine if num_islands == 1 else Combine()
+    # a pipeline inside the mesh needs the partition of the blocks
     num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
     stages = None
     if num_stages > 1:
         assert microbatch is not None
         stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
+    # refuse an optimizer that needs what the step cannot give it
     can_search = num_islands == 1 and combine.is_mean
     if missing := missing_arguments(
         optimizer, jax.eval_shape(model.init, jax.random.key(0))[0], line_search=can_search
@@ -126,6 +128,7 @@ def _make_stage_setup(
         )
     if problems:
         raise problems_error("islands cannot hold the stages of a pipeline", problems)
+    # cut the model: from here on the model of this island is that of its stage
     num_stages = strategy.across.partitions or num_islands
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
     stages = make_partition(model, strategy.pipeline, num_stages, run.loss, microbatch)
@@ -136,6 +139,7 @@ def _make_stage_setup(
     if isinstance(named, Optimizer):
         # clipping needs the norm over all stages, which `StageStep` computes
         named = replace(named, clip=None)
+    # an optimizer that couples parameters of several stages cannot be run by stages
     if num_stages > 1 and (problems := _coupled_arrays(named, model.dims, traced)):
         raise problems_error(
             "stages update their own parameters, which would not be the update of the whole model; use"

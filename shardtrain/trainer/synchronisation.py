@@ -95,6 +95,7 @@ def faulty_copies(
         return problems[0]
     names = coordination.islands.control.names
     wrong = []
+    # only equal hardware rounds alike: compare within each group, where the minority is faulty
     for group in {str(group) for _, group, _ in gathered}:
         alike = [rank for rank, (_, other, _) in enumerate(gathered) if str(other) == group]
         wrong += [names[rank] for rank in minority([gathered[rank][2] for rank in alike], alike)]

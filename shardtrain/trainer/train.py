@@ -125,6 +125,7 @@ def _train_segments(
     newest: int | None = None
     position: Position | None = None
     while True:
+        # all ranks restore the same checkpoint; after a rollback an older one
         with activity.at("restoring", waits=True, long=True):
             start = find_start_point(
                 run,
@@ -141,6 +142,7 @@ def _train_segments(
         try:
             return _train_segment(prepared, start, parts, output, stop)
         except RollBack as fault:
+            # resume from a step before the fault, with data from behind it
             newest, position = rollbacks.newest_allowed(fault), fault.position
             where = f"step {newest} or before" if newest > 0 else "the beginning"
             output.note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")

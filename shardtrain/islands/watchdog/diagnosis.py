@@ -123,6 +123,7 @@ def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
     >>> stalled({0: waiting, 1: working}, Watch()), stalled({0: waiting, 1: working}, Watch(stall_seconds=0))
     ([1], [])
     """
+    # 1. a rank at work of its own beyond its limit stalls the others that wait for it
     working = [rank for rank, heartbeat in heartbeats.items() if not heartbeat.waits]
     if over := [rank for rank in working if heartbeats[rank].seconds > watch.limit(heartbeats[rank].long)]:
         return over
@@ -130,6 +131,7 @@ def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
         # at work for ever, a little at a time
         waiting = max(heartbeat.seconds for heartbeat in heartbeats.values()) > watch.limit(True)
         return working if waiting else []
+    # 2. all ranks wait: for each other, once the limit of every one of them is over
     if not all(heartbeat.seconds > watch.limit(heartbeat.long) for heartbeat in heartbeats.values()):
         return []
     return _blocking(heartbeats)
@@ -137,6 +139,7 @@ def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
 
 def _blocking(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
     """Return the ranks that joined the fewest collectives; of these, those for which others wait."""
+    # the others wait for a rank that joined fewer collectives than they did
     fewest = min(heartbeat.num_collectives for heartbeat in heartbeats.values())
     behind = [rank for rank, heartbeat in heartbeats.items() if heartbeat.num_collectives == fewest]
     awaited = {other for rank in behind for other in heartbeats[rank].waits_for}

@@ -66,8 +66,10 @@ smaller share of the rows (--shares), or look at its host'
         self._steps.append(seconds)
         if len(self._steps) < WINDOW or len(self._names) < 2:
             return None
+        # medians over the window: a single slow step makes no straggler
         each = [median(step[rank] for step in self._steps) for rank in range(len(self._names))]
         slow = frozenset(rank for rank in range(len(each)) if self._is_slow(rank, each))
+        # report a change of the slow ranks, not the same ones in every step
         reported, self._reported = self._reported, slow
         if not slow or slow == reported:
             return None

@@ -103,6 +103,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         if self._heartbeats is None or self._thread.is_alive():
             return
+        # give the messages a moment to leave; the others also manage without them
         deadline = time.monotonic() + 1
         for rank in self._partners:
             self._heartbeats.send(rank, LEAVE)
@@ -154,6 +155,8 @@ class Watchdog:
     def _diagnose(self, now: float) -> None:
         here = self._current_heartbeats(now)
         names = [peer.name for peer in self._peers]
+        # a silent rank is lost; the stall of a rank is diagnosed by rank 0, which hears from all, or by
+        # anyone once it has left
         if silent := self._silent(now):
             self._lost = set(silent)
             causes = {rank: cause_text(self._peers[rank], self._peers[self._rank].host) for rank in silent}
@@ -203,8 +206,10 @@ class Watchdog:
           text: the diagnosis; None where another rank has written it.
           sender: that rank.
         """
+        # once only, and not while the run ends in order
         if self._leave.is_set() or not self._ending.acquire(blocking=False):
             return
+        # whatever hangs below, this process ends: first by a thread, then by one that needs no Python
         threading.Thread(target=_exit_after, args=(LAST_SECONDS,), daemon=True).start()
         # a C thread, for the case that Python itself is stuck
         faulthandler.dump_traceback_later(2 * LAST_SECONDS, exit=True, file=2)
@@ -212,6 +217,7 @@ class Watchdog:
             self._activity.step_file.write_hung()
         if text is not None:
             self._write(f"\n{text}(stacks of the ranks that could write them: {self._stacks})\n")
+        # all ranks write their stacks before MPI ends them: they show where each one is
         others = self._send_diagnosis() if sender is None else set()
         writing = threading.Thread(target=self._write_stacks, daemon=True)
         writing.start()

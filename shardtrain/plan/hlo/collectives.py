@@ -87,6 +87,7 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
     num_devices = math.prod(axis_sizes.values())
     if module.num_devices != num_devices:
         raise ValueError(_wrong_devices(axis_sizes, module.num_devices))
+    # walk from the entry into every called computation, as a run of the program does
     frame = Frame(module=module, computation=module.entry)
     return tuple(_Reader(axis_sizes=axis_sizes).read(frame))
 
@@ -177,6 +178,7 @@ class _Reader:
 
     def _repeated(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
         """Yield the collectives of a loop, multiplied by its trip count."""
+        # a loop without collectives may have any trip count
         body = tuple(self.read(frame.body(loop)))
         condition = tuple(self.read(frame.condition(loop)))
         if not body and not condition:
@@ -198,6 +200,7 @@ class _Reader:
     def _most_expensive(self, frame: Frame, conditional: Instruction) -> Iterator[Collective]:
         """Yield, for each kind and axes, the collectives of the branch that sends most."""
         branches = [tuple(self.read(branch)) for branch in frame.branches(conditional)]
+        # which branch runs is known only at run time: take the most expensive, as an upper bound
         sums = [by_axis(branch) for branch in branches]
         for key in dict.fromkeys(key for branch in sums for key in branch):
             branch = max(range(len(branches)), key=lambda index: sums[index].get(key, (0, 0.0))[1])
@@ -206,11 +209,13 @@ class _Reader:
     def _split_parts(self, frame: Frame, instruction: Instruction) -> Iterator[Collective]:
         """Yield the parts of one collective instruction, by kind (all-reduce or reduce-scatter) and dtype."""
         kind = instruction.opcode.removesuffix("-start")
+        # which devices communicate, as mesh axes; a group of one device sends nothing
         groups = device_groups(instruction, frame.module.num_devices)
         axes = axes_of(groups, self.axis_sizes)
         if not axes:
             return
         group_size = max(len(group) for group in groups)
+        # of a permute not every device sends
         senders = sum(len(set(group)) > 1 for group in groups) / frame.module.num_devices
         # operands of a combined all-reduce of which each device keeps a slice count as reduce-scatter
         parts: dict[tuple[str, str], int] = {}
@@ -219,6 +224,7 @@ class _Reader:
             key = (REDUCE_SCATTER if scattered else kind, array.dtype)
             parts[key] = parts.get(key, 0) + array.num_bytes
         for (kind, dtype), operand_bytes in parts.items():
+            # an all-gather's operand is one shard of the payload
             payload_bytes = operand_bytes * group_size if kind == ALL_GATHER else operand_bytes
             yield Collective(
                 kind=kind,

@@ -147,6 +147,7 @@ def _is_loop_invariant(frame: Frame, elements: tuple[int, ...]) -> bool:
         return True
     if not elements:
         return False
+    # the value is invariant if the body returns the element that it was given, in the same place
     alone = Frame(module=frame.module, computation=frame.carry)
     made = origin(alone, frame.carry.root.name, elements[-1:])
     return made.instruction.opcode == "parameter" and made.elements == elements[-1:]
@@ -163,6 +164,7 @@ def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray
     Returns:
         int64 array of shape (num_devices,), or None if the text does not determine it.
     """
+    # first find where the value is computed, then compute it for all devices at once
     made = origin(frame, name, elements)
     if made.elements:
         return None
@@ -207,6 +209,7 @@ def _table(constant: Instruction, num_devices: int) -> np.ndarray | None:
     the shards; the device numbers, which are just as distinct, are used instead.
     """
     sizes = constant.arrays[0].sizes
+    # a table that is not printed is useful only where it has one entry for each device
     if constant.arguments == "{...}" and sizes == (num_devices,):
         return np.arange(num_devices)
     if not re.fullmatch(r"[{}\d,\s\-]+", constant.arguments):

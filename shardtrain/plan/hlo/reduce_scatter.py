@@ -32,6 +32,7 @@ def is_scattered(frame: Frame, all_reduce: Instruction, part: int, array: Array,
 
 def _only_sliced(frame: Frame, name: str, element: int | None, array: Array, groups: Groups) -> bool:
     """Return whether all uses of a value are such slices; `element` is None unless the value is a tuple."""
+    # every use must be such a slice, and the value may not leave the computation otherwise
     uses = [
         _slices(frame, user, name, element, array, groups)
         for user in frame.computation.users.get(name, ())
@@ -59,6 +60,7 @@ def _slices(
         return _only_sliced(frame, user.name, element, array, groups)
     if user.opcode == "dynamic-slice":
         return _slices_differ(frame, user, array, groups)
+    # a fusion or call: look at the uses of the parameters that it gets the value by
     inner = frame.callee(user)
     if inner is None:
         return False
@@ -72,6 +74,7 @@ def _slices(
 
 def _slices_differ(frame: Frame, user: Instruction, array: Array, groups: Groups) -> bool:
     """Return whether the devices of each group take n different slices of 1/n."""
+    # the slices of a group must have 1/n each, and start at different places
     if any(user.arrays[0].num_elements * len(group) != array.num_elements for group in groups):
         return False
     starts = values(frame, user.operands[1:])

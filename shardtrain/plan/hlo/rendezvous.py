@@ -72,11 +72,13 @@ def _unordered(frame: Frame) -> Iterator[tuple[str, str]]:
     needed: dict[str, set[str]] = {}
     started: list[str] = []
     for name, instruction in instructions.items():
+        # instructions are listed after their operands, so their dependencies are known already
         operands = [operand for operand in instruction.operands if operand in instructions]
         needed[name] = {*operands}.union(*(needed[operand] for operand in operands))
         inner = _inner(frame, instruction)
         for child in inner:
             yield from _unordered(child)
+        # a loop or conditional with collectives inside must be a dependency of every collective after it
         communicates = any(map(_communicates, inner))
         if communicates or instruction.opcode.removesuffix("-start") in KINDS:
             yield from ((earlier, name) for earlier in started if earlier not in needed[name])

@@ -34,6 +34,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
         return None
     left, right = test.instruction.operands
     counter = _counter(test.frame, left, condition)
+    # the counter may be on either side of the comparison
     if counter is None:
         left, right, direction = right, left, _MIRRORED[direction]
         counter = _counter(test.frame, left, condition)
