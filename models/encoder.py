@@ -1,7 +1,7 @@
 """An encoder of the BERT family in nnx: `EncoderConfig` is the factory, `Encoder` the model.
 
 Its attention is bidirectional and every position gets logits over the vocabulary, for training on masked
-tokens. Blocks are stacked as in `decoder.py`, which has the parts that both share.
+tokens. Blocks are stacked as in `decoder.py`; `transformer.py` has the parts that both share.
 """
 
 from dataclasses import dataclass, replace

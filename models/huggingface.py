@@ -1,8 +1,7 @@
 """Convert weights of Hugging Face's GPT-2, Llama and BERT families to parameters of this package, and back.
 
-Pure numpy on state dicts (name -> array), one array at a time where memory counts; values are
-unchanged. `huggingface_state.py`
-handles single arrays, `huggingface_files.py` reads and writes files.
+Pure numpy on state dicts (name -> array), one array at a time where memory counts; values are unchanged.
+`huggingface_state.py` handles single arrays, `huggingface_files.py` reads and writes files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
