@@ -175,16 +175,16 @@ def bind() -> None:
 
 
 def all_reduced(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
-    """The lane's program: every array summed."""
+    """A program of the bucket device that sums every array over ranks."""
     return [group.all_reduce(x) for x in arrays]
 
 
 def averaged(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
-    """The lane's program of a step that takes the mean: packed, weighed by counts, summed, unpacked."""
+    """A program of the bucket device that takes the mean: it packs, weights, sums and unpacks arrays."""
     return make_combiner("mean").combine(arrays, jnp.float32(1), (), group).value
 
 
-def all_reduce_sides(comm: MPI.Comm, crossing: Transfer, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
+def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
     """The same sum, from MPI's own to that of the step: what lies between them tells where time goes."""
     # made as a gradient is, by a compiled program, not on memory of NumPy's
     array = jax.jit(lambda: jnp.full(num_bytes // 4, comm.rank + 1, jnp.float32))()
@@ -193,7 +193,7 @@ def all_reduce_sides(comm: MPI.Comm, crossing: Transfer, group: MpiGroup, num_by
     compiled = jax.jit(group.all_reduce)
 
     def bridge(program: Any) -> jax.Array:
-        return jax.block_until_ready(crossing.map(program, [array])[0])
+        return jax.block_until_ready(transfer.map(program, [array])[0])
 
     total = comm.size * (comm.size + 1) / 2
     for program, expected in ((all_reduced, total), (averaged, total / comm.size)):
@@ -208,7 +208,7 @@ def all_reduce_sides(comm: MPI.Comm, crossing: Transfer, group: MpiGroup, num_by
 
 
 class OneByOne(Transfer):
-    """A crossing that waits for each bucket before it starts the next."""
+    """A transfer that waits for each bucket before it starts the next."""
 
     def start(self, number: int, program: Any, arrays: Any) -> Any:
         future = super().start(number, program, arrays)
@@ -217,9 +217,9 @@ class OneByOne(Transfer):
 
 
 class Stepper:
-    """Steps of one island on its own rows, each with a state of its own: alone, or with a crossing."""
+    """Steps of one island on its own rows, each with a state of its own: alone, or with a transfer."""
 
-    def __init__(self, options: Options, rank: int, crossing: Transfer | None) -> None:
+    def __init__(self, options: Options, rank: int, transfer: Transfer | None) -> None:
         config = DecoderConfig(
             vocab=256,
             seq=options.seq,
@@ -231,10 +231,10 @@ class Stepper:
         mesh = make_mesh(layout, jax.local_devices()[:1])
         placement = make_placement(model, optimizer, layout, mesh)
         self._state = init_state(model, optimizer, placement, options.seed)
-        if crossing is None:
+        if transfer is None:
             self._step = make_step(model, next_token_loss, optimizer, placement)
         else:
-            self._step = make_island_step(model, next_token_loss, optimizer, placement, crossing)
+            self._step = make_island_step(model, next_token_loss, optimizer, placement, transfer)
             self._state = self._state._replace(combine_state=self._step.init_combine_state())
         tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
         batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
@@ -253,13 +253,13 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
     """The step of an island alone, and with the bridge in several ways."""
     mesh = make_mesh(Layout(), jax.local_devices()[:1])
     caps = (options.bucket_bytes, min(options.bucket_bytes, FIRST_BYTES))
-    crossings = {
+    transfers = {
         ALONE: None,
         TOGETHER: Transfer(mesh, [MpiGroup(comm)], *caps),
         ONE_BY_ONE: OneByOne(mesh, [MpiGroup(comm)], *caps),
         ONE_BUCKET: Transfer(mesh, [MpiGroup(comm)], 1 << 40, 1 << 40),
     }
-    return {name: Stepper(options, comm.rank, crossing) for name, crossing in crossings.items()}
+    return {name: Stepper(options, comm.rank, transfer) for name, transfer in transfers.items()}
 
 
 def summed_up(calls: Mapping[str, Sequence[Call]], base: str, what: str, num_steps: int = 1) -> list[Row]:
@@ -286,14 +286,14 @@ def measure(options: Options) -> list[Row]:
         what = f"{sides[ALONE].num_parameters:,} parameters, {options.rows} x {options.seq} tokens"
         return summed_up(turns(sides, options.rounds, quiet=options.quiet), ALONE, what, options.steps)
     group = MpiGroup(comm)
-    crossing = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
+    transfer = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
     rows = []
     for num_bytes in options.num_bytes:
-        sides = all_reduce_sides(comm, crossing, group, num_bytes)
+        sides = all_reduce_sides(comm, transfer, group, num_bytes)
         turns(sides, 3)
         what = f"{num_bytes >> 10:,} KB"
         rows += summed_up(turns(sides, options.rounds, quiet=options.quiet), RAW, what)
-    crossing.close()
+    transfer.close()
     return rows
 
 

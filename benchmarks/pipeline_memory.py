@@ -58,7 +58,7 @@ class Row:
     """One compiled step; bytes are those of one device.
 
     Args:
-      slots: streams and errors that wait, at most.
+      slots: the largest number of activations and cotangents that wait.
       temp_bytes: held in a step beside state and batch.
       state_bytes: of parameters and moments.
       num_instructions: of the compiled program.
@@ -81,8 +81,8 @@ def main() -> None:
     options = tyro.cli(Options)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.stages)
-    stream_bytes = options.rows * options.seq * options.embed * 4
-    print(f"a stream has {stream_bytes / 1e6:.2f} MB\n")
+    activation_bytes = options.rows * options.seq * options.embed * 4
+    print(f"the activations between two stages have {activation_bytes / 1e6:.2f} MB\n")
     print("| schedule | microbatches | slots | temporary MB | state MB | sent MB | instructions | s |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for schedule in options.schedules:

@@ -195,9 +195,9 @@ class Stage:
         found: dict[Key, float] = {}
         for chunk, part in enumerate(self.stage_model.parts):
             inputs = {value: self.random(value) for value in self.flow.reads[part]}
-            errors = {value: self.random(value) for value in self.flow.writes[part]}
+            cotangents = {value: self.random(value) for value in self.flow.writes[part]}
             for kind in kinds:
-                given = (inputs,) if kind == "forward" else (inputs, errors)
+                given = (inputs,) if kind == "forward" else (inputs, cotangents)
                 start = time.perf_counter()
                 jax.block_until_ready(getattr(self.programs, kind)(part, 0, *given))
                 self.programs.wait()

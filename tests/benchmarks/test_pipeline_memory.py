@@ -12,7 +12,7 @@ def test_it_prints_what_each_schedule_holds():
     words = ["--schedules", "1f1b", "accumulate", *SIZES.split()]
     done = subprocess.run([sys.executable, PROGRAM, *words], capture_output=True, text=True, check=True)
     first, _, _, _, *lines = done.stdout.splitlines()
-    assert first == "a stream has 0.00 MB"
+    assert first == "the activations between two stages have 0.00 MB"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[:3] for row in rows] == [
         ["1f1b", "2", "5"],
