@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,8 @@ from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import find_rank_environment
 
 if TYPE_CHECKING:
-    from shardtrain.doctor.examine import Examined
+    from shardtrain.doctor.check import RankContext, Row
+    from shardtrain.doctor.runner import CheckResults
 
 NAMES = ("names", "ports", "mpi", "versions", "devices", "binding", "files", "rates", "links")
 """Names of the checks; repeated here, so that the help needs no jax."""
@@ -81,78 +82,82 @@ def main(arguments: Sequence[str]) -> int:
     if cores := bind_cpus(environment):
         os.sched_setaffinity(0, cores)
     # a child process watches the start of MPI; it is forked before there are threads
-    from shardtrain.doctor.start import start
+    from shardtrain.doctor.start import connect_ranks
 
-    started = start(environment, os.environ, 1 + len(options.names), options.patience)
-    if started.problem is not None and environment.rank > 0:
+    connection = connect_ranks(environment, os.environ, 1 + len(options.names), options.patience)
+    if connection.problem is not None and environment.rank > 0:
         # rank 0 prints the problem; an exit code other than 0 here would make the launcher end rank 0
         return 0
     from shardtrain.doctor.check import RankContext
-    from shardtrain.doctor.examine import CHECKS, examine
+    from shardtrain.doctor.runner import CHECKS, run_checks
 
     assert tuple(CHECKS) == NAMES, "the help names all checks"
     chosen = {n: check for n, check in CHECKS.items() if n in options.names}
     chosen = {n: check for n, check in chosen.items() if not (options.quick and check.measures)}
-    heres = [
+    contexts = [
         RankContext(
             environment=environment,
-            hosts=started.hosts,
+            hosts=connection.hosts,
             control=control,
-            comm=started.comm,
+            comm=connection.comm,
             environ=os.environ,
             run_dir=options.run_dir,
             quick=options.quick,
             given_cores=given,
-            problem=started.problem,
-            seats_problem=started.seats_problem,
+            problem=connection.problem,
+            islands_problem=connection.islands_problem,
         )
-        for control in started.controls[: 1 + len(chosen)]
+        for control in connection.controls[: 1 + len(chosen)]
     ]
-    return _end(examine(chosen, heres), heres[0], options.as_json)
+    return _finish(run_checks(chosen, contexts), contexts[0], options.as_json)
 
 
-def _end(found: "Examined", here, as_json: bool) -> int:
+def _finish(results: "CheckResults", context: "RankContext", as_json: bool) -> int:
     """Print the result on one rank, and end all ranks together with the same exit code."""
-    if here.rank == min(found.present):
-        sys.stdout.write(json_text(found, here) if as_json else "")
+    if context.rank == min(results.present):
+        sys.stdout.write(json_text(results, context) if as_json else "")
         if not as_json:
-            _print(found)
+            _print(results)
         sys.stdout.flush()
-    code = FAILED if found.verdict == "wrong" else DONE
-    if not found.hung:
+    code = FAILED if results.status == "wrong" else DONE
+    if not results.hung:
         return code
     # a check that hangs would block the exit of this process, or MPI_Finalize in all of them
     sys.stdout.flush()
-    if here.control.size > 1:
+    if context.control.size > 1:
         import time
 
         from shardtrain.islands.bridge import end_all
 
-        if here.rank != min(found.present):
+        if context.rank != min(results.present):
             time.sleep(5.0)
         end_all(code)
     os._exit(code)
 
 
-def _print(found: "Examined") -> None:
+def _print(results: "CheckResults") -> None:
     from rich.console import Console
 
-    from shardtrain.report.doctor import doctor_table
+    from shardtrain.doctor.table import doctor_table
 
     width, _ = shutil.get_terminal_size(fallback=(140, 24))
     console = Console() if sys.stdout.isatty() else Console(width=width)
-    rows = [(row.check, row.what, row.found, row.verdict, row.do) for row in found.rows]
-    console.print(doctor_table(rows, found.seconds))
+    console.print(doctor_table(results.rows, results.seconds))
 
 
-def json_text(found: "Examined", here) -> str:
+def json_text(results: "CheckResults", context: "RankContext") -> str:
     """Format the overall result, the rows and the collected facts as JSON."""
     data = {
-        "verdict": found.verdict,
-        "ranks": [{"name": n, "host": h} for n, h in zip(here.control.names, here.hosts, strict=True)],
-        "present": found.present,
-        "rows": [asdict(row) for row in found.rows],
-        "seconds": found.seconds,
-        "facts": found.answers,
+        "verdict": results.status,
+        "ranks": [{"name": n, "host": h} for n, h in zip(context.control.names, context.hosts, strict=True)],
+        "present": results.present,
+        "rows": [_row_data(row) for row in results.rows],
+        "seconds": results.seconds,
+        "facts": results.facts,
     }
     return json.dumps(data, indent=1) + "\n"
+
+
+def _row_data(row: "Row") -> dict[str, str]:
+    """Return a row with the keys of the JSON output, which scripts may rely on."""
+    return {"check": row.check, "what": row.item, "found": row.finding, "verdict": row.status, "do": row.fix}

@@ -1,5 +1,5 @@
-"""Checks before a run: one file per subject, each with `look` (collect facts) and `judge` (rows from them).
+"""Checks before a run: one module per check, with `collect` (facts of a rank) and `evaluate` (table rows).
 
-`examine.py` has them all in one dict, `check.py` says what a check is. `look` gathers facts on every rank,
-plain data; `judge` makes rows of the facts of all ranks, and knows nothing else.
+`collect` runs on every rank and returns plain data. `evaluate` gets the facts of all ranks, and nothing else.
+`check.py` defines the interface of a check; `runner.py` has the registry of checks and runs them.
 """

@@ -17,7 +17,7 @@ FEW_FILES = 1024
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Collect the cores, memory and limits of this rank."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     names = {
@@ -28,10 +28,10 @@ def look(here: RankContext) -> Facts:
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
         "cores": cores,
-        "given": list(here.given_cores),
+        "given": list(context.given_cores),
         "host_cores": os.cpu_count() or 1,
         "nodes": numa_nodes(),
-        "threads": {name: here.environ[name] for name in THREADS if name in here.environ},
+        "threads": {name: context.environ[name] for name in THREADS if name in context.environ},
         "limits": limits(),
         "memory_bytes": _memory("MemTotal"),
         "available_bytes": _memory("MemAvailable"),
@@ -65,7 +65,8 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, lis
 
 
 def read_ranges(text: str) -> list[int]:
-    """
+    """Parse a list of numbers and ranges, as in a cpulist file.
+
     >>> read_ranges("0-2,8\\n")
     [0, 1, 2, 8]
     """
@@ -74,7 +75,8 @@ def read_ranges(text: str) -> list[int]:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """
+    """Format numbers as a list of ranges.
+
     >>> ranges_text([0, 1, 2, 8])
     '0-2,8'
     """
@@ -87,7 +89,7 @@ def ranges_text(numbers: Sequence[int]) -> str:
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
     hosts = by_host(all_facts)
     rows = [
@@ -101,22 +103,22 @@ def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _cores(all_facts: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
-    found = each((one.name, _cores_text(one.facts)) for one in all_facts)
+    finding = each((one.name, _cores_text(one.facts)) for one in all_facts)
     for overlapping in (_overlap(ranks) for ranks in hosts.values()):
         if overlapping:
-            verdict, text, do = overlapping
-            return Row(check="binding", what="cores", found=f"{text}; {found}", verdict=verdict, do=do)
-    return Row(check="binding", what="cores", found=found)
+            status, text, fix = overlapping
+            return Row(check="binding", item="cores", finding=f"{text}; {finding}", status=status, fix=fix)
+    return Row(check="binding", item="cores", finding=finding)
 
 
 def _cores_text(facts: Mapping) -> str:
     cores, given, of = (facts[name] for name in ("cores", "given", "host_cores"))
     own = f"{count_text(len(cores), 'core')} ({ranges_text(cores)} of {of})"
-    return own if given == cores else f"{own}, shared out of {ranges_text(given)}"
+    return own if given == cores else f"{own}, its share of {ranges_text(given)}"
 
 
 def _overlap(ranks: Sequence[RankFacts]):
-    """Return (verdict, finding, fix) if ranks of a host may run on the same cores."""
+    """Return (status, finding, fix) if several ranks of a host may run on the same cores."""
     users: dict[int, list[str]] = {}
     for one in ranks:
         for core in one.facts["cores"]:
@@ -131,39 +133,38 @@ def _overlap(ranks: Sequence[RankFacts]):
     same = len({tuple(one.facts["cores"]) for one in ranks}) == 1
     if same and len(users) >= len(ranks):
         text = f"{host}: {len(ranks)} ranks run anywhere on the same {len(users)} cores"
-        do = (
+        fix = (
             "unset SHARDTRAIN_BIND=no, so that each keeps to a share of its own"
             f" ({len(users) // len(ranks)} cores), or bind by the launcher: srun --cpu-bind=cores"
         )
-        return "warning", text, do
+        return "warning", text, fix
     text = f"{host}: {some(users[shared[0]])} are bound to the same cores {ranges_text(shared)}"
-    do = (
-        f"{all_cores} cores are there: have the launcher bind ranks apart (mpiexec --bind-to none and"
-        " shardtrain"
-        f" shares them out, {all_cores // len(ranks)} each; srun --cpus-per-task={all_cores // len(ranks)})"
+    fix = (
+        f"{all_cores} cores are there: bind each rank to its own (mpiexec --bind-to none, then shardtrain"
+        f" assigns {all_cores // len(ranks)} to each; srun --cpus-per-task={all_cores // len(ranks)})"
     )
-    return "wrong", text, do
+    return "wrong", text, fix
 
 
 def _numa(all_facts: Sequence[RankFacts]) -> Row:
     several = [one for one in all_facts if len(one.facts["nodes"]) > 1]
     if not several:
-        return Row(check="binding", what="NUMA", found="one node on every host")
+        return Row(check="binding", item="NUMA", finding="one node on every host")
     on = {
         one.name: [n for n, cores in one.facts["nodes"].items() if set(cores) & set(one.facts["cores"])]
         for one in several
     }
-    found = each((name, f"on node {', '.join(nodes)}") for name, nodes in on.items())
+    finding = each((name, f"on node {', '.join(nodes)}") for name, nodes in on.items())
     spread = [one for one in several if len(on[one.name]) > 1]
     if not spread:
-        return Row(check="binding", what="NUMA", found=found)
+        return Row(check="binding", item="NUMA", finding=finding)
     one = spread[0]
     num_nodes = len(one.facts["nodes"])
-    do = (
+    fix = (
         f"memory of another node is slower: for work on the CPU start {num_nodes} ranks a host, one a node"
         f" (islands={num_nodes}), or numactl --cpunodebind=0 --membind=0"
     )
-    return Row(check="binding", what="NUMA", found=f"{found}: spread over nodes", verdict="note", do=do)
+    return Row(check="binding", item="NUMA", finding=f"{finding}: spread over nodes", status="note", fix=fix)
 
 
 def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
@@ -175,25 +176,24 @@ def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
     ]
     if not many:
         return []
-    do = f"unset it, or set it to the cores of a rank: {len(all_facts[0].facts['cores'])}"
-    return [Row(check="binding", what="threads", found=each(many), verdict="warning", do=do)]
+    fix = f"unset it, or set it to the cores of a rank: {len(all_facts[0].facts['cores'])}"
+    return [Row(check="binding", item="threads", finding=each(many), status="warning", fix=fix)]
 
 
 def _quota(all_facts: Sequence[RankFacts]) -> Row:
     tight = [one for one in all_facts if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
     if not tight:
-        return Row(check="binding", what="CPU quota", found="none below the cores that are seen")
-    found = each(
-        (one.name, f"{one.facts['limits']['cores']:g} cores of time, {len(one.facts['cores'])} are seen")
+        return Row(check="binding", item="CPU quota", finding="none below the number of visible cores")
+    finding = each(
+        (one.name, f"{one.facts['limits']['cores']:g} cores of time, {len(one.facts['cores'])} are visible")
         for one in tight
     )
-    whole = max(1, int(tight[0].facts["limits"]["cores"]))
-    do = (
-        "threads on all that are seen are stopped for parts of every 0.1 s: ask for more (docker --cpus,"
-        " Slurm"
-        f" --cpus-per-task), or bind to {whole} cores: taskset -c 0-{whole - 1}"
+    num_cores = max(1, int(tight[0].facts["limits"]["cores"]))
+    fix = (
+        "the kernel stops the threads for a part of every 0.1 s: ask for more (docker --cpus, Slurm"
+        f" --cpus-per-task), or bind to {num_cores} cores: taskset -c 0-{num_cores - 1}"
     )
-    return Row(check="binding", what="CPU quota", found=found, verdict="warning", do=do)
+    return Row(check="binding", item="CPU quota", finding=finding, status="warning", fix=fix)
 
 
 def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
@@ -208,9 +208,9 @@ def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
             tight += [host] if limit < total / 2 else []
         texts.append((host, text))
     if tight:
-        do = "ask for what the run needs (Slurm --mem, docker --memory): above the limit the kernel kills it"
-        return Row(check="binding", what="memory", found=each(texts), verdict="note", do=do)
-    return Row(check="binding", what="memory", found=each(texts))
+        fix = "ask for what the run needs (Slurm --mem, docker --memory): above the limit the kernel kills it"
+        return Row(check="binding", item="memory", finding=each(texts), status="note", fix=fix)
+    return Row(check="binding", item="memory", finding=each(texts))
 
 
 def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
@@ -218,54 +218,54 @@ def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     for host, ranks in hosts.items():
         size, free = (ranks[0].facts[name] for name in ("shm_bytes", "shm_free_bytes"))
         needed = SHM_BYTES_PER_RANK * len(ranks)
-        texts.append((host, f"{bytes_text(free)} free of {bytes_text(size)}" if size else "not there"))
+        texts.append((host, f"{bytes_text(free)} free of {bytes_text(size)}" if size else "does not exist"))
         small += [(host, needed)] if (free or 0) < needed else []
     if not small:
-        return Row(check="binding", what="/dev/shm", found=each(texts))
-    do = (
-        f"MPI wants {bytes_text(small[0][1])} there for the ranks of a host: docker --shm-size=1g, or"
-        " mount -o"
-        " remount,size=1G /dev/shm; remove what dead runs left in it"
+        return Row(check="binding", item="/dev/shm", finding=each(texts))
+    fix = (
+        f"MPI needs {bytes_text(small[0][1])} there for the ranks of a host: docker --shm-size=1g, or"
+        " mount -o remount,size=1G /dev/shm; remove files that dead runs left in it"
     )
-    return Row(check="binding", what="/dev/shm", found=each(texts), verdict="warning", do=do)
+    return Row(check="binding", item="/dev/shm", finding=each(texts), status="warning", fix=fix)
 
 
 def _ulimits(all_facts: Sequence[RankFacts]) -> list[Row]:
-    found = each((one.name, ulimits_text(one.facts["ulimits"])) for one in all_facts)
+    finding = each((one.name, ulimits_text(one.facts["ulimits"])) for one in all_facts)
     pinned = [
         o
         for o in all_facts
         if o.facts["infiniband"] and (o.facts["ulimits"]["memlock"] or 2**60) < MEMLOCK_BYTES
     ]
     if pinned:
-        do = (
+        fix = (
             "InfiniBand pins memory: ulimit -l unlimited (limits.conf, or Slurm's"
             " PropagateResourceLimitsExcept)"
         )
-        return [Row(check="binding", what="ulimits", found=found, verdict="wrong", do=do)]
+        return [Row(check="binding", item="ulimits", finding=finding, status="wrong", fix=fix)]
     if any((one.facts["ulimits"]["nofile"] or 2**60) < FEW_FILES for one in all_facts):
-        do = f"checkpoints and connections need open files: ulimit -n {FEW_FILES * 64}"
-        return [Row(check="binding", what="ulimits", found=found, verdict="warning", do=do)]
-    return [Row(check="binding", what="ulimits", found=found)]
+        fix = f"checkpoints and connections need open files: ulimit -n {FEW_FILES * 64}"
+        return [Row(check="binding", item="ulimits", finding=finding, status="warning", fix=fix)]
+    return [Row(check="binding", item="ulimits", finding=finding)]
 
 
 def ulimits_text(ulimits: Mapping[str, int | None]) -> str:
-    """
+    """Format the limits of a process.
+
     >>> ulimits_text({"memlock": 65536, "nofile": 1024, "core": None})
-    'memlock 64.0 KiB, open files 1024, core file any size'
+    'memlock 64.0 KiB, open files 1024, core file unlimited'
     """
     memlock, nofile, core = (ulimits[name] for name in ("memlock", "nofile", "core"))
     return (
-        f"memlock {'any size' if memlock is None else bytes_text(memlock)},"
-        f" open files {'any number' if nofile is None else nofile},"
-        f" core file {'any size' if core is None else 'none' if core == 0 else bytes_text(core)}"
+        f"memlock {'unlimited' if memlock is None else bytes_text(memlock)},"
+        f" open files {'unlimited' if nofile is None else nofile},"
+        f" core file {'unlimited' if core is None else 'none' if core == 0 else bytes_text(core)}"
     )
 
 
 CHECK = Check(
     about="cores, NUMA nodes, threads, limits of CPU and memory, /dev/shm, ulimits",
-    look=look,
-    judge=judge,
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=20.0,
-    if_it_hangs="/proc or /sys does not answer: the kernel of that host is in trouble, see dmesg",
+    if_it_hangs="/proc or /sys does not answer: the kernel of that host has a problem, see dmesg",
 )

@@ -5,14 +5,14 @@ from pathlib import Path
 from shardtrain.doctor.check import Facts
 
 NO_LIMIT_BYTES = 2**60
-"""A limit above this is none: version 1 writes such a number if there is no limit."""
+"""Limits of this size or more are ignored: cgroup version 1 writes such a number if there is no limit."""
 
 
 def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Facts:
     """Return the tightest limits of the groups of this process, from its own up to the root.
 
     Returns:
-      `cores`: how many cores' time it may take, a fraction too; `memory_bytes`. None: no limit.
+      `cores`: how many cores' time this process may use, possibly a fraction; `memory_bytes`. None: no limit.
     """
     try:
         lines = proc.read_text().splitlines()
@@ -44,8 +44,8 @@ def _cores(folder: Path) -> list[float]:
 
 
 def _memory(folder: Path) -> list[int]:
-    found = [_read(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
-    return [int(text) for text in found if text and text != "max" and int(text) < NO_LIMIT_BYTES]
+    texts = [_read(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return [int(text) for text in texts if text and text != "max" and int(text) < NO_LIMIT_BYTES]
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The interface of a check: `look` collects facts on every rank, `judge` turns the facts into rows."""
+"""The interface of a check: `collect` gathers facts on every rank, `evaluate` turns the facts into rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,35 +7,35 @@ from typing import Any, Literal, Protocol
 
 from shardtrain.islands.rank_environment import RankEnvironment
 
-Verdict = Literal["ok", "note", "warning", "wrong"]
+Status = Literal["ok", "note", "warning", "wrong"]
 
-VERDICTS: tuple[Verdict, ...] = ("ok", "note", "warning", "wrong")
-"""From best to worst: a note is good to know, a warning costs time, what is wrong stops a run."""
+STATUSES: tuple[Status, ...] = ("ok", "note", "warning", "wrong")
+"""From best to worst: `note` needs no action, `warning` costs time, `wrong` stops or spoils a run."""
 
 Facts = dict[str, Any]
-"""Facts of a check on one rank; JSON can represent them."""
+"""Facts of a check on one rank: values that JSON can represent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of the table.
+    """A row of the table: what a check found about one item, its status, and the fix.
 
     Args:
       check: the name of the check.
-      what: the item that was checked.
-      found: the findings as text; by rank or host if they differ.
-      verdict: see `VERDICTS`.
-      do: how to fix it; never empty for `warning` and `wrong`.
+      item: the item that was checked.
+      finding: the result as text; per rank or host if they differ.
+      status: see `STATUSES`.
+      fix: what to do; never empty for `warning` and `wrong`.
     """
 
     check: str
-    what: str
-    found: str
-    verdict: Verdict = "ok"
-    do: str = ""
+    item: str
+    finding: str
+    status: Status = "ok"
+    fix: str = ""
 
     def __post_init__(self) -> None:
-        assert self.do or self.verdict in ("ok", "note"), self
+        assert self.fix or self.status in ("ok", "note"), self
 
 
 class ControlChannel(Protocol):
@@ -52,19 +52,19 @@ class ControlChannel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """The rank on which a check collects facts.
+    """What a check needs to collect facts on one rank.
 
     Args:
       environment: rank, size and host of this process.
       hosts: rank -> host, of the connected ranks.
-      control: channel to the other ranks; each check has its own, so that one that hangs disturbs no other.
+      control: channel to the other ranks; one per check, so that a check that hangs disturbs no other.
       comm: the mpi4py communicator of all ranks; None if this process is alone.
       environ: the environment variables.
       run_dir: the folder for runs.
       quick: skip slow measurements.
       given_cores: the cores that the launcher bound this rank to, before `train` divides them among ranks.
       problem: why the launched ranks cannot exchange messages; None if they can.
-      seats_problem: why the ranks cannot be divided into islands; None if they can.
+      islands_problem: why the ranks cannot be divided into islands; None if they can.
     """
 
     environment: RankEnvironment
@@ -76,7 +76,7 @@ class RankContext:
     quick: bool
     given_cores: tuple[int, ...]
     problem: str | None = None
-    seats_problem: str | None = None
+    islands_problem: str | None = None
 
     @property
     def rank(self) -> int:
@@ -99,10 +99,10 @@ class RankFacts:
     """The facts that a check collected on one rank.
 
     Args:
-      rank: which.
-      name: how people call it.
-      host: where it is.
-      facts: what its `look` returned.
+      rank: its number.
+      name: its name in the table.
+      host: its host.
+      facts: what `collect` returned.
     """
 
     rank: int
@@ -113,27 +113,27 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check.
+    """A check: how to collect its facts, and how to make rows of them.
 
     Args:
-      about: what it looks at, for the help.
-      look: on every rank, all at the same time.
-      judge: the facts of those ranks whose look went well, one or more of them.
-      limit_seconds: after which a look is given up.
-      if_it_hangs: what to do when a look did not end in time.
-      measures: it is left out by --quick.
+      about: what is checked, as a short text.
+      collect: collects facts; runs on every rank at the same time.
+      evaluate: returns the rows for the facts of all ranks on which `collect` succeeded (at least one).
+      limit_seconds: time limit of `collect`.
+      if_it_hangs: what to do if `collect` exceeds its time limit.
+      measures: whether it is a slow measurement, which --quick skips.
     """
 
     about: str
-    look: Callable[[RankContext], Facts]
-    judge: Callable[[Sequence[RankFacts]], list[Row]]
+    collect: Callable[[RankContext], Facts]
+    evaluate: Callable[[Sequence[RankFacts]], list[Row]]
     limit_seconds: float
     if_it_hangs: str
     measures: bool = False
 
 
 def each(texts: Iterable[tuple[str, str]]) -> str:
-    """Join texts with the names they belong to; only once if all are equal.
+    """Join the texts of several ranks or hosts; equal texts appear once, with the names they belong to.
 
     Args:
       texts: (name, text).
@@ -168,19 +168,20 @@ def by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
     return hosts
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the worst of several verdicts.
+def worst(statuses: Iterable[Status]) -> Status:
+    """Return the worst of several statuses.
 
     >>> worst(["ok", "warning", "note"])
     'warning'
     """
-    found = set(verdicts)
-    ordered: list[Verdict] = [verdict for verdict in VERDICTS if verdict in found]
+    present = set(statuses)
+    ordered: list[Status] = [status for status in STATUSES if status in present]
     return ordered[-1] if ordered else "ok"
 
 
 def count_text(number: int, thing: str) -> str:
-    """
+    """Format a count with its noun.
+
     >>> count_text(1, "core"), count_text(2, "core")
     ('1 core', '2 cores')
     """
@@ -188,7 +189,8 @@ def count_text(number: int, thing: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """
+    """Format a duration in us, ms or s.
+
     >>> time_text(2e-6), time_text(0.0123), time_text(75.0)
     ('2.0 us', '12.3 ms', '75.0 s')
     """
@@ -199,7 +201,8 @@ def time_text(seconds: float) -> str:
 
 
 def rate_text(per_second: float, unit: str = "B") -> str:
-    """
+    """Format a rate with its prefix and unit.
+
     >>> rate_text(3.2e9), rate_text(5.1e13, "flop")
     ('3.2 GB/s', '51.0 Tflop/s')
     """

@@ -11,21 +11,21 @@ from shardtrain.doctor.check import Facts
 from shardtrain.islands.launcher_variables import outside_launch
 
 
-def tell(
+def run_child(
     program: str, environ: Mapping[str, str], timeout_seconds: float, arguments: Sequence[str] = ()
 ) -> Facts:
     """Run a program that prints a JSON object per line, and return the merged objects.
 
     Args:
-      program: Python.
-      environ: of the parent; the child does not see that a launcher started it.
-      timeout_seconds: after which the child and its own children are killed.
-      arguments: of the program.
+      program: Python source code.
+      environ: environment of the parent; the child gets it without the variables of a launcher.
+      timeout_seconds: seconds until the child and its own children are killed.
+      arguments: arguments of the program.
 
     Returns:
-      The facts that it printed, and in `died` how it ended: None if it succeeded, else a text.
+      The facts that it printed, and `died`: None if it succeeded, else how it ended, as text.
 
-    >>> tell("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
+    >>> run_child("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
     {'a': 1, 'died': 'no b'}
     """
     own = outside_launch(environ, keep_settings=False)
@@ -34,7 +34,7 @@ def tell(
     child = subprocess.Popen(command, env=own, start_new_session=True, **pipes)
     try:
         out, err = child.communicate(timeout=timeout_seconds)
-        died = None if child.returncode == 0 else _last_words(child.returncode, err)
+        died = None if child.returncode == 0 else _failure_text(child.returncode, err)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         out, err = child.communicate()
@@ -46,7 +46,7 @@ def tell(
     return facts | {"died": died}
 
 
-def _last_words(code: int, err: str) -> str:
+def _failure_text(code: int, err: str) -> str:
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
     lines = [line.strip() for line in err.splitlines() if line.strip()]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, some
-from shardtrain.doctor.child import tell
+from shardtrain.doctor.child import run_child
 from shardtrain.doctor.visible_gpus import uuids, visible_gpu_facts
 from shardtrain.report.quantities import bytes_text
 
@@ -22,28 +22,27 @@ print(json.dumps({"devices": seen}))
 """
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Collect the devices of this rank, and the GPUs visible to it."""
-    facts = visible_gpu_facts(here.environ)
+    facts = visible_gpu_facts(context.environ)
     facts["uuids"] = uuids(facts, facts["visible"])
     # ranks that share a GPU start their child processes at the same time
-    environ = {**here.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return facts | {"seen": tell(PROGRAM, environ, CHILD_SECONDS)}
+    environ = {**context.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return facts | {"seen": run_child(PROGRAM, environ, CHILD_SECONDS)}
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the devices that jax sees, those that it should see, and shared GPUs."""
     rows = [_seen(all_facts)]
     if idle := [one for one in all_facts if _is_idle(one.facts)]:
         rows.append(_not_used(idle))
     if short := [one for one in all_facts if _problem(one.facts)]:
-        do = (
-            "ask the launcher for as many as jax shall use (srun --gpus-per-task, CUDA_VISIBLE_DEVICES);"
-            " a GPU that"
-            " jax does not see although it is given is broken or taken: nvidia-smi on that host"
+        fix = (
+            "ask the launcher for as many as jax is to use (srun --gpus-per-task, CUDA_VISIBLE_DEVICES);"
+            " an allocated GPU that jax does not see is broken or in use: run nvidia-smi on that host"
         )
-        found = each((one.name, str(_problem(one.facts))) for one in short)
-        rows.append(Row(check="devices", what="visible GPUs", found=found, verdict="wrong", do=do))
+        finding = each((one.name, str(_problem(one.facts))) for one in short)
+        rows.append(Row(check="devices", item="visible GPUs", finding=finding, status="wrong", fix=fix))
     rows += [row for ranks in by_host(all_facts).values() for row in _shared(ranks)]
     return rows + _busy(all_facts) + _rights(all_facts)
 
@@ -56,7 +55,7 @@ def text(devices: Sequence[Facts]) -> str:
     """
     groups: dict[str, int] = {}
     for device in devices:
-        memory = f" ({bytes_text(device['memory_bytes'])} to use)" if device["memory_bytes"] else ""
+        memory = f" ({bytes_text(device['memory_bytes'])} usable)" if device["memory_bytes"] else ""
         kind = device["kind"] + memory
         groups[kind] = groups.get(kind, 0) + 1
     return ", ".join(f"{number} x {kind}" for kind, number in groups.items())
@@ -67,18 +66,18 @@ def _seen(all_facts: Sequence[RankFacts]) -> Row:
         (one.name, one.facts["seen"]["died"]) for one in all_facts if "devices" not in one.facts["seen"]
     ]
     if broken:
-        do = (
+        fix = (
             "run it alone to see all of its error: python -c 'import jax; print(jax.devices())';"
             " JAX_PLATFORMS must"
-            " name what is there, and a GPU's driver must be new enough for jax's plugin"
+            " name platforms that exist, and a GPU's driver must be new enough for jax's plugin"
         )
-        found = "jax does not start: " + each((name, str(died)) for name, died in broken)
-        return Row(check="devices", what="seen by jax", found=found, verdict="wrong", do=do)
-    found = each((one.name, text(one.facts["seen"]["devices"])) for one in all_facts)
+        finding = "jax does not start: " + each((name, str(died)) for name, died in broken)
+        return Row(check="devices", item="seen by jax", finding=finding, status="wrong", fix=fix)
+    finding = each((one.name, text(one.facts["seen"]["devices"])) for one in all_facts)
     if len({one.facts["seen"]["devices"][0]["platform"] for one in all_facts}) > 1:
-        do = "unequal islands are allowed; if they should be equal, see the row below or the host's driver"
-        return Row(check="devices", what="seen by jax", found=found, verdict="note", do=do)
-    return Row(check="devices", what="seen by jax", found=found)
+        fix = "nothing if unequal islands are intended; otherwise see the row below or the host's driver"
+        return Row(check="devices", item="seen by jax", finding=finding, status="note", fix=fix)
+    return Row(check="devices", item="seen by jax", finding=finding)
 
 
 def _gpus_seen(facts: Facts) -> int:
@@ -94,23 +93,23 @@ def _is_idle(facts: Facts) -> bool:
 def _not_used(idle: Sequence[RankFacts]) -> Row:
     facts = idle[0].facts
     where = some([one.name for one in idle])
-    found = f"{where}: {facts['nodes']} GPUs are there (driver {facts['driver']}), and jax runs on the CPU"
+    finding = f"{where}: {facts['nodes']} GPUs exist (driver {facts['driver']}), but jax runs on the CPU"
     if facts["cpu_wanted"]:
-        do = "nothing if it is meant: JAX_PLATFORMS=cpu (or --cpu-devices) says so; unset it to use the GPUs"
-        return Row(check="devices", what="GPUs not used", found=found, verdict="note", do=do)
+        fix = "nothing if intended: JAX_PLATFORMS=cpu (or --cpu-devices) is set; unset it to use the GPUs"
+        return Row(check="devices", item="GPUs not used", finding=finding, status="note", fix=fix)
     if facts["plugin"] is None:
         major = 13 if int((facts["driver"] or "0").partition(".")[0]) >= 580 else 12
-        do = f'install jax\'s CUDA plugin beside it: uv pip install "jax[cuda{major}]"'
+        fix = f'install jax\'s CUDA plugin beside it: uv pip install "jax[cuda{major}]"'
     else:
-        do = (
+        fix = (
             f"{facts['plugin']} is installed and does not work: see python -c 'import jax;"
             ' jax.devices("cuda")\''
         )
-    return Row(check="devices", what="GPUs not used", found=found, verdict="wrong", do=do)
+    return Row(check="devices", item="GPUs not used", finding=finding, status="wrong", fix=fix)
 
 
 def _problem(facts: Facts) -> str | None:
-    """Return a message if a rank sees another number of GPUs than it was allocated; None if none is known."""
+    """Return a message if a rank sees another number of GPUs than were allocated to it; None otherwise."""
     seen = _gpus_seen(facts)
     if not seen:
         return None
@@ -131,17 +130,17 @@ def _shared(ranks: Sequence[RankFacts]) -> list[Row]:
     if not shared:
         return []
     names = some(next(iter(shared.values())))
-    found = f"{ranks[0].host}: {len(shared)} of {len(users)} GPUs have several ranks, such as {names}"
+    finding = f"{ranks[0].host}: {len(shared)} of {len(users)} GPUs have several ranks, such as {names}"
     every = {gpu["uuid"] for one in ranks for gpu in one.facts["gpus"]}
     if len(every) >= len(ranks):
-        do = (
+        fix = (
             "give each rank its own: unset SHARDTRAIN_BIND=no, or bind by the launcher (srun"
             " --gpus-per-task=1);"
             " for one island over all of them start one rank a host"
         )
-        return [Row(check="devices", what="shared GPUs", found=found, verdict="wrong", do=do)]
-    do = f"they share its memory and its time: start {len(every)} ranks there, one a GPU"
-    return [Row(check="devices", what="shared GPUs", found=found, verdict="warning", do=do)]
+        return [Row(check="devices", item="shared GPUs", finding=finding, status="wrong", fix=fix)]
+    fix = f"they share its memory and its time: start {len(every)} ranks there, one a GPU"
+    return [Row(check="devices", item="shared GPUs", finding=finding, status="warning", fix=fix)]
 
 
 def _busy(all_facts: Sequence[RankFacts]) -> list[Row]:
@@ -154,8 +153,8 @@ def _busy(all_facts: Sequence[RankFacts]) -> list[Row]:
     }
     if not busy:
         return []
-    do = "somebody else is on it: see nvidia-smi, and end what is left of an earlier run"
-    return [Row(check="devices", what="memory taken", found=each(busy.items()), verdict="warning", do=do)]
+    fix = "another process uses it: see nvidia-smi, and end processes left by an earlier run"
+    return [Row(check="devices", item="memory taken", finding=each(busy.items()), status="warning", fix=fix)]
 
 
 def _rights(all_facts: Sequence[RankFacts]) -> list[Row]:
@@ -164,16 +163,17 @@ def _rights(all_facts: Sequence[RankFacts]) -> list[Row]:
     ]
     if not closed or any(_gpus_seen(one.facts) for one in all_facts):
         return []
-    do = (
-        "the batch system gave none (ask for them: --gres=gpu:N), or you are not in the group of /dev/nvidia0"
+    fix = (
+        "the batch system allocated none (ask for them: --gres=gpu:N), or you are not in the group of"
+        " /dev/nvidia0"
     )
-    return [Row(check="devices", what="rights", found=each(closed), verdict="warning", do=do)]
+    return [Row(check="devices", item="rights", finding=each(closed), status="warning", fix=fix)]
 
 
 CHECK = Check(
-    about="devices seen by jax, against the GPUs that are there and were given",
-    look=look,
-    judge=judge,
+    about="devices seen by jax, compared with the GPUs that exist and were allocated",
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=CHILD_SECONDS + 60.0,
     if_it_hangs="a GPU's driver hangs: nvidia-smi, dmesg; a reboot of that host is usual",
 )

@@ -1,6 +1,6 @@
 """Probes of what checkpoints need of a file system: rename, fsync, lock, small files, one large file.
 
-Each probe is a function of a folder of its own; what it cannot do is in its answer. Rows are in `files.py`.
+A probe is a function of an empty folder; it returns what it measured. Rows are made in `probe_rows.py`.
 """
 
 import errno
@@ -16,7 +16,7 @@ from statistics import median
 from shardtrain.doctor.check import Facts
 
 NUM_SMALL, NUM_SYNCS = 16, 5
-LARGE_BYTES, PIECE_BYTES = 64 * 2**20, 2**20
+LARGE_BYTES, BLOCK_BYTES = 64 * 2**20, 2**20
 
 SEEN = 3
 TRY_LOCK = f"""
@@ -41,7 +41,7 @@ def mount_of(path: Path, mounts: str) -> Facts:
     >>> mount_of(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
     {'type': 'nfs4', 'source': 'n:/d', 'read_only': True}
     """
-    found = {"type": "unknown", "source": "", "read_only": False}
+    mount = {"type": "unknown", "source": "", "read_only": False}
     longest = -1
     for line in mounts.splitlines():
         source, where, kind, options, *_ = line.split(" ")
@@ -50,8 +50,8 @@ def mount_of(path: Path, mounts: str) -> Facts:
         # of two mounts on one path the later one is visible
         if path.is_relative_to(where) and len(where) >= longest:
             longest = len(where)
-            found = {"type": kind, "source": source, "read_only": "ro" in options.split(",")}
-    return found
+            mount = {"type": kind, "source": source, "read_only": "ro" in options.split(",")}
+    return mount
 
 
 def nearest(path: Path) -> Path:
@@ -64,20 +64,20 @@ def nearest(path: Path) -> Path:
 
 def space(folder: Path) -> Facts:
     """Return the free space and inodes for this user."""
-    room = os.statvfs(folder)
+    stats = os.statvfs(folder)
     return {
-        "free_bytes": room.f_frsize * room.f_bavail,
-        "size_bytes": room.f_frsize * room.f_blocks,
+        "free_bytes": stats.f_frsize * stats.f_bavail,
+        "size_bytes": stats.f_frsize * stats.f_blocks,
         # file systems without a fixed number of inodes report 0 of 0
-        "free_inodes": room.f_favail if room.f_files else None,
+        "free_inodes": stats.f_favail if stats.f_files else None,
     }
 
 
 def probe(folder: Path, large_bytes: int) -> Facts:
-    """Run all probes in a folder of our own.
+    """Run all probes in a temporary folder.
 
     Returns:
-      By probe what was measured, or its `error`: the name of the error of the system, and its words.
+      Probe -> what it measured, or its `error`: the name and text of the system's error.
     """
     probes: dict[str, Callable[[Path], Facts]] = {
         "rename": rename,
@@ -86,13 +86,15 @@ def probe(folder: Path, large_bytes: int) -> Facts:
         "small": small,
         "large": lambda folder: large(folder, large_bytes),
     }
-    return {name: attempt(one, folder) for name, one in probes.items() if name != "large" or large_bytes}
+    return {
+        name: result_or_error(run, folder) for name, run in probes.items() if name != "large" or large_bytes
+    }
 
 
-def attempt(one: Callable[[Path], Facts], folder: Path) -> Facts:
+def result_or_error(probe: Callable[[Path], Facts], folder: Path) -> Facts:
     """Return the result of a probe, or its error."""
     try:
-        return one(folder)
+        return probe(folder)
     except OSError as error:
         return {"error": f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}"}
 
@@ -123,7 +125,7 @@ def fsync(folder: Path) -> Facts:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's entries to the disk."""
+    """Flush a folder's entries to the disk."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -152,19 +154,19 @@ def is_locked(path: Path) -> bool:
 def small(folder: Path) -> Facts:
     """Measure how long it takes to create a small file, and to stat it."""
     paths = [folder / f"small-{number}" for number in range(NUM_SMALL)]
-    made = [_timed(lambda path=path: path.write_bytes(b"x")) for path in paths]
-    looked = [_timed(path.stat) for path in paths]
-    return {"create_seconds": median(made), "stat_seconds": median(looked)}
+    created = [_timed(lambda path=path: path.write_bytes(b"x")) for path in paths]
+    stats = [_timed(path.stat) for path in paths]
+    return {"create_seconds": median(created), "stat_seconds": median(stats)}
 
 
 def large(folder: Path, num_bytes: int) -> Facts:
     """Measure how fast a large file is written to the disk."""
     # not zeros, which some file systems do not store
-    piece = os.urandom(PIECE_BYTES)
+    block = os.urandom(BLOCK_BYTES)
     began = time.monotonic()
     with (folder / "large").open("wb") as file:
-        for _ in range(num_bytes // PIECE_BYTES):
-            file.write(piece)
+        for _ in range(num_bytes // BLOCK_BYTES):
+            file.write(block)
         file.flush()
         os.fsync(file.fileno())
     return {"bytes_per_second": num_bytes / (time.monotonic() - began)}

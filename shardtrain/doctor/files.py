@@ -1,6 +1,6 @@
 """The check `files`: whether the run folder does what checkpoints need, and all ranks see the same one.
 
-What a probe does is in `file_system.py`. Everything is tried in a folder of its own, which is removed again.
+The probes are in `file_system.py`. They run in a temporary folder, which is removed again.
 """
 
 import shutil
@@ -20,42 +20,50 @@ from shardtrain.doctor.check import (
     some,
     time_text,
 )
-from shardtrain.doctor.file_system import LARGE_BYTES, attempt, is_locked, mount_of, nearest, probe, space
-from shardtrain.doctor.probe_rows import cure, probe_rows
+from shardtrain.doctor.file_system import (
+    LARGE_BYTES,
+    is_locked,
+    mount_of,
+    nearest,
+    probe,
+    result_or_error,
+    space,
+)
+from shardtrain.doctor.probe_rows import fix_for, probe_rows
 from shardtrain.report.quantities import bytes_text
 
 SEEN_SECONDS = 10.0
 """Longest time until another host sees a new file; some file systems cache listings for 3 s."""
 
 FREE_BYTES, FREE_INODES = 2 * 2**30, 10_000
-LOST = {
-    "tmpfs": "it lies in memory and is gone with the machine or the job",
-    "ramfs": "it lies in memory and is gone with the machine or the job",
-    "overlay": "it belongs to a container and is gone with it",
+TEMPORARY = {
+    "tmpfs": "it is in memory, and lost when the machine or the job ends",
+    "ramfs": "it is in memory, and lost when the machine or the job ends",
+    "overlay": "it belongs to a container, and is lost with it",
 }
 """File systems whose contents do not survive a restart."""
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Probe the folder on the first rank of each host, and whether all ranks see rank 0's files and lock."""
-    facts, mine = _open(here)
+    facts, folder = _make_probe_folder(context)
     try:
-        if mine is not None and here.is_first_on_host:
-            facts["probes"] = probe(mine, 0 if here.quick else LARGE_BYTES)
-        return facts | _together(here, mine)
+        if folder is not None and context.is_first_on_host:
+            facts["probes"] = probe(folder, 0 if context.quick else LARGE_BYTES)
+        return facts | _visibility(context, folder)
     finally:
-        if mine is not None:
-            shutil.rmtree(mine, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _open(here: RankContext) -> tuple[Facts, Path | None]:
+def _make_probe_folder(context: RankContext) -> tuple[Facts, Path | None]:
     """Collect facts on the run folder, and make a probe folder in it, or in the nearest existing parent."""
-    facts: Facts = {"path": str(here.run_dir), "error": None}
-    if here.run_dir.exists() and not here.run_dir.is_dir():
-        return facts | {"base": str(here.run_dir), "error": "ENOTDIR: it is a file"}, None
-    base = nearest(here.run_dir)
+    facts: Facts = {"path": str(context.run_dir), "error": None}
+    if context.run_dir.exists() and not context.run_dir.is_dir():
+        return facts | {"base": str(context.run_dir), "error": "ENOTDIR: it is a file"}, None
+    base = nearest(context.run_dir)
     mounts = Path("/proc/mounts")
-    facts |= {"base": str(base), "there": here.run_dir.is_dir(), "space": attempt(space, base)}
+    facts |= {"base": str(base), "there": context.run_dir.is_dir(), "space": result_or_error(space, base)}
     facts["mount"] = mount_of(base, mounts.read_text() if mounts.exists() else "")
     made: list[Path] = []
 
@@ -63,20 +71,20 @@ def _open(here: RankContext) -> tuple[Facts, Path | None]:
         made.append(Path(tempfile.mkdtemp(prefix=".shardtrain-doctor-", dir=base)))
         return {}
 
-    return facts | {"error": attempt(make, base).get("error")}, made[0] if made else None
+    return facts | {"error": result_or_error(make, base).get("error")}, made[0] if made else None
 
 
-def _together(here: RankContext, mine: Path | None) -> Facts:
-    """Check that all ranks see a lock of rank 0, and that rank 0 sees a file of every rank."""
-    if here.control.size == 1:
+def _visibility(context: RankContext, folder: Path | None) -> Facts:
+    """Find out whether all ranks see a lock of rank 0, and rank 0 sees a file of every rank."""
+    if context.control.size == 1:
         return {}
-    first = here.rank == 0
-    # rank 0 holds a lock on a file of its own, which all others must find locked
-    held = (mine / "held").open("w") if first and mine is not None else None
+    first = context.rank == 0
+    # rank 0 locks a file of its own, which all others must find locked
+    lock_file = (folder / "held").open("w") if first and folder is not None else None
     try:
-        if held is not None:
-            _lock(held)
-        theirs = here.control.all_gather("files", str(mine) if mine is not None else None)[0]
+        if lock_file is not None:
+            _lock(lock_file)
+        theirs = context.control.all_gather("files", str(folder) if folder is not None else None)[0]
         if theirs is None:
             return {}
         facts: Facts = {}
@@ -84,37 +92,37 @@ def _together(here: RankContext, mine: Path | None) -> Facts:
         if not first:
             facts["sees_seconds"] = wait_for(Path(theirs) / "held")
             facts["sees_lock"] = facts["sees_seconds"] is not None and _sees_lock(Path(theirs) / "held")
-            attempt(lambda folder: (folder / f"seen-by-{here.rank}").touch() or {}, Path(theirs))
-        here.control.all_gather("files are seen")
+            result_or_error(lambda folder: (folder / f"seen-by-{context.rank}").touch() or {}, Path(theirs))
+        context.control.all_gather("files are seen")
         # rank 0 counts these files, which may take a moment to appear on a network file system
         if first:
             began = time.monotonic()
-            names = {rank: Path(theirs) / f"seen-by-{rank}" for rank in range(1, here.control.size)}
+            names = {rank: Path(theirs) / f"seen-by-{rank}" for rank in range(1, context.control.size)}
             left = lambda: SEEN_SECONDS - (time.monotonic() - began)  # noqa: E731
             facts["unseen"] = [
                 rank for rank, path in names.items() if wait_for(path, max(left(), 0.0)) is None
             ]
-        here.control.all_gather("files are counted")
+        context.control.all_gather("files are counted")
         return facts
     finally:
-        if held is not None:
-            held.close()
+        if lock_file is not None:
+            lock_file.close()
 
 
 def _lock(file) -> None:
     import fcntl
 
-    attempt(lambda _: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) or {}, Path(file.name))
+    result_or_error(lambda _: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) or {}, Path(file.name))
 
 
 def _sees_lock(path: Path) -> bool:
-    found: list[bool] = []
-    attempt(lambda path: found.append(is_locked(path)) or {}, path)
-    return found == [True]
+    locked: list[bool] = []
+    result_or_error(lambda path: locked.append(is_locked(path)) or {}, path)
+    return locked == [True]
 
 
 def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
-    """Return the seconds until a file is visible; None if it is not."""
+    """Return the seconds until a file is visible; None if that exceeds the time limit."""
     began = time.monotonic()
     while True:
         # listing makes a network file system ask its server again
@@ -129,7 +137,7 @@ def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
         time.sleep(0.05)
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the folder, its visibility on all ranks, its space, and each probe."""
     hosts = {host: ranks[0] for host, ranks in by_host(all_facts).items()}
     refused = [(one.name, one.facts["error"]) for one in all_facts if one.facts["error"]]
@@ -143,50 +151,51 @@ def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _refused(first: RankFacts, refused: Sequence[tuple[str, str]]) -> Row:
-    found = f"{first.facts['base']} cannot be written: {each(refused)}"
-    do = cure([error for _, error in refused])
-    return Row(check="files", what="run folder", found=found, verdict="wrong", do=do)
+    finding = f"{first.facts['base']} cannot be written: {each(refused)}"
+    fix = fix_for([error for _, error in refused])
+    return Row(check="files", item="run folder", finding=finding, status="wrong", fix=fix)
 
 
 def _folder(hosts: Mapping[str, RankFacts]) -> Row:
-    found = each((host, _folder_text(one.facts)) for host, one in hosts.items())
-    if lost := [one.facts["mount"]["type"] for one in hosts.values() if one.facts["mount"]["type"] in LOST]:
-        do = f"copy from it what shall stay, or give another --run-dir: {LOST[lost[0]]}"
-        return Row(check="files", what="run folder", found=found, verdict="note", do=do)
-    return Row(check="files", what="run folder", found=found)
+    finding = each((host, _folder_text(one.facts)) for host, one in hosts.items())
+    if lost := [
+        one.facts["mount"]["type"] for one in hosts.values() if one.facts["mount"]["type"] in TEMPORARY
+    ]:
+        fix = f"copy what you need from it, or give another --run-dir: {TEMPORARY[lost[0]]}"
+        return Row(check="files", item="run folder", finding=finding, status="note", fix=fix)
+    return Row(check="files", item="run folder", finding=finding)
 
 
 def _folder_text(facts: Mapping) -> str:
     mount = facts["mount"]
-    there = "" if facts["there"] else f" ({facts['path']} is not there yet)"
+    there = "" if facts["there"] else f" ({facts['path']} does not exist yet)"
     return f"{facts['base']}{there} on {mount['type']} of {mount['source']}"
 
 
 def _same(all_facts: Sequence[RankFacts]) -> Row:
     """Return the row for whether all ranks see the same folder."""
     others = all_facts[1:]
-    blind = {one.rank: one for one in others if one.facts.get("sees_seconds") is None}
-    blind |= {one.rank: one for one in others if one.rank in all_facts[0].facts["unseen"]}
-    if blind:
-        names = some([one.name for _, one in sorted(blind.items())])
-        found = f"{names} and {all_facts[0].name} do not see each other's files within {SEEN_SECONDS:.0f} s"
-        do = (
+    unseeing = {one.rank: one for one in others if one.facts.get("sees_seconds") is None}
+    unseeing |= {one.rank: one for one in others if one.rank in all_facts[0].facts["unseen"]}
+    if unseeing:
+        names = some([one.name for _, one in sorted(unseeing.items())])
+        finding = f"{names} and {all_facts[0].name} do not see each other's files within {SEEN_SECONDS:.0f} s"
+        fix = (
             "the run folder is not the same on all hosts: give --run-dir a path on a shared file system;"
-            " islands"
-            " resume from what rank 0 saved there"
+            " islands resume from what rank 0 saved there"
         )
-        return Row(check="files", what="shared", found=found, verdict="wrong", do=do)
+        return Row(check="files", item="shared", finding=finding, status="wrong", fix=fix)
     slowest = max(one.facts["sees_seconds"] for one in others)
-    found = f"all {len(all_facts)} ranks see the same folder, a new file within {time_text(slowest)}"
+    finding = f"all {len(all_facts)} ranks see the same folder, a new file within {time_text(slowest)}"
     unlocked = [one.name for one in others if not one.facts["sees_lock"]]
     if unlocked:
-        do = (
-            "see that nobody starts a second run in this folder: the lock that forbids it is not seen"
+        fix = (
+            "make sure that nobody starts a second run in this folder: the lock against that is not seen"
             " everywhere"
         )
-        found += f"; the lock of {all_facts[0].name} is not seen by {some(unlocked)}"
-        return Row(check="files", what="shared", found=found, verdict="warning", do=do)
-    return Row(check="files", what="shared", found=f"{found}, and its lock")
+        finding += f"; the lock of {all_facts[0].name} is not seen by {some(unlocked)}"
+        return Row(check="files", item="shared", finding=finding, status="warning", fix=fix)
+    return Row(check="files", item="shared", finding=f"{finding}, and its lock")
 
 
 def _space(hosts: Mapping[str, RankFacts]) -> Row:
@@ -194,26 +203,26 @@ def _space(hosts: Mapping[str, RankFacts]) -> Row:
     for host, one in hosts.items():
         room = one.facts["space"]
         inodes = room["free_inodes"]
-        names = "" if inodes is None else f", {inodes:,} files more"
+        names = "" if inodes is None else f", room for {inodes:,} more files"
         texts.append(
             (host, f"{bytes_text(room['free_bytes'])} free of {bytes_text(room['size_bytes'])}{names}")
         )
         few = inodes is not None and inodes < FREE_INODES
         small += [(host, room["free_bytes"])] if room["free_bytes"] < FREE_BYTES or few else []
     if not small:
-        return Row(check="files", what="space", found=each(texts))
-    do = (
-        "a checkpoint needs 12 bytes a parameter with Adam, and is written beside the last:"
-        f" {bytes_text(small[0][1])}"
-        f" hold two of {small[0][1] // 24:,} parameters; delete old files, or give another --run-dir"
+        return Row(check="files", item="space", finding=each(texts))
+    fix = (
+        "a checkpoint needs 12 bytes a parameter with Adam, and is written before the last is deleted:"
+        f" {bytes_text(small[0][1])} hold two of {small[0][1] // 24:,} parameters; delete old files,"
+        " or give another --run-dir"
     )
-    return Row(check="files", what="space", found=each(texts), verdict="warning", do=do)
+    return Row(check="files", item="space", finding=each(texts), status="warning", fix=fix)
 
 
 CHECK = Check(
-    about="the run folder: its file system, rename, fsync, lock, speed, space, seen by all",
-    look=look,
-    judge=judge,
+    about="the run folder: its file system, rename, fsync, lock, speed, space, visibility on all ranks",
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=90.0,
     if_it_hangs=(
         "the file system of the run folder does not answer: see mount, dmesg and the file server; or give"

@@ -32,7 +32,7 @@ SLOW_BYTES_PER_SECOND = 0.3e9
 EXAMPLE_PARAMETERS = 100_000_000
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Measure pairs of this rank's devices, then pairs of ranks, then a sum over all ranks by mpi4jax."""
     import jax
 
@@ -43,11 +43,11 @@ def look(here: RankContext) -> Facts:
         "pairs": {f"{a} - {b}": permute(devices, a, b, num_bytes) for a, b in sampled(len(devices))},
         "all_reduce": all_reduce(devices, num_bytes) if len(devices) > 1 else None,
     }
-    here.control.all_gather("devices are measured")
-    if here.comm is None:
+    context.control.all_gather("devices are measured")
+    if context.comm is None:
         return facts
-    facts["partners"] = _ranks(here)
-    facts["bridge"] = _bridge(here)
+    facts["partners"] = _rank_pairs(context)
+    facts["bridge"] = _bridge_rate(context)
     return facts
 
 
@@ -60,10 +60,10 @@ def sampled(num_devices: int) -> list[tuple[int, int]]:
     every = list(combinations(range(num_devices), 2))
     if len(every) <= MOST_PAIRS:
         return every
-    each = MOST_PAIRS // 2
-    starts = [i * num_devices // each for i in range(each)]
+    half = MOST_PAIRS // 2
+    starts = [i * num_devices // half for i in range(half)]
     near = [(i, (i + 1) % num_devices) for i in starts]
-    far = [(i, (i + num_devices // 2) % num_devices) for i in range(each)]
+    far = [(i, (i + num_devices // 2) % num_devices) for i in range(half)]
     return list(dict.fromkeys((min(pair), max(pair)) for pair in near + far))
 
 
@@ -104,30 +104,30 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     >>> sorted(pair for one in rounds(6) for pair in one) == list(combinations(range(6), 2))
     True
     """
-    # with an odd number of ranks, an empty slot makes them even; its partner pauses that round
-    seats = size + size % 2
-    circle = list(range(seats))
-    found = []
-    for _ in range(seats - 1):
-        pairs = [(circle[i], circle[seats - 1 - i]) for i in range(seats // 2)]
-        found.append(sorted((min(p), max(p)) for p in pairs if max(p) < size))
+    # an odd number of ranks gets an empty slot; its partner pauses in that round
+    num_slots = size + size % 2
+    circle = list(range(num_slots))
+    schedule = []
+    for _ in range(num_slots - 1):
+        pairs = [(circle[i], circle[num_slots - 1 - i]) for i in range(num_slots // 2)]
+        schedule.append(sorted((min(p), max(p)) for p in pairs if max(p) < size))
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
+    return schedule
 
 
-def _ranks(here: RankContext) -> dict[str, list[float]]:
+def _rank_pairs(context: RankContext) -> dict[str, list[float]]:
     """Return partner -> (seconds of a small message one way, bytes per second of a large one)."""
     # a communicator of its own, so that no other message interferes
-    comm = here.comm.Dup()
-    found = {}
+    comm = context.comm.Dup()
+    measured = {}
     for pairs in rounds(comm.size)[:MOST_ROUNDS]:
         comm.Barrier()
         for pair in pairs:
             if comm.rank in pair:
                 other = pair[1] if comm.rank == pair[0] else pair[0]
-                found[str(other)] = _exchange(comm, other)
+                measured[str(other)] = _exchange(comm, other)
     comm.Free()
-    return {other: figures for other, figures in found.items() if int(other) > here.rank}
+    return {other: figures for other, figures in measured.items() if int(other) > context.rank}
 
 
 def _exchange(comm: Any, other: int) -> list[float]:
@@ -143,27 +143,27 @@ def _exchange(comm: Any, other: int) -> list[float]:
     return [figures[0], BRIDGE_BYTES / figures[1]]
 
 
-def _bridge(here: RankContext) -> float:
+def _bridge_rate(context: RankContext) -> float:
     """Return the bytes per second of an mpi4jax sum over all ranks, relative to one rank's array."""
     import jax
     import numpy as np
 
     from shardtrain.islands.bridge import MpiGroup
 
-    group = MpiGroup(here.comm)
+    group = MpiGroup(context.comm)
     x = jax.device_put(np.ones(BRIDGE_BYTES // 4, np.float32), jax.local_devices(backend="cpu")[0])
     add = jax.jit(group.all_reduce)
-    # the same number of times on every rank, whatever its clock says
+    # every rank repeats it the same number of times, whatever its clock shows
     seconds = []
     for _ in range(NUM_MESSAGES + 1):
-        here.comm.Barrier()
+        context.comm.Barrier()
         began = time.perf_counter()
         jax.block_until_ready(add(x))
         seconds.append(time.perf_counter() - began)
     return BRIDGE_BYTES / min(seconds[1:])
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
     rows = _devices(all_facts)
     names = {one.rank: one for one in all_facts}
@@ -180,11 +180,11 @@ def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
     if bridges := {one.name: one.facts["bridge"] for one in all_facts if "bridge" in one.facts}:
         rate = min(bridges.values())
         seconds = 4 * EXAMPLE_PARAMETERS / rate
-        found = (
+        finding = (
             f"{rate_text(rate)} of gradients; {time_text(seconds)} a step for 100 million parameters in"
             " float32"
         )
-        rows.append(Row(check="links", what="sum over ranks", found=found))
+        rows.append(Row(check="links", item="sum over ranks", finding=finding))
     return rows
 
 
@@ -196,19 +196,21 @@ def _devices(all_facts: Sequence[RankFacts]) -> list[Row]:
     text = f"{count_text(len(rates), 'pair')}: {spread_text(rates.values(), 'B')}"
     text += f"; sums over all: {spread_text(sums, 'B')}"
     if any(one.facts["platform"] == "cpu" for one in all_facts):
-        found = f"{text} (simulated devices: memory of the host)"
-        return [Row(check="links", what="devices", found=found)]
+        finding = f"{text} (simulated devices: memory of the host)"
+        return [Row(check="links", item="devices", finding=finding)]
     if slow := outliers(rates, OUTLIER_SHARE):
         named = some([f"{pair} {rate_text(rate)}" for pair, rate in slow.items()])
-        do = "nvidia-smi topo -m shows how they are joined: keep tensor and fsdp to devices joined by NVLink"
-        return [Row(check="links", what="devices", found=f"{text}; slow: {named}", verdict="warning", do=do)]
-    return [Row(check="links", what="devices", found=text)]
+        fix = "nvidia-smi topo -m shows the connections: place tensor and fsdp on devices joined by NVLink"
+        return [
+            Row(check="links", item="devices", finding=f"{text}; slow: {named}", status="warning", fix=fix)
+        ]
+    return [Row(check="links", item="devices", finding=text)]
 
 
 def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts], where: str) -> Row:
     rates = {pair: figures[1] for pair, figures in pairs.items()}
     pings = [figures[0] for figures in pairs.values()]
-    what = f"ranks on {where}"
+    item = f"ranks on {where}"
     text = (
         f"{count_text(len(pairs), 'pair')}: 8 B in {times_text(pings)},"
         f" 8 MiB both ways at {spread_text(rates.values(), 'B')}"
@@ -216,27 +218,28 @@ def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts
     named = {" - ".join(names[rank].name for rank in pair): rate for pair, rate in rates.items()}
     # a pair that is slow among its equals points to a cable or port
     if slow := outliers(named, OUTLIER_SHARE):
-        found = f"{text}; slow: {some([f'{pair} {rate_text(rate)}' for pair, rate in slow.items()])}"
-        do = (
+        finding = f"{text}; slow: {some([f'{pair} {rate_text(rate)}' for pair, rate in slow.items()])}"
+        fix = (
             _common(list(rates), outliers_of(rates), names)
-            or "look at the cables and ports between these hosts"
+            or "check the cables and ports between these hosts"
         )
-        return Row(check="links", what=what, found=found, verdict="warning", do=do)
+        return Row(check="links", item=item, finding=finding, status="warning", fix=fix)
     middle = median(rates.values())
     # all pairs alike, but slow for a network: MPI may have taken another one
     if where == "two hosts" and middle < SLOW_BYTES_PER_SECOND:
         seconds = 4 * EXAMPLE_PARAMETERS / middle
-        do = (
-            f"100 million gradients take {seconds:.0f} s a step: see whether MPI takes the fast network"
+        fix = (
+            f"100 million gradients take {seconds:.0f} s a step: check that MPI uses the fast network"
             " (MPICH: UCX_NET_DEVICES, FI_PROVIDER; Open MPI: --mca btl_tcp_if_include), or send less:"
             " --combine int8+mean, --local-steps"
         )
-        return Row(check="links", what=what, found=text, verdict="warning", do=do)
-    return Row(check="links", what=what, found=text)
+        return Row(check="links", item=item, finding=text, status="warning", fix=fix)
+    return Row(check="links", item=item, finding=text)
 
 
 def times_text(seconds: Sequence[float]) -> str:
-    """
+    """Format the smallest and the largest duration.
+
     >>> times_text([2e-6]), times_text([2e-6, 3e-5])
     ('2.0 us', '2.0 us to 30.0 us')
     """
@@ -256,14 +259,14 @@ def _common(
     shared = set.intersection(*(set(pair) for pair in slow))
     if len(slow) > 1 and shared:
         one = names[shared.pop()]
-        return f"all slow pairs have {one.name}: look at the network card, cable and load of {one.host}"
+        return f"all slow pairs have {one.name}: check the network card, cable and load of {one.host}"
     return ""
 
 
 CHECK = Check(
     about="bandwidth and latency between devices and between ranks",
-    look=look,
-    judge=judge,
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=180.0,
     if_it_hangs=(
         "messages do not pass: see ports and mpi; MPI may have chosen a network that hosts do not share"

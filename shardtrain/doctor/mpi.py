@@ -1,14 +1,14 @@
-"""The check `mpi`: the MPI of mpi4py, mpi4jax and mpiexec, the launcher, a message to itself by mpi4jax.
+"""The check `mpi`: the launcher, the MPI of mpi4py, mpi4jax and mpiexec, and a test message through mpi4jax.
 
-MPI and mpi4jax are tried in a child process: where libraries do not fit together they crash or hang.
+MPI and mpi4jax are tried in a child process, because incompatible libraries crash or hang.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each
-from shardtrain.doctor.child import tell
-from shardtrain.doctor.mpi_vendor import fit, vendor
+from shardtrain.doctor.child import run_child
+from shardtrain.doctor.mpi_vendor import compatible, vendor
 from shardtrain.doctor.visible_gpus import gpus_wanted
 from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
@@ -42,25 +42,25 @@ tell(moved=bool((x == y).all()))
 """A child program that sends an array to itself on the CPU, through jax and MPI."""
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Collect this rank's launcher, and on the first rank of each host whether its MPI libraries work."""
     facts: Facts = {
-        "launcher": here.environment.launcher,
-        "told": [here.environment.rank, here.environment.size],
-        "problem": here.problem,
-        "seats_problem": here.seats_problem,
-        "pmi": pmi_interface(here.environ),
-        "strange": [n for n in OTHER_LAUNCHERS if n in here.environ]
-        if here.environment.launcher == "none"
+        "launcher": context.environment.launcher,
+        "told": [context.environment.rank, context.environment.size],
+        "problem": context.problem,
+        "seats_problem": context.islands_problem,
+        "pmi": pmi_interface(context.environ),
+        "strange": [n for n in OTHER_LAUNCHERS if n in context.environ]
+        if context.environment.launcher == "none"
         else [],
-        "tasks_of_job": _tasks_of_job(here.environ) if here.environment.launcher == "none" else 1,
+        "tasks_of_job": _tasks_of_job(context.environ) if context.environment.launcher == "none" else 1,
     }
-    if here.is_first_on_host and (absent := not_installed()):
+    if context.is_first_on_host and (absent := not_installed()):
         facts["absent"] = absent
-    elif here.is_first_on_host:
-        environ = {**here.environ, **library_environment(here.environ), "JAX_PLATFORMS": "cpu"}
-        facts |= {"child": tell(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _mpiexec()}
-        if gpus_wanted(here.environ) and not here.quick:
+    elif context.is_first_on_host:
+        environ = {**context.environ, **library_environment(context.environ), "JAX_PLATFORMS": "cpu"}
+        facts |= {"child": run_child(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _mpiexec()}
+        if gpus_wanted(context.environ) and not context.quick:
             facts["cuda_aware"] = cuda_aware(timeout_seconds=PROBE_SECONDS)
     return facts
 
@@ -72,19 +72,19 @@ def _tasks_of_job(environ: Mapping[str, str]) -> int:
 
 def _mpiexec() -> Facts:
     try:
-        found = find_mpiexec()
+        program = find_mpiexec()
     except (ValueError, OSError) as error:
         return {"error": str(error)}
-    return {"path": found.path, "flavour": found.vendor, "version": found.version}
+    return {"path": program.path, "flavour": program.vendor, "version": program.version}
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the launcher, the libraries, the mpiexec, and the test message."""
     firsts = [one for one in (ranks[0] for ranks in by_host(all_facts).values()) if "child" in one.facts]
     rows = [_launcher(all_facts)]
     if problem := all_facts[0].facts["seats_problem"]:
-        do = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
-        rows.append(Row(check="mpi", what="islands", found=problem, verdict="wrong", do=do))
+        fix = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
+        rows.append(Row(check="mpi", item="islands", finding=problem, status="wrong", fix=fix))
     if absent := [(one.host, ", ".join(one.facts["absent"])) for one in all_facts if "absent" in one.facts]:
         rows.append(_absent(absent, alone=all_facts[0].facts["told"][1] == 1))
     if firsts:
@@ -95,43 +95,46 @@ def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
 
 def _launcher(all_facts: Sequence[RankFacts]) -> Row:
     facts = all_facts[0].facts
-    started = {"none": "started by nobody: alone"}.get(facts["launcher"], f"started by {facts['launcher']}")
-    found = started
+    started = {"none": "no launcher: a single process"}.get(
+        facts["launcher"], f"started by {facts['launcher']}"
+    )
+    finding = started
     if facts["problem"]:
-        do = (
-            "use the mpiexec that stands beside this Python, or build mpi4py and mpi4jax for the"
+        fix = (
+            "use the mpiexec installed beside this Python, or build mpi4py and mpi4jax for the"
             " launcher's MPI (README, Installing); with srun add --mpi=pmi2 or --mpi=pmix"
-            " (srun --mpi=list shows what there is)"
+            " (srun --mpi=list lists the choices)"
         )
-        return Row(check="mpi", what="launcher", found=facts["problem"], verdict="wrong", do=do)
+        return Row(check="mpi", item="launcher", finding=facts["problem"], status="wrong", fix=fix)
     if facts["strange"]:
-        do = (
+        fix = (
             "start with mpiexec or srun, or set PMI_RANK and PMI_SIZE for each rank: as it is, each"
             " would be alone"
         )
-        found += f"; but a launcher shardtrain does not know set {', '.join(facts['strange'])}"
-        return Row(check="mpi", what="launcher", found=found, verdict="warning", do=do)
+        finding += f"; but a launcher shardtrain does not know set {', '.join(facts['strange'])}"
+        return Row(check="mpi", item="launcher", finding=finding, status="warning", fix=fix)
     if facts["tasks_of_job"] > 1:
-        do = f"look at all of them: srun -n {facts['tasks_of_job']} --mpi=pmi2 shardtrain doctor"
-        found += f", in a job of {facts['tasks_of_job']} tasks"
-        return Row(check="mpi", what="launcher", found=found, verdict="note", do=do)
+        fix = f"check all of them: srun -n {facts['tasks_of_job']} --mpi=pmi2 shardtrain doctor"
+        finding += f", in a job of {facts['tasks_of_job']} tasks"
+        return Row(check="mpi", item="launcher", finding=finding, status="note", fix=fix)
     size = count_text(facts["told"][1], "rank")
-    found = started if facts["launcher"] == "none" else f"{started}, {facts['pmi']}; MPI agrees on {size}"
-    return Row(check="mpi", what="launcher", found=found)
+    finding = started if facts["launcher"] == "none" else f"{started}, {facts['pmi']}; MPI agrees on {size}"
+    return Row(check="mpi", item="launcher", finding=finding)
 
 
 def _absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
     """Return the row for an MPI that is not installed; a single process does not need it."""
-    found = f"not installed: {each(hosts)}"
+    finding = f"not installed: {each(hosts)}"
     install = "install shardtrain[mpi] (README, Installing)"
-    do = f"nothing for one process, which needs none; for several {install}"
+    fix = f"nothing for a single process, which needs none; for several {install}"
     if not alone:
-        do = f"{install}: ranks that were launched cannot talk without it"
-    return Row(check="mpi", what="library", found=found, verdict="note" if alone else "wrong", do=do)
+        fix = f"{install}: launched ranks cannot communicate without it"
+    return Row(check="mpi", item="library", finding=finding, status="note" if alone else "wrong", fix=fix)
 
 
 def _first_line(library: str) -> str:
-    """
+    """Return the first line of an MPI version text, shortened.
+
     >>> _first_line("MPICH Version:      5.0.2\\nMPICH Release date: x")
     'MPICH Version: 5.0.2'
     """
@@ -144,13 +147,13 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
     children = [(one.host, one.facts["child"]) for one in firsts]
     broken = [(host, child["died"]) for host, child in children if "library" not in child]
     if broken:
-        do = (
-            "install mpi4py for the MPI that is here: uv sync for the one that comes along, or another"
+        fix = (
+            "install mpi4py for the MPI of this machine: uv sync for the bundled one, or another"
             " (README, Installing)"
         )
-        found = "mpi4py does not start: " + each((host, str(died)) for host, died in broken)
-        return Row(check="mpi", what="library", found=found, verdict="wrong", do=do)
-    # it works; show what it warns of
+        finding = "mpi4py does not start: " + each((host, str(died)) for host, died in broken)
+        return Row(check="mpi", item="library", finding=finding, status="wrong", fix=fix)
+    # it starts: show the version and the library of each host
     texts = [
         (
             host,
@@ -160,9 +163,9 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
         for host, child in children
     ]
     if len({_first_line(child["library"]) for _, child in children}) > 1:
-        do = "give every host the same MPI: different ones do not understand each other"
-        return Row(check="mpi", what="library", found=each(texts), verdict="wrong", do=do)
-    return Row(check="mpi", what="library", found=each(texts))
+        fix = "give every host the same MPI: different ones cannot communicate"
+        return Row(check="mpi", item="library", finding=each(texts), status="wrong", fix=fix)
+    return Row(check="mpi", item="library", finding=each(texts))
 
 
 def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
@@ -170,90 +173,89 @@ def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
     low = [(host, THREAD_LEVELS[level]) for host, level in levels if level < 3]
     if not low:
         return []
-    do = (
-        "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: several threads"
-        " call it here"
+    fix = (
+        "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: several threads call it"
     )
-    return [Row(check="mpi", what="threads", found=each(low), verdict="wrong", do=do)]
+    return [Row(check="mpi", item="threads", finding=each(low), status="wrong", fix=fix)]
 
 
 def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
     """Return the row for mpi4jax: whether it has the same MPI, and an array passed through it."""
     children = [(one.host, one.facts["child"]) for one in firsts if "library" in one.facts["child"]]
-    again = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
-    # two MPIs in one process: that one array passed is luck
+    rebuild = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
+    # two MPIs in one process may exchange an array by luck, but not reliably
     two = [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]
     if two:
-        found = "mpi4py and mpi4jax load different MPIs: " + each(two)
-        return Row(check="mpi", what="mpi4jax", found=found, verdict="wrong", do=again)
-    # it does not load, or the array of the test did not come back as it was sent
-    failed = [(host, str(c["died"] or "it came back changed")) for host, c in children if not c.get("moved")]
+        finding = "mpi4py and mpi4jax load different MPIs: " + each(two)
+        return Row(check="mpi", item="mpi4jax", finding=finding, status="wrong", fix=rebuild)
+    # it does not load, or the test array did not come back as it was sent
+    failed = [(host, str(c["died"] or "it came back modified")) for host, c in children if not c.get("moved")]
     if failed:
         loads = all("mpi4jax" in child for _, child in children)
-        found = ("an array sent to itself: " if loads else "it does not load: ") + each(failed)
-        return Row(check="mpi", what="mpi4jax", found=found, verdict="wrong", do=again)
+        finding = ("an array sent to itself: " if loads else "it does not load: ") + each(failed)
+        return Row(check="mpi", item="mpi4jax", finding=finding, status="wrong", fix=rebuild)
     texts = [
         (host, f"{child['mpi4jax']} loads the same MPI; an array passed through it")
         for host, child in children
     ]
     if warned := [(host, child["warnings"][0][:200]) for host, child in children if child["warnings"]]:
-        found = f"{each(texts)}; it warns: {each(warned)}"
+        finding = f"{each(texts)}; it warns: {each(warned)}"
         return Row(
             check="mpi",
-            what="mpi4jax",
-            found=found,
-            verdict="note",
-            do="keep jax and mpi4jax as uv sync has them",
+            item="mpi4jax",
+            finding=finding,
+            status="note",
+            fix="keep the versions of jax and mpi4jax that uv sync installs",
         )
     return Row(
-        check="mpi", what="mpi4jax", found=each(texts) if texts else "not tried: mpi4py does not start"
+        check="mpi", item="mpi4jax", finding=each(texts) if texts else "not tried: mpi4py does not start"
     )
 
 
 def _launches(firsts: Sequence[RankFacts]) -> Row:
     """Return the row for the mpiexec that `shardtrain launch` uses."""
-    found = each(
+    finding = each(
         (one.host, m.get("error") or f"{m['path']} ({m['flavour']} {m['version']})")
         for one in firsts
         for m in (one.facts["mpiexec"],)
     )
     if any("error" in one.facts["mpiexec"] for one in firsts):
-        do = (
-            "install shardtrain[mpi], which brings one, or name yours: shardtrain launch --mpiexec PATH;"
+        fix = (
+            "install shardtrain[mpi], which contains one, or give yours: shardtrain launch --mpiexec PATH;"
             " srun needs none"
         )
-        return Row(check="mpi", what="mpiexec", found=found, verdict="warning", do=do)
+        return Row(check="mpi", item="mpiexec", finding=finding, status="warning", fix=fix)
     other = [
         (one.host, vendor(one.facts["child"]["library"]))
         for one in firsts
         if "library" in one.facts["child"]
-        and not fit(one.facts["mpiexec"]["flavour"], vendor(one.facts["child"]["library"]))
+        and not compatible(one.facts["mpiexec"]["flavour"], vendor(one.facts["child"]["library"]))
     ]
     if other:
-        do = (
-            f"start ranks with the mpiexec of mpi4py's MPI ({other[0][1]}); by this one each rank would"
+        fix = (
+            f"start ranks with the mpiexec of mpi4py's MPI ({other[0][1]}); with this one each rank would"
             " be alone"
         )
-        return Row(check="mpi", what="mpiexec", found=found, verdict="warning", do=do)
-    return Row(check="mpi", what="mpiexec", found=found)
+        return Row(check="mpi", item="mpiexec", finding=finding, status="warning", fix=fix)
+    return Row(check="mpi", item="mpiexec", finding=finding)
 
 
 def _device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
-    found = each(
-        (host, "takes device memory" if able else "does not take device memory") for host, able in probed
+    finding = each(
+        (host, "accepts device memory" if able else "does not accept device memory") for host, able in probed
     )
     if all(able for _, able in probed):
-        return Row(check="mpi", what="CUDA-aware", found=found)
-    do = (
-        "nothing: arrays cross through the host's memory; an MPI and mpi4jax built for CUDA would save a copy"
+        return Row(check="mpi", item="CUDA-aware", finding=finding)
+    fix = (
+        "nothing: arrays are copied through host memory; an MPI and mpi4jax built for CUDA would save a copy"
     )
-    return Row(check="mpi", what="CUDA-aware", found=found, verdict="note", do=do)
+    return Row(check="mpi", item="CUDA-aware", finding=finding, status="note", fix=fix)
 
 
 CHECK = Check(
-    about="MPI's flavour, ABI, threads, launcher, PMI, an array through mpi4jax",
-    look=look,
-    judge=judge,
+    about="MPI's vendor, ABI, threads, launcher, PMI, and an array sent through mpi4jax",
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=CHILD_SECONDS + PROBE_SECONDS + 30.0,
     if_it_hangs="a child process could not be ended: look for processes in state D on that host",
 )

@@ -1,9 +1,9 @@
-"""The vendor of an MPI library, and whether a launcher fits it. Texts only: no MPI, no jax."""
+"""The vendor of an MPI library, and whether a launcher is compatible with it. No MPI, no jax."""
 
 import re
 from collections.abc import Mapping
 
-from shardtrain.doctor.child import tell
+from shardtrain.doctor.child import run_child
 from shardtrain.islands.launcher_variables import LAUNCHERS
 from shardtrain.islands.mpi_library import library_environment
 from shardtrain.islands.rank_environment import RankEnvironment
@@ -24,29 +24,29 @@ def vendor(library: str) -> str:
     return "hydra" if re.search(r"MPICH|MVAPICH", library) else "other"
 
 
-def fit(launcher: str, library: str) -> bool:
-    """Return whether ranks with this vendor's library find each other under that vendor's mpiexec.
+def compatible(launcher: str, library: str) -> bool:
+    """Return whether a launcher of one vendor can start ranks that use a library of another.
 
-    MPICH's and Intel's speak the same PMI; of a library that is not known nothing can be said.
+    MPICH and Intel MPI use the same PMI. An unknown library counts as compatible.
 
-    >>> fit("hydra", "intel"), fit("openmpi", "hydra")
+    >>> compatible("hydra", "intel"), compatible("openmpi", "hydra")
     (True, False)
     """
     return library == "other" or (launcher == "openmpi") == (library == "openmpi")
 
 
 def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> str | None:
-    """Return why MPI would not start in this rank, or not find the others; None if it should work.
+    """Return why MPI would not start or not find the other ranks; None if it should work.
 
-    The library is asked in a child that no launcher started: in a rank of another MPI it may end the process.
+    A child process without launcher variables loads mpi4py: a rank of another MPI might end by it.
     """
     program = "import json; from mpi4py import MPI; print(json.dumps({'library': MPI.Get_library_version()}))"
-    facts = tell(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
+    facts = run_child(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
     if "library" not in facts:
         return f"mpi4py does not start: {facts['died']}"
     # srun and flux start the ranks of any MPI
     launcher = LAUNCHERS[environment.launcher].mpi_vendor
-    if launcher is None or fit(launcher, vendor(facts["library"])):
+    if launcher is None or compatible(launcher, vendor(facts["library"])):
         return None
     version = facts["library"].splitlines()[0]
     return (

@@ -9,28 +9,28 @@ from pathlib import Path
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, time_text
 
 SLOW_SECONDS = 1.0
-"""Slowest lookup of a name without a warning; it takes seconds if a name server does not answer."""
+"""Lookups of names that take longer are a warning; they take seconds if a name server does not answer."""
 
 CLOCK_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
-"""Difference of clocks above which dates of checkpoints and log lines get out of order."""
+"""Clock differences that are a warning, and wrong: dates of checkpoints and log lines get out of order."""
 
 MOST_HOSTS = 64
 """Largest number of other hosts that a host looks up."""
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Collect this host's name, the addresses of all names, and its clock at a common moment."""
     name = socket.gethostname()
     machine = Path("/proc/sys/kernel/random/boot_id")
     mine = {
         "name": name,
-        "launcher_name": here.environment.host,
+        "launcher_name": context.environment.host,
         "machine": machine.read_text().strip() if machine.exists() else "",
         "own": resolve(name),
     }
-    names = [other for other in dict.fromkeys(here.control.all_gather("names", name)) if other != name]
-    others = {other: resolve(other) for other in names[:MOST_HOSTS]} if here.is_first_on_host else {}
-    here.control.all_gather("names are looked up")
+    names = [other for other in dict.fromkeys(context.control.all_gather("names", name)) if other != name]
+    others = {other: resolve(other) for other in names[:MOST_HOSTS]} if context.is_first_on_host else {}
+    context.control.all_gather("names are looked up")
     # a barrier: all ranks leave it within milliseconds
     return mine | {"others": others, "clock": time.time()}
 
@@ -39,19 +39,19 @@ def resolve(name: str) -> Facts:
     """Return the addresses of a name.
 
     Returns:
-      `addresses`, the `seconds` it took, and an `error` where it leads nowhere.
+      `addresses`, the `seconds` it took, and an `error` if the name does not resolve.
     """
     began, addresses, error = time.monotonic(), [], None
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(where[0]) for *_, where in found))
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(where[0]) for *_, where in entries))
     except OSError as failure:
         error = failure.strerror or str(failure)
     return {"addresses": addresses, "seconds": time.monotonic() - began, "error": error}
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is of loopback, which every host uses for itself.
+    """Return whether an address is a loopback address, which every host uses for itself.
 
     >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.7"), is_loopback("fe80::1%eth0")
     (True, False, False)
@@ -59,7 +59,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for own names, other hosts' names, and clocks."""
     firsts = [ranks[0] for ranks in by_host(all_facts).values()]
     rows = [_own(firsts), *_doubles(firsts), *_slow(firsts)]
@@ -69,27 +69,28 @@ def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _own(firsts: Sequence[RankFacts]) -> Row:
-    found = each((one.host, f"{one.facts['name']} is {addresses_text(one.facts['own'])}") for one in firsts)
+    finding = each((one.host, f"{one.facts['name']} is {addresses_text(one.facts['own'])}") for one in firsts)
     lost = [one for one in firsts if not one.facts["own"]["addresses"]]
     looped = [one for one in firsts if _loops(one.facts["own"]) and one not in lost]
     if lost:
         line = f"10.0.0.7 {lost[0].facts['name']}"
-        do = f"give it an address: a line such as '{line}', with its own address, in /etc/hosts of every host"
-        return Row(check="names", what="own name", found=found, verdict="wrong", do=do)
+        fix = (
+            f"give it an address: a line such as '{line}', with its own address, in /etc/hosts of every host"
+        )
+        return Row(check="names", item="own name", finding=finding, status="wrong", fix=fix)
     if looped and len(firsts) > 1:
         one = looped[0].facts
-        do = (
-            "other hosts cannot reach what jax.distributed and MPI give out as the address of"
-            f" {one['name']}: in its"
-            f" /etc/hosts take {one['name']} off the line of {one['own']['addresses'][0]}, and add one"
-            " with the"
+        fix = (
+            "other hosts cannot reach the address that jax.distributed and MPI would use for"
+            f" {one['name']}: in its /etc/hosts take {one['name']} off the line of"
+            f" {one['own']['addresses'][0]}, and add a line with the"
             f" address that the others use, such as '10.0.0.7 {one['name']}'"
         )
-        return Row(check="names", what="own name", found=found, verdict="wrong", do=do)
+        return Row(check="names", item="own name", finding=finding, status="wrong", fix=fix)
     if looped:
-        do = "nothing for one host; with several its name must lead to an address that the others reach"
-        return Row(check="names", what="own name", found=found, verdict="note", do=do)
-    return Row(check="names", what="own name", found=found)
+        fix = "nothing for one host; with several its name must resolve to an address that the others reach"
+        return Row(check="names", item="own name", finding=finding, status="note", fix=fix)
+    return Row(check="names", item="own name", finding=finding)
 
 
 def _loops(answer: Mapping) -> bool:
@@ -107,19 +108,19 @@ def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
     for one in firsts:
         machines.setdefault(one.facts["name"], set()).add(one.facts["machine"])
     rows = []
-    if doubles := [name for name, found in machines.items() if len(found) > 1]:
-        found = "; ".join(f"{len(machines[name])} machines are called {name}" for name in doubles)
-        do = (
-            "give each machine a name of its own (hostnamectl set-hostname); logs and MPI tell them"
-            " apart by it"
+    if doubles := [name for name, ids in machines.items() if len(ids) > 1]:
+        finding = "; ".join(f"{len(machines[name])} machines are called {name}" for name in doubles)
+        fix = (
+            "give each machine a name of its own (hostnamectl set-hostname); logs and MPI use it to tell"
+            " them apart"
         )
-        rows.append(Row(check="names", what="names", found=found, verdict="wrong", do=do))
+        rows.append(Row(check="names", item="names", finding=finding, status="wrong", fix=fix))
     called = [(one.facts["launcher_name"], one.facts["name"]) for one in firsts]
     other = [(name, own) for name, own in called if name.partition(".")[0] != own.partition(".")[0]]
     if other:
-        found = "; ".join(f"{name} of the launcher calls itself {own}" for name, own in other)
-        do = "nothing while both names lead to the same host (names of a container often differ)"
-        rows.append(Row(check="names", what="launcher", found=found, verdict="note", do=do))
+        finding = "; ".join(f"{name} of the launcher has the host name {own}" for name, own in other)
+        fix = "nothing while both names resolve to the same host (names of a container often differ)"
+        rows.append(Row(check="names", item="launcher", finding=finding, status="note", fix=fix))
     return rows
 
 
@@ -133,9 +134,9 @@ def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
     if not slow:
         return []
     host, name, seconds = max(slow, key=lambda entry: entry[2])
-    found = f"{host} took {time_text(seconds)} to look up {name}"
-    do = "a name server does not answer: mend /etc/resolv.conf there, or put the hosts into /etc/hosts"
-    return [Row(check="names", what="speed", found=found, verdict="warning", do=do)]
+    finding = f"{host} took {time_text(seconds)} to look up {name}"
+    fix = "a name server does not answer: correct /etc/resolv.conf there, or put the hosts into /etc/hosts"
+    return [Row(check="names", item="speed", finding=finding, status="warning", fix=fix)]
 
 
 def _others(firsts: Sequence[RankFacts]) -> Row:
@@ -147,10 +148,10 @@ def _others(firsts: Sequence[RankFacts]) -> Row:
         if not answer["addresses"] or _loops(answer)
     ]
     if wrong:
-        do = "put every host with its address into /etc/hosts of every host, or mend the name server"
-        return Row(check="names", what="other hosts", found="; ".join(wrong[:4]), verdict="wrong", do=do)
+        fix = "put every host with its address into /etc/hosts of every host, or repair the name server"
+        return Row(check="names", item="other hosts", finding="; ".join(wrong[:4]), status="wrong", fix=fix)
     return Row(
-        check="names", what="other hosts", found=f"each of {len(firsts)} hosts finds the others by name"
+        check="names", item="other hosts", finding=f"each of {len(firsts)} hosts finds the others by name"
     )
 
 
@@ -160,23 +161,23 @@ def _clocks(all_facts: Sequence[RankFacts]) -> Row:
     early, late = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
     apart = clocks[late] - clocks[early]
     if apart < CLOCK_SECONDS:
-        return Row(check="names", what="clocks", found=f"within {time_text(apart)} of each other")
+        return Row(check="names", item="clocks", finding=f"within {time_text(apart)} of each other")
     return Row(
         check="names",
-        what="clocks",
-        found=f"{late} is {time_text(apart)} ahead of {early}",
-        verdict="wrong" if apart >= CLOCK_WRONG_SECONDS else "warning",
-        do=(
+        item="clocks",
+        finding=f"{late} is {time_text(apart)} ahead of {early}",
+        status="wrong" if apart >= CLOCK_WRONG_SECONDS else "warning",
+        fix=(
             "set the clocks by NTP (timedatectl set-ntp true, or chronyc makestep); dates of files and"
-            " logs go by them"
+            " logs depend on them"
         ),
     )
 
 
 CHECK = Check(
-    about="names of hosts, what they lead to, clocks",
-    look=look,
-    judge=judge,
+    about="names of hosts, their addresses, clocks",
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=60.0,
-    if_it_hangs="name servers do not answer: mend /etc/resolv.conf, or put the hosts into /etc/hosts",
+    if_it_hangs="name servers do not answer: correct /etc/resolv.conf, or put the hosts into /etc/hosts",
 )

@@ -11,21 +11,21 @@ CONNECT_SECONDS = 3.0
 MOST_PARTNERS = 16
 """Number of next hosts in a ring that each host connects to; neighbours are tried in both directions."""
 
-WHY = {
+CAUSES = {
     "silent": "a firewall drops it",
-    "refused": "a firewall rejects it, or the name leads to another machine",
-    "no way": "there is no route between these networks",
-    "no name": "the name is not known there, see names",
+    "refused": "a firewall rejects it, or the name resolves to another machine",
+    "no route": "there is no route between these networks",
+    "no name": "the name does not resolve there, see names",
 }
-"""How a connection fails -> what that usually means."""
+"""How a connection fails -> the usual cause."""
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Listen on a free port, and connect to those of the other hosts."""
     facts: Facts = {"listens": None, "connects": {}}
-    if not here.is_first_on_host:
-        here.control.all_gather("ports", None)
-        here.control.all_gather("ports are tried")
+    if not context.is_first_on_host:
+        context.control.all_gather("ports", None)
+        context.control.all_gather("ports are tried")
         return facts
     with socket.socket() as server:
         try:
@@ -34,15 +34,15 @@ def look(here: RankContext) -> Facts:
             port = server.getsockname()[1]
         except OSError as error:
             facts["listens"], port = str(error), 0
-        alone = len(here.first_ranks) == 1
+        alone = len(context.first_ranks) == 1
         mine = {"address": "127.0.0.1" if alone else socket.gethostname(), "port": port}
-        everyone = here.control.all_gather("ports", mine)
-        for host in partners(list(here.first_ranks), here.hosts[here.rank]):
-            there = everyone[here.first_ranks[host]]
+        everyone = context.control.all_gather("ports", mine)
+        for host in partners(list(context.first_ranks), context.hosts[context.rank]):
+            there = everyone[context.first_ranks[host]]
             if there["port"]:
                 facts["connects"][host] = connect(there["address"], there["port"])
         # a barrier: no rank closes its port while another still connects
-        here.control.all_gather("ports are tried")
+        context.control.all_gather("ports are tried")
     return facts
 
 
@@ -61,7 +61,7 @@ def connect(address: str, port: int) -> Facts:
     """Connect once.
 
     Returns:
-      `seconds`, and `failed`: a word of `WHY`, or None.
+      `seconds`, and `failed`: a key of `CAUSES`, or None.
     """
     began, failed = time.monotonic(), None
     try:
@@ -74,45 +74,46 @@ def connect(address: str, port: int) -> Facts:
         failed = "no name"
     except OSError as error:
         # a firewall's "administratively prohibited" arrives as one of these too
-        failed = "no way" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else str(error)
+        failed = "no route" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else str(error)
     return {"seconds": time.monotonic() - began, "failed": failed}
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for listening and for connecting."""
     firsts = [ranks[0] for ranks in by_host(all_facts).values()]
-    if deaf := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
-        do = (
-            "let programs of users listen there: ask the administrator, or leave the container's network mode"
+    if refused := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
+        fix = (
+            "allow users' programs to listen there: ask the administrator, or change the network mode of the"
+            " container"
         )
-        return [Row(check="ports", what="listen", found="; ".join(deaf), verdict="wrong", do=do)]
+        return [Row(check="ports", item="listen", finding="; ".join(refused), status="wrong", fix=fix)]
     tried = [(one.host, host, answer) for one in firsts for host, answer in one.facts["connects"].items()]
     broken = [entry for entry in tried if entry[2]["failed"]]
     if broken:
-        pairs = some([f"{a} to {b} {_how(answer['failed'])}" for a, b, answer in broken])
+        pairs = some([f"{a} to {b} {_failure_text(answer['failed'])}" for a, b, answer in broken])
         why = dict.fromkeys(
-            WHY.get(answer["failed"], "the network is set up wrongly") for *_, answer in broken
+            CAUSES.get(answer["failed"], "the network is misconfigured") for *_, answer in broken
         )
-        do = (
+        fix = (
             f"{'; '.join(why)}: jax.distributed and MPI need free TCP between the hosts, on ports from"
-            " 1024 up"
-            " (firewall-cmd --zone=trusted --add-source=NETWORK, or an inner network for the hosts' names)"
+            " 1024 up (firewall-cmd --zone=trusted --add-source=NETWORK, or host names that resolve to an"
+            " internal network)"
         )
-        return [Row(check="ports", what="connect", found=pairs, verdict="wrong", do=do)]
+        return [Row(check="ports", item="connect", finding=pairs, status="wrong", fix=fix)]
     slowest = max((answer["seconds"] for *_, answer in tried), default=0.0)
     among = f"{len(tried)} connections between {len(firsts)} hosts" if len(firsts) > 1 else "to itself"
-    return [Row(check="ports", what="connect", found=f"{among}, the slowest in {time_text(slowest)}")]
+    return [Row(check="ports", item="connect", finding=f"{among}, the slowest in {time_text(slowest)}")]
 
 
-def _how(failed: str) -> str:
+def _failure_text(failed: str) -> str:
     words = {"silent": f"gets no answer in {CONNECT_SECONDS:.0f} s", "refused": "is refused"}
     return words.get(failed, f"fails ({failed})")
 
 
 CHECK = Check(
     about="listening, and TCP between the hosts",
-    look=look,
-    judge=judge,
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=90.0,
     if_it_hangs="see names and the firewall of that host",
 )

@@ -1,4 +1,4 @@
-"""The check `rates`: matrix and memory rates of each device, and whether its products are right."""
+"""The check `rates`: matrix and memory rates of each device, and whether its matrix products are exact."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from shardtrain.plan.devices import known_device
 
 SIZES = {"cpu": (1024, 2**24)}
 LARGE = (8192, 2**28)
-"""Platform -> rows of square matrices, float32 elements that are moved; other devices need more."""
+"""Rows of square matrices, and float32 elements that are moved: by platform, and for all others."""
 
 REPEATS, BUDGET_SECONDS = 5, 1.0
 OUTLIER = {"cpu": 0.5}
@@ -18,9 +18,9 @@ OUTLIER_SHARE = 0.8
 """Fraction of the median of its kind below which a device is slow; lower for CPUs, whose ranks interfere."""
 
 OF_PEAK = 0.4
-"""Fraction of the data sheet's rate below which a device is throttled, shared, or set up wrongly."""
+"""Fraction of the data sheet's rate below which a device is throttled, shared or misconfigured."""
 
-WHAT = {
+ITEMS = {
     "float32": ("float32 products", "flop"),
     "bfloat16": ("bfloat16 products", "flop"),
     "memory": ("memory bandwidth", "B"),
@@ -28,7 +28,7 @@ WHAT = {
 """Measurement -> its name in the table, and its unit."""
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Measure every device of this rank, one after the other, all ranks at the same time."""
     import jax
 
@@ -44,11 +44,11 @@ def measure(device: Any) -> Facts:
     """Measure the rates of one device.
 
     Args:
-      device: of jax.
+      device: a jax device.
 
     Returns:
-      `float32` and `bfloat16` in flops per second, `memory` in bytes read and written per second, and whether
-      the `exact` product came out.
+      `float32` and `bfloat16` in flops per second, `memory` in bytes read and written per second, and
+      `exact`: whether the product of integers was exact.
     """
     size, elements = SIZES.get(device.platform, LARGE)
     rates, exact = {}, True
@@ -60,7 +60,7 @@ def measure(device: Any) -> Facts:
 
 
 def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Multiply two matrices of small whole numbers, whose product every device must compute exactly."""
+    """Multiply two matrices of small integers, whose product every device must compute exactly."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -105,11 +105,11 @@ def best(run: Callable[[], None]) -> float:
     return min(seconds)
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return a row for each kind of device and measurement, with the slow devices."""
     kinds = dict.fromkeys(device["kind"] for one in all_facts for device in one.facts["devices"])
     rows = [_wrong_products(all_facts)]
-    rows += [row for kind in kinds for name in WHAT for row in [_rate(all_facts, kind, name)]]
+    rows += [row for kind in kinds for name in ITEMS for row in [_rate(all_facts, kind, name)]]
     return [row for row in rows if row is not None]
 
 
@@ -122,22 +122,22 @@ def _wrong_products(all_facts: Sequence[RankFacts]) -> Row | None:
     ]
     if not wrong:
         return None
-    do = "do not train on it: the hardware, its overclocking or its driver makes errors; have it exchanged"
-    found = f"a product of small whole numbers came out wrong on {some(wrong)}"
-    return Row(check="rates", what="exact products", found=found, verdict="wrong", do=do)
+    fix = "do not train on it: the hardware, its overclocking or its driver makes errors; have it replaced"
+    finding = f"a product of small integers is wrong on {some(wrong)}"
+    return Row(check="rates", item="exact products", finding=finding, status="wrong", fix=fix)
 
 
 def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
-    what, unit = WHAT[name]
-    found = [
+    item, unit = ITEMS[name]
+    devices = [
         (f"{one.name} device {i}", device)
         for one in all_facts
         for i, device in enumerate(one.facts["devices"])
         if device["kind"] == kind
     ]
     # the rate of each device of this kind, by rank and number
-    rates = {where: device[name] for where, device in found}
-    platform = found[0][1]["platform"]
+    rates = {where: device[name] for where, device in devices}
+    platform = devices[0][1]["platform"]
     share = OUTLIER.get(platform, OUTLIER_SHARE)
     middle = median(rates.values())
     text = f"{len(rates)} x {kind}: {spread_text(rates.values(), unit)}"
@@ -146,17 +146,17 @@ def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
         named = some(
             [f"{where} {rate_text(rate, unit)} ({rate / middle:.0%})" for where, rate in slow.items()]
         )
-        do = (
-            "every step waits for the slowest: look there for another process, heat and clocks"
+        fix = (
+            "every step waits for the slowest: check it for another process, heat and clocks"
             " (nvidia-smi -q -d PERFORMANCE), a shared core; or give it fewer rows (--shares)"
         )
-        return Row(check="rates", what=what, found=f"{text}; slow: {named}", verdict="warning", do=do)
+        return Row(check="rates", item=item, finding=f"{text}; slow: {named}", status="warning", fix=fix)
     peak = _peak(kind, name)
     if peak and middle < OF_PEAK * peak:
         found_text = f"{text}, {middle / peak:.0%} of the data sheet's {rate_text(peak, unit)}"
-        do = "look for another process, a power cap and clocks: nvidia-smi -q -d PERFORMANCE,POWER"
-        return Row(check="rates", what=what, found=found_text, verdict="warning", do=do)
-    return Row(check="rates", what=what, found=text)
+        fix = "check for another process, a power cap and clocks: nvidia-smi -q -d PERFORMANCE,POWER"
+        return Row(check="rates", item=item, finding=found_text, status="warning", fix=fix)
+    return Row(check="rates", item=item, finding=text)
 
 
 def _peak(kind: str, name: str) -> float | None:
@@ -167,7 +167,8 @@ def _peak(kind: str, name: str) -> float | None:
 
 
 def spread_text(values: Iterable[float], unit: str) -> str:
-    """
+    """Format the range and the median of several rates.
+
     >>> spread_text([2e9, 2.04e9], "B"), spread_text([1e9, 2e9, 3e9], "B")
     ('2.0 GB/s', '1.0 to 3.0 GB/s, median 2.0 GB/s')
     """
@@ -192,8 +193,8 @@ def outliers(rates: dict[str, float], share: float) -> dict[str, float]:
 
 CHECK = Check(
     about="matrix products and memory bandwidth of every device",
-    look=look,
-    judge=judge,
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=180.0,
     if_it_hangs="a device does not answer: nvidia-smi and dmesg there; see the row of devices",
     measures=True,

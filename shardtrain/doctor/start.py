@@ -1,6 +1,6 @@
-"""Connect the launched processes for the checks, or find out why MPI does not start.
+"""Connect the launched ranks for the checks, or report why MPI does not start.
 
-Next: `examine.py`.
+Next: `runner.py`.
 """
 
 import os
@@ -17,7 +17,7 @@ from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes, seat_problem
 
 
-class Alone:
+class SingleProcess:
     """The control channel of a single process, which exchanges nothing."""
 
     def __init__(self, name: str) -> None:
@@ -30,27 +30,27 @@ class Alone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class Connection:
     """The connected ranks, or why they cannot be connected.
 
     Args:
-      controls: one for `examine`, and one for each check.
+      controls: control channels: one to gather results, and one for each check.
       hosts: rank -> host.
-      comm: the communicator of all ranks; None: this process is alone.
+      comm: the MPI communicator of all ranks; None for a single process.
       problem: why the launched ranks cannot exchange messages.
-      seats_problem: why the ranks cannot be divided into islands.
+      islands_problem: why the ranks cannot be divided into islands.
     """
 
     controls: tuple[ControlChannel, ...]
     hosts: tuple[str, ...]
     comm: Any
     problem: str | None = None
-    seats_problem: str | None = None
+    islands_problem: str | None = None
 
 
-def start(
+def connect_ranks(
     environment: RankEnvironment, environ: Mapping[str, str], num_controls: int, patience_seconds: float
-) -> Started:
+) -> Connection:
     """Connect the ranks.
 
     Args:
@@ -63,24 +63,24 @@ def start(
       bridge.RankTimeout: a rank sent nothing, although MPI started on it.
     """
     name = f"rank {environment.rank} (host {environment.host})" if environment.size > 1 else environment.host
-    alone = Started(controls=(Alone(name),) * num_controls, hosts=(environment.host,), comm=None)
+    alone = Connection(controls=(SingleProcess(name),) * num_controls, hosts=(environment.host,), comm=None)
     if environment.size == 1:
         return alone
     # 1. a mistake of the launch that shows without MPI
     if problem := launch_problem(environment, environ):
-        return _with(alone, problem)
+        return _with_problem(alone, problem)
     who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
-    # 2. start MPI, watched by a child: it may end this process without a word
-    with last_words(who, 2 * patience_seconds):
+    # 2. start MPI, watched by a child process: it may end this process without a message
+    with watch_mpi_start(who, 2 * patience_seconds):
         from shardtrain.islands.bridge import Control, world
         from shardtrain.islands.membership import other_mpi_text, rank_name
 
         try:
             comm = world()
         except ValueError as problem:
-            return _with(alone, str(problem))
+            return _with_problem(alone, str(problem))
         if (comm.rank, comm.size) != (environment.rank, environment.size):
-            return _with(alone, other_mpi_text(environment, comm.rank, comm.size))
+            return _with_problem(alone, other_mpi_text(environment, comm.rank, comm.size))
         controls = tuple(Control(comm) for _ in range(num_controls))
         hosts = controls[0].all_gather("start", environment.host, patience_seconds)
     # 3. the seats of the ranks; a mistake there must not keep the other checks from running
@@ -96,11 +96,11 @@ def start(
     for control in controls:
         control.names = names
         control.patience_seconds = patience_seconds
-    return Started(controls=controls, hosts=tuple(hosts), comm=comm, seats_problem=problem)
+    return Connection(controls=controls, hosts=tuple(hosts), comm=comm, islands_problem=problem)
 
 
-def _with(alone: Started, problem: str) -> Started:
-    return Started(controls=alone.controls, hosts=alone.hosts, comm=None, problem=problem)
+def _with_problem(alone: Connection, problem: str) -> Connection:
+    return Connection(controls=alone.controls, hosts=alone.hosts, comm=None, problem=problem)
 
 
 def late_text(who: str, after_seconds: float) -> str:
@@ -110,32 +110,30 @@ def late_text(who: str, after_seconds: float) -> str:
     'shardtrain doctor: rank 1 of 2 (host a): MPI did not start within'
     """
     return (
-        f"shardtrain doctor: {who}: MPI did not start within {after_seconds:.0f} s; a host may not be"
-        " reached by"
-        " the others, or their MPIs differ. Run `shardtrain doctor` alone on each host, then on two of them\n"
+        f"shardtrain doctor: {who}: MPI did not start within {after_seconds:.0f} s; the hosts may not"
+        " reach each other, or their MPIs differ. Run `shardtrain doctor` alone on each host, then on two of"
+        " them\n"
     )
 
 
-def dead_text(who: str) -> str:
+def ended_text(who: str) -> str:
     """Return the message for a rank that ended while MPI started.
 
-    >>> dead_text("rank 1 of 2 (host a)")[:68]
+    >>> ended_text("rank 1 of 2 (host a)")[:68]
     'shardtrain doctor: rank 1 of 2 (host a): the process ended while MPI'
     """
     return (
-        f"shardtrain doctor: {who}: the process ended while MPI started, or by another rank's end; what"
-        " MPI says"
-        " of it stands above. Run `shardtrain doctor` alone on this host; with srun add --mpi=pmi2 or"
-        " --mpi=pmix\n"
+        f"shardtrain doctor: {who}: the process ended while MPI started, or because another rank"
+        " ended; MPI's own message is above. Run `shardtrain doctor` alone on this host; with srun add"
+        " --mpi=pmi2 or --mpi=pmix\n"
     )
 
 
 @contextmanager
-def last_words(who: str, after_seconds: float) -> Iterator[None]:
-    """Report from a child process if the enclosed code ends this process, or does not end in time.
+def watch_mpi_start(who: str, after_seconds: float) -> Iterator[None]:
+    """Print a message if the enclosed code ends this process, or does not end in time.
 
-    MPI_Init keeps Python's lock while it waits, so no thread or signal handler of this process could run; a
-    child process watches instead.
+    A child process does so: MPI_Init holds Python's global lock, so no thread or signal handler would run.
     """
     read, write = os.pipe()
     parent = os.getpid()
@@ -147,7 +145,7 @@ def last_words(who: str, after_seconds: float) -> Iterator[None]:
                 os.write(2, late_text(who, after_seconds).encode())
                 os.kill(parent, signal.SIGKILL)
             elif os.read(read, 1) == b"":
-                os.write(2, dead_text(who).encode())
+                os.write(2, ended_text(who).encode())
         finally:
             os._exit(0)
     os.close(read)

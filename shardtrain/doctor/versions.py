@@ -14,11 +14,11 @@ from shardtrain.islands.rank_facts import flags, versions
 SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
 
 
-def look(here: RankContext) -> Facts:
+def collect(context: RankContext) -> Facts:
     """Collect versions, flags, system and driver of this rank."""
     return {
         **versions(),
-        **flags(here.environ),
+        **flags(context.environ),
         "python": sys.executable,
         "machine": platform.machine(),
         "system": f"{system_name()}, Linux {platform.release()}",
@@ -35,7 +35,7 @@ def system_name() -> str:
         return os.uname().sysname
 
 
-def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
+def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for packages and flags, which must agree, and for systems, which may differ."""
     return [_packages(all_facts), _flags(all_facts), _python(all_facts), _system(all_facts)]
 
@@ -43,26 +43,26 @@ def judge(all_facts: Sequence[RankFacts]) -> list[Row]:
 def _packages(all_facts: Sequence[RankFacts]) -> Row:
     if differences := _differences(all_facts, "versions/"):
         return Row(
-            check="versions", what="packages", found=differences[0], verdict="wrong", do=differences[1]
+            check="versions", item="packages", finding=differences[0], status="wrong", fix=differences[1]
         )
     missing = [name for name in SHOWN if all_facts[0].facts[f"versions/{name}"] is None]
     # a single process needs no MPI; the check `mpi` reports it
     if set(missing) - set(OF_MPI):
-        do = "uv sync installs what shardtrain needs"
-        found = f"not installed: {', '.join(missing)}"
-        return Row(check="versions", what="packages", found=found, verdict="wrong", do=do)
-    here = [name for name in SHOWN if name not in missing]
-    found = ", ".join(f"{name} {all_facts[0].facts[f'versions/{name}']}" for name in here)
-    return Row(check="versions", what="packages", found=found)
+        fix = "uv sync installs the packages that shardtrain needs"
+        finding = f"not installed: {', '.join(missing)}"
+        return Row(check="versions", item="packages", finding=finding, status="wrong", fix=fix)
+    installed = [name for name in SHOWN if name not in missing]
+    finding = ", ".join(f"{name} {all_facts[0].facts[f'versions/{name}']}" for name in installed)
+    return Row(check="versions", item="packages", finding=finding)
 
 
 def _flags(all_facts: Sequence[RankFacts]) -> Row:
     if differences := _differences(all_facts, "flags/"):
-        return Row(check="versions", what="flags", found=differences[0], verdict="wrong", do=differences[1])
+        return Row(check="versions", item="flags", finding=differences[0], status="wrong", fix=differences[1])
     facts = all_facts[0].facts
     xla = [f"{name[6:]}={value}" for name, value in facts.items() if name.startswith("flags/xla_")]
-    found = ", ".join(xla) if xla else "no flag of XLA that changes results"
-    return Row(check="versions", what="flags", found=found)
+    finding = ", ".join(xla) if xla else "no XLA flag that changes results"
+    return Row(check="versions", item="flags", finding=finding)
 
 
 def _differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str] | None:
@@ -72,35 +72,37 @@ def _differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str]
     if text is None:
         return None
     lines = [line.strip() for line in text.splitlines()[1:]]
-    found = "; ".join(line for line in lines if not line.startswith("->"))
-    return found, "; ".join(line[3:] for line in lines if line.startswith("->"))
+    finding = "; ".join(line for line in lines if not line.startswith("->"))
+    return finding, "; ".join(line[3:] for line in lines if line.startswith("->"))
 
 
 def _python(all_facts: Sequence[RankFacts]) -> Row:
-    found = each((one.name, one.facts["python"]) for one in all_facts)
+    finding = each((one.name, one.facts["python"]) for one in all_facts)
     if len({one.facts["python"] for one in all_facts}) > 1:
-        do = "nothing while their packages agree; one environment on a shared file system keeps it so"
-        return Row(check="versions", what="python", found=found, verdict="note", do=do)
-    return Row(check="versions", what="python", found=found)
+        fix = "nothing while their packages are equal; one environment on a shared file system ensures that"
+        return Row(check="versions", item="python", finding=finding, status="note", fix=fix)
+    return Row(check="versions", item="python", finding=finding)
 
 
 def _system(all_facts: Sequence[RankFacts]) -> Row:
     names = ("system", "machine", "libc", "driver")
-    found = each((one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in all_facts)
+    finding = each(
+        (one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in all_facts
+    )
     drivers = {one.facts["driver"] for one in all_facts if one.facts["driver"]}
     if len(drivers) > 1:
-        do = f"bring the GPU drivers to one version ({some(sorted(drivers))}): NCCL is tested with equal ones"
-        return Row(check="versions", what="system", found=found, verdict="warning", do=do)
+        fix = f"install one GPU driver on all hosts (now {some(sorted(drivers))}): NCCL expects that"
+        return Row(check="versions", item="system", finding=finding, status="warning", fix=fix)
     if len({tuple(one.facts[n] for n in names) for one in all_facts}) > 1:
-        do = "nothing; hosts that differ may round the last bits differently, see docs/islands.md"
-        return Row(check="versions", what="system", found=found, verdict="note", do=do)
-    return Row(check="versions", what="system", found=found)
+        fix = "nothing: different hosts may round the last bits differently"
+        return Row(check="versions", item="system", finding=finding, status="note", fix=fix)
+    return Row(check="versions", item="system", finding=finding)
 
 
 CHECK = Check(
-    about="packages, flags, Python, system and driver, the same on all ranks",
-    look=look,
-    judge=judge,
+    about="packages, flags, Python, system and driver, equal on all ranks",
+    collect=collect,
+    evaluate=evaluate,
     limit_seconds=60.0,
-    if_it_hangs="Python's environment lies on a file system that does not answer",
+    if_it_hangs="Python's environment is on a file system that does not answer",
 )

@@ -1,6 +1,6 @@
 """The GPUs of this host, and those visible to this process: from device files and nvidia-smi.
 
-No jax and no rows: `devices.py` compares it with what jax sees.
+It does not import jax: `devices.py` compares these facts with the devices that jax sees.
 """
 
 import os
@@ -22,7 +22,7 @@ def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
     """Collect the GPUs that this process may use.
 
     Returns:
-      `nodes`: GPUs with a device file that can be opened; `closed`: without the right to; `gpus`: as
+      `nodes`: number of GPUs whose device file can be opened; `closed`: of those that cannot; `gpus`: as
       nvidia-smi lists them; `visible`: by `CUDA_VISIBLE_DEVICES`, None where it is not set; `slurm`: how
       many Slurm gave, None likewise; `driver`; `plugin`: the CUDA plugin of jax and its version;
       `smi_error`.
@@ -45,8 +45,8 @@ def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
 
 def gpus_wanted(environ: Mapping[str, str]) -> bool:
     """Return whether there is a GPU, and jax is not set to use the CPU."""
-    here = num_device_files() > 0 and visible(environ) != []
-    return here and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
+    has_gpu = num_device_files() > 0 and visible(environ) != []
+    return has_gpu and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
 
 
 def num_device_files() -> int:
@@ -76,8 +76,8 @@ def slurm_gpus(environ: Mapping[str, str]) -> int | None:
     """
     if step := environ.get(STEP_GPUS):
         return len(step.split(","))
-    found = re.search(r"(\d+)$", environ.get(NODE_GPUS, ""))
-    return int(found[1]) if found else None
+    match = re.search(r"(\d+)$", environ.get(NODE_GPUS, ""))
+    return int(match[1]) if match else None
 
 
 def read_gpus(text: str) -> list[Facts]:
@@ -124,8 +124,8 @@ def driver() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return found[1] if found else None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match[1] if match else None
 
 
 def plugin() -> str | None:
@@ -144,8 +144,8 @@ def uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
     if names is None:
         return [gpu["uuid"] for gpu in gpus]
     by_word = {gpu["index"]: gpu["uuid"] for gpu in gpus}
-    found = [
+    listed = [
         by_word.get(word) or next((g["uuid"] for g in gpus if g["uuid"].startswith(word)), "")
         for word in names
     ]
-    return [uuid for uuid in found if uuid]
+    return [uuid for uuid in listed if uuid]

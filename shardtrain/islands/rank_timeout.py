@@ -10,13 +10,13 @@ class RankTimeout(RuntimeError):
     Args:
       text: the message, with names and seconds.
       ranks: the missing ones.
-      found: rank -> value, of those that joined.
+      received: rank -> value, of the ranks that joined.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int], found: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, text: str, ranks: Sequence[int], received: Mapping[int, Any] | None = None) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        self.found = dict(found or {})
+        self.received = dict(received or {})
 
 
 def missing_text(name: str, missing: Sequence[str], waited_seconds: float) -> str:

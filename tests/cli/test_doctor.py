@@ -73,7 +73,7 @@ def test_launched_islands_end_together_with_the_code_of_what_is_wrong(tmp_path):
     code, out, err = run(tmp_path, "--only", "files", "--run-dir", "file", "--quick", after=launch)
     assert code == 1
     assert out.count("what to do") == 1
-    assert "a file stands in its place" in re.sub(r"\s+", " ", out)
+    assert "a file is in its place" in re.sub(r"\s+", " ", out)
     assert "MPI_Abort" not in out + err
 
 

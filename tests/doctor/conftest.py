@@ -27,7 +27,7 @@ def by_what() -> Callable[[Sequence[Row]], dict[str, Row]]:
     """Rows by what they are about; no two are about the same."""
 
     def by_what(rows: Sequence[Row]) -> dict[str, Row]:
-        assert len({row.what for row in rows}) == len(rows)
-        return {row.what: row for row in rows}
+        assert len({row.item for row in rows}) == len(rows)
+        return {row.item: row for row in rows}
 
     return by_what

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardtrain.doctor.binding import judge, numa_nodes
+from shardtrain.doctor.binding import evaluate, numa_nodes
 from shardtrain.doctor.cgroup import limits
 
 GIB = 2**30
@@ -28,17 +28,17 @@ def rank(cores, host_cores=4, **changes):
 
 def test_ranks_on_cores_of_their_own_are_well(told, by_what):
     facts = [rank([0, 1], given=[0, 1, 2, 3]), rank([2, 3], given=[0, 1, 2, 3])]
-    rows = by_what(judge(told(facts, "aa")))
-    assert {row.verdict for row in rows.values()} == {"ok"}
-    assert rows["cores"].found == (
-        "rank 0: 2 cores (0-1 of 4), shared out of 0-3; rank 1: 2 cores (2-3 of 4), shared out of 0-3"
+    rows = by_what(evaluate(told(facts, "aa")))
+    assert {row.status for row in rows.values()} == {"ok"}
+    assert rows["cores"].finding == (
+        "rank 0: 2 cores (0-1 of 4), its share of 0-3; rank 1: 2 cores (2-3 of 4), its share of 0-3"
     )
 
 
 @pytest.mark.parametrize(
     ("cores", "hosts", "verdict", "do"),
     [
-        (([0], [0]), "aa", "wrong", "2 each; srun --cpus-per-task=2"),
+        (([0], [0]), "aa", "wrong", "assigns 2 to each; srun --cpus-per-task=2"),
         (([0, 1], [1, 2]), "aa", "wrong", "4 cores are there"),
         (([0, 1, 2, 3], [0, 1, 2, 3]), "aa", "warning", "a share of its own (2 cores)"),
         (([0], [0]), "ab", "ok", ""),
@@ -46,52 +46,52 @@ def test_ranks_on_cores_of_their_own_are_well(told, by_what):
     ],
 )
 def test_ranks_of_a_host_on_the_same_cores(told, by_what, cores, hosts, verdict, do):
-    row = by_what(judge(told([rank(one) for one in cores], hosts)))["cores"]
-    assert row.verdict == verdict
-    assert do in row.do
+    row = by_what(evaluate(told([rank(one) for one in cores], hosts)))["cores"]
+    assert row.status == verdict
+    assert do in row.fix
 
 
 def test_a_rank_over_several_numa_nodes_is_a_note(told, by_what):
     nodes = {"0": [0, 1], "1": [2, 3]}
-    spread = by_what(judge(told([rank([0, 1, 2, 3], nodes=nodes)], "a")))["NUMA"]
-    assert (spread.verdict, spread.found) == ("note", "on node 0, 1: spread over nodes")
-    assert "start 2 ranks a host" in spread.do
-    one = by_what(judge(told([rank([2, 3], nodes=nodes)], "a")))["NUMA"]
-    assert (one.verdict, one.found) == ("ok", "on node 1")
+    spread = by_what(evaluate(told([rank([0, 1, 2, 3], nodes=nodes)], "a")))["NUMA"]
+    assert (spread.status, spread.finding) == ("note", "on node 0, 1: spread over nodes")
+    assert "start 2 ranks a host" in spread.fix
+    one = by_what(evaluate(told([rank([2, 3], nodes=nodes)], "a")))["NUMA"]
+    assert (one.status, one.finding) == ("ok", "on node 1")
 
 
 def test_more_threads_than_cores_are_a_warning(told, by_what):
-    row = by_what(judge(told([rank([0, 1], threads={"OMP_NUM_THREADS": "16"})], "a")))["threads"]
-    assert (row.verdict, row.found) == ("warning", "OMP_NUM_THREADS=16 on 2 cores")
-    assert row.do.endswith("2")
+    row = by_what(evaluate(told([rank([0, 1], threads={"OMP_NUM_THREADS": "16"})], "a")))["threads"]
+    assert (row.status, row.finding) == ("warning", "OMP_NUM_THREADS=16 on 2 cores")
+    assert row.fix.endswith("2")
 
 
 def test_limits_of_the_cgroup_are_compared_with_what_is_seen(told, by_what):
     tight = rank([0, 1, 2, 3], limits={"cores": 1.5, "memory_bytes": 16 * GIB})
-    rows = by_what(judge(told([tight], "a")))
-    assert (rows["CPU quota"].verdict, rows["CPU quota"].found) == (
+    rows = by_what(evaluate(told([tight], "a")))
+    assert (rows["CPU quota"].status, rows["CPU quota"].finding) == (
         "warning",
-        "1.5 cores of time, 4 are seen",
+        "1.5 cores of time, 4 are visible",
     )
-    assert "taskset -c 0-0" in rows["CPU quota"].do
-    assert rows["memory"].verdict == "note"
-    assert rows["memory"].found == "32.0 GiB free of 64.0 GiB, limited to 16.0 GiB by the cgroup"
+    assert "taskset -c 0-0" in rows["CPU quota"].fix
+    assert rows["memory"].status == "note"
+    assert rows["memory"].finding == "32.0 GiB free of 64.0 GiB, limited to 16.0 GiB by the cgroup"
 
 
 def test_a_small_shm_is_a_warning(told, by_what):
     small = rank([0], shm_bytes=64 * 2**20, shm_free_bytes=60 * 2**20)
-    row = by_what(judge(told([small, {**small, "cores": [1], "given": [1]}], "aa")))["/dev/shm"]
-    assert (row.verdict, row.found) == ("warning", "60.0 MiB free of 64.0 MiB")
-    assert "128.0 MiB" in row.do
+    row = by_what(evaluate(told([small, {**small, "cores": [1], "given": [1]}], "aa")))["/dev/shm"]
+    assert (row.status, row.finding) == ("warning", "60.0 MiB free of 64.0 MiB")
+    assert "128.0 MiB" in row.fix
 
 
 def test_ulimits(told, by_what):
     low = rank([0], ulimits={"memlock": 65536, "nofile": 256, "core": 0})
-    row = by_what(judge(told([low], "a")))["ulimits"]
-    assert (row.verdict, row.found) == ("warning", "memlock 64.0 KiB, open files 256, core file none")
-    row = by_what(judge(told([{**low, "infiniband": True}], "a")))["ulimits"]
-    assert row.verdict == "wrong"
-    assert "ulimit -l unlimited" in row.do
+    row = by_what(evaluate(told([low], "a")))["ulimits"]
+    assert (row.status, row.finding) == ("warning", "memlock 64.0 KiB, open files 256, core file none")
+    row = by_what(evaluate(told([{**low, "infiniband": True}], "a")))["ulimits"]
+    assert row.status == "wrong"
+    assert "ulimit -l unlimited" in row.fix
 
 
 def write(root, files):

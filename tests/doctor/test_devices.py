@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardtrain.doctor.devices import judge
+from shardtrain.doctor.devices import evaluate
 from shardtrain.doctor.visible_gpus import uuids, visible, visible_gpu_facts
 
 GPUS = [
@@ -31,10 +31,10 @@ def rank(seen, visible=None, **changes):
 
 
 def test_each_rank_with_a_gpu_of_its_own_is_well(told, by_what):
-    rows = by_what(judge(told([rank(1, ["0"]), rank(1, ["1"])], "aa")))
+    rows = by_what(evaluate(told([rank(1, ["0"]), rank(1, ["1"])], "aa")))
     assert rows.keys() == {"seen by jax"}
-    assert rows["seen by jax"].verdict == "ok"
-    assert rows["seen by jax"].found == "1 x NVIDIA H100 80GB HBM3 (60.0 GiB to use)"
+    assert rows["seen by jax"].status == "ok"
+    assert rows["seen by jax"].finding == "1 x NVIDIA H100 80GB HBM3 (60.0 GiB usable)"
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_each_rank_with_a_gpu_of_its_own_is_well(told, by_what):
     ],
 )
 def test_gpus_that_jax_does_not_use_are_told_with_the_fix(told, by_what, changes, verdict, do):
-    row = by_what(judge(told([rank(0, **changes)], "a")))["GPUs not used"]
-    assert row.verdict == verdict
-    assert do in row.do
-    assert row.found.startswith("rank 0: 4 GPUs are there")
+    row = by_what(evaluate(told([rank(0, **changes)], "a")))["GPUs not used"]
+    assert row.status == verdict
+    assert do in row.fix
+    assert row.finding.startswith("rank 0: 4 GPUs exist")
 
 
 def test_a_rank_that_was_given_no_gpu_may_use_the_cpu(told, by_what):
-    assert by_what(judge(told([rank(0, [])], "a"))).keys() == {"seen by jax"}
+    assert by_what(evaluate(told([rank(0, [])], "a"))).keys() == {"seen by jax"}
 
 
 @pytest.mark.parametrize(
@@ -66,40 +66,40 @@ def test_a_rank_that_was_given_no_gpu_may_use_the_cpu(told, by_what):
     ],
 )
 def test_the_devices_of_jax_are_the_visible_gpus(told, by_what, facts, found):
-    row = by_what(judge(told([facts], "a")))["visible GPUs"]
-    assert (row.verdict, row.found) == ("wrong", found)
+    row = by_what(evaluate(told([facts], "a")))["visible GPUs"]
+    assert (row.status, row.finding) == ("wrong", found)
 
 
 def test_ranks_that_share_a_gpu_are_wrong_where_others_idle_and_warned_where_there_are_too_few(told, by_what):
-    row = by_what(judge(told([rank(1, ["0"]), rank(1, ["0"])], "aa")))["shared GPUs"]
-    assert (row.verdict, row.found) == ("wrong", "a: 1 of 1 GPUs have several ranks, such as rank 0, rank 1")
+    row = by_what(evaluate(told([rank(1, ["0"]), rank(1, ["0"])], "aa")))["shared GPUs"]
+    assert (row.status, row.finding) == ("wrong", "a: 1 of 1 GPUs have several ranks, such as rank 0, rank 1")
     few = [rank(1, ["0"], gpus=GPUS[:1]) for _ in range(2)]
-    row = by_what(judge(told(few, "aa")))["shared GPUs"]
-    assert (row.verdict, row.do[-40:]) == ("warning", "its time: start 1 ranks there, one a GPU"[-40:])
+    row = by_what(evaluate(told(few, "aa")))["shared GPUs"]
+    assert (row.status, row.fix[-40:]) == ("warning", "its time: start 1 ranks there, one a GPU"[-40:])
 
 
 def test_memory_that_another_has_taken_is_a_warning(told, by_what):
     taken = [{**GPUS[0], "used_bytes": 40 * 2**30}, *GPUS[1:]]
-    row = by_what(judge(told([rank(1, ["0"], gpus=taken)], "a")))["memory taken"]
-    assert (row.verdict, row.found) == ("warning", "40.0 GiB of 80.0 GiB")
-    assert "memory taken" not in by_what(judge(told([rank(1, ["1"], gpus=taken)], "a")))
+    row = by_what(evaluate(told([rank(1, ["0"], gpus=taken)], "a")))["memory taken"]
+    assert (row.status, row.finding) == ("warning", "40.0 GiB of 80.0 GiB")
+    assert "memory taken" not in by_what(evaluate(told([rank(1, ["1"], gpus=taken)], "a")))
 
 
 def test_jax_that_does_not_start_is_wrong(told, by_what):
     broken = {**rank(0), "seen": {"died": "it was ended by SIGABRT"}}
-    row = by_what(judge(told([broken, rank(1, ["0"])], "ab")))["seen by jax"]
-    assert (row.verdict, row.found) == ("wrong", "jax does not start: it was ended by SIGABRT")
+    row = by_what(evaluate(told([broken, rank(1, ["0"])], "ab")))["seen by jax"]
+    assert (row.status, row.finding) == ("wrong", "jax does not start: it was ended by SIGABRT")
 
 
 def test_islands_on_different_devices_are_a_note(told, by_what):
-    row = by_what(judge(told([rank(1, ["0"]), rank(0, [])], "ab")))["seen by jax"]
-    assert row.verdict == "note"
-    assert "rank 1: 1 x cpu" in row.found
+    row = by_what(evaluate(told([rank(1, ["0"]), rank(0, [])], "ab")))["seen by jax"]
+    assert row.status == "note"
+    assert "rank 1: 1 x cpu" in row.finding
 
 
 def test_gpus_without_the_right_to_open_them_are_told(told, by_what):
-    row = by_what(judge(told([rank(0, nodes=0, closed=4)], "a")))["rights"]
-    assert (row.verdict, row.found) == ("warning", "4 GPUs cannot be opened")
+    row = by_what(evaluate(told([rank(0, nodes=0, closed=4)], "a")))["rights"]
+    assert (row.status, row.finding) == ("warning", "4 GPUs cannot be opened")
 
 
 def test_cuda_ignores_what_stands_behind_a_word_that_is_not_valid():

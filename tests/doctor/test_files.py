@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from shardtrain.doctor.check import RankContext
-from shardtrain.doctor.examine import attempt
 from shardtrain.doctor.file_system import is_locked, lock, mount_of, nearest, probe, rename
-from shardtrain.doctor.files import CHECK, judge
-from shardtrain.doctor.start import Alone
+from shardtrain.doctor.files import CHECK, evaluate
+from shardtrain.doctor.runner import collect_in_thread
+from shardtrain.doctor.start import SingleProcess
 from shardtrain.islands.rank_environment import find_rank_environment
 
 GIB = 2**30
@@ -39,7 +39,7 @@ def rank(probes=None, **changes):
 
 
 def here(folder, quick=True):
-    alone = Alone("a")
+    alone = SingleProcess("a")
     return RankContext(
         environment=find_rank_environment({}), hosts=("a",), control=alone, comm=None, environ={},
         run_dir=folder, quick=quick, given_cores=(),
@@ -47,27 +47,27 @@ def here(folder, quick=True):
 
 
 def test_a_real_folder_is_well_and_nothing_is_left_in_it(told, by_what, tmp_path):
-    answer = attempt(CHECK, here(tmp_path / "not" / "there", quick=False))
+    answer = collect_in_thread(CHECK, here(tmp_path / "not" / "there", quick=False))
     assert answer["failed"] is None
     assert list(tmp_path.iterdir()) == []
-    rows = by_what(judge(told([answer["facts"]], "a")))
+    rows = by_what(evaluate(told([answer["facts"]], "a")))
     assert rows.keys() == {"run folder", "space", "rename", "fsync", "lock", "small files", "write"}
-    assert [what for what, row in rows.items() if row.verdict == "wrong"] == []
-    assert rows["run folder"].found.startswith(f"{tmp_path} (")
-    assert "is not there yet) on " in rows["run folder"].found
+    assert [what for what, row in rows.items() if row.status == "wrong"] == []
+    assert rows["run folder"].finding.startswith(f"{tmp_path} (")
+    assert "does not exist yet) on " in rows["run folder"].finding
 
 
 def test_quick_writes_no_large_file(told, by_what, tmp_path):
-    answer = attempt(CHECK, here(tmp_path))
-    assert "write" not in by_what(judge(told([answer["facts"]], "a")))
+    answer = collect_in_thread(CHECK, here(tmp_path))
+    assert "write" not in by_what(evaluate(told([answer["facts"]], "a")))
 
 
 def test_a_file_in_the_place_of_the_folder_is_wrong(told, by_what, tmp_path):
     (tmp_path / "file").touch()
-    answer = attempt(CHECK, here(tmp_path / "file"))
-    row = by_what(judge(told([answer["facts"]], "a")))["run folder"]
-    assert row.verdict == "wrong"
-    assert row.do.startswith("a file stands in its place")
+    answer = collect_in_thread(CHECK, here(tmp_path / "file"))
+    row = by_what(evaluate(told([answer["facts"]], "a")))["run folder"]
+    assert row.status == "wrong"
+    assert row.fix.startswith("a file is in its place")
 
 
 def test_what_a_probe_cannot_do_is_in_its_answer(tmp_path, monkeypatch):
@@ -97,8 +97,8 @@ def test_locks_are_seen_by_another_process(tmp_path):
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, told, by_what):
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
-    row = by_what(judge(told([rank({"lock": lock(tmp_path)})], "a")))["lock"]
-    assert (row.verdict, row.found) == ("warning", "a lock that is held is not seen by another process on a")
+    row = by_what(evaluate(told([rank({"lock": lock(tmp_path)})], "a")))["lock"]
+    assert (row.status, row.finding) == ("warning", "a lock is not seen by another process on a")
 
 
 def test_renames_that_copy_are_seen(tmp_path):
@@ -119,12 +119,12 @@ def test_renames_that_copy_are_seen(tmp_path):
 def test_what_to_do_depends_on_the_error(told, by_what, error, do):
     closed = rank(error=error)
     del closed["probes"]
-    row = by_what(judge(told([closed], "a")))["run folder"]
-    assert (row.verdict, row.found) == ("wrong", f"/data/runs cannot be written: {error}")
-    assert row.do.startswith(do)
-    row = by_what(judge(told([rank({"small": {"error": error}})], "a")))["small files"]
-    assert (row.verdict, row.found) == ("wrong", f"fails: {error}")
-    assert row.do.startswith(do)
+    row = by_what(evaluate(told([closed], "a")))["run folder"]
+    assert (row.status, row.finding) == ("wrong", f"/data/runs cannot be written: {error}")
+    assert row.fix.startswith(do)
+    row = by_what(evaluate(told([rank({"small": {"error": error}})], "a")))["small files"]
+    assert (row.status, row.finding) == ("wrong", f"fails: {error}")
+    assert row.fix.startswith(do)
 
 
 @pytest.mark.parametrize(
@@ -137,52 +137,52 @@ def test_what_to_do_depends_on_the_error(told, by_what, error, do):
     ],
 )
 def test_slow_and_odd_file_systems(told, by_what, probes, what, verdict, do):
-    row = by_what(judge(told([rank(probes)], "a")))[what]
-    assert row.verdict == verdict
-    assert do in row.do
+    row = by_what(evaluate(told([rank(probes)], "a")))[what]
+    assert row.status == verdict
+    assert do in row.fix
 
 
 @pytest.mark.parametrize("space", [{"free_bytes": 24 * 10**8 // 10}, {"free_inodes": 12}])
 def test_little_space_says_how_much_it_holds(told, by_what, space):
     room = {"free_bytes": 100 * GIB, "size_bytes": 200 * GIB, "free_inodes": None, **space}
-    row = by_what(judge(told([rank(space=room)], "a")))["space"]
-    assert row.verdict == "warning"
-    assert f"hold two of {room['free_bytes'] // 24:,} parameters" in row.do
+    row = by_what(evaluate(told([rank(space=room)], "a")))["space"]
+    assert row.status == "warning"
+    assert f"hold two of {room['free_bytes'] // 24:,} parameters" in row.fix
 
 
 def test_a_file_system_that_does_not_last_is_a_note(told, by_what):
     memory = {"type": "tmpfs", "source": "tmpfs", "read_only": False}
-    row = by_what(judge(told([rank(mount=memory)], "a")))["run folder"]
-    assert row.verdict == "note"
-    assert "gone with the machine" in row.do
+    row = by_what(evaluate(told([rank(mount=memory)], "a")))["run folder"]
+    assert row.status == "note"
+    assert "lost when the machine" in row.fix
 
 
 def shared(told, unseen, *others):
     facts = [rank(unseen=unseen), *(rank(sees_seconds=seconds, sees_lock=lock) for seconds, lock in others)]
-    return judge(told(facts, "abc"[: len(facts)]))
+    return evaluate(told(facts, "abc"[: len(facts)]))
 
 
 def test_a_folder_that_is_not_the_same_on_all_hosts_is_wrong(told, by_what):
     row = by_what(shared(told, [1], (None, False), (0.1, True)))["shared"]
-    assert (row.verdict, row.found) == (
+    assert (row.status, row.finding) == (
         "wrong",
         "rank 1 and rank 0 do not see each other's files within 10 s",
     )
-    assert "a path on a shared file system" in row.do
+    assert "a path on a shared file system" in row.fix
     # seen one way only
-    assert by_what(shared(told, [2], (0.1, True), (0.1, True)))["shared"].found.startswith(
+    assert by_what(shared(told, [2], (0.1, True), (0.1, True)))["shared"].finding.startswith(
         "rank 2 and rank 0"
     )
 
 
 def test_a_shared_folder_is_well_and_its_lock_is_looked_at(told, by_what):
     row = by_what(shared(told, [], (0.002, True), (1.5, True)))["shared"]
-    assert (row.verdict, row.found) == (
+    assert (row.status, row.finding) == (
         "ok", "all 3 ranks see the same folder, a new file within 1.5 s, and its lock"
     )  # fmt: skip
     row = by_what(shared(told, [], (0.002, True), (1.5, False)))["shared"]
-    assert row.verdict == "warning"
-    assert row.found.endswith("the lock of rank 0 is not seen by rank 2")
+    assert row.status == "warning"
+    assert row.finding.endswith("the lock of rank 0 is not seen by rank 2")
 
 
 def test_mounts_and_folders_are_found(tmp_path):

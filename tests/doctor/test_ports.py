@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from shardtrain.doctor.ports import connect, judge
+from shardtrain.doctor.ports import connect, evaluate
 
 
 def test_a_port_that_listens_is_reached_and_a_closed_one_refuses():
@@ -35,9 +35,9 @@ def test_one_that_never_answers_is_silent(monkeypatch):
     ("failed", "found", "do"),
     [
         ("silent", "a to b gets no answer in 3 s", "a firewall drops it"),
-        ("refused", "a to b is refused", "a firewall rejects it, or the name leads to another machine"),
-        ("no way", "a to b fails (no way)", "there is no route between these networks"),
-        ("no name", "a to b fails (no name)", "the name is not known there"),
+        ("refused", "a to b is refused", "a firewall rejects it, or the name resolves to another machine"),
+        ("no route", "a to b fails (no route)", "there is no route between these networks"),
+        ("no name", "a to b fails (no name)", "the name does not resolve there"),
     ],
 )
 def test_pairs_that_cannot_connect_are_named_with_the_reason(told, failed, found, do):
@@ -45,17 +45,17 @@ def test_pairs_that_cannot_connect_are_named_with_the_reason(told, failed, found
         {"listens": None, "connects": {"b": {"seconds": 3.0, "failed": failed}}},
         {"listens": None, "connects": {"a": {"seconds": 0.001, "failed": None}}},
     ]
-    (row,) = judge(told(facts, "ab"))
-    assert (row.verdict, row.found) == ("wrong", found)
-    assert row.do.startswith(do)
+    (row,) = evaluate(told(facts, "ab"))
+    assert (row.status, row.finding) == ("wrong", found)
+    assert row.fix.startswith(do)
 
 
 def test_a_host_that_may_not_listen_is_wrong(told):
-    (row,) = judge(told([{"listens": "Permission denied", "connects": {}}], "a"))
-    assert (row.what, row.verdict, row.found) == ("listen", "wrong", "a: Permission denied")
+    (row,) = evaluate(told([{"listens": "Permission denied", "connects": {}}], "a"))
+    assert (row.item, row.status, row.finding) == ("listen", "wrong", "a: Permission denied")
 
 
 def test_connections_are_counted(told):
     well = {"seconds": 0.002, "failed": None}
-    (row,) = judge(told([{"listens": None, "connects": {h: well}} for h in "ba"], "ab"))
-    assert (row.verdict, row.found) == ("ok", "2 connections between 2 hosts, the slowest in 2.0 ms")
+    (row,) = evaluate(told([{"listens": None, "connects": {h: well}} for h in "ba"], "ab"))
+    assert (row.status, row.finding) == ("ok", "2 connections between 2 hosts, the slowest in 2.0 ms")

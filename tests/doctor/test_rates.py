@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from shardtrain.doctor import rates
-from shardtrain.doctor.rates import judge, measure, product
+from shardtrain.doctor.rates import evaluate, measure, product
 
 
 def device(speed=1.0, kind="NVIDIA H100 80GB HBM3", platform="gpu", exact=True):
@@ -13,13 +13,13 @@ def device(speed=1.0, kind="NVIDIA H100 80GB HBM3", platform="gpu", exact=True):
 
 
 def ranks(told, *devices):
-    return judge(told([{"devices": [one]} for one in devices], "abcdef"[: len(devices)]))
+    return evaluate(told([{"devices": [one]} for one in devices], "abcdef"[: len(devices)]))
 
 
 def test_equal_devices_are_well(told, by_what):
     rows = by_what(ranks(told, device(), device(0.9)))
-    assert {row.verdict for row in rows.values()} == {"ok"}
-    assert rows["bfloat16 products"].found == (
+    assert {row.status for row in rows.values()} == {"ok"}
+    assert rows["bfloat16 products"].finding == (
         "2 x NVIDIA H100 80GB HBM3: 630.0 to 700.0 Tflop/s, median 665.0 Tflop/s"
     )
 
@@ -27,14 +27,14 @@ def test_equal_devices_are_well(told, by_what):
 def test_a_device_below_the_median_of_its_kind_is_named(told, by_what):
     rows = by_what(ranks(told, device(), device(0.7), device()))
     for row in rows.values():
-        assert row.verdict == "warning"
-        assert "slow: rank 1 device 0" in row.found
-        assert "(70%)" in row.found
+        assert row.status == "warning"
+        assert "slow: rank 1 device 0" in row.finding
+        assert "(70%)" in row.finding
 
 
 def test_kinds_are_not_compared_with_each_other(told):
     rows = ranks(told, device(), device(0.1, kind="cpu", platform="cpu"))
-    assert {row.verdict for row in rows} == {"ok"}
+    assert {row.status for row in rows} == {"ok"}
     assert len(rows) == 6
 
 
@@ -42,20 +42,20 @@ def test_the_ranks_of_a_cpu_may_disturb_each_other_more(told):
     def cpu(speed):
         return device(speed, kind="cpu", platform="cpu")
 
-    assert {row.verdict for row in ranks(told, cpu(1.0), cpu(0.7), cpu(1.0))} == {"ok"}
-    assert {row.verdict for row in ranks(told, cpu(1.0), cpu(0.4), cpu(1.0))} == {"warning"}
+    assert {row.status for row in ranks(told, cpu(1.0), cpu(0.7), cpu(1.0))} == {"ok"}
+    assert {row.status for row in ranks(told, cpu(1.0), cpu(0.4), cpu(1.0))} == {"warning"}
 
 
 def test_all_devices_far_below_their_data_sheet_are_a_warning(told, by_what):
     rows = by_what(ranks(told, device(0.3), device(0.3)))
-    assert rows["bfloat16 products"].verdict == rows["memory bandwidth"].verdict == "warning"
-    assert "21% of the data sheet's 989.5 Tflop/s" in rows["bfloat16 products"].found
-    assert rows["float32 products"].verdict == "ok"
+    assert rows["bfloat16 products"].status == rows["memory bandwidth"].status == "warning"
+    assert "21% of the data sheet's 989.5 Tflop/s" in rows["bfloat16 products"].finding
+    assert rows["float32 products"].status == "ok"
 
 
 def test_a_wrong_product_is_wrong(told, by_what):
     row = by_what(ranks(told, device(), device(exact=False)))["exact products"]
-    assert (row.verdict, row.found[-15:]) == ("wrong", "rank 1 device 0")
+    assert (row.status, row.finding[-15:]) == ("wrong", "rank 1 device 0")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

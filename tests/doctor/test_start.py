@@ -5,8 +5,8 @@ import sys
 
 PROGRAM = """
 import os, time
-from shardtrain.doctor.start import last_words
-with last_words("rank 1 of 2 (host a)", {seconds}):
+from shardtrain.doctor.start import watch_mpi_start
+with watch_mpi_start("rank 1 of 2 (host a)", {seconds}):
     {inside}
 print("came through")
 """

@@ -1,4 +1,4 @@
-"""The table of doctor: findings, verdicts and fixes, and a summary line."""
+"""The table of `shardtrain doctor`: finding, status and fix of each row, and a summary line."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,47 +8,48 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from shardtrain.doctor.check import Row
 from shardtrain.system.terminal import printable
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold red"}
-"""Verdict -> rich style."""
+"""Status -> rich style."""
 
-HEADER = ("check", "found", "verdict", "what to do")
+HEADER = ("check", "finding", "status", "what to do")
 
 
-def doctor_table(rows: Sequence[tuple[str, str, str, str, str]], seconds: Mapping[str, float]) -> Group:
+def doctor_table(rows: Sequence[Row], seconds: Mapping[str, float]) -> Group:
     """Return the table of all rows and the summary, for a rich console.
 
     Args:
-      rows: (check, part of the check, finding, verdict, fix).
+      rows: the rows of all checks.
       seconds: check -> its duration.
     """
     table = Table(box=box.SIMPLE_HEAD)
     for name, share in zip(HEADER, (None, 3, None, 3), strict=True):
         table.add_column(name, ratio=share, overflow="fold", no_wrap=share is None)
     last = None
-    for check, what, found, verdict, do in rows:
-        if last not in (None, check):
+    for row in rows:
+        if last not in (None, row.check):
             table.add_section()
-        last = check
+        last = row.check
         cells = (
-            Text(f"{check}: {what}"),
-            Text(printable(found)),
-            Text(verdict, style=STYLES[verdict]),
-            Text(do),
+            Text(f"{row.check}: {row.item}"),
+            Text(printable(row.finding)),
+            Text(row.status, style=STYLES[row.status]),
+            Text(row.fix),
         )
         table.add_row(*cells)
-    return Group(table, Text(summary([row[3] for row in rows])), Text(times_text(seconds)))
+    return Group(table, Text(summary([row.status for row in rows])), Text(times_text(seconds)))
 
 
-def summary(verdicts: Sequence[str]) -> str:
-    """Format the number of rows of each verdict, the worst first.
+def summary(statuses: Sequence[str]) -> str:
+    """Format the number of rows of each status, the worst first.
 
     >>> summary(["ok", "warning", "ok"]), summary(["ok"]), summary(["wrong", "wrong"])
     ('1 warning, 2 ok', 'nothing is wrong: 1 ok', '2 wrong')
     """
-    counts = Counter(verdicts)
-    text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(STYLES) if counts[verdict])
+    counts = Counter(statuses)
+    text = ", ".join(f"{counts[status]} {status}" for status in reversed(STYLES) if counts[status])
     return text if counts["wrong"] or counts["warning"] else f"nothing is wrong: {text}"
 
 
@@ -62,9 +63,7 @@ def times_text(seconds: Mapping[str, float]) -> str:
     return f"took {sum(seconds.values()):.1f} s: {parts}"
 
 
-def doctor_text(
-    rows: Sequence[tuple[str, str, str, str, str]], seconds: Mapping[str, float], width: int = 140
-) -> str:
+def doctor_text(rows: Sequence[Row], seconds: Mapping[str, float], width: int = 140) -> str:
     """Return the table as text, without colours."""
     import io
 

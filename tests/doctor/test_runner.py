@@ -1,4 +1,4 @@
-"""Checks that fail, hang or cannot be judged become rows; a rank that does not come is named."""
+"""Checks that fail, hang or cannot be evaluated become rows; a rank that does not come is named."""
 
 import dataclasses
 import json
@@ -9,23 +9,25 @@ import pytest
 
 from shardtrain.cli.doctor import NAMES, json_text
 from shardtrain.doctor.check import Check, RankContext, Row
-from shardtrain.doctor.examine import CHECKS, examine
-from shardtrain.doctor.start import Alone
+from shardtrain.doctor.runner import CHECKS, run_checks
+from shardtrain.doctor.start import SingleProcess
+from shardtrain.doctor.table import doctor_text
 from shardtrain.islands.rank_environment import find_rank_environment
-from shardtrain.report.doctor import doctor_text
 
 ALONE = RankContext(
-    environment=find_rank_environment({}), hosts=("a",), control=Alone("a"), comm=None, environ={},
+    environment=find_rank_environment({}), hosts=("a",), control=SingleProcess("a"), comm=None, environ={},
     run_dir=Path("runs"), quick=True, given_cores=(),
 )  # fmt: skip
 
 
-def check(look, judge=lambda told: [Row(check="x", what="facts", found=str(told[0].facts))], limit=20.0):
-    return Check(about="x", look=look, judge=judge, limit_seconds=limit, if_it_hangs="wake it up")
+def check(
+    collect, evaluate=lambda told: [Row(check="x", item="facts", finding=str(told[0].facts))], limit=20.0
+):
+    return Check(about="x", collect=collect, evaluate=evaluate, limit_seconds=limit, if_it_hangs="wake it up")
 
 
 def examined(**checks):
-    return examine(checks, [ALONE] * (1 + len(checks)))
+    return run_checks(checks, [ALONE] * (1 + len(checks)))
 
 
 def test_the_help_names_every_check():
@@ -34,10 +36,10 @@ def test_the_help_names_every_check():
 
 def test_facts_are_what_json_has_of_them_and_every_check_is_timed():
     found = examined(one=check(lambda here: {"pair": (1, 2)}), two=check(lambda here: {}))
-    assert [row.found for row in found.rows] == ["{'pair': [1, 2]}", "{}"]
+    assert [row.finding for row in found.rows] == ["{'pair': [1, 2]}", "{}"]
     assert found.seconds.keys() == {"one", "two"}
-    assert (found.verdict, found.hung, found.present) == ("ok", False, (0,))
-    assert found.answers["one"] == {"a": {"pair": [1, 2]}}
+    assert (found.status, found.hung, found.present) == ("ok", False, (0,))
+    assert found.facts["one"] == {"a": {"pair": [1, 2]}}
 
 
 def test_a_check_that_fails_is_a_row_and_the_others_are_made():
@@ -45,39 +47,38 @@ def test_a_check_that_fails_is_a_row_and_the_others_are_made():
         raise OSError("no such device")
 
     found = examined(bad=check(fail), good=check(lambda here: {}))
-    assert [(row.check, row.verdict) for row in found.rows] == [("bad", "warning"), ("x", "ok")]
-    assert found.rows[0].found == "OSError: no such device"
+    assert [(row.check, row.status) for row in found.rows] == [("bad", "warning"), ("x", "ok")]
+    assert found.rows[0].finding == "OSError: no such device"
     assert not found.hung
 
 
 def test_a_check_that_hangs_is_wrong_and_says_what_to_do():
     found = examined(bad=check(lambda here: time.sleep(5) or {}, limit=0.1), good=check(lambda here: {}))
-    assert (found.verdict, found.hung) == ("wrong", True)
-    assert (found.rows[0].found, found.rows[0].do) == ("it did not end within 0 s", "wake it up")
+    assert (found.status, found.hung) == ("wrong", True)
+    assert (found.rows[0].finding, found.rows[0].fix) == ("it did not end within 0 s", "wake it up")
     assert found.rows[1].check == "x"
 
 
 def test_facts_that_are_not_understood_are_a_row():
-    found = examined(bad=check(lambda here: {}, judge=lambda told: told[0].facts["missing"]))
-    assert found.rows[0].found == "the facts were not understood: KeyError: 'missing'"
-    assert found.verdict == "warning"
+    found = examined(bad=check(lambda here: {}, evaluate=lambda told: told[0].facts["missing"]))
+    assert found.rows[0].finding == "the facts were not understood: KeyError: 'missing'"
+    assert found.status == "warning"
 
 
 def test_a_warning_without_advice_is_our_mistake():
     with pytest.raises(AssertionError):
-        Row(check="x", what="y", found="z", verdict="warning")
+        Row(check="x", item="y", finding="z", status="warning")
 
 
 def test_the_table_and_the_data_say_the_same():
     rows = [
-        Row(check="names", what="own", found="[bold]a"),
-        Row(check="ports", what="connect", found="no", verdict="wrong", do="open them"),
+        Row(check="names", item="own", finding="[bold]a"),
+        Row(check="ports", item="connect", finding="no", status="wrong", fix="open them"),
     ]
     found = dataclasses.replace(examined(), rows=tuple(rows), seconds={"names": 1.0, "ports": 0.25})
-    shown = [(row.check, row.what, row.found, row.verdict, row.do) for row in found.rows]
-    text = doctor_text(shown, found.seconds)
+    text = doctor_text(found.rows, found.seconds)
     lines = [line.split() for line in text.splitlines() if line.strip()]
-    assert lines[0] == ["check", "found", "verdict", "what", "to", "do"]
+    assert lines[0] == ["check", "finding", "status", "what", "to", "do"]
     assert ["names:", "own", "[bold]a", "ok"] in lines
     assert ["ports:", "connect", "no", "wrong", "open", "them"] in lines
     assert lines[-2:] == [["1", "wrong,", "1", "ok"], ["took", "1.2", "s:", "names", "1.0,", "ports", "0.2"]]
@@ -91,13 +92,13 @@ PROGRAM = """
 import dataclasses, os, sys, time
 from pathlib import Path
 from shardtrain.doctor.check import Check, RankContext
-from shardtrain.doctor.examine import examine
-from shardtrain.doctor.start import start
+from shardtrain.doctor.runner import run_checks
+from shardtrain.doctor.start import connect_ranks
 from shardtrain.islands.rank_environment import find_rank_environment
 environment = find_rank_environment(os.environ)
-started = start(environment, os.environ, 3, 30.0)
+started = connect_ranks(environment, os.environ, 3, 30.0)
 
-def look(here):
+def collect(here):
     if here.rank == 1 and here.quick:
         raise ValueError("only here")
     return {"all": here.control.all_gather("x", here.rank * 10)}
@@ -105,27 +106,27 @@ def look(here):
 def late(here):
     return {}
 
-def judge(told):
+def evaluate(told):
     assert all(one.facts == {"all": [0, 10, 20]} for one in told), told
     return []
 
 def never(told):
     return []
 
-one = Check(about="", look=look, judge=judge, limit_seconds=20.0, if_it_hangs="")
-two = dataclasses.replace(one, look=late, judge=never, limit_seconds=0.5)
+one = Check(about="", collect=collect, evaluate=evaluate, limit_seconds=20.0, if_it_hangs="")
+two = dataclasses.replace(one, collect=late, evaluate=never, limit_seconds=0.5)
 heres = [RankContext(environment=environment, hosts=started.hosts, control=control, comm=started.comm,
               environ=os.environ, run_dir=Path("runs"), quick=False, given_cores=())
          for control in started.controls]
-examined = examine({"one": one}, heres[:2])
+examined = run_checks({"one": one}, heres[:2])
 assert examined.rows == () and examined.present == (0, 1, 2), examined
 if environment.rank == 1:
     time.sleep(4.0)
     found = None
 else:
-    found = examine({"two": two, "three": one}, [heres[0], heres[2], heres[2]], slack_seconds=0.5)
+    found = run_checks({"two": two, "three": one}, [heres[0], heres[2], heres[2]], slack_seconds=0.5)
     assert found.hung and found.present == (0, 2), found
-    print(found.rows[-1].found)
+    print(found.rows[-1].finding)
 """
 
 
