@@ -28,7 +28,7 @@ def write_about(path: Path, config: Any, mask_token: int | None = None) -> None:
     Args:
       path: the file.
       config: a dataclass.
-      mask_token: of its tokenizer, where the model has one and it is known.
+      mask_token: the mask token of its tokenizer; None if the model has none or it is not known.
 
     Raises:
       ValueError: an option that JSON cannot hold, or a number that is none.
@@ -41,10 +41,10 @@ def write_about(path: Path, config: Any, mask_token: int | None = None) -> None:
 
 
 def read_model(path: Path, kind: type[Config]) -> Config:
-    """The model's configuration.
+    """Read the model's configuration.
 
     Args:
-      path: of what `write_about` wrote.
+      path: the file that `write_about` wrote.
       kind: its class.
 
     Raises:
@@ -61,11 +61,11 @@ def read_model(path: Path, kind: type[Config]) -> Config:
 
 
 def read_mask_token(path: Path, vocab: int) -> int:
-    """The token that stands for a hidden one.
+    """Read the number of the mask token.
 
     Args:
-      path: of what `write_about` wrote.
-      vocab: it is below.
+      path: the file that `write_about` wrote.
+      vocab: the size of the vocabulary; the token must be below it.
 
     Raises:
       FileNotFoundError: the file is not there.
@@ -81,7 +81,7 @@ def read_mask_token(path: Path, vocab: int) -> int:
 
 
 def option_problems(kind: type, options: dict[str, Any]) -> list[str]:
-    """Everything in which options do not fit a dataclass: unknown or missing names, values of another kind.
+    """List the problems of options for a dataclass: unknown or missing names, values of another type.
 
     >>> from shardtrain.models.mlp import MlpConfig
     >>> option_problems(MlpConfig, {"features": True, "mlp": 8, "num_layers": float("inf"), "eps": 1})

@@ -26,7 +26,7 @@ class StoredArray:
     """An array in one part of a step.
 
     Args:
-        folder: of the part.
+        folder: the folder of the part.
         leaf: the array as the manifest describes it.
     """
 
@@ -67,7 +67,7 @@ class ArrayFiles:
 
         Args:
             stored: the array.
-            path: of the array in the state.
+            path: the path of the array in the state.
 
         Raises:
             ValueError: the file is not what the manifest describes.
@@ -79,9 +79,9 @@ class ArrayFiles:
 
         Args:
             stored: the array.
-            path: of the array in the state.
+            path: the path of the array in the state.
             source: index of the slice in the stored array.
-            array: where it goes.
+            array: the array that receives it.
             target: index of the slice in `array`.
 
         Returns:

@@ -134,14 +134,14 @@ class Checkpoints:
         self._saver.wait()
 
     def confirm(self, step: int | None) -> None:
-        """Delete what the policy does not keep: all parts of this step are finished.
+        """Delete old steps that the policy does not keep, as all parts of this one are finished.
 
-        Where there is but one part, that is so as soon as it is finished, and nobody needs to call this.
+        If there is one part, this happens by itself once the part is finished.
         """
         self._saver.confirm(step)
 
     def drop_after(self, step: int) -> None:
-        """Delete this writer's part of all later steps, which were found to be bad."""
+        """Delete this writer's part of all later steps, which turned out to be bad."""
         self._folders.delete_after(step)
 
     def forget_after(self, step: int) -> None:
@@ -151,7 +151,7 @@ class Checkpoints:
         self._saver.latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
     def discover(self, newest: int | None = None, gather: Gather | None = None) -> Discovered:
-        """Find the newest whole checkpoint, each part of which is visible to some island.
+        """Find the newest undamaged checkpoint, each part of which is visible to some island.
 
         Before anything is loaded, every file's size and checksum are compared with the manifest (for the
         cost see `manifest.problems`): those of a part by one island that sees it. What is broken or
@@ -159,7 +159,7 @@ class Checkpoints:
 
         Args:
             newest: take none after this step.
-            gather: where several islands look together, all of them call this.
+            gather: all-gathers values of the islands; with several islands all of them call this.
 
         Raises:
             ValueError: every checkpoint is broken.
@@ -180,14 +180,14 @@ class Checkpoints:
         origins: Mapping[str, ArrayOrigin] | None = None,
         allow: Allow = Allow(),
     ) -> Restored | None:
-        """Read the newest whole checkpoint, each array straight into the sharding asked for.
+        """Read the newest undamaged checkpoint, each array directly into its wanted sharding.
 
         Args:
             abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays like them; the mesh
                 may differ from the one that saved.
             newest: take none after this step.
             origins: path -> which piece of the whole an array is; those that are not named are whole.
-            allow: in what the checkpoint may differ; an array that is not read is None in the state.
+            allow: the allowed differences of the checkpoint; an array that is not read is None in the state.
 
         Returns:
             None where nothing was ever saved completely.

@@ -21,10 +21,10 @@ class Allow:
     """The differences that are allowed between a checkpoint and the run that reads it.
 
     Args:
-      missing: patterns of arrays (`params/head/*`) that it need not have, or not in the same shape; the run
-        begins with its own. Where that is part of an optimizer's state, what else of it they name begins
-        with it: its count of updates too.
-      unused: patterns of arrays that it has and the run has not.
+      missing: patterns of arrays (`params/head/*`) that the checkpoint may lack, or have in another shape;
+        the run initialises them. If an array of an optimizer's state is initialised, all others of that state
+        that the patterns match are too, such as its count of updates.
+      unused: patterns of arrays that the checkpoint has and the run does not.
       changed: patterns of options of the run (`model.dropout`) that may differ from those saved in the
         checkpoint. Layout, batch, steps, optimizer, data and intervals may always differ.
 
@@ -47,10 +47,10 @@ def check_state(
     """Refuse a checkpoint that differs from the wanted state in more than is allowed.
 
     Args:
-      reader: where it was saved.
+      reader: the reader of the checkpoint.
       saved: path -> array.
       wanted: path -> array.
-      allow: in what they may differ.
+      allow: the allowed differences.
 
     Raises:
       ValueError: all arrays that differ.

@@ -1,6 +1,7 @@
-"""Discover the checkpoint that a run resumes from: the newest of which all parts are whole. No jax.
+"""Discover the checkpoint that a run resumes from: the newest complete and undamaged one. No jax.
 
-All islands gather what each of them sees, so they reach the same answer. Next: `restore.py`, which reads it.
+All islands gather what each of them sees, so that they choose the same one. Next: `restore.py`, which reads
+it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.excerpts import some
 
 Gather = Callable[[str, Callable[[int], Any]], list[Any]]
-"""All-gather: (name, function of an island's number) -> its result on each island, as JSON has it."""
+"""All-gather: (name, function of an island's number) -> its result on each island, as JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,12 @@ class Discovered:
     """The checkpoint to resume from, and why newer ones were skipped.
 
     Args:
-        step: the newest whole step; None where nothing was ever saved completely.
-        num_parts: in how many parts it was saved.
-        save_id: what these have in common.
-        extra: what was saved beside its state.
-        skipped: what is unfinished or broken, each with the reason.
-        broken: steps that are not whole, or newer than asked for.
+        step: the newest complete step; None if no save was ever finished.
+        num_parts: number of parts that it was saved in.
+        save_id: the identifier that these parts share.
+        extra: data that was saved beside its state.
+        skipped: unfinished or broken folders, each with the reason.
+        broken: steps that are incomplete, damaged, or newer than asked for.
     """
 
     step: int | None = None
@@ -50,35 +51,33 @@ class Discovered:
 
 
 def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Discovered:
-    """Find the newest step of which all parts are whole.
+    """Find the newest step whose parts are all there and undamaged.
 
     Args:
-        folders: of this island's checkpoints, the fastest first.
-        newest: take none after this step.
-        gather: with the other islands.
+        folders: the folders of this island's checkpoints, the fastest first.
+        newest: the last step that may be used; None: any.
+        gather: all-gathers values of the islands.
 
     Raises:
         ValueError: every checkpoint is broken, or one is of a later version of shardtrain.
     """
     # 1. gather what every island sees
-    looked = gather("checkpoints", lambda island: _look(folders))
+    listings = gather("checkpoints", lambda island: _list_parts(folders))
     skipped = [
         f"{name}: unfinished, left by a save or a deletion that was interrupted"
-        for name in sorted({name for found in looked for name in found["partial"]})
+        for name in sorted({name for found in listings for name in found["partial"]})
     ]
     broken: set[int] = set()
     incomplete: set[int] = set()
     complete = []
     # 2. a step is complete if each of its parts is seen by some island
-    for (step, num_parts, save_id), seers in _seers(looked):
+    for (step, num_parts, save_id), seers in _visible_to(listings):
         missing = [part for part in range(num_parts) if part not in seers]
         if newest is not None and step > newest:
-            # to be replaced when the run comes there again, as a broken one is
+            # replaced when the run reaches this step again, like a broken one
             broken.add(step)
         elif missing:
-            skipped.append(
-                f"step {step}: unfinished: parts [{some(missing)}] of {num_parts} are nowhere to be seen"
-            )
+            skipped.append(f"step {step}: unfinished: no island sees parts [{some(missing)}] of {num_parts}")
             broken.add(step)
             incomplete.add(step)
         else:
@@ -102,7 +101,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
     return Discovered(skipped=skipped, broken=frozenset(broken))
 
 
-def _look(folders: Sequence[Path]) -> dict[str, Any]:
+def _list_parts(folders: Sequence[Path]) -> dict[str, Any]:
     partial = [path.name for folder in folders for path in partial_folders(folder)]
     found = [
         [each.step, each.num_parts, each.save_id, sorted(each.folders)] for each in visible_readers(*folders)
@@ -111,23 +110,27 @@ def _look(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _check_any(folder: Path, complete: Sequence[Discovered], incomplete: set[int]) -> None:
-    """One unfinished step may be the first save, which was interrupted; several are checkpoints out of sight.
+    """Refuse to start from scratch if several steps are incomplete.
+
+    A single one may be an interrupted first save.
 
     Raises:
-        ValueError: there are checkpoints, and of none are all parts to be seen.
+        ValueError: there are checkpoints, but no complete one is visible.
     """
     if not complete and len(incomplete) > 1:
         raise ValueError(
-            f"steps {sorted(incomplete)} in {folder} were saved in parts, and of none all can be seen from"
-            " here. Give a run folder that has all of them, or start again the hosts that saved them; to"
-            " begin anew use another --run-dir"
+            f"steps {sorted(incomplete)} in {folder} were saved in parts, and no step has all of its parts"
+            " visible here. Give a run folder that has all of them, or start on the hosts that saved them; to"
+            " start from the beginning use another --run-dir"
         )
 
 
-def _seers(looked: Sequence[dict[str, Any]]) -> list[tuple[tuple[int, int, str], dict[int, list[int]]]]:
-    """((step, number of parts, save), part -> islands that see it), ascending by step, then by age."""
+def _visible_to(
+    listings: Sequence[dict[str, Any]],
+) -> list[tuple[tuple[int, int, str], dict[int, list[int]]]]:
+    """Return ((step, number of parts, save), part -> islands that see it), ascending by step, then by age."""
     seen: dict[tuple[int, int, str], dict[int, list[int]]] = {}
-    for island, found in enumerate(looked):
+    for island, found in enumerate(listings):
         for step, num_parts, save_id, parts in found["found"]:
             for part in parts:
                 seen.setdefault((step, num_parts, save_id), {}).setdefault(part, []).append(island)
@@ -137,7 +140,7 @@ def _seers(looked: Sequence[dict[str, Any]]) -> list[tuple[tuple[int, int, str],
 def _verifying(
     folders: Sequence[Path], choice: Discovered, seers: dict[int, list[int]]
 ) -> Callable[[int], dict[str, Any]]:
-    """Return a function that verifies the parts assigned to an island; each has one that sees it."""
+    """Return a function that verifies the parts assigned to an island, all of which it sees."""
 
     def verify(island: int) -> dict[str, Any]:
         mine = [part for part, seen_by in seers.items() if seen_by[part % len(seen_by)] == island]
@@ -146,7 +149,7 @@ def _verifying(
             wrong = reader.broken(mine)
             extra = reader.extra if 0 in mine and not wrong else None
         except ValueError as error:
-            # gathered, and raised by all: the others would wait for an island that raised here
+            # all islands raise it after the gather: the others would wait for one that raised here
             return {"broken": {}, "extra": None, "error": str(error)}
         return {"broken": wrong, "extra": extra, "error": ""}
 
@@ -154,6 +157,6 @@ def _verifying(
 
 
 def all_broken_text(folder: Path, skipped: Sequence[str]) -> str:
-    """Format the error for a folder in which no checkpoint is whole."""
+    """Format the error for a folder whose checkpoints are all broken."""
     listed = "\n  ".join([f"every checkpoint in {folder} is broken:", *skipped])
-    return f"{listed}\nBring back a copy of one, or use another run folder to start from the beginning."
+    return f"{listed}\nRestore a copy of one, or use another run folder to start from the beginning."

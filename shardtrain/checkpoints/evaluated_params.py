@@ -15,7 +15,7 @@ def exported_params(
 
     Args:
       how: `Run.evaluate_with` as the checkpoint describes it.
-      paths: of all arrays of the checkpoint.
+      paths: the paths of all arrays of the checkpoint.
       read: path -> array.
 
     Raises:

@@ -1,6 +1,6 @@
 """Name, create and check the private folder of a run on a fast disk shared by many runs. No jax.
 
-Two runs never have one folder, and what somebody else prepared is not used. Next: `retention.py`.
+Two runs never share a folder, and a folder that another user prepared is not used. Next: `retention.py`.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MOST_PATH_BYTES = 1 << 16
 
 
 def fast_folder(disk: Path, folder: Path) -> Path:
-    """The folder on a fast disk that belongs to a run's checkpoints: readable, and of this run alone.
+    """Return the folder on a fast disk for a run's checkpoints, which no other run uses.
 
     >>> fast_folder(Path("/fast"), Path("/r/a/b")).name, fast_folder(Path("/fast"), Path("/r/a-b")).name
     ('r-a-b-59dc871f5ecc4d64', 'r-a-b-81caf8072b02ad4d')
@@ -31,14 +31,14 @@ def fast_folder(disk: Path, folder: Path) -> Path:
 
 
 def claim(fast: Path, folder: Path) -> None:
-    """Make the folder on the fast disk, or look at the one that is there.
+    """Create the folder on the fast disk, or check the existing one.
 
     Args:
         fast: see `fast_folder`.
         folder: the run's.
 
     Raises:
-        ValueError: it is a link, somebody else's, open to others, or of another run.
+        ValueError: the folder is a link, another user's, open to others, or of another run.
         OSError: it cannot be made.
     """
     fast.parent.mkdir(parents=True, exist_ok=True)

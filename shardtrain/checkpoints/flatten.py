@@ -73,7 +73,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def describe(arrays: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> dict[str, Leaf]:
-    """Arrays as a manifest has them: path -> shape, dtype, and which piece of the whole it is."""
+    """Describe arrays for a manifest: path -> shape, dtype and origin."""
     return {
         path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, origin=origins.get(path, COMMON))
         for path, leaf in arrays.items()
@@ -81,7 +81,7 @@ def describe(arrays: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> d
 
 
 def check(wrong: list[str], what: str, change: str) -> None:
-    """Refuse what is wrong, all of it in one error.
+    """Raise one error that lists all problems, if there are any.
 
     Raises:
         ValueError: something is.
@@ -91,7 +91,7 @@ def check(wrong: list[str], what: str, change: str) -> None:
 
 
 def extra_problems(extra: object, path: str = "extra") -> list[str]:
-    """Everything in `extra` that would not come back from JSON: other types, keys that are not text.
+    """List everything in `extra` that JSON would change: other types, keys that are not text.
 
     Tuples are let through; they come back as lists.
 

@@ -1,4 +1,4 @@
-"""The folders of one writer's checkpoints: a fast disk's first, where there is one, then the run's.
+"""The folders of one writer's checkpoints: the one on a fast disk, if there is one, then the run's.
 
 Where a save goes; copies from the fast disk and deletions are in `retention.py`. Next: `save.py`.
 """
@@ -72,10 +72,10 @@ class CheckpointFolders:
         ]
 
     def make_partial(self, step: int) -> Path:
-        """Make the empty folder in which this part of a step is written; the first process alone does.
+        """Create the empty folder in which this part of a step is written, on the first process only.
 
         Args:
-            step: newer than the newest whole step.
+            step: newer than the newest complete step.
 
         Raises:
             ValueError: the folder on the fast disk is not this run's own.
@@ -85,7 +85,7 @@ class CheckpointFolders:
         if is_primary():
             if self.is_on_fast:
                 claim(self.target, self._resolved)
-            # what is there of a step newer than the newest whole one is not whole
+            # folders of a step newer than the newest complete one are incomplete
             for folder in self.all:
                 paths.delete(paths.step_folder(folder, step, self.part))
             paths.delete(partial)
@@ -102,7 +102,7 @@ class CheckpointFolders:
         paths.sync(self.target)
 
     def leave_fast(self, error: Exception) -> None:
-        """Save straight to the run folder from now on: it may be as good as ever when the fast disk fails."""
+        """Save directly to the run folder from now on, after the fast disk failed."""
         self._report(
             f"WARNING: the fast disk {self.target} cannot be written: {first_line(error)}. From now on"
             f" saves go straight to {self.shared}"
@@ -110,7 +110,7 @@ class CheckpointFolders:
         self.target = self.shared
 
     def delete_old(self, newest: int) -> list[str]:
-        """Delete what the policy does not keep, and what is broken and older than this whole checkpoint.
+        """Delete checkpoints that the policy does not keep, and broken ones older than this complete one.
 
         Args:
             newest: a step that is whole.
@@ -139,7 +139,7 @@ class CheckpointFolders:
         return self._mirror.copy(step) if self._mirror and self.is_on_fast else []
 
     def copy_missing(self, step: int) -> None:
-        """Start to copy a step that is on the fast disk alone: the run before ended before its copy."""
+        """Start to copy a step that only the fast disk has, as the previous run ended before copying it."""
         if self._mirror is None or self.fast is None:
             return
         if step in self._steps_in(self.fast) and step not in self._steps_in(self.shared):

@@ -19,7 +19,7 @@ from shardtrain.system.untrusted_files import open_inside, parse_json, special_f
 
 SCHEMA = 2
 READABLE = (1, 2)
-"""Schema 1 knew no parts, rows and replicas: it is schema 2 without them."""
+"""The schemas that can be read; schema 1 is schema 2 without parts, rows and replicas."""
 
 _MOST_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 22
@@ -100,7 +100,7 @@ def _manifest_text(step_folder: Path) -> str:
 
 
 def problems(step_folder: Path) -> list[str]:
-    """Return all differences of a step's folder from what was saved; empty for a whole checkpoint.
+    """Return all differences of a step's folder from what was saved; empty for an undamaged checkpoint.
 
     Sizes first, then checksums: each file of the right size is read once, several at a time (CRC-32 runs at
     some 4 GB/s a thread, so the disk is the limit; what it reads stays in memory for the load that follows).
@@ -121,7 +121,7 @@ def problems(step_folder: Path) -> list[str]:
 
 
 def _text(body: dict[str, Any]) -> str:
-    """Return the only text of a manifest that is trusted; one space more is another text."""
+    """Return the canonical text of a manifest; any other text, even by a space, is not trusted."""
     checksum = zlib.crc32(json.dumps(body).encode())
     return json.dumps({"crc32": checksum, "body": body}, indent=1) + "\n"
 
@@ -134,7 +134,7 @@ def _crc32(file: BinaryIO) -> int:
 
 
 def size_of(step_folder: Path, name: str) -> int:
-    """Return the size of a file that a manifest names; -1 where no regular file of the folder is so named."""
+    """Return the size of a file that a manifest names; -1 if the folder has no such regular file."""
     try:
         return stat_inside(step_folder, name).st_size
     except OSError:

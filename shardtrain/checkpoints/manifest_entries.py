@@ -1,6 +1,6 @@
 """Entries of a checkpoint's manifest, and the checks that turn untrusted JSON into them. No jax.
 
-A manifest may come from somebody else: names, sizes and counts are checked before anything is opened,
+A manifest is untrusted: names, sizes and counts are checked before anything is opened,
 counted or allocated by them. Who writes and reads the file is `manifest.py`.
 """
 
@@ -28,10 +28,10 @@ DTYPE_BYTES = {
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Names of dtypes that an array of a state can have -> bytes of a number."""
+"""Dtype that an array of a state can have -> bytes per element."""
 
 COMPRESSION = 1024
-"""Saved arrays are not compressed, but those of earlier versions were, by no more than this."""
+"""Largest compression ratio of arrays: earlier versions compressed them, this one does not."""
 SMALL_BYTES = 1 << 20
 
 
@@ -50,7 +50,7 @@ WHOLE = WriterPart()
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One file as it was when the checkpoint was finished.
+    """Size and checksum of one file of a finished checkpoint.
 
     Args:
         num_bytes: its size.
@@ -69,7 +69,7 @@ class ArrayOrigin:
         rows: the block of each row, where its blocks are stacked and not simply all of them in order; -1 is a
             row of padding.
         num_rows: blocks of the whole model, where there are rows.
-        replica: whose it is, where each replica has one of its own.
+        replica: the replica that it belongs to, if each replica has its own.
         num_replicas: how many have; where `replica` is None, its first dim counts them. None: all have it in
             common.
 
@@ -88,7 +88,7 @@ class ArrayOrigin:
         return self.num_replicas is not None and self.replica is None
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in one replica of the whole model of an array stored in this shape."""
+        """Return the shape in one replica of the whole model, for an array stored in this shape."""
         shape = tuple(shape)[1:] if self.counts_replicas else tuple(shape)
         return shape if self.num_rows is None else (self.num_rows, *shape[1:])
 
@@ -103,7 +103,7 @@ class Leaf:
     Args:
         shape: its global shape, as it is stored.
         dtype: the name of its dtype.
-        origin: of which blocks and which replica it is.
+        origin: its blocks and its replica.
     """
 
     shape: tuple[int, ...]
@@ -115,21 +115,21 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        """The size of its numbers, as it is stored."""
+        """The size of the stored array in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a finished checkpoint holds.
+    """The contents of a finished checkpoint.
 
     Args:
         step: the training step it was saved after.
-        orbax_version: of the Orbax that wrote the arrays.
+        orbax_version: the version of the Orbax that wrote the arrays.
         files: path below the step's folder -> size and checksum.
         leaves: path in the state -> shape, dtype, and which piece of it this is.
         extra: what the caller saved beside the arrays.
-        part: of the step; the others have manifests of their own.
+        part: the part of the step that this manifest is for; the others have their own.
         saved_seconds: when, in seconds since 1970.
         save_id: the same in all parts of one save, and of no other.
     """
@@ -145,7 +145,7 @@ class Manifest:
 
 
 def body_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the JSON of a manifest; on disk the origin of an array is its `lie`."""
+    """Return the JSON of a manifest; on disk the key of an array's origin is `lie`."""
     body = asdict(manifest)
     for leaf in body["leaves"].values():
         leaf["lie"] = leaf.pop("origin")
@@ -153,10 +153,10 @@ def body_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_of(body: Mapping[str, Any]) -> Manifest:
-    """Turn the JSON of a manifest into one.
+    """Parse the JSON of a manifest.
 
     Args:
-        body: as `untrusted.parse_json` reads it.
+        body: the parsed JSON, see `system.untrusted_files.parse_json`.
 
     Raises:
         ValueError: an entry is missing, of another type, or out of its range.

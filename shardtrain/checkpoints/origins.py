@@ -1,6 +1,6 @@
 """Record the origin of each saved array: its blocks and its replica in the whole model.
 
-A mesh or a stage saves its arrays as it stores them; their origins let any other layout find its rows in
+A mesh or a stage saves its arrays as it stores them. By their origins any other layout finds its rows in
 them. Next: `trainer/resume.py`.
 """
 
@@ -21,15 +21,15 @@ from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
 COMBINER_STATE = "combine_state/"
-"""Path of a combiner's state: stored by buckets and devices, it is restored to the same layout alone."""
+"""Path of a combiner's state, which is stored by buckets and devices and restored on the same layout only."""
 
 
 def state_to_save(state: State, own: bool = False) -> State:
-    """What of a state is saved; a replica's steps since it was last combined are none when that is done.
+    """Return the part of a state that is saved; local steps are complete, and left out.
 
     Args:
       state: arrays or shapes.
-      own: only what this island has of its own, where another saves what they have in common.
+      own: only the arrays that differ per island, if another island saves the common ones.
     """
     if own:
         return State((), (), (), (), state.opt_state, state.combine_state)
@@ -42,13 +42,13 @@ def array_origins(
     island: tuple[int, int] = (0, 1),
     own_optimizers: bool = False,
 ) -> Callable[[State], dict[str, ArrayOrigin]]:
-    """state -> path -> which piece of the whole an array of it is; whole arrays are left out.
+    """Make a function from a state to the origins of its arrays by path, without arrays that are whole.
 
     Args:
-      placement: of the state.
-      stage_model: the stage that it is of, where each island has one.
-      island: which one this is, of how many.
-      own_optimizers: each island has an optimizer state of its own.
+      placement: the placement of the state.
+      stage_model: the stage of this island; None if islands are no stages.
+      island: (index of this island, number of islands).
+      own_optimizers: whether each island has its own optimizer state.
     """
     rows, num_rows = _rows(placement, stage_model)
     combine = placement.combine
@@ -62,7 +62,7 @@ def array_origins(
         whose = ArrayOrigin(replica=island[0], num_replicas=island[1]) if own else COMMON
         if in_mesh is not None and path.startswith("opt_state/"):
             return ArrayOrigin(num_replicas=in_mesh)
-        # of a parameter, whatever its other dims: factored moments have fewer
+        # the array belongs to a stacked parameter, even if it has fewer dims, as factored moments do
         keys = path.split("/")
         is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))
         if is_of_block and shape[:1] == (len(rows),):
@@ -87,7 +87,7 @@ def _leaves(state: State) -> list[tuple[Any, Any]]:
 
 
 def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[int, ...], int]:
-    """The block of each row of a stacked array, and how many the model has; none where all are in order."""
+    """Return the block of each row of stacked arrays, and their number; ((), 0) if all are in order."""
     if stage_model is not None:
         stacked = stage_model.model.chain is not None and stage_model.model.chain.stacked
         return (tuple(stage_model.block_numbers), stage_model.stages.num_blocks) if stacked else ((), 0)
@@ -96,11 +96,11 @@ def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[i
 
 
 def wanted_state(placement: Placement, kept: Any = None) -> State:
-    """Shapes, dtypes and shardings of what is restored.
+    """Return the shapes, dtypes and shardings of the arrays to restore.
 
     Args:
-      placement: of the state.
-      kept: what a combiner across islands keeps, as it begins.
+      placement: the placement of the state.
+      kept: the initial state of a combiner across islands, if it has one.
     """
     state = restorable_state(placement)
     if kept is not None:
@@ -110,7 +110,7 @@ def wanted_state(placement: Placement, kept: Any = None) -> State:
 
 
 def in_order(placement: Placement, params: Tree) -> Tree:
-    """Parameters with their blocks in the model's own order, whatever pipeline the mesh has cut them into."""
+    """Return parameters with their blocks in the model's order, whatever a pipeline's order is."""
     stages, mesh = placement.stages, placement.mesh
     if stages is None or stages.is_plain:
         return params
@@ -118,7 +118,7 @@ def in_order(placement: Placement, params: Tree) -> Tree:
     def moved(path: Any, x: jax.Array, spec: Any) -> jax.Array:
         if not path_text(path).startswith(f"{BLOCKS}/"):
             return x
-        # rows change their places where every device has all of them: else XLA gathers whole arrays
+        # reorder rows where every device has all of them: else XLA gathers whole arrays
         shape = (stages.num_blocks, *x.shape[1:])
         elsewhere = NamedSharding(mesh, without_pipeline(spec, 0, shape, dict(mesh.shape)))
         x = jax.lax.with_sharding_constraint(x, elsewhere)

@@ -75,7 +75,7 @@ def has_manifest(step_folder: Path) -> bool:
 
 
 def delete(folder: Path) -> None:
-    """Delete a step's folder, if it is there; interrupted at any point, what is left is a partial folder."""
+    """Delete a step's folder, if it exists; an interrupted deletion leaves a partial folder."""
     if folder.is_symlink():
         folder.unlink()  # and nothing behind it
         return

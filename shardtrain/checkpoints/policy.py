@@ -13,15 +13,15 @@ from shardtrain.errors.messages import problems_error
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """When to save, and what to keep.
+    """When to save checkpoints, and which to keep.
 
     Args:
-        every_steps: save after each step that this divides; None: not by steps.
-        every_minutes: save when the last save is this long ago; None: not by time.
-        keep: how many of the newest checkpoints to keep.
-        keep_every: keep the checkpoints of steps that this divides for ever; None: keep no others.
+        every_steps: save after every step that is a multiple of this number; None: not by steps.
+        every_minutes: save when the last save is this many minutes ago; None: not by time.
+        keep: number of newest checkpoints to keep.
+        keep_every: never delete checkpoints of steps that are multiples of this number; None: no such steps.
         fast: a folder on a disk of this host, such as a RAM disk: a save goes there first, and is copied
-            to the run folder in the background. None: straight to the run folder.
+            to the run folder in the background. None: directly to the run folder.
 
     Raises:
         ValueError: lists every value of a wrong type or out of range.
@@ -70,11 +70,11 @@ def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
 
 
 def steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]:
-    """Return the steps of the whole checkpoints to delete, oldest first; never the newest.
+    """Return the steps of the complete checkpoints to delete, oldest first; never the newest.
 
     Args:
         policy: what to keep.
-        steps: the steps of all whole checkpoints.
+        steps: the steps of all complete checkpoints.
 
     Examples:
         >>> steps_to_delete(CheckpointPolicy(keep=2, keep_every=100), [90, 100, 110, 120, 130])

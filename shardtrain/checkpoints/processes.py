@@ -13,22 +13,22 @@ from jax.experimental import multihost_utils
 
 
 def is_primary() -> bool:
-    """Whether this process writes files for all."""
+    """Return whether this process writes the files of its island."""
     return jax.process_index() == 0
 
 
 def on_any_process(flag: bool) -> bool:
-    """Whether the flag is set on any process."""
+    """Return whether the flag is set on any process."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
 
 
 def gather_alone(name: str, look: Callable[[int], Any]) -> list[Any]:
-    """All-gather over the islands of a run that has one: what its first process finds, on all of them.
+    """All-gather over the islands of a run with one island: broadcast the result of its first process.
 
     Args:
-        name: of the exchange; unused where there is one island.
+        name: the name of the exchange; unused where there is one island.
         look: number of an island -> what it finds, as JSON can hold it.
     """
     if jax.process_count() == 1:

@@ -1,7 +1,7 @@
 """Read any slice of any array out of the parts of a finished step. No jax.
 
-Every process reads what it needs, whichever blocks and replicas were saved together: `slices.py` finds where
-it is stored, `array_files.py` reads it. Next: `discover.py`.
+Each process reads only what it needs, however blocks and replicas were saved: `slices.py` finds where it is
+stored, `array_files.py` reads it. Next: `discover.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ from shardtrain.system.excerpts import some
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointReader:
-    """A finished step.
+    """A reader of one finished step.
 
     Args:
-        step: after which it was saved.
-        folders: the parts that can be seen from here.
-        num_parts: how many there are.
-        save_id: what its parts have in common; "" where there is one.
+        step: the step after which it was saved.
+        folders: part -> its folder, for the parts visible to this process.
+        num_parts: number of parts.
+        save_id: the identifier that its parts share; "" for a single part.
     """
 
     step: int
@@ -38,34 +38,34 @@ class CheckpointReader:
 
     @property
     def missing(self) -> list[int]:
-        """Parts that cannot be seen from here."""
+        """The parts that are not visible to this process."""
         return [part for part in range(self.num_parts) if part not in self.folders]
 
     def broken(self, parts: Sequence[int] | None = None) -> dict[str, list[str]]:
-        """Folders whose files are not what was saved: name -> everything in which they differ.
+        """Return the damaged folders: name -> all differences from what was saved.
 
         Args:
-            parts: which to look at; by default all that can be seen.
+            parts: the parts to verify; by default all visible ones.
 
         Raises:
-            ValueError: one is of a later version of shardtrain.
+            ValueError: a part was written by a later version of shardtrain.
         """
         chosen = sorted(self.folders) if parts is None else parts
         found = {self.folders[part].name: problems(self.folders[part]) for part in chosen}
         return {name: wrong for name, wrong in found.items() if wrong}
 
     def problems(self) -> list[str]:
-        """What `broken` finds, and parts that cannot be seen, a line each."""
+        """Return the differences that `broken` finds, and the missing parts, one line each."""
         lines = [f"{name}: {problem}" for name, wrong in self.broken().items() for problem in wrong]
         missing = [f"part {some(self.missing)} of {self.num_parts} cannot be seen"] if self.missing else []
         return lines + missing
 
     @cached_property
     def manifests(self) -> dict[int, Manifest]:
-        """Of the parts that can be seen.
+        """Part -> its manifest, for the visible parts.
 
         Raises:
-            ValueError: one cannot be read.
+            ValueError: a manifest cannot be read.
         """
         found = {}
         for part, folder in sorted(self.folders.items()):
@@ -77,17 +77,17 @@ class CheckpointReader:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What was saved beside the state: the run's description, the position in the data."""
+        """The data saved beside the state: the run's description, the position in the data."""
         return next(iter(self.manifests.values())).extra
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files that can be seen."""
+        """The size of all files of the visible parts."""
         return sum(file.num_bytes for each in self.manifests.values() for file in each.files.values())
 
     @cached_property
     def stored_arrays(self) -> dict[str, list[StoredArray]]:
-        """Path -> the stored arrays that it is made up of."""
+        """Path -> the stored arrays that together make up the array."""
         found: dict[str, list[StoredArray]] = {}
         for part, manifest in self.manifests.items():
             for path, leaf in manifest.leaves.items():
@@ -95,11 +95,11 @@ class CheckpointReader:
         return found
 
     def leaf(self, path: str, origin: ArrayOrigin = COMMON) -> Leaf:
-        """Return an array as one replica of the whole model has it.
+        """Return shape and dtype of an array in one replica of the whole model.
 
         Args:
-            path: of the array.
-            origin: names the replica; the first where it names none.
+            path: the path of the array.
+            origin: its replica; the first one if it gives none.
         """
         pieces = self.stored_arrays[path]
         replica = (origin.replica or 0) % (pieces[0].leaf.origin.num_replicas or 1)
@@ -108,18 +108,18 @@ class CheckpointReader:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """Path -> array, as the first replica of the whole model has it, in the model's own order."""
+        """Path -> shape and dtype of each array in the first replica of the whole model."""
         return {path: self.leaf(path) for path in self.stored_arrays}
 
     def read(self, path: str) -> np.ndarray:
-        """Read one whole array, in the model's own order; the first replica's where each has its own.
+        """Read an array of the whole model with its blocks in order; the first replica's if replicas differ.
 
         Args:
-            path: such as `params/embedding/table`.
+            path: the path, such as `params/embedding/table`.
 
         Raises:
             KeyError: there is no such array.
-            ValueError: a part that it needs cannot be seen; or it declares more bytes than are there.
+            ValueError: a part that it needs is missing; or it declares more bytes than its files have.
         """
         leaf = self.leaves[path]
         saved_bytes = sum(piece.leaf.num_bytes for piece in self.stored_arrays[path])
@@ -128,30 +128,30 @@ class CheckpointReader:
         return self.start(path, leaf).result()
 
     def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
-        """Start to read a slice of an array, which may be of other blocks and replicas than were saved.
+        """Start to read a slice of an array, in any layout of blocks and replicas.
 
-        Where replicas have arrays of their own, replica r gets that of replica r % n of those n that were
-        saved. Rows of padding become zeros.
+        If replicas have their own arrays, replica r gets that of replica r % n of the n saved ones. Rows of
+        padding become zeros.
 
         Args:
-            path: of the array.
+            path: the path of the array.
             wanted: its shape, dtype and origin.
             index: a slice of `wanted.shape`; by default all of it.
 
         Raises:
-            ValueError: a part that it needs cannot be seen.
+            ValueError: a part that it needs is missing.
         """
         # make every slice explicit, so that its shape is known before anything is read
         given = index or tuple(slice(None) for _ in wanted.shape)
         index = tuple(slice(*i.indices(n)[:2]) for i, n in zip(given, wanted.shape, strict=True))
         shape = tuple(i.stop - i.start for i in index)
-        # in steps: find where each slice is stored, start to read it into its place in one new array
+        # find where each slice is stored, and start to read it into its place in one new array
         pieces, origin = self.stored_arrays[path], wanted.origin
         num_saved = pieces[0].leaf.origin.num_replicas or 1
         files = self._files
         array = np.empty(shape, files.dtype(pieces[0], path))
         under_way = []
-        # the first dim of an array that counts replicas: one of them after the other
+        # if the first dim counts replicas, read one replica after the other
         replicas = range(index[0].start, index[0].stop) if origin.counts_replicas else [origin.replica or 0]
         rest = index[1:] if origin.counts_replicas else index
         for i, replica in enumerate(replicas):
@@ -166,8 +166,8 @@ class CheckpointReader:
 
     def _unseen(self, path: str, what: str) -> ValueError:
         return ValueError(
-            f"{path}, {what}, of step {self.step} cannot be seen from here: of {self.num_parts} parts"
-            f" [{some(self.missing)}] are missing; use a run folder that all hosts share"
+            f"{path}, {what}, of step {self.step} is not visible to this process: of {self.num_parts}"
+            f" parts [{some(self.missing)}] are missing; use a run folder that all hosts share"
         )
 
     @cached_property
@@ -176,18 +176,18 @@ class CheckpointReader:
 
 
 def find_readers(*folders: Path) -> list[CheckpointReader]:
-    """Return readers of all finished steps of a run whose parts are all there, ascending.
+    """Return readers of all finished steps of a run that have all parts, ascending.
 
     Args:
-        folders: of checkpoints: a fast one and the shared one; what is in the first is taken from there.
+        folders: folders of checkpoints: the fast one and the shared one; the first that has a part is used.
     """
     return [reader for reader in visible_readers(*folders) if not reader.missing]
 
 
 def visible_readers(*folders: Path) -> list[CheckpointReader]:
-    """Return readers of all finished steps that can be seen, those with missing parts too.
+    """Return readers of all finished steps that are visible, also those with missing parts.
 
-    Ascending by step; where a step was saved several times, the newer last.
+    They are in order of step; of several saves of one step the newer is last.
     """
     seen: dict[tuple[int, int, str], dict[int, Path]] = {}
     for folder in folders:

@@ -18,7 +18,7 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.slices import Index
 
 IN_FLIGHT_BYTES = 1 << 27
-"""So many bytes are read ahead of what is on the devices already; a larger slice comes alone."""
+"""Bytes that are read ahead of the transfer to the devices; a larger slice is read alone."""
 
 
 def restore_arrays(
@@ -31,7 +31,7 @@ def restore_arrays(
     """Read arrays straight into their shardings.
 
     Args:
-      reader: a whole checkpoint.
+      reader: the reader of a complete checkpoint.
       wanted: path -> shape, dtype and sharding.
       origins: path -> which piece of the whole it is; those that are not named are whole.
       allow: what the reader may lack, or have beside.

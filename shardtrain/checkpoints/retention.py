@@ -1,6 +1,6 @@
 """Delete old checkpoints, and copy those of a fast disk to the run folder. No jax.
 
-What a policy keeps is in `policy.py`; who calls this is `checkpointer.py`.
+`policy.py` decides what to keep; `checkpointer.py` calls this.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from shardtrain.checkpoints.manifest_entries import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 
 FAST_KEPT = 2
-"""How many checkpoints stay on a fast disk."""
+"""Number of checkpoints kept on a fast disk."""
 
 
 def delete_old(
@@ -24,20 +24,21 @@ def delete_old(
     broken: Collection[int] = (),
     in_use: Collection[int] = (),
 ) -> list[str]:
-    """Delete what the policy does not keep, and what is broken and older than a whole checkpoint.
+    """Delete checkpoints that the policy does not keep, and broken ones older than a complete one.
 
-    Each writer deletes its own parts; the first also what another number of writers left.
+    Each writer deletes its own parts; the first also those of an earlier start with another number of
+    writers.
 
     Args:
-        folder: of checkpoints.
-        policy: what to keep.
-        part: whose.
-        newest: a step that is whole; later ones stay.
-        broken: steps that count for nothing.
-        in_use: steps that stay for now.
+        folder: the folder of the checkpoints.
+        policy: which steps to keep.
+        part: the part of this writer.
+        newest: a complete step; later ones are not deleted.
+        broken: broken steps, which do not count as kept.
+        in_use: steps not to delete now.
 
     Returns:
-        What could not be deleted, in sentences.
+        A message for each folder that could not be deleted.
     """
     # 1. the policy counts whole steps only, and decides which of them stay
     found = {step: parts for step, parts in paths.finished(folder).items() if step <= newest}
@@ -63,14 +64,14 @@ def delete_old(
 
 
 def _is_whole(parts: dict[WriterPart, Path], mine: WriterPart) -> bool:
-    """My own part is there; or all parts of another number of writers are."""
+    """Return whether this writer's part is finished, or all parts of another number of writers are."""
     finished = {part for part, path in parts.items() if paths.has_manifest(path)}
     others = {part.count for part in finished} - {mine.count}
     return mine in finished or any({WriterPart(i, n) for i in range(n)} <= finished for n in others)
 
 
 def _is_left_behind(path: Path, mine: WriterPart, newest: int) -> bool:
-    """A save or deletion was interrupted here; no writer is at it now."""
+    """Return whether a partial folder is left from an interrupted save or deletion."""
     step, part = paths.read_name(path.name.removesuffix(paths.PARTIAL))
     if part.count == mine.count > 1:
         return part == mine and step <= newest
@@ -78,13 +79,13 @@ def _is_left_behind(path: Path, mine: WriterPart, newest: int) -> bool:
 
 
 class Mirror:
-    """Copies finished checkpoints from a fast disk to the run folder, in the background, the newest first.
+    """Copies finished checkpoints from a fast disk to the run folder in the background, the newest first.
 
     Args:
         fast: the folder on the fast disk.
-        shared: the run's.
-        policy: what the run folder keeps.
-        part: of the writer.
+        shared: the run's folder of checkpoints.
+        policy: which steps the run folder keeps.
+        part: the part of this writer.
     """
 
     def __init__(self, fast: Path, shared: Path, policy: CheckpointPolicy, part: WriterPart) -> None:
@@ -97,10 +98,10 @@ class Mirror:
         """The newest step that could not be copied."""
 
     def copy(self, step: int) -> list[str]:
-        """Begin to copy a step once the copy under way is done; one that waits is left out for it.
+        """Start to copy a step once the current copy is done; it replaces a step that is still waiting.
 
         Returns:
-            What went wrong with copies before, in sentences.
+            Messages about earlier copies that failed.
         """
         notes = self._collect() if self._copying is not None and self._copying.done() else []
         self._wanted = step
@@ -109,7 +110,7 @@ class Mirror:
         return notes
 
     def close(self) -> list[str]:
-        """Wait for the newest copy; what went wrong, in sentences."""
+        """Wait for the newest copy; return messages about what failed."""
         notes = self._collect()
         if self._wanted is not None:
             notes += self._copy_all()
@@ -148,12 +149,12 @@ class Mirror:
                 paths.sync(path)
             partial.rename(goal)
         except (OSError, shutil.Error):
-            # half a copy would keep a full disk full
+            # free the space of an incomplete copy
             shutil.rmtree(partial, ignore_errors=True)
             raise
         paths.sync(self._shared)
 
 
 def _first_reason(error: OSError) -> str:
-    """Of many files that could not be copied, what is wrong with the first."""
+    """Return the reason of the first of several files that could not be copied."""
     return str(error.args[0][0][2]) if isinstance(error, shutil.Error) else str(error)

@@ -47,7 +47,7 @@ class _Pending:
 
     Args:
         step: the step.
-        num_bytes: of its arrays.
+        num_bytes: the size in bytes of its arrays.
         notes: lines for the user, once it is finished.
     """
 

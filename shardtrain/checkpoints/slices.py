@@ -41,7 +41,7 @@ def stored_slices(
 
     Args:
         pieces: the stored arrays of one path that can be seen.
-        origin: of the wanted array.
+        origin: the origin of the wanted array.
         index: the slice of it that is wanted, without a dim that counts replicas.
         replica: the replica it is of, as it was saved.
         unseen: what cannot be seen ("replica 1", "blocks [2]") -> the error to raise.

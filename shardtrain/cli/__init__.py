@@ -121,7 +121,7 @@ def _command(command: str, rest: list[str], stop: StopSignals) -> int:
 def _report(command: str, error: ValueError | OSError) -> int:
     """Print an error and return its exit code."""
     code = exit_code(error)
-    # nobody reads a message if the pipe is closed (`| head`)
+    # no message if the reader closed the pipe (`| head`)
     if not isinstance(error, BrokenPipeError):
         terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
     close_quietly(sys.stdout)

@@ -153,7 +153,7 @@ def _verify(options: Verify) -> int:
         else:
             files = sum(len(manifest.files) for manifest in reader.manifests.values())
             size = bytes_text(reader.num_bytes)
-            terminal.out(f"step {reader.step}: whole, {files} files, {size}\n")
+            terminal.out(f"step {reader.step}: valid, {files} files, {size}\n")
     return DAMAGED if num_broken else 0
 
 
@@ -186,14 +186,14 @@ def _pruned(checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Calla
             freed += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             remove(folder)
         why = "" if reader in counted else " (broken)"
-        terminal.out(f"step {reader.step}: {'deleted' if remove is delete else 'would go'}{why}\n")
+        terminal.out(f"step {reader.step}: {'deleted' if remove is delete else 'would be deleted'}{why}\n")
     kept = [each.step for each in found if each in counted and each.step not in old]
     terminal.out(f"{bytes_text(freed)}; kept: {', '.join(map(str, kept))}\n")
     return 0
 
 
 def _newest_whole(found: Sequence[CheckpointReader], number: int) -> list[CheckpointReader]:
-    """Return the newest whole steps, the newest first; older ones are not read."""
+    """Return the newest valid steps, the newest first; older ones are not read."""
     whole: list[CheckpointReader] = []
     for reader in reversed(found):
         if len(whole) < number and not reader.problems():

@@ -128,12 +128,12 @@ def import_checkpoint(options: Import) -> int:
             f'the number of [MASK] was not found: write it as "mask_token" into {options.out / MODEL_FILE}\n'
         )
     for name in found.left_out:
-        terminal.out(f"left out, for the model has no place for it: {name}\n")
+        terminal.out(f"skipped, as the model has no such array: {name}\n")
     words = shlex.join(["--start-from.checkpoint", str(options.out), *option_words(found.config)])
     terminal.out(
         f"{found.family}: {num_params:,} parameters -> {options.out}\n"
         f"in a run file of your own: model={model_text(found.config)}\n"
-        f"where it has such a model: {words}\n"
+        f"or with the options of such a run file: {words}\n"
         f"train on: {shlex.join(['shardtrain', 'train', str(options.out / RUN_FILE)])}"
         " (its first lines say with what data)\n"
     )
@@ -225,7 +225,7 @@ def run() -> Run:
 
 
 def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
-    """The number of [MASK] in tokenizer files; None where it is not found.
+    """The number of [MASK] in tokenizer files; None if it is not found.
 
     Raises:
       ValueError: a file is not of its form, or the number is not below `vocab`.

@@ -33,7 +33,7 @@ from shardtrain.train_step.placement import state_specs
 from shardtrain.trainer.config import Run, Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
-"""Upper limits: nobody has more devices, and larger schedules would take hours to draw."""
+"""Upper limits: no machine has more devices, and larger schedules would take hours to draw."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
-"""`shardtrain launch [LAUNCHER] ... -- train RUN ...`: start a command as islands, on this machine, on
-others, or by a batch system. The launchers are in `launch/registry.py`.
+"""`shardtrain launch [LAUNCHER] ... -- train RUN ...`: start a command as islands, here or on other hosts.
+
+The launchers, batch systems among them, are in `launch/registry.py`.
 """
 
 import itertools

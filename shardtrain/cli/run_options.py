@@ -10,6 +10,7 @@ from typing import Any
 
 from shardtrain.cli.field_options import FieldOption, field_options, parse_options, with_fields
 from shardtrain.cli.run_file import load_combiner, load_run
+from shardtrain.combine import CODECS, COMBINERS
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.sharding.shares import parse_weights
@@ -192,6 +193,28 @@ def _is_file(mesh: str) -> bool:
     return mesh.endswith(".toml") or Path(mesh).is_file()
 
 
+def _combiner_help() -> str:
+    """Return the help of --combine, which lists all registered combiners and codecs."""
+    return (
+        f"the combiner, with codecs before it as in int8+adasum; or your own, as path.py:name. Combiners:"
+        f" {_summaries(COMBINERS)}. Codecs: {_summaries(CODECS)}."
+    )
+
+
+def _summaries(registry: Mapping[str, Callable[..., Any]]) -> str:
+    """List the names of a registry, each with the first clause of its docstring.
+
+    >>> _summaries({"parse_weights": parse_weights})
+    'parse_weights (read weights such as `3,1`)'
+    """
+    texts = []
+    for name, make in registry.items():
+        line = (make.__doc__ or "").strip().partition("\n")[0]
+        clause = line.partition(":")[0].partition(";")[0].removesuffix(".")
+        texts.append(f"{name} ({clause[:1].lower()}{clause[1:]})" if clause else name)
+    return ", ".join(texts)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextForm:
     """The text form of a field whose Python value is not a plain one.
@@ -217,13 +240,13 @@ TEXTS = {
     f"{COMBINE}by": TextForm(
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
         read=load_combiner,
-        help="the combiner: mean, sum or adasum, with codecs before it as in int8+adasum; or your own, as"
-        " path.py:name.",
+        help=_combiner_help(),
     ),
     f"{ACROSS}shares": TextForm(
         write=lambda given: given and ",".join(f"{share:g}" for share in given),
         read=parse_weights,
-        help="weights by which replicas get rows of a batch, such as 3,1; None: by their numbers of devices.",
+        help="weights of the replicas, in proportion to which they get rows of a batch, such as 3,1; None: by"
+        " their numbers of devices.",
     ),
 }
 """Path of a field -> its text form."""

@@ -80,7 +80,7 @@ def make_combiner(text: str) -> Combiner:
         if name not in table:
             other = COMBINERS if table is CODECS else CODECS
             hint_on_order = (
-                "; a combiner stands last" if table is CODECS else "; a codec needs a combiner after it"
+                "; a combiner must be last" if table is CODECS else "; a codec needs a combiner after it"
             )
             hint = f"{name!r}{hint_on_order}, such as 'int8+mean'" if name in other else near(name, table)
             problems.append(f"{kind} {hint}")

@@ -26,11 +26,12 @@ ABSENT = -1000  # the exponent of a rank without examples
 
 
 def adasum(per: Per = "leaf") -> Combiner:
-    """Make the adaptive sum of the ranks' gradients or deltas, by a tree of consecutive pairs.
+    """The adaptive sum of gradients or deltas, which adds orthogonal ones and averages parallel ones.
 
-    A pair makes (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: a + b where they are orthogonal, their
-    mean where they are parallel. The odd rank of a round waits for the next. A rank's count does not
-    weigh it, but with count 0 it contributes nothing. Each slice is computed on one rank and gathered by the
+    Ranks are combined by a tree of consecutive pairs. A pair makes (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2)
+    b: a + b where they are orthogonal, their mean where they are parallel. The odd rank of a round waits for
+    the next. A rank's count does not weigh it, but with count 0 it contributes nothing. Each slice is
+    computed on one rank and gathered by the
     others: the result has the same bits on all ranks. A single rank keeps its tree.
 
     Bytes sent per rank for n bytes of leaves, L of them, on P = 2^m odd ranks: 2 n (P - 1) / P in messages,

@@ -74,7 +74,7 @@ def chain(*links: Codec | Combiner) -> Combiner:
       links: any number of codecs, then one combiner.
 
     Raises:
-      ValueError: names every link that stands in the wrong place.
+      ValueError: lists every link that is in the wrong place.
     """
     problems = [
         f"link {i} of {len(links)} is a combiner; only the last may be: put the codecs first, and choose one"
@@ -87,7 +87,7 @@ def chain(*links: Codec | Combiner) -> Combiner:
         if not callable(link) and not isinstance(link, Combiner)
     ]
     if not links or not isinstance(links[-1], Combiner):
-        problems.append("no combiner stands last; end with one, such as mean()")
+        problems.append("the last link is not a combiner; end with one, such as mean()")
     if problems:
         raise problems_error("these links make no chain", problems)
     *codecs, combiner = links

@@ -20,12 +20,12 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         ...
 
     @property
     def index(self) -> int | jax.Array:
-        """This rank: a number over MPI, traced on a mesh."""
+        """The index of this rank: a number over MPI, traced on a mesh."""
         ...
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
@@ -67,8 +67,8 @@ class MeshGroup:
     The shard_map needs `check_vma=False`.
 
     Args:
-      axis: of the mesh, or the vmap's axis_name.
-      size: of the axis.
+      axis: the mesh axis, or the axis_name of the vmap.
+      size: the size of the axis.
       leaf_axes: for each leaf the axes that shard it; () where no leaf is sharded.
       shard_axes: axis -> size, of all axes that shard any leaf.
 
@@ -84,7 +84,7 @@ class MeshGroup:
 
     @property
     def index(self) -> int | jax.Array:
-        """This rank."""
+        """The index of this rank."""
         return lax.axis_index(self.axis) if self.size > 1 else 0
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
@@ -138,12 +138,12 @@ class StackGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.outer.size
 
     @property
     def index(self) -> int | jax.Array:
-        """This rank."""
+        """The index of this rank."""
         return MeshGroup(self.axis, self.size).index
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:

@@ -23,7 +23,7 @@ from shardtrain.combine.slices import (
 
 
 def mean() -> Combiner:
-    """Make the mean over all examples: sum_r count_r x_r / sum_r count_r, zeros if there are none.
+    """The mean over all examples: sum_r count_r x_r / sum_r count_r, zeros if there are none.
 
     Sums are float32. float32 leaves are sent in one all-reduce, with the counts: 4 (n + P) bytes in the
     buffer, so a ring sends 8 (n + P) (P - 1) / P per rank. Leaves of 16 bits are sent as such, in slices: a
@@ -41,7 +41,7 @@ def mean() -> Combiner:
 
 
 def sum() -> Combiner:
-    """Make the sum of the ranks' means: the mean over all examples times the number of ranks with any.
+    """The sum of the ranks' means: the mean over all examples times the number of ranks with any.
 
     Costs what `mean` costs. Equal counts: sum_r x_r.
 

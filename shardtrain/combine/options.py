@@ -15,22 +15,22 @@ from shardtrain.errors.messages import problems_error
 class Combine:
     """How the replicas of a run are combined.
 
-    Replicas are the islands, where there are several (each of them the mean or sum of its own devices),
-    else the indices of the mesh's data axis.
+    Replicas are the islands if there are several (each the mean or sum over its own devices), else the
+    indices of the mesh's data axis.
 
     Args:
       by: a combiner by name, such as "mean", "adasum", "int8+adasum" (see `combine.make_combiner`), or
         any `combine.Combiner`.
-      on: "gradients", or the "deltas" that each replica's own optimizer makes of its own gradient
-        (Horovod's Adasum). The optimizer's state then belongs to the replica.
-      local_steps: local steps of a replica before its delta is combined; more than 1 needs deltas.
+      on: what is combined: "gradients", or "deltas", the parameter changes that each replica's own optimizer
+        computes (Horovod's Adasum). Each replica then has its own optimizer state.
+      local_steps: number of local steps of a replica before its delta is combined; more than 1 needs deltas.
       inside: how an island reduces its own devices' gradients before they are sent to other islands: to
         their mean, or to their sum, the mean times the number of its replicas.
 
     Short form: a value of `by`.
 
     Raises:
-      ValueError: lists every value of a wrong kind, and everything that does not fit together.
+      ValueError: lists every value of a wrong type, and combinations that are not possible.
     """
 
     by: str | Combiner = "mean"
@@ -40,7 +40,7 @@ class Combine:
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
-        """Return the fields that a short form stands for; None if the value is no short form."""
+        """Return the fields that a short form sets; None if the value is not a short form."""
         return {"by": value} if isinstance(value, str | Combiner) else None
 
     def __post_init__(self) -> None:

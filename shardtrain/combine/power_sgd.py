@@ -48,7 +48,7 @@ def power_sgd(rank: int = 4) -> Codec:
     gather all payloads of n' bytes and 4 for the count.
 
     Args:
-      rank: of the factors, 1 or more.
+      rank: the rank of the factors, 1 or more.
 
     Raises:
       ValueError: the rank is no whole number above 0.

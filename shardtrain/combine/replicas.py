@@ -42,7 +42,7 @@ def split_layers(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
     """Return a tree as path -> array, with stacked layers split: blocks/up becomes blocks/up/0, blocks/up/1.
 
     Args:
-      tree: of arrays or shapes.
+      tree: a tree of arrays or shapes.
       stacked: paths of arrays whose first dim counts layers.
 
     >>> split_layers({"up": jax.ShapeDtypeStruct((2, 3), jnp.float32)}, frozenset({"up"}))["up/1"].shape

@@ -50,7 +50,7 @@ def join_slices(
 
     Args:
       stacks: each as blocks of its rows, in order.
-      owners: as `split_into_slices` gave them.
+      owners: the owners that `split_into_slices` returned.
       leaves: arrays or shapes, of the shapes wanted.
     """
     pieces: list[list[jax.Array]] = [[] for _ in leaves]
@@ -110,7 +110,7 @@ def _by_message(stacks: Sequence[Any]) -> list[list[int]]:
 def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
     """Return for each rank the partner that it receives from in a turn.
 
-    Ranks fall into blocks of `distance * radix`; a rank's partners stand `distance` apart in its block.
+    Ranks fall into blocks of `distance * radix`; the partners of a rank are `distance` apart in its block.
 
     >>> block_sources(4, 2, 2, 1)
     [2, 3, 0, 1]

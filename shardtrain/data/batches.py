@@ -84,7 +84,7 @@ class Batches:
     Args:
       source: samples, each a dict of arrays of the same shapes.
       batch: rows of a batch, B.
-      seed: of the order.
+      seed: the seed of the order.
       epochs: number of epochs; None for no end.
       shuffle: False keeps the order of the source.
       rows: which rows of each batch to load, such as `placement.process_rows` or an island's rows;
@@ -181,7 +181,7 @@ class Batches:
         """Iterate over the batches from a position on, with prefetching.
 
         Args:
-          position: of the first batch; None for the start of epoch 0.
+          position: the position of the first batch; None for the start of epoch 0.
 
         Returns:
           Yields (batch, the position after it). `iterate` resumes from that position, with any batch size.

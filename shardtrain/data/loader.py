@@ -46,7 +46,7 @@ def batch_shard(
     Args:
       rows_of_islands: island (or pipeline of islands) -> its number of rows, see `split_over_islands`.
       island: which of them this process belongs to.
-      mesh: of this island.
+      mesh: the mesh of this island.
       batch_axes: the mesh axes that split the rows of a microbatch.
       microbatches: M.
       multiple: the number that the island's rows must be a multiple of; by default that of this mesh.
@@ -75,7 +75,7 @@ class Loader:
     Args:
       batches: made with `rows=shard.rows`.
       shard: the rows, see `batch_shard`.
-      mesh: of this island.
+      mesh: the mesh of this island.
       batch_axes: the mesh axes that split the rows of a microbatch.
       microbatches: M.
     """

@@ -75,7 +75,7 @@ class MaskedTokens:
       rate: fraction of the tokens that are predicted; of those 80 % are masked, 10 % are replaced by random
         tokens, and 10 % stay.
       never: tokens that are never chosen, such as separators.
-      seed: of the random choice.
+      seed: the seed of the random choice.
 
     Raises:
       ValueError: lists every number that is out of range.
@@ -105,7 +105,7 @@ class MaskedTokens:
         """Return the windows to train on.
 
         Args:
-          folder: of the run, as for `data`.
+          folder: the folder of the run, as for `data`.
         """
         return MaskedWindows(windows=self.data.train(folder), options=self)
 

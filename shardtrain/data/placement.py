@@ -42,7 +42,7 @@ def place(
     sharding = _sharding(num_rows, mesh, split)
     local = jax.tree.map(lambda leaf: leaf.reshape(split.shape(leaf.shape)), batch)
     if sharding.is_fully_addressable and num_local == num_rows:
-        return jax.device_put(local, sharding)  # what follows does the same here, slower
+        return jax.device_put(local, sharding)  # the code below does the same, but slower
     shapes = jax.tree.map(lambda leaf: split.shape((num_rows, *leaf.shape[1:])), batch)
     return jax.make_array_from_process_local_data(sharding, local, shapes)
 

@@ -18,7 +18,7 @@ from shardtrain.sharding import shares
 class RowSplit:
     """The split of a batch's rows over microbatches, and of each microbatch over mesh axes.
 
-    Row r of B stands in microbatch r // (B / M).
+    Row r of B is in microbatch r // (B / M).
 
     Args:
       axis_sizes: mesh axis -> size, of the axes that split the rows of a microbatch.

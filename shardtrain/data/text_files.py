@@ -76,7 +76,7 @@ def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozense
             name for name in folders if not name.startswith(".") and name not in excluded_names
         )
         links = [Path(root, name) for name in folders if Path(root, name).is_symlink()]
-        # a link might lead in a circle, or to files that nobody meant to train on
+        # a link might lead in a circle, or to files that are not meant for training
         left_out += [f"{link} (a link; name {link.resolve()} itself)" for link in links]
         try:
             found = [Path(root, name) for name in sorted(names) if not name.startswith(".")]

@@ -57,7 +57,7 @@ class Windows:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab))
         if wrong.size:
             token, where = int(tokens[wrong[0]]), begin + int(wrong[0])
-            change = f"set vocab to {token + 1} or more" if token > 0 else "write the file anew"
+            change = f"set vocab to {token + 1} or more" if token > 0 else "write the file again"
             raise ValueError(
                 f"{self.path}: token {token} at {where} is not below vocab {self.vocab}; {change}"
             )

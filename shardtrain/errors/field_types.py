@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-"""Type -> what an error asks for."""
+"""Type -> its name in errors."""
 
-MOST_SHOWN, MOST_CURES = 80, 4
-"""Characters of a value that an error shows, and forms that it offers."""
+MOST_SHOWN, MOST_SUGGESTIONS = 80, 4
+"""Largest number of characters of a value in an error, and of suggestions."""
 
 NEWLINE = "\n"
 
@@ -30,9 +30,9 @@ class WrongType(ValueError):
 def wrong_types(value: Any) -> list[str]:
     """List the fields of a dataclass whose values are of another type than their type hints say.
 
-    Values that leave no doubt are converted in place: a numpy scalar, text for a path, a list for a tuple,
+    Unambiguous values are converted in place: a numpy scalar, text for a path, a list for a tuple,
     and what the dataclass of a field accepts as a short form (its static method `short`: value -> fields).
-    A field that is wrong gets its default, so that the caller can check the ranges of the others and raise.
+    A wrong field gets its default, so that the caller can check the ranges of the others and raise.
 
     Args:
       value: the dataclass, in its `__post_init__`.
@@ -60,7 +60,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def as_kind(value: Any, hint: Any, name: str) -> Any:
-    """The value as its type hint has it.
+    """Convert a value to its type hint.
 
     Raises:
       WrongType: it is of another type; the text names the field, the value and what to write.
@@ -72,7 +72,7 @@ def as_kind(value: Any, hint: Any, name: str) -> Any:
     shardtrain.errors.field_types.WrongType: peak is '3e-4'; give a number: peak=0.0003
     """
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
-    # without numpy nobody has a value of its kinds, and what has options alone need not load it
+    # if numpy is not loaded, no value is one of its scalars; options alone must not load it
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         value = value.item()
     for option in options:
@@ -89,7 +89,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value may stand for a type hint; strict for numbers: True is no 1, and nan no number.
+    """Return whether a value fits a type hint; strict for numbers: True is not 1, and nan is not a number.
 
     >>> fits(1, float), fits(True, int), fits(None, int | None), fits([1, "a"], tuple[int, ...])
     (True, False, True, False)
@@ -99,7 +99,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value may stand for a hint that is no union."""
+    """Return whether a value fits a hint that is not a union."""
     origin = typing.get_origin(hint) or hint
     if origin is Any or isinstance(origin, typing.TypeVar):
         return True
@@ -119,7 +119,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
-    """Which items of a `tuple[X, ...]` are no X."""
+    """Return the indices of the items of a `tuple[X, ...]` that are not X."""
     kind, *_ = typing.get_args(hint)
     return [i for i, item in enumerate(value) if not fits(item, kind)]
 
@@ -134,7 +134,7 @@ def _converted(value: Any, hint: Any, name: str) -> Any:
 
 
 def _made(kind: Any, value: Any, name: str) -> Any:
-    """The dataclass that a short form stands for; None where the value is none."""
+    """Return the dataclass of a short form; None if the value is not a short form."""
     try:
         given = kind.short(value)
         return None if given is None else kind(**given)
@@ -143,14 +143,14 @@ def _made(kind: Any, value: Any, name: str) -> Any:
 
 
 def _problem(value: Any, options: Sequence[Any], name: str) -> str:
-    """The text of the error."""
+    """Format the error."""
     shown = f"{name} is {_shown(value)}"
     for option in options:
         if typing.get_origin(option) is Literal:
             allowed = [repr(o) if not isinstance(o, str) else o for o in typing.get_args(option)]
             return f"{shown}; allowed: {', '.join(allowed)}{' or None' if type(None) in options else ''}"
     wanted = " or ".join(_wanted(option) for option in options)
-    return f"{shown}; give {wanted}{_cure(value, options, name)}"
+    return f"{shown}; give {wanted}{_suggestion(value, options, name)}"
 
 
 def _shown(value: Any) -> str:
@@ -175,8 +175,8 @@ def _wanted(option: Any) -> str:
     return WORDS.get(origin, f"a {name}")
 
 
-def _cure(value: Any, options: Sequence[Any], name: str) -> str:
-    """What to write for this value, where that can be said."""
+def _suggestion(value: Any, options: Sequence[Any], name: str) -> str:
+    """Return a suggestion of what to write for this value; "" if there is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return ", finite"
     for option in options:
@@ -194,7 +194,7 @@ def _cure(value: Any, options: Sequence[Any], name: str) -> str:
 
 
 def _number(value: Any, kind: type) -> Any:
-    """What text or a whole float says as a number, None where it says none."""
+    """Return the number that a text or float represents exactly; None if it represents none."""
     if not isinstance(value, str | float):
         return None
     try:
@@ -207,7 +207,7 @@ def _number(value: Any, kind: type) -> Any:
 
 
 def _fitting(kind: Any, value: Any) -> list[str]:
-    """How this dataclass is written with this value: as the fields of a dict, or in a field that takes it."""
+    """Return ways to write this dataclass with the value: fields of a dict, or a field that fits."""
     hints = _hints(kind)
     names = [field.name for field in fields(kind)]
     if isinstance(value, Mapping):
@@ -217,7 +217,7 @@ def _fitting(kind: Any, value: Any) -> list[str]:
     if value is None or isinstance(value, bool):
         return []
     found = [f"{kind.__name__}({name}={_shown(value)})" for name in names if _takes(hints[name], value)]
-    return found if len(found) <= MOST_CURES else []
+    return found if len(found) <= MOST_SUGGESTIONS else []
 
 
 def _takes(hint: Any, value: Any) -> bool:

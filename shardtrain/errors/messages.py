@@ -8,7 +8,7 @@ MOST_NAME = 100
 
 
 def near(name: str, allowed: Iterable[str]) -> str:
-    """`name` quoted, with the nearest allowed names, or all of them where none is near.
+    """Quote a name with the nearest allowed names, or with all of them if none is near.
 
     >>> near("embd", ["embed", "mlp"])
     "'embd' (did you mean 'embed'?)"
@@ -22,5 +22,5 @@ def near(name: str, allowed: Iterable[str]) -> str:
 
 
 def problems_error(asked: str, problems: Sequence[str]) -> ValueError:
-    """One error that lists every problem, one a line."""
+    """Return one error that lists every problem, one per line."""
     return ValueError(asked + ":" + "".join(f"\n  - {problem}" for problem in problems))

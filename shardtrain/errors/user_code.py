@@ -1,4 +1,4 @@
-"""Exceptions of the user's own code (data, loss, sample): kept apart from mistakes in what was asked.
+"""Exceptions of the user's code (data, loss, sample), distinguished from mistakes in options or inputs.
 
 `user_code` wraps a call into such code; the command line shows the user's part of the traceback. No jax.
 """
@@ -11,24 +11,24 @@ from types import TracebackType
 PACKAGE = __name__.partition(".")[0]
 
 OWN_MISTAKES = (ValueError, OSError)
-"""What shardtrain raises for a mistake in what was asked, with its cure in the text."""
+"""What shardtrain raises for a mistake in options or inputs, with the fix in the text."""
 
 
 class UserCodeFailed(Exception):
-    """Code of the user's raised; the cause is its exception, and the text says where in the run that was."""
+    """The user's code raised an exception, which is the cause of this one; the text says where in the run."""
 
 
 @contextmanager
 def user_code(where: Callable[[Exception], str]) -> Iterator[None]:
-    """Call code of the user's under this.
+    """Convert exceptions of the user's code, called within this context, to `UserCodeFailed`.
 
-    What shardtrain itself raises inside, for a mistake that it explains, passes through.
+    Errors that shardtrain itself raises inside, to explain a mistake, pass through.
 
     Args:
-      where: exception -> what raised, and with what, as in "sample 3 of the training data".
+      where: exception -> what raised it, such as "sample 3 of the training data".
 
     Raises:
-      UserCodeFailed: the code raised.
+      UserCodeFailed: the user's code raised an exception.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def user_code(where: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def _raised_here(trace: TracebackType | None) -> bool:
-    """Whether the innermost call is in this package: its models and data explain what they refuse."""
+    """Return whether the innermost call is in this package, whose errors explain themselves."""
     innermost = False
     while trace is not None:
         innermost, trace = _is_own(trace), trace.tb_next
@@ -49,12 +49,12 @@ def _raised_here(trace: TracebackType | None) -> bool:
 
 
 def _is_own(trace: TracebackType) -> bool:
-    """Whether a call is of this package, by the name of its module: a path may lead through links."""
+    """Return whether a call is in this package, by module name: paths may contain links."""
     return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == PACKAGE
 
 
 def user_traceback(failure: UserCodeFailed) -> str:
-    """The traceback of the user's exception, from its first call outside of this package."""
+    """Return the traceback of the user's exception, from its first call outside of this package."""
     error = failure.__cause__
     assert error is not None
     trace = error.__traceback__

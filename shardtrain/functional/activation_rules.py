@@ -111,7 +111,7 @@ def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "re
 
     Args:
       rules: dim -> axes for activations.
-      mesh: of these axes. On one device every constraint is accepted.
+      mesh: a mesh with these axes. On one device every constraint is accepted.
       unnamed: "refuse" dims without a rule, or "replicate" them.
 
     Raises:

@@ -72,7 +72,7 @@ def with_metrics(loss: Loss, **metrics: Metric) -> Loss:
 
 
 def next_token_accuracy(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return how many next tokens are the likeliest of the model, beside `next_token_loss`.
+    """Count the next tokens that the model finds likeliest; a metric for `next_token_loss`.
 
     Args:
       logits: (B, T, V).

@@ -24,8 +24,7 @@ BLOCKS = "blocks"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chain:
-    """A model as a sequence of blocks, which a pipeline partitions: `apply` is first, run over all blocks,
-    last.
+    """A model as a sequence of blocks for a pipeline: `apply` is first, then run over all blocks, then last.
 
     The activations between blocks are a tree of arrays whose first dim is the batch. Each function accepts
     a subset of the parameters and of the model state: those that it uses.
@@ -70,13 +69,12 @@ class Model:
 
 
 def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:
-    """Return one name per dim of an array from any form that Flax accepts; None for a dim that is not
-    sharded.
+    """Return one name per dim of an array, from any form that Flax accepts; None: not sharded.
 
     Args:
       given: names, tuples of names and None in a tuple, a PartitionSpec or a NamedSharding; None: no names.
-      shape: of the array. Trailing dims may be left out, which are not sharded.
-      path: of the array, for errors.
+      shape: the shape of the array. Names of trailing dims that are not sharded may be left out.
+      path: the path of the array, for errors.
 
     Raises:
       ValueError: anything else.

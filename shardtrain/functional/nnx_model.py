@@ -120,7 +120,7 @@ class _SplitModule:
       params: the parameters.
       rngs: the rng streams.
       model_state: all other variables.
-      axis_name: of its norms over replicas.
+      axis_name: the axis name of its norms over replicas.
     """
 
     graphs: Mapping[bool, Any]
@@ -130,8 +130,9 @@ class _SplitModule:
     axis_name: str | None
 
     def pure(self, method: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
-        """Return a method of the module as (params, model_state, rng, train, *inputs) -> (outputs,
-        model_state)."""
+        """Return a method of the module as a pure function.
+
+        It maps (params, model_state, rng, train, *inputs) to (outputs, model_state)."""
 
         def call(
             params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any
@@ -228,7 +229,7 @@ def _filled(state: Any, tree: Tree) -> Any:
 
 
 def _seeded(state: Any, rng: jax.Array) -> Any:
-    """Every rng stream of the module gets a key of its own, and a count of 0."""
+    """Return the variables of the rng streams: a key for each stream, and counts of 0."""
 
     def value(i: int, variable: Any) -> jax.Array:
         if not isinstance(variable, nnx.RngKey):

@@ -72,8 +72,8 @@ def check_evaluation(name: str, calls: list[Call]) -> None:
     """Refuse a linen module that behaves in evaluation as in training.
 
     Args:
-      name: of the module's class.
-      calls: of its submodules, in evaluation.
+      name: the name of the module's class.
+      calls: the calls of its submodules, in evaluation.
 
     Raises:
       ValueError: lists every submodule that applies dropout or uses batch statistics.

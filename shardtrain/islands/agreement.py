@@ -37,7 +37,7 @@ def check_agreement(
 
     Args:
       all_gather: (name, value, timeout in seconds) -> the values of all ranks, by rank.
-      name: of this rank, for people: "island 0 (host a)".
+      name: the name of this rank, in messages: "island 0 (host a)".
       mine: the facts of this rank, from `facts`.
       timeout_seconds: time limit of the all-gather.
 
@@ -57,7 +57,7 @@ def disagreement(
 
     Args:
       facts_by_rank: `kind/name` -> value, of each rank.
-      names: of the ranks, for people.
+      names: the names of the ranks, in messages.
       most_lines: facts of a kind that are shown; the others are counted.
 
     >>> print(disagreement([{"run/batch": 32}, {"run/batch": 64}, {"run/batch": 32}], ["a", "b", "c"]))

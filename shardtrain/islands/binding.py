@@ -13,7 +13,7 @@ BIND = "SHARDTRAIN_BIND"
 
 
 def share(things: Sequence, index: int, parts: int) -> list:
-    """Return part `index` of `parts` consecutive parts; the first get one more where it does not divide.
+    """Return part `index` of `parts` consecutive parts; the first get one more if it does not divide.
 
     >>> share("abcde", 0, 2), share("abcde", 1, 2)
     (['a', 'b', 'c'], ['d', 'e'])
@@ -34,7 +34,7 @@ def device_environment(
     than ranks, ranks share one, and its memory.
 
     Args:
-      environment: of this rank; nothing is set if its local rank is None.
+      environment: the rank environment of this rank; nothing is set if its local rank is None.
       environ: the environment.
       num_gpus: number of GPUs on this host; None counts them.
 
@@ -86,7 +86,7 @@ def bind_cpus(
     Hardware threads of a core stay together.
 
     Args:
-      environment: of this rank.
+      environment: the rank environment of this rank.
       environ: the environment; None: of this process.
       usable: cores of the host or of its container; None asks the system.
 
@@ -117,7 +117,7 @@ def _cores_are_bound(
 
 
 def _usable() -> set[int]:
-    """Cores that the container or the batch system allows; a rank with fewer was bound by its launcher."""
+    """Return the cores that container and batch system allow; a rank with fewer was bound by its launcher."""
     every = set(range(os.cpu_count() or 1))
     try:
         group = Path("/proc/self/cgroup").read_text().splitlines()[-1].partition("::")[2]
@@ -129,7 +129,7 @@ def _usable() -> set[int]:
 
 
 def _core(cpu: int) -> tuple[int, int, int]:
-    """A sort key that keeps the hardware threads of a package and core together."""
+    """Return a sort key that keeps the hardware threads of a package and core together."""
     folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))

@@ -144,7 +144,7 @@ class Control:
       names: rank -> its name in messages, such as "island 1 (host b)".
       patience_seconds: how long to wait for the others, unless a call says otherwise.
       report: called once with a line when a wait takes longer than `REPORT_SECONDS`.
-      activity: of this process; every all-gather is recorded there.
+      activity: the activity record of this process; every all-gather is recorded there.
     """
 
     REPORT_SECONDS = 30.0
@@ -178,7 +178,7 @@ class Control:
         """Gather the values of all ranks on every rank; this is a barrier too.
 
         Args:
-          name: of this all-gather; all ranks must join the same one.
+          name: the name of this all-gather; all ranks must join the same one.
           value: any value of JSON.
           timeout_seconds: how long to wait; None is `patience_seconds`.
 

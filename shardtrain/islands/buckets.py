@@ -52,8 +52,9 @@ def assign_buckets(
 
     Args:
       leaves: in the order of the tree.
-      cap_bytes: of all buckets but the first; 0 gives each leaf (or unit) a bucket of its own.
-      first_bytes: of the first bucket of each dtype, where it is the smaller one.
+      cap_bytes: the largest size of all buckets but the first; 0 gives each leaf (or unit) a bucket of its
+        own.
+      first_bytes: the largest size of the first bucket of each dtype, if that is smaller.
 
     Returns:
       Indices of leaves, bucket by bucket in the order in which they are ready.

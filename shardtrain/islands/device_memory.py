@@ -1,4 +1,4 @@
-"""Decide, for all ranks together, whether MPI is given GPU memory; tried in a child process."""
+"""Decide, for all ranks together, whether to pass GPU memory to MPI; tried in a child process."""
 
 import os
 import subprocess
@@ -24,10 +24,10 @@ assert jax.devices()[0].platform == "gpu" and (x == y).all()
 def cuda_aware(
     command: Sequence[str] = (sys.executable, "-c", PROBE), timeout_seconds: float = 120.0
 ) -> bool:
-    """Return whether MPI takes the memory of a GPU, tried in a child process: where it does not, it crashes.
+    """Return whether MPI accepts GPU memory, tried in a child process, as it may crash.
 
     Args:
-      command: of the child; exit code 0 means success.
+      command: the command of the child; exit code 0 means success.
       timeout_seconds: a child that hangs has failed.
     """
     # the child is no rank of this run
@@ -43,12 +43,12 @@ def cuda_aware(
 def decide_device_memory(
     wanted: Literal["auto", "device", "host"], islands: "Islands", platform: str, probe: Callable[[], bool]
 ) -> bool:
-    """Return whether MPI is given device memory: the same on all ranks, True if every rank's probe succeeded.
+    """Return whether to pass device memory to MPI: True on all ranks if every rank's probe succeeded.
 
     Args:
       wanted: "host": never; "device": raise if a probe fails; "auto": if all probes succeed.
-      islands: of the run.
-      platform: of this island's devices.
+      islands: the islands of the run.
+      platform: the platform of this island's devices.
       probe: such as `cuda_aware`.
 
     Raises:

@@ -23,12 +23,12 @@ class LauncherVariables:
       num_nodes: variable of the number of hosts.
       node: variable of the index of this host.
       tasks_per_node: variable of the number of ranks of each host, in Slurm's short form: 2(x3),1.
-      marker: further variables that must be set: a batch script may have a rank without being one.
-      gpu_binding: variables that are set, and not "none", where the launcher bound GPUs to each rank.
+      marker: further variables that must be set: a batch script may have the rank variable too.
+      gpu_binding: variables that are set, and not "none", if the launcher bound GPUs to each rank.
       cpu_binding: the same for cores; None: compare the cores that the process has with those of the host.
       mpi_vendor: the MPI whose library finds its ranks under this launcher; None: any.
-      over_pmi: it also sets PMI_RANK and PMI_SIZE for its ranks. If they differ from its own, an mpiexec
-        stands between, whose ranks these are.
+      over_pmi: it also sets PMI_RANK and PMI_SIZE for its ranks. If they differ from its own, the ranks are
+        those of an mpiexec that it started.
     """
 
     rank: str
@@ -108,7 +108,7 @@ HOST = "SLURMD_NODENAME"
 """The name that the batch system gave this host; several of Slurm's nodes may be one machine."""
 
 RANK_WITHOUT_SIZE = "PMIX_RANK"
-"""Set by every PMIx launcher; the number of ranks stands in no variable."""
+"""Set by every PMIx launcher; no variable has the number of ranks."""
 
 MPI_TYPE = "SLURM_MPI_TYPE"
 """The PMI of srun: pmi2, pmix, none."""
@@ -117,7 +117,7 @@ JOB_ID, JOB_TASKS = "SLURM_JOB_ID", "SLURM_NTASKS"
 """Set for a batch script or an allocation too, which is no rank itself."""
 
 STEP_GPUS, NODE_GPUS = "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"
-"""GPUs of this step on this host, by index; how many the job has on this host."""
+"""GPUs of this step on this host, by index; the number of GPUs of the job on this host."""
 
 OTHER_LAUNCHERS = (
     *("JSM_NAMESPACE_RANK", "ALPS_APP_PE", "MP_CHILD", "OMPI_MCA_orte_ess_vpid"),
@@ -140,7 +140,7 @@ def outside_launch(environ: Mapping[str, str], *, keep_settings: bool) -> dict[s
     """Return an environment without the variables of the launcher or batch system around this process.
 
     Args:
-      environ: of the process.
+      environ: the environment variables of the process.
       keep_settings: keep what may be a person's option of MPI. True for a new launch; False for a child
         process that must start MPI alone.
 

@@ -27,7 +27,7 @@ class Mailbox:
       names: rank -> its name in messages.
       patience_seconds: how long to wait for a message.
       report: called with a line when a wait takes longer than `REPORT_SECONDS`.
-      activity: of this process; every wait is recorded there.
+      activity: the activity record of this process; every wait is recorded there.
       ranks: stage -> its rank among all, for the activity.
     """
 
@@ -78,7 +78,7 @@ class Mailbox:
         Args:
           shape, dtype: as it was sent.
           source: a stage.
-          tag: as it was sent.
+          tag: the tag with which it was sent.
           what: its description, for the error if it does not arrive.
 
         Raises:

@@ -12,7 +12,7 @@ MALLOC = "SHARDTRAIN_MALLOC"
 """`no` in this variable of the environment leaves malloc as it is."""
 
 RESERVE_BYTES = 4 << 30
-"""Address space that may get huge pages. Memory that nobody writes to is never taken."""
+"""Address space that may get huge pages. Memory that is not written to is not allocated."""
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -29,7 +29,7 @@ def tune_malloc(environ: Mapping[str, str] | None = None, reserve_bytes: int = R
     So there is one arena, which keeps what was freed. Must be called before threads that allocate begin.
 
     Args:
-      environ: by default that of this process.
+      environ: environment variables; by default those of this process.
       reserve_bytes: how much of what malloc will give out may lie on huge pages; 0 asks for none.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Join launched processes into islands, and make what they communicate by: MPI, JAX runtimes, watchdog.
+"""Join launched processes into islands, and make their channels: MPI, JAX runtimes, watchdog.
 
 `join` runs before jax starts. A process that nothing launched is alone, and MPI is never loaded. Next:
 `transfer.py`.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox
 
 START_SECONDS = 300.0
-"""How long the ranks of a run may take to start, one after the other."""
+"""Seconds within which all ranks of a run must start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Islands:
     """The islands of a run and the channels between them, for one of their processes.
 
     Args:
-      seat: of this process.
+      seat: the island and index of this process.
       environment: its rank, as the launcher set it.
       control: named messages between all ranks.
-      comm: of all ranks; what is sent goes through duplicates of it.
+      comm: the MPI communicator of all ranks; messages are sent on duplicates of it.
       first_ranks: island -> the rank of its first process.
       pids: rank -> its process.
       hosts: rank -> its host.
@@ -60,7 +60,7 @@ class Islands:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and messages for all."""
+        """Whether this is rank 0, which writes files and messages for all ranks."""
         return self.environment.rank == 0
 
     def broadcast(self, name: str, value: Any = None) -> Any:
@@ -78,7 +78,7 @@ class Islands:
         """Make the transfer between this island's mesh and the others; a collective call of all ranks.
 
         Args:
-          mesh: of this island.
+          mesh: the mesh of this island.
           across: buckets, and how sums are made.
           on_device: MPI is CUDA-aware, see `cuda_aware`.
           stage: only islands of the same stage are joined.
@@ -98,7 +98,7 @@ class Islands:
         return Transfer(mesh, groups, *caps, on_device, self.control.activity)
 
     def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
-        """Make the messages between pipeline stages; a collective call of all ranks.
+        """Make the mailbox between pipeline stages; a collective call of all ranks.
 
         Args:
           replica: which pipeline this island is a part of.
@@ -124,9 +124,9 @@ def join(
     Where an island has several processes, `jax.distributed` joins them.
 
     Args:
-      environ: by default that of this process.
+      environ: environment variables; by default those of this process.
       report: receives a line when the start takes long, with the missing ranks.
-      activity: where this process is, for its watchdog.
+      activity: the activity record of this process, for its watchdog.
 
     Returns:
       None where this process is alone.
@@ -179,7 +179,7 @@ def join(
 def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
     """Remove the names of the memory that MPICH shares on a host, once every rank has it mapped.
 
-    It lives as long as a rank does; with its name, ranks that are killed would leave it for ever.
+    The memory stays until the last rank ends. With its name, killed ranks would leave it behind for ever.
     """
     if not maps.exists():
         return
@@ -192,7 +192,7 @@ def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands:
 
     Args:
       watch: the limits.
-      activity: where this process is.
+      activity: the activity record of this process.
       stacks: the file for stacks.
       islands: None for one that is alone.
     """
@@ -223,8 +223,8 @@ def _start_runtime(seat: Seat, address: str, mine: str | None) -> None:
     """Join this process to its island's JAX runtime.
 
     Args:
-      seat: of this process.
-      address: of the first process.
+      seat: the island and index of this process.
+      address: the address of the first process.
       mine: the address on which this process listens; None: all.
     """
     # else jax takes SIGTERM away from `StopSignals`
@@ -243,7 +243,7 @@ def _start_runtime(seat: Seat, address: str, mine: str | None) -> None:
 
 
 def _keep_gloo_on(address: str) -> None:
-    """Make gloo listen on an address; jax has no option for it, and would use that of the host's name."""
+    """Make gloo listen on an address; jax has no option for it and uses that of the host's name."""
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     private: Any = _jax
@@ -273,7 +273,7 @@ def other_mpi_text(environment: RankEnvironment, rank: int, size: int) -> str:
     return (
         f"the launcher ({environment.launcher}) says rank {environment.rank} of {environment.size}, but MPI"
         f" says rank {rank} of {size}: mpi4py and the launcher belong to different MPIs. Use the mpiexec"
-        " that stands beside this Python, or install mpi4py and mpi4jax for the launcher's MPI (README,"
+        " installed beside this Python, or install mpi4py and mpi4jax for the launcher's MPI (README,"
         " Installing); srun needs --mpi=pmi2 or --mpi=pmix"
     )
 

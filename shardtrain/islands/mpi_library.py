@@ -22,7 +22,7 @@ def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) ->
     `uv run --with`.
 
     Args:
-      environ: of the process.
+      environ: the environment variables of the process.
       prefix: the folder of the Python that runs.
     """
     spec = None if LIBRARY in environ else importlib.util.find_spec("mpi4py")
@@ -48,6 +48,6 @@ def not_loaded_text(error: BaseException) -> str:
     reason = " ".join(str(error).split())
     return (
         f"several processes were launched, and MPI cannot be loaded: {type(error).__name__}: {reason}\n"
-        "Install shardtrain[mpi] (README, Installing), or build anew what is there;"
-        " `shardtrain doctor` says what does not fit. One process, without a launcher, needs no MPI."
+        "Install shardtrain[mpi] (README, Installing), or rebuild the installed packages;"
+        " `shardtrain doctor` finds out what does not fit. One process, without a launcher, needs no MPI."
     )

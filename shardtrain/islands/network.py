@@ -20,7 +20,7 @@ def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str |
     """Return the address on which a process of an island listens; None: all of them.
 
     Args:
-      hosts: of the island's processes.
+      hosts: the hosts of the island's processes.
       environ: the environment.
 
     Raises:

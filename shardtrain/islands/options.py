@@ -16,18 +16,20 @@ class Across:
     """Options of what is transferred between islands, and how.
 
     Args:
-      axis: "data": each island is a replica, and has a share of every batch. "pipeline": each island holds
-        stages of a pipeline; island i has stage i % partitions of replica i // partitions.
-      partitions: islands that make up one pipeline; None: all of them.
-      shares: replica -> its weight, in proportion to which rows are given out; None: by numbers of devices.
-      reduce: how sums are made: in one all-reduce; at island 0 and from there ("root"); inside each
-        host first, then across ("hierarchical").
-      bucket_bytes: gradients cross in buckets of about this size; 0: each array for itself.
-      first_bucket_bytes: of the first one, that something leaves early.
-      memory: what MPI is given: "device" memory, "host" memory, or device where a probe shows that it works.
+      axis: "data": each island is a replica, with its share of every batch. "pipeline": each island is
+        a stage of a pipeline; island i has stage i % partitions of replica i // partitions.
+      partitions: number of islands that form one pipeline; None: all of them.
+      shares: weights of the replicas, in proportion to which they get rows of a batch; None: by numbers of
+        devices.
+      reduce: how arrays are summed over islands: by one all-reduce; on island 0, which broadcasts the sum
+        ("root"); or within each host first, then between hosts ("hierarchical").
+      bucket_bytes: gradients are sent in buckets of about this size; 0: one bucket per array.
+      first_bucket_bytes: size of the first bucket, smaller so that sending starts early.
+      memory: the memory that MPI reads and writes: "device", "host", or "auto": device memory if a probe
+        shows that this works.
 
     Raises:
-      ValueError: lists every value of a wrong kind or out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     axis: Literal["data", "pipeline"] = "data"

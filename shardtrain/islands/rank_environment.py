@@ -24,7 +24,7 @@ class RankEnvironment:
 
     Args:
       launcher: a key of `LAUNCHERS`: "openmpi", "hydra" (MPICH and Intel MPI), "srun", ...; or "none".
-      rank: of this process among all that were launched.
+      rank: the rank of this process among all that were launched.
       size: number of processes that were launched.
       local_rank: rank among the processes on this host; None where the launcher sets none: then it has to be
         found over MPI.
@@ -88,7 +88,7 @@ def _started_by(variables: LauncherVariables, environ: Mapping[str, str]) -> boo
         return False
     if not variables.over_pmi:
         return True
-    # srun --mpi=pmi2 and flux set PMI_* to the same; where they differ, an mpiexec stands between
+    # srun --mpi=pmi2 and flux set PMI_* to the same; where they differ, an mpiexec was started by it
     pmi = environ.get(PMI.rank), environ.get(PMI.size[0])
     return pmi in ((None, None), (environ[variables.rank], environ[size]))
 
@@ -100,7 +100,7 @@ def _size_variable(variables: LauncherVariables, environ: Mapping[str, str]) -> 
 def _local(
     variables: LauncherVariables, environ: Mapping[str, str], size: int
 ) -> tuple[int | None, int | None]:
-    """(rank on this host, number of ranks on this host); both None where the launcher does not set them."""
+    """Return (rank on this host, number of ranks on it); both None if the launcher does not set them."""
     if size == 1:
         return 0, 1
     if variables.local_rank is None or variables.local_rank not in environ:
@@ -128,7 +128,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks of each node from Slurm's short form; [] where it cannot be parsed.
+    """Return the number of tasks of each node from Slurm's short form; [] if it cannot be parsed.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]

@@ -51,7 +51,7 @@ VARIABLES = ("NVIDIA_TF32_OVERRIDE",)
 """Variables of the environment, beside XLA_FLAGS, that change results."""
 
 FREE_XLA_FLAGS = re.compile(r"xla_force_host_platform_device_count|.*(dump|cache|profile)")
-"""Flags of XLA that change no result: how many devices are simulated, where it writes what."""
+"""XLA flags that do not change results: the number of simulated devices, and paths of its output."""
 
 
 def facts(
@@ -66,7 +66,7 @@ def facts(
     Args:
       description: the run, from `config.describe`.
       trees: kind -> pytree of arrays or shapes, such as {"parameters": specs.abstract.params}.
-      fingerprint: of the data; without one the data's paths have to agree.
+      fingerprint: the fingerprint of the data; without one the data's paths have to agree.
       program: from `program_fact`.
     """
     found = {**versions(), **flags(os.environ), **run_facts(description, fingerprint)}
@@ -170,6 +170,6 @@ def _without_addresses(line: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """An option of jax as a value of JSON; some are enumerations."""
+    """Return an option of jax as a JSON value; some are enumerations."""
     value = value.value if isinstance(value, Enum) else value
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

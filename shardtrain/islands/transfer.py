@@ -30,9 +30,9 @@ class _BucketDevice(NamedTuple):
     """A device that takes every n-th bucket.
 
     Args:
-      device: of the mesh.
+      device: a device of the mesh.
       mpi_device: on which MPI is called: the same, or the host's where MPI takes no device memory.
-      group: of the islands; None where the device is another process's.
+      group: the group of the islands; None if the device is another process's.
     """
 
     device: Any
@@ -46,13 +46,13 @@ class Transfer:
     All processes of all islands must make the same calls in the same order.
 
     Args:
-      mesh: of this island.
+      mesh: the mesh of this island.
       groups: bucket device -> its group of islands; None where it is another process's. Bucket device i is
         the i-th device of the mesh in the order of processes.
       cap_bytes: a bucket is closed at this size.
       first_bytes: the same of the first bucket, which should be sent early.
       on_device: MPI is given device memory; otherwise arrays are copied to the host's first.
-      activity: of this process; every bucket is recorded there.
+      activity: the activity record of this process; every bucket is recorded there.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Transfer:
         """Start the transfer of a bucket and return at once.
 
         Args:
-          number: of the bucket; buckets take turns on the bucket devices.
+          number: the number of the bucket; buckets take turns on the bucket devices.
           program: the same function object in all calls of a kind: it is compiled once per shape.
           arrays: a tree of arrays on the mesh, sharded in any way.
 
         Returns:
-          The future of the program's outputs, on the bucket device; of None where that is another process's.
+          The future of the program's outputs, on the bucket device; of None if that is another process's.
         """
         # 1. gather sharded arrays: a collective of the mesh, in which every process takes part
         arrays = self._replicate(arrays)
-        # 2. only the process of the bucket device goes on
+        # 2. only the process that has the bucket device continues; the others return here
         bucket_device = self._bucket_device(number)
         if bucket_device.group is None:
             other: Future[Any] = Future()
@@ -133,7 +133,7 @@ class Transfer:
         """Place the outputs of a bucket device on the mesh.
 
         Args:
-          number: of the bucket.
+          number: the number of the bucket.
           arrays: a tree of arrays on the bucket device, or None where that is another process's.
           like: the same tree of shapes, dtypes and shardings.
         """

@@ -1,4 +1,4 @@
-"""What the scripts of batch systems have in common: ranks per node, shares of GPUs and cores, the end.
+"""Common parts of the scripts of batch systems: ranks per node, shares of GPUs and cores, the end.
 
 `slurm.py` and `flux.py` add the directives and commands of their scheduler.
 """
@@ -14,7 +14,7 @@ from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch
 
 WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
-"""A value that stays one word of one line of a script."""
+"""Pattern of a value that is one word in one line of a script."""
 
 PATH = r"[\w./+=@,:-]+"
 
@@ -73,7 +73,7 @@ def node_problems(job: Job, nodes: int) -> list[str]:
 
 
 def _straddlers(job: Job, nodes: int) -> list[int]:
-    """The islands that neither fill whole nodes nor fit within one."""
+    """Return the islands that neither fill whole nodes nor fit within one."""
     each, ranks_per_node = job.processes_per_island, job.num_ranks // nodes
     numbers = [each] * job.islands if isinstance(each, int) else list(each)
     starts = [sum(numbers[:i]) for i in range(len(numbers))]
@@ -91,7 +91,7 @@ def share_problems(job: Job, what: str, count: int | None, otherwise: str) -> li
     Args:
       job: its islands.
       what: "GPUs" or "CPUs".
-      count: of an island; None: not asked for.
+      count: the number per island; None if not asked for.
       otherwise: what to do where islands have different numbers of processes.
     """
     each = job.processes_per_island
@@ -125,11 +125,11 @@ def text_problems(
     """Return the values that would become other lines or other options of the script.
 
     Args:
-      job_name: of the batch job.
+      job_name: the name of the batch job.
       words: option -> its value, which must be one word; None: not given.
       logs: the folder of the logs.
-      options: of the submitting command, as the user wrote them.
-      command: that submits: its name is that of the option that `options` came by.
+      options: the options of the submitting command, as the user wrote them.
+      command: the submitting command, also the name of the option that gave `options`.
     """
     problems = []
     if not re.fullmatch(r"[\w.-]+", job_name):
@@ -170,13 +170,13 @@ def log_lines(job: Job, job_id: str) -> list[str]:
 
 
 def rank_lines(job: Job) -> list[str]:
-    """Return the lines of shell with the command of a rank, behind the command that starts ranks."""
+    """Return the lines of shell with the command of a rank, which follow the command that starts ranks."""
     keeper = shlex.join((sys.executable, "-m", "shardtrain.launch.rank"))
     return [f'  {keeper} "$logs" -- \\', f"  {shlex.join((*job.program, *job.arguments))}"]
 
 
 def end_lines(launcher: str, again: str | None) -> list[str]:
-    """Return the end of a script: report the outcome, and requeue the job where another start continues it.
+    """Return the end of a script: report the outcome, and requeue the job if another start continues it.
 
     Args:
       launcher: the command that started the ranks, whose exit code is in `$?`.

@@ -4,7 +4,7 @@ import re
 
 
 def clock(seconds: int) -> str:
-    """Seconds as Slurm writes a time.
+    """Format seconds as Slurm writes a time.
 
     >>> clock(3600), clock(90061)
     ('01:00:00', '1-01:01:01')
@@ -15,10 +15,11 @@ def clock(seconds: int) -> str:
 
 
 def parse_time(text: str) -> int:
-    """Seconds from a time as Slurm reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours...
+    """Parse a time as Slurm does, into seconds: minutes, minutes:seconds, hours:minutes:seconds,
+    days-hours...
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: the text is none of these.
 
     >>> parse_time("90"), parse_time("01:30:00"), parse_time("1-12"), parse_time("2:30")
     (5400, 5400, 129600, 150)

@@ -12,22 +12,21 @@ AFTERWARDS = re.compile(
 MOST_LINES, FIRST_LINES, TAIL_LINES = 60, 8, 15
 MISTAKE = re.compile(r"shardtrain[.\w]*( \w+)?: ")
 MISTAKE_END = re.compile(r"\(the traceback: SHARDTRAIN_TRACEBACK=1\)$")
-"""How `cli` begins and ends what it says of a user's mistake, see `cli.main`."""
+"""First and last line of the message of a user's mistake, see `cli.main`."""
 
 HANG, HANG_END = re.compile(r"shardtrain watchdog: "), re.compile(r"\(stacks of the ranks ")
-"""The same of what a rank's watchdog says, see `islands/watchdog/watchdog.py`."""
+"""First and last line of a watchdog's diagnosis, see `islands/watchdog/watchdog.py`."""
 
 
 def error_text(log: str) -> str:
-    """Return the error in a log: its last traceback with those it is chained to, the message of a user's
-    mistake, or its last lines.
+    """Return the error in a log: its last chain of tracebacks, the message of a mistake, or its last lines.
 
     >>> print(error_text("step 1\\nTraceback (most recent call last):\\n  File ...\\nValueError: no\\n"))
     Traceback (most recent call last):
       File ...
     ValueError: no
     """
-    # a bar is drawn again and again in one line
+    # a progress bar is redrawn in one line: take its last state
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.rstrip("\n").split("\n")]
     if hang := _between(lines, HANG, HANG_END):
         return "\n".join(hang)
@@ -47,12 +46,12 @@ def error_text(log: str) -> str:
 
 
 def _mistake(lines: Sequence[str]) -> list[str]:
-    """The message of a user's mistake, without what libraries print after it."""
+    """Return the message of a user's mistake, without the lines that libraries print after it."""
     return _between(lines, MISTAKE, MISTAKE_END)
 
 
 def _between(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[str]:
-    """The last block of lines from a first pattern to a last one."""
+    """Return the last block of lines that starts and ends with these patterns."""
     ends = [i for i, line in enumerate(lines) if last.match(line)]
     starts = [i for i, line in enumerate(lines[: ends[-1]]) if first.match(line)] if ends else []
     return list(lines[starts[-1] : ends[-1] + 1]) if starts else []

@@ -30,7 +30,7 @@ class Job:
     """A program to be started as many ranks.
 
     Args:
-      arguments: of the program: `("train", "examples/gpt_text.py")`.
+      arguments: the arguments of the program: `("train", "examples/gpt_text.py")`.
       islands: number of islands.
       processes_per_island: one number for all islands, or one each.
       hosts: in the order of the ranks; empty: this machine, or those of a batch system.
@@ -105,7 +105,7 @@ class Job:
         """Return the command of a rank in two lines: `launch.rank`, which keeps its log, and the program.
 
         Args:
-          options: of `launch.rank`.
+          options: options of `launch.rank`.
         """
         keeper = (sys.executable, "-m", "shardtrain.launch.rank", str(self.logs), *options, "--")
         return keeper, (*self.program, *self.arguments)

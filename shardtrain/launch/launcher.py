@@ -24,7 +24,7 @@ class Launch:
       unset: variables of this process that the command must not see.
       files: path -> text, to be written before. A batch system's first file is the script that is the last
         word of the command.
-      log: where a batch job's output goes, for people; "" where this process shows it.
+      log: the file with the output of a batch job, for the user; "" if this process shows it.
     """
 
     lines: tuple[tuple[str, ...], ...]
@@ -42,7 +42,7 @@ class Launch:
         """Return the whole environment of the command.
 
         Args:
-          environ: of this process.
+          environ: the environment variables of this process.
         """
         return {name: value for name, value in environ.items() if name not in self.unset} | dict(
             self.environment

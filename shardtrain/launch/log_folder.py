@@ -1,4 +1,4 @@
-"""A folder for the logs of one launch, and of no other: made exclusively, so that two never share one."""
+"""The log folder of one launch: created exclusively, so that two launches never share one."""
 
 import itertools
 import os
@@ -6,14 +6,14 @@ import socket
 from pathlib import Path
 
 OWNER = "launch.txt"
-"""In the folder: which process launched, on which host. Whoever makes this file has the folder."""
+"""File with the launching process and its host; the launch that creates it owns the folder."""
 
 ASKED = "asked"
-"""In the folder: the signal that the launch got; ranks get SIGUSR1, which every mpiexec passes on."""
+"""File with the signal that the launch received; ranks get SIGUSR1, which every mpiexec forwards."""
 
 
 def claim(folder: Path) -> Path:
-    """Make a log folder, or one beside it where another launch has that name: logs, logs-2, logs-3.
+    """Create a log folder, under another name if a launch has it already: logs, logs-2, logs-3.
 
     Args:
       folder: the name that is wished; it may be there, and hold anything but the logs of a launch.
@@ -41,7 +41,7 @@ def claim(folder: Path) -> Path:
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a file that is not there; False where it is."""
+    """Create a file; return False if it exists already."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -72,9 +72,9 @@ class Mpiexec:
     """An mpiexec, and the MPI that it belongs to.
 
     Args:
-      path: of the program.
+      path: the path of the program.
       vendor: "hydra" (MPICH), "intel" or "openmpi".
-      version: as it prints it.
+      version: its version, as it prints it.
     """
 
     path: str
@@ -130,8 +130,8 @@ def launch(job: Job, options: MpiOptions, environ: Mapping[str, str]) -> Launch:
 
     Args:
       job: without hosts the mpiexec takes those of the batch job around it.
-      options: which mpiexec.
-      environ: of this process.
+      options: the options that choose the mpiexec.
+      environ: the environment variables of this process.
 
     Raises:
       ValueError: no mpiexec is found.
@@ -147,7 +147,7 @@ def launch_by(
     Args:
       job: without hosts the mpiexec takes those of the batch job around it.
       mpiexec: starts the ranks.
-      environ: of this process.
+      environ: the environment variables of this process.
       this_machine: all ranks run here, however few cores there are.
     """
     write = _open_mpi if mpiexec.vendor == "openmpi" else _hydra

@@ -22,9 +22,9 @@ class Outcome:
     """The exit code of a launch and its report; no text if all is well.
 
     Args:
-      code: of the launch.
-      text: for people.
-      asked: all ranks were asked to stop by a signal, and did.
+      code: the exit code of the launch.
+      text: the report.
+      asked: whether all ranks stopped because a signal asked them to.
     """
 
     code: int
@@ -32,18 +32,17 @@ class Outcome:
     asked: bool = False
 
 
-def judge(
+def launch_outcome(
     ends: Sequence[RankEnd], launcher: str, launcher_code: int, asked: signal.Signals | None = None
 ) -> Outcome:
     """Find the rank that failed first, and report its error.
 
-    The first is the one that ended first by a fault of its own: not by a signal that it was sent on the
-    launcher's behalf, nor with the errors that MPI gives when a neighbour is gone.
+    Ranks that the launcher ended by a signal do not count, nor those that report MPI's error for a lost peer.
 
     Args:
-      ends: of the ranks.
-      launcher: its name, for people.
-      launcher_code: what it ended with; a negative number for a signal.
+      ends: how each rank ended.
+      launcher: the launcher's name, for the report.
+      launcher_code: the launcher's exit code; negative for a signal.
       asked: the signal for which all ranks were asked to stop.
 
     Returns:
@@ -68,7 +67,7 @@ def judge(
     rest = [end for end in ends if end is not first]
     for what, chosen in _by_end(rest):
         text += f"\nthen: {_names(chosen)} {what}"
-    text += f"\nwhole log: {first.log}" + (" (the others lie beside it)" if rest else "")
+    text += f"\nwhole log: {first.log}" + (" (the others are beside it)" if rest else "")
     code = COME_AGAIN if first.last.hung else first.code
     return Outcome(code=code or abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
 
@@ -90,7 +89,7 @@ def _without_failure(
         code = stopped[0].code or abort_code(stopped[0].text)
         return Outcome(code=code, text=text, asked=stopped[0].asked is not None)
     if asked is not None and all(end.last.step == NOTHING.step for end in ends):
-        # some ranks had not begun to listen
+        # some ranks did not handle signals yet
         text = f"stopped by {asked.name} before all ranks had begun\n"
         return Outcome(code=128 + asked, text=text, asked=True)
     # 2. all ranks ran to their end
@@ -100,14 +99,14 @@ def _without_failure(
     # 3. someone else ended ranks, or they never started
     text = _from_outside(ends, lost, launcher, launcher_code)
     if not ends:
-        text += "No rank was started: what the launcher printed stands above.\n"
+        text += "No rank was started: what the launcher printed is above.\n"
     if missing:
         text += f"Never started: rank {', '.join(map(str, missing))} of {ends[0].size}.\n"
     return Outcome(code=code or 1, text=f"\n{text}")
 
 
 def _from_outside(ends: Sequence[RankEnd], lost: Sequence[RankEnd], launcher: str, launcher_code: int) -> str:
-    """The report of a launch that ended although no rank failed."""
+    """Format the report of a launch that ended although no rank failed."""
     if launcher_code < 0:
         rest = f"{_names(ends)} ended with it.\n" if ends else ""
         return _ruled(f"{launcher} was killed by {signal.Signals(-launcher_code).name}") + f"\n{rest}"
@@ -143,7 +142,7 @@ def _by_end(ends: Sequence[RankEnd]) -> list[tuple[str, list[RankEnd]]]:
 
 
 def _names(ends: Sequence[RankEnd]) -> str:
-    """`island 0 on a`, or `islands 0, 2, 3` with at most eight of them."""
+    """Format the names of ranks: `island 0 on a`, or `islands 0, 2, 3` with at most eight of them."""
     if len(ends) == 1:
         return f"{ends[0].name} on {ends[0].host}"
     names = [end.name.removeprefix("island ") for end in ends]
@@ -159,10 +158,10 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     """Report how a launch ended; return its exit code."""
     parser = argparse.ArgumentParser(prog="shardtrain.launch.outcome", description=__doc__)
     parser.add_argument("logs", type=Path)
-    parser.add_argument("--code", type=int, default=0, help="what the launcher ended with")
+    parser.add_argument("--code", type=int, default=0, help="the launcher's exit code")
     parser.add_argument("--launcher", default="srun")
     options = parser.parse_args(arguments)
-    outcome = judge(read_ranks(options.logs), options.launcher, options.code)
+    outcome = launch_outcome(read_ranks(options.logs), options.launcher, options.code)
     write(outcome.text)
     return outcome.code
 

@@ -1,8 +1,8 @@
-"""`python -m shardtrain.launch.rank LOGS -- PROGRAM ...`: runs one rank's program beside its log.
+"""`python -m shardtrain.launch.rank LOGS -- PROGRAM ...`: run one rank's program and keep its log.
 
-Works under any launcher: all output goes straight into LOGS/rank-N.log, so nothing of it is lost however
-the rank ends; from there it is passed on, the lines of islands other than the first with their name before
-them. How the rank ended is left in LOGS/rank-N.json for `outcome.py`.
+Works under any launcher: all output is written directly to LOGS/rank-N.log, so that none is lost however the
+rank ends, and copied from there to standard output; lines of islands other than the first get a prefix. How
+the rank ended is recorded in LOGS/rank-N.json for `outcome.py`.
 """
 
 import argparse
@@ -31,20 +31,19 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 LOOK_EVERY_SECONDS = 0.05
 MISTAKE, NOT_FOUND = 2, 127
 LOST = ".lost"
-"""How the file ends in which stands when the keeper of a rank was gone, beside its record."""
+"""Suffix of a file beside a rank's record: the time at which the process that keeps its log was lost."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a rank's program.
 
     Returns:
-      Its exit code, 128 + the number of a signal that ended it; 0 where it was asked to stop by a signal or
-      its time limit, and did, for launchers kill the other ranks, which may still be saving, as soon as one
-      ends otherwise.
+      Its exit code, or 128 + the number of the signal that ended it. 0 if a signal or the time limit asked it
+      to stop and it did: on another code a launcher would kill the other ranks, which may still be saving.
     """
     parser = argparse.ArgumentParser(prog="shardtrain.launch.rank", description=__doc__)
     parser.add_argument("logs", type=Path)
-    parser.add_argument("--usr1", default="USR1", metavar="NAME", help="the signal that SIGUSR1 stands for")
+    parser.add_argument("--usr1", default="USR1", metavar="NAME", help="the signal that SIGUSR1 represents")
     own, *program = _split(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
     if not program:
@@ -60,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: Sequence[str]) -> list:
-    """[what stands before the first --, *what stands behind it]."""
+    """Return [the words before the first --, *the words after it]."""
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     return [arguments[:at], *arguments[at + 1 :]]
 
 
 def prefix(environment: RankEnvironment, seat: Seat) -> str:
-    """What stands before the lines of a rank; nothing at the first, whose output stays as it is.
+    """Return the prefix of a rank's lines; empty for the first rank, whose output is unchanged.
 
     >>> environment = RankEnvironment(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
     >>> prefix(environment, Seat(island=1, num_islands=2, process=0, num_processes=2))
@@ -78,12 +77,12 @@ def prefix(environment: RankEnvironment, seat: Seat) -> str:
 
 
 def island_name(island: int, process: int, num_processes: int) -> str:
-    """`1`, or `1.0` where the island has several processes."""
+    """Return `1`, or `1.0` if the island has several processes."""
     return f"{island}.{process}" if num_processes > 1 else str(island)
 
 
 class Keeper:
-    """Runs one program: its output into the log, signals on to it, its end into a record."""
+    """Runs one program: writes its output to the log, forwards signals to it, and records how it ended."""
 
     def __init__(self, logs: Path, environment: RankEnvironment, seat: Seat, usr1: signal.Signals) -> None:
         self._environment, self._usr1 = environment, usr1
@@ -127,12 +126,12 @@ class Keeper:
         # show the log while the program runs; end it if nobody is left to end it
         while child.poll() is None:
             follow.look()
-            # its launcher died and could not end it
+            # the launcher died without ending this rank
             if self._environment.launcher != "none" and os.getppid() != parent:
                 self._record["orphaned"] = True
                 _kill_group(child.pid)
             time.sleep(LOOK_EVERY_SECONDS)
-        # data workers and other children of the program
+        # end data workers and other children of the program
         _kill_group(child.pid)
         follow.finish()
         release()
@@ -141,21 +140,21 @@ class Keeper:
     def _start(self, program: Sequence[str]) -> subprocess.Popen:
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, STEP_FILE: str(self._step_file)}
         with self._log.open("ab") as log:
-            # a session of its own: a signal to the group of this process reaches it once, through here
+            # a session of its own: a signal to this process's group reaches it once, forwarded from here
             return subprocess.Popen(
                 program, stdout=log, stderr=log, env=environment, start_new_session=True, close_fds=False
             )
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        meant = self._meant() if number == signal.SIGUSR1 else signal.Signals(number)
+        meant = self._represented_signal() if number == signal.SIGUSR1 else signal.Signals(number)
         self._asked.append(meant)
         self._record["asked"] = meant.name
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, meant)
 
-    def _meant(self) -> signal.Signals:
-        """The signal that SIGUSR1 stands for: the one that the launch received, if it is recorded."""
+    def _represented_signal(self) -> signal.Signals:
+        """Return the signal that SIGUSR1 represents: the one that the launch received, if recorded."""
         try:
             return signal.Signals[self._asked_path.read_text(encoding="utf-8").strip()]
         except (OSError, KeyError):
@@ -181,7 +180,7 @@ class Keeper:
 
 
 def step_file_path(record: Path) -> Path:
-    """The step file that belongs to a rank's record.
+    """Return the path of the step file that belongs to a rank's record.
 
     >>> step_file_path(Path("logs/rank-3.json")).name
     'rank-3.step'
@@ -190,7 +189,7 @@ def step_file_path(record: Path) -> Path:
 
 
 class Follower:
-    """Passes on what is added to a log, in whole lines; without a prefix, what stays unfinished too."""
+    """Copies new lines of a log to standard output; without a prefix also unfinished ones."""
 
     def __init__(self, log: Path, start: int, before: str) -> None:
         self._file = log.open("rb")
@@ -199,18 +198,18 @@ class Follower:
         self._rest = b""
 
     def look(self) -> None:
-        """Pass on what is new."""
+        """Copy what is new."""
         before = self._rest
         while new := self._file.read(1 << 16):
             *lines, self._rest = (self._rest + new).split(b"\n")
             self._write([self._line(line) for line in lines])
-        # a bar, or a question: not a line that was seen between its text and its end
+        # unchanged since the last call: a progress bar or a prompt, not a line being written
         if self._rest and self._rest == before and not self._before:
             self._write([self._rest])
             self._rest = b""
 
     def finish(self) -> None:
-        """Pass on the rest, a line that was not ended too."""
+        """Copy the rest, also an unfinished line."""
         self.look()
         if self._rest:
             self._write([self._line(self._rest) if self._before else self._rest])
@@ -219,17 +218,17 @@ class Follower:
     def _line(self, line: bytes) -> bytes:
         if not self._before:
             return line + b"\n"
-        # of a bar that is drawn again and again in one line, the last
+        # of a progress bar, which is redrawn in one line, only the last state
         return self._before + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
 
     def _write(self, lines: Sequence[bytes]) -> None:
-        """In pieces that a pipe takes whole, so that launchers find no cut lines to mix with others."""
+        """Write lines in pieces that a pipe takes at once, so that launchers do not mix parts of lines."""
         pieces = [b""]
         for line in lines:
             if len(pieces[-1]) + len(line) > select.PIPE_BUF:
                 pieces.append(b"")
             pieces[-1] += line
-        # nobody reads any more: the log goes on
+        # the reader is gone: the log continues
         with contextlib.suppress(OSError):
             for piece in pieces:
                 while piece:
@@ -237,21 +236,21 @@ class Follower:
 
 
 def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None = None):
-    """Have a process group end when this process dies, however it dies.
+    """Make a process group end when this process dies, however it dies.
 
     Args:
       group: the process group.
-      then: the signal to end it with.
-      lost: a file for when that was, in seconds since the epoch.
+      then: the signal that ends it.
+      lost: a file that receives the time, in seconds since the epoch.
 
     Returns:
-      A function that calls the guard off.
+      A function that cancels this.
     """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            # out of the reach of signals to the groups of its maker, and holding none of its files
+            # not reached by signals to the parent's group, and without its open files
             os.setsid()
             os.closerange(0, read)
             os.closerange(read + 1, os.sysconf("SC_OPEN_MAX"))

@@ -15,7 +15,7 @@ CONSEQUENCE = re.compile(
     r"MPI_ERR_|mpi4py\.MPI\.Exception|internal_\w+: |Communication error with rank|PMIX|"
     r"[Cc]oordination service|heartbeat|Connection (reset|refused|closed)|Gloo|Broken pipe|\bMissing: "
 )
-"""An error that a rank gets when another is gone; it counts only where there is no other."""
+"""Errors that a rank gets when another one is lost; they count only if there is no other error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class RankEnd:
     """How one rank ended.
 
     Args:
-      rank: of how many: `size`.
+      rank: the rank, of `size` ranks.
       island, process, num_processes: its seat.
-      host: where it ran.
+      host: the host on which it ran.
       start_seconds: since the epoch, by its host's clock, as is `end_seconds`.
       end_seconds: None where the launcher killed it and its keeper.
       code: its exit code; 128 + n for a signal; None likewise.
-      signal: that ended it, if one did.
+      signal: the signal that ended it, if one did.
       asked: name of a signal that was passed on to it.
       log: its log.
       text: what the log got in this launch.
@@ -37,7 +37,7 @@ class RankEnd:
       last: the step that it was doing, and whether its watchdog ended it.
       lost_seconds: when its keeper was found to be gone, by its host's clock.
       orphaned: its launcher was gone first.
-      pid: of its keeper.
+      pid: the id of the process that keeps its log.
     """
 
     rank: int
@@ -61,12 +61,12 @@ class RankEnd:
 
     @property
     def name(self) -> str:
-        """`island 1`, or `island 1.0`."""
+        """The name of the rank: `island 1`, or `island 1.0`."""
         return f"island {island_name(self.island, self.process, self.num_processes)}"
 
     @property
     def stopped(self) -> bool:
-        """Whether it was asked to stop, and did."""
+        """Whether the rank was asked to stop, and did."""
         code = self.code
         if code is None and self.aborted:
             # before its first step, where it ended the others too
@@ -85,7 +85,7 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by an error, its own or a consequence of another's; not killed by the launcher."""
+        """Whether the rank ended by an error, its own or a consequence of another's; not by the launcher."""
         if self.orphaned or self.stopped:
             return False
         return self.aborted or self.last.hung or self.code not in (None, 0)
@@ -99,7 +99,7 @@ class RankEnd:
 
     @property
     def how(self) -> str:
-        """`exit code 1`, `SIGKILL`, ..."""
+        """How the rank ended: `exit code 1`, `SIGKILL`, ..."""
         if self.last.hung:
             return "ended by its watchdog"
         if self.signal is not None:
@@ -139,7 +139,7 @@ def any_failed(logs: Path) -> bool:
 
 
 def _stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
-    """It was asked to stop by a signal, or by its own time limit, and did."""
+    """Return whether the rank was asked to stop by a signal or by its time limit, and did."""
     if last.hung:
         return False
     return code == COME_AGAIN or (asked is not None and code == 128 + signal.Signals[asked])

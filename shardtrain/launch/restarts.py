@@ -54,7 +54,7 @@ class Ended:
 
     Args:
       code: its exit code.
-      asked: it was asked to stop, by a person, a batch system or the time limit.
+      asked: whether it was asked to stop, by a user, a batch system or the time limit.
       step: the newest that any rank was doing, from 1; 0: none had begun one.
     """
 

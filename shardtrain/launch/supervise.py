@@ -20,7 +20,7 @@ from shardtrain.islands.launcher_variables import HOST
 from shardtrain.islands.watchdog.step_file import NOTHING
 from shardtrain.launch.launcher import Launch
 from shardtrain.launch.log_folder import ASKED
-from shardtrain.launch.outcome import judge
+from shardtrain.launch.outcome import launch_outcome
 from shardtrain.launch.rank import LOST, guard, step_file_path
 from shardtrain.launch.rank_end import any_failed, read_ranks
 from shardtrain.launch.restarts import Ended
@@ -31,7 +31,7 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY_SECONDS = 0.1
 GRACE_SECONDS = 2.0
 HUNG_SECONDS = 9.0
-"""How long the ranks of a run that hung have to write their stacks and end; a launcher may itself hang."""
+"""Seconds in which the ranks of a hung run must write their stacks and end; a launcher may itself hang."""
 
 LEFT_BEHIND_SECONDS = 3.0
 KILLED = 128 + signal.SIGKILL
@@ -75,7 +75,7 @@ def supervise_once(
     stop_seconds: float = 120,
     write: Callable[[str], object] = terminal.err,
 ) -> Ended:
-    """Run a launch like `supervise`, and return what decides about a restart."""
+    """Run a launch like `supervise`, and return the facts that decide about a restart."""
     logs.mkdir(parents=True, exist_ok=True)
     # how ranks ended in an earlier start of this launch
     for path in logs.glob("rank-*.json"):
@@ -96,7 +96,7 @@ def supervise_once(
     if run.killed and not run.failed:
         run.tell("\nkilled; what was saved before is still there\n")
         return Ended(code=KILLED, asked=run.asked, step=step)
-    outcome = judge(ends, Path(launch.command[0]).name, code, run.asked_by)
+    outcome = launch_outcome(ends, Path(launch.command[0]).name, code, run.asked_by)
     run.tell(outcome.text)
     return Ended(code=outcome.code, asked=run.asked or outcome.asked, step=step)
 
@@ -163,7 +163,7 @@ class _Run:
         return code
 
     def _relay(self, wait_seconds: float) -> bool:
-        """Pass on what was printed. The launcher must not hold the terminal: it would end with it."""
+        """Copy the launcher's output; it does not own the terminal, so as not to end with it."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         if not select.select([pipe], [], [], wait_seconds)[0]:
@@ -179,7 +179,7 @@ class _Run:
         return bool(data)
 
     def _look_for_failures(self, logs: Path, now_seconds: float) -> None:
-        """MPI ends all ranks when one fails, but only after MPI_Init: not while a program still reads."""
+        """End the launcher if a rank has failed: MPI itself does so only after MPI_Init."""
         if self.failed or now_seconds < self._next_look_seconds:
             return
         self._next_look_seconds = now_seconds + 1
@@ -201,7 +201,7 @@ class _Run:
 
     def _ask(self, why: str) -> None:
         self.asked = True
-        # what SIGUSR1 stands for; the ranks take it for Ctrl-C where they cannot read it
+        # record what SIGUSR1 represents; ranks that cannot read this treat it as Ctrl-C
         with contextlib.suppress(OSError):
             self._asked_path.write_text((self.asked_by or signal.SIGINT).name, encoding="utf-8")
         with contextlib.suppress(ProcessLookupError):
@@ -209,7 +209,7 @@ class _Run:
         self.tell(f"\n{why}: all ranks are asked to stop and save; Ctrl-C kills them\n")
 
     def tell(self, text: str) -> None:
-        """Print a message, if the terminal is still there."""
+        """Print a message, if the terminal still exists."""
         # the terminal may be gone, and then the ranks must still be asked to save
         with contextlib.suppress(OSError):
             self._tell(text)
@@ -225,7 +225,7 @@ class _Run:
 
 
 def _end_left_behind(logs: Path) -> None:
-    """Keepers of ranks on this host end when their launcher does; one that does not is killed."""
+    """Kill `launch.rank` processes on this host that did not end with their launcher."""
     pids = [pid for path in logs.glob("rank-*.json") if (pid := _keeper(path)) is not None]
     deadline = time.monotonic() + LEFT_BEHIND_SECONDS
     while (pids := [pid for pid in pids if _is_keeper(pid)]) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Which parameters are matrices, judged by their dim names: for weight decay and for Muon."""
+"""Find the parameters that are matrices, by their dim names: for weight decay and for Muon."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def decayed(dims: Tree, params: Any) -> Any:
     """Return which parameters are weight-decayed: arrays of two or more dims, not biases, gains or scalars.
 
     Args:
-      dims: of the model; an array without names counts all of its dims.
+      dims: the dim names of the model; an array without names counts all of its dims.
       params: arrays or shapes.
 
     >>> import numpy as np

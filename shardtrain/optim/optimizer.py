@@ -151,7 +151,7 @@ def make_optimizer(
     Args:
       optimizer: options, or an optax transformation, which is used unchanged.
       steps: number of steps of the run, for the schedule.
-      dims: of the model; weight decay and Muon tell matrices from vectors by them.
+      dims: the dim names of the model; weight decay and Muon tell matrices from vectors by them.
 
     Returns:
       The transformation; the schedule, None for an optax transformation.

@@ -72,8 +72,7 @@ def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -> Callable[[Any], jax.Array]:
-    """Return the function parameters -> mean loss of the batch for line searches, with the gradient of the
-    step.
+    """Return the function that line searches call: parameters -> mean loss, with its gradient.
 
     Args:
       compute: parameters -> (mean loss, its gradient).
@@ -173,7 +172,7 @@ def evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> A
 
     Args:
       how: see `config.Run.evaluate_with`.
-      opt_state: of the optimizer.
+      opt_state: the state of the optimizer.
       params: the trained parameters.
 
     Raises:

@@ -23,7 +23,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
     Args:
       optimizer: one that updates each array separately, such as `optax.lars(0.1)`. One that mixes arrays,
         such as clipping by the global norm, belongs before it in an `optax.chain`.
-      dims: of the model, `from_nnx(...).dims`.
+      dims: the dim names of the model, `from_nnx(...).dims`.
 
     >>> import numpy as np
     >>> stack, dims = {"w": np.array([[1.0, 1.0], [2.0, 2.0]])}, {"w": ("layers", "embed")}

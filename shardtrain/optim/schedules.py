@@ -93,8 +93,8 @@ class Schedule:
         problems = wrong_types(self)
         if self.function is not None:
             problems += [
-                f"{field.name} is {value!r}, but the rate is given as a function, which says everything;"
-                f" leave {field.name} out, or function"
+                f"{field.name} is {value!r}, but the rate is given as a function, which is the whole"
+                f" schedule; leave {field.name} out, or function"
                 for field in fields(self)
                 if field.name != "function" and (value := getattr(self, field.name)) != field.default
             ]

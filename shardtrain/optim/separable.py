@@ -34,7 +34,7 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
 
     Args:
       optimizer: any optax transformation.
-      dims: of the model.
+      dims: the dim names of the model.
       params: arrays or shapes; only their structure and numbers of dims are used.
 
     Returns:

@@ -12,7 +12,7 @@ def check(table: Table) -> None:
     """Raise an error that lists everything because of which a table cannot run.
 
     Args:
-      table: of any origin.
+      table: any table; it need not be checked yet.
 
     Raises:
       ValueError: lists every task that is missing, duplicate, out of range, in the tick of another or before
@@ -74,7 +74,7 @@ def _count_problems(table: Table) -> list[str]:
         f"{_text(task, table.num_chunks)} is missing; add it" for task in wanted if not counts[task[1:]]
     ]
     return missing + [
-        f"{_text(Task(0, *rest), table.num_chunks)} stands {count} times; leave {count - 1} out"
+        f"{_text(Task(0, *rest), table.num_chunks)} occurs {count} times; remove {count - 1}"
         for rest, count in counts.items()
         if count > 1
     ]

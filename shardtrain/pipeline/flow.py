@@ -29,7 +29,7 @@ class Flow:
       sources: part -> the value that each leaf of these activations is.
       reads: part -> the values that it reads.
       writes: part -> the values that it computes and a later part reads.
-      shapes: of each value that is read, for all rows of a microbatch.
+      shapes: the shape of each value that is read, for all rows of a microbatch.
     """
 
     activations: tuple[Any, ...]
@@ -59,7 +59,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
       parts: each a function (params, activations) -> activations; the first gets (), the last returns
         anything.
       params: shapes.
-      num_rows: of a microbatch.
+      num_rows: number of rows of a microbatch.
 
     Raises:
       ValueError: activations have no arrays, or one whose first dim is not that of rows.

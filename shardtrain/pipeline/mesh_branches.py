@@ -20,7 +20,7 @@ class Branches:
     """Conditionals whose branches return arrays sharded alike.
 
     Args:
-      compute: of this stage.
+      compute: the forward computations of this stage.
       grad_specs: like params, the PartitionSpec of each gradient; {} without a backward pass.
     """
 
@@ -41,7 +41,7 @@ class Branches:
 
         Args:
           is_present: whether this stage has the task.
-          chunk: of the task.
+          chunk: the chunk of the task.
           run: (number of blocks of the part, *operands) -> results.
           skip: operands -> results of the same shapes.
           operands: arrays.

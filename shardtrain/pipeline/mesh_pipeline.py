@@ -42,7 +42,7 @@ def pipeline_sums(
     """Return the sums of a batch by carrying out a table: losses, and gradients if it has backward tasks.
 
     Args:
-      params: of this stage; `params["blocks"]` are its rows of the stacked blocks.
+      params: the parameters of this stage; `params["blocks"]` are its rows of the stacked blocks.
       rng: microbatch -> the key of its rows.
       batch: every array (microbatches, rows, ...).
       chain: stacked blocks; their activations must have the same shapes between all blocks.

@@ -27,7 +27,7 @@ class Carry(NamedTuple):
       sent_back: cotangents that the last backward computed, for the previous part; like the floats of `sent`.
       inputs: slots with the inputs of parts.
       cotangents: slots with the cotangents of the outputs of parts.
-      sums: so far.
+      sums: the sums so far.
     """
 
     sent: Activations
@@ -38,13 +38,13 @@ class Carry(NamedTuple):
 
 
 class TickTask(NamedTuple):
-    """A task of this tick on this stage; where there is none its numbers are 0 and mean nothing.
+    """A task of this tick on this stage; if there is none, its numbers are 0 and not used.
 
     Args:
       never: False, which XLA cannot know (see `after`).
       is_present: whether this stage has such a task.
-      is_first: it is the task of the first part.
-      is_last: it is the task of the last part.
+      is_first: whether it is the task of the first part.
+      is_last: whether it is the task of the last part.
       microbatch: its number.
       chunk: its number.
       input: slot of the part's input.
@@ -162,8 +162,8 @@ class StageTasks:
 
         Args:
           size: blocks of the part.
-          task: of this tick.
-          carry: with the part's input.
+          task: the task of this tick.
+          carry: the carry, with the part's input.
           wanted: "entering" (the floats of the input), "params" (the parameters of the blocks).
         """
         compute, entering = self._compute, get(carry.inputs, task.input)

@@ -11,16 +11,18 @@ from shardtrain.pipeline.schedule import SCHEDULES, placement_of
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A pipeline over the mesh axis `pipeline`, or over islands; one stage is no pipeline.
+    """Options of a pipeline over the mesh axis `pipeline`, or over islands; with one stage there is no
+    pipeline.
 
-    Microbatches are those of `Strategy.accumulate`.
+    The number of microbatches is `Strategy.accumulate`.
 
     Args:
-      schedule: order of the tasks: gpipe, 1f1b, interleaved, zero_bubble, zb_v, or the path of a table of
+      schedule: the order of the tasks: gpipe, 1f1b, interleaved, zero_bubble, zb_v, or the path of a table of
         your own (.csv).
       virtual_stages: parts of the model on each stage: 1 with 1f1b and zero_bubble, 2 with zb_v, 2 or more
         with interleaved, any number with gpipe.
-      stages: how blocks are cut: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
+      stages: how blocks are cut into stages: "equal", by "params" or "flops", or numbers of blocks such as
+        "3,4,4,1".
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.

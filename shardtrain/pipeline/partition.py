@@ -18,9 +18,9 @@ class Costs:
     """The costs of a model's blocks, and of what comes before and after them, in any unit.
 
     Args:
-      blocks: of each block, in order.
-      first: of what comes before the blocks, such as an embedding.
-      last: of what comes after them, such as a head.
+      blocks: the cost of each block, in order.
+      first: the cost of what comes before the blocks, such as an embedding.
+      last: the cost of what comes after them, such as a head.
     """
 
     blocks: Sequence[float]
@@ -37,7 +37,7 @@ def cut(
     that whose early parts have more blocks. By dynamic programming.
 
     Args:
-      costs: of each block in order, 0 or more, in any unit.
+      costs: the cost of each block, in order, 0 or more, in any unit.
       num_parts: how many parts, each with one block or more.
       first_cost: added to the first part, such as an embedding's.
       last_cost: added to the last part, such as a head's.
@@ -99,7 +99,7 @@ def counts(
     Args:
       by: "equal" (what is left over goes to the middle: the first part has the embedding, the last the head),
         "params" or "flops" (see `cut`), or the numbers themselves; as `parse_stages` reads it.
-      num_blocks: of the model.
+      num_blocks: number of blocks of the model.
       num_parts: stages times chunks, in the order in which a microbatch passes them.
       params: numbers of parameters, where it is by them.
       flops: floating-point operations, where it is by them.

@@ -52,7 +52,7 @@ def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -
 
     Args:
       table: one that `check` accepts.
-      seconds: of each task, 0 or more.
+      seconds: the duration of each task, 0 or more.
       transfer_seconds: one number, or a function (from part, to part, kind) -> seconds.
 
     Returns:

@@ -26,11 +26,11 @@ class StageCompute:
       chain: stacked blocks; their activations must have the same shapes between all blocks.
       loss: returns (sum, count), see `loss.Loss`.
       stages: the partition of the blocks.
-      params: of this stage; `params["blocks"]` are its own stacked blocks.
+      params: the parameters of this stage; `params["blocks"]` are its own stacked blocks.
       rng: microbatch -> the key of its rows of the batch.
       batch: every array (microbatches, rows, ...).
       row_axes: the mesh axes over which rows are sharded.
-      train: with dropout.
+      train: whether to use dropout.
 
     Raises:
       ValueError: blocks change the shapes of activations, or the loss does not call the model once.
@@ -83,7 +83,7 @@ class StageCompute:
 
         Args:
           rest: parameters outside the blocks.
-          number: of the microbatch.
+          number: the number of the microbatch.
         """
         return self.tree.split(self._first(rest, number))
 
@@ -107,8 +107,8 @@ class StageCompute:
         Args:
           size: number of blocks.
           blocks: their parameters.
-          chunk: of this stage.
-          number: of the microbatch.
+          chunk: the number of the chunk of this stage.
+          number: the number of the microbatch.
           entering: the activations before the blocks.
         """
         return self.tree.split(self._run(size, blocks, chunk, number, self.tree.join(entering)))

@@ -180,7 +180,7 @@ class StageModel:
         Args:
           part: its number.
           params: its parameters.
-          model_state: of its stage.
+          model_state: the model state of its stage.
           rng: the key of these rows.
           train: whether dropout is on.
           batch: these rows, for the first and the last part.

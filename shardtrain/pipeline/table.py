@@ -37,7 +37,7 @@ class Table:
       lockstep: every tick waits for all stages, as in a mesh: a stage does one task of each kind in a tick,
         in the order of `KINDS`. Otherwise it does one task a tick, and only the order of its tasks counts.
       tasks: in any order; kept sorted by tick, stage and kind.
-      name: of the schedule, or of the file that the table was read from.
+      name: the name of the schedule, or of the file that the table was read from.
       kinds: kinds of tasks of each part and microbatch; by default all kinds among the tasks.
       live_bound: for each stage, the most (chunk, microbatch) that it may keep at once; None: any number.
 

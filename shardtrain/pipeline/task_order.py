@@ -137,16 +137,16 @@ def empty_table(
     """Return a table without tasks; refuse sizes that the schedule does not support.
 
     Args:
-      name: of the schedule.
+      name: the name of the schedule.
       num_stages: S.
       num_microbatches: M.
       num_chunks: V.
       lockstep: the form, see `Table`.
-      kinds: of tasks.
+      kinds: the kinds of tasks.
       live: stage -> the most (chunk, microbatch) that it may keep at once.
       least_chunks: the smallest V of the schedule.
       most_chunks: the largest V, None without a limit.
-      placement: of the parts on the stages.
+      placement: the placement of the parts on the stages.
 
     Raises:
       ValueError: lists every size that the schedule does not support.

@@ -94,9 +94,9 @@ def v_in_lockstep(table: Table) -> Table:
     """Assign lock-step ticks to the tasks of a table in the placement "v" with two chunks.
 
     The forward of part p and microbatch m is in tick 2 m + p, and its backward in tick 2 m + 2 (P - 1) - p,
-    for P parts. Parts of one stage differ by an odd number, so their ticks never meet. The weight tasks of a
-    chunk are on all stages in the same tick, which they lengthen only once: those of chunk 0 in even ticks
-    once its last backward is done, those of chunk 1 in odd ones.
+    for P parts. Parts of one stage differ by an odd number, so their ticks are never the same. The weight
+    tasks of a chunk are on all stages in the same tick, which they lengthen only once: those of chunk 0 in
+    even ticks once its last backward is done, those of chunk 1 in odd ones.
     """
     placement, turn = table.part_placement, 2 * (table.num_parts - 1)
     after = turn - table.num_stages

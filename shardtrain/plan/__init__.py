@@ -1,2 +1,3 @@
-"""Memory and communication of a step, compiled and by theory, before it runs. Only `compile.py` imports
-jax."""
+"""Memory and communication of a step, compiled and by theory, before it runs.
+
+Only `compile.py` imports jax."""

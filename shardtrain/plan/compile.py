@@ -36,7 +36,7 @@ class Figures:
       output_bytes: outputs.
       alias_bytes: outputs in the memory of donated arguments, as the state of a step.
       temp_bytes: temporary memory beside arguments and outputs.
-      collectives: of the program.
+      collectives: the collectives of the program.
     """
 
     argument_bytes: int
@@ -51,7 +51,7 @@ def figures(compiled: jax.stages.Compiled, axis_sizes: Mapping[str, int]) -> Fig
 
     Args:
       compiled: the program.
-      axis_sizes: of the mesh that it was compiled for, `dict(mesh.shape)`.
+      axis_sizes: the axis sizes of the mesh that it was compiled for, `dict(mesh.shape)`.
 
     Raises:
       ValueError: see `collectives.collectives`.
@@ -81,8 +81,8 @@ def compile_step(
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
-      placement: of this model and optimizer, from `make_placement`; its mesh is over devices of this process
-        or over `described_devices`.
+      placement: the placement of this model and optimizer, from `make_placement`; its mesh is over devices of
+        this process or over `described_devices`.
       batch: shape (B, ...) and dtype of each array of the global batch.
       microbatches: number of microbatches that a step accumulates.
 

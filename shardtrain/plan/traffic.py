@@ -43,7 +43,7 @@ class Weight:
     """Size and sharding of a parameter.
 
     Args:
-      num_elements: of the unsharded array, with all stacked blocks.
+      num_elements: number of elements of the unsharded array, with all stacked blocks.
       axes: the axes that shard it when fully sharded (`Layout.sharded_rules`).
       in_blocks: whether it is stacked over the blocks.
     """
@@ -79,7 +79,7 @@ class StepSizes:
 
     Args:
       weights: the parameters. One outside the blocks that tensor shards is a vocabulary.
-      num_tokens: of the global batch, over all microbatches: B T.
+      num_tokens: number of tokens of the global batch, over all microbatches: B T.
       embed: features of the residual stream: D.
       num_blocks: number of blocks, each with two tensor-parallel halves (attention and feed-forward).
       microbatches: number of microbatches that a step accumulates.
@@ -98,8 +98,7 @@ class StepSizes:
 
 
 def sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
-    """Return the bytes that each of n devices sends in a ring: (n - 1) / n of the array, twice for
-    all-reduce.
+    """Return the bytes that each of n devices sends in a ring: (n - 1) / n of the array, or twice that.
 
     >>> sent_bytes("all-gather", 8, 800), sent_bytes("all-reduce", 8, 800)
     (700.0, 1400.0)
@@ -190,9 +189,8 @@ def _parameters(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _F
 
 
 def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> _Flows:
-    """ZeRO-3: all-gather over fsdp at each use, reduce-scatter of gradients; one all-reduce of shards over
-    data."""
-    # what a device holds while it computes: gathered over fsdp, still split over tensor
+    """ZeRO-3: all-gather over fsdp at each use, reduce-scatter of gradients, all-reduce over data."""
+    # what a device has while it computes: gathered over fsdp, still split over tensor
     local = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     used_bytes = work.microbatches * local * work.compute_bytes
     # every microbatch gathers the weight and scatters its gradient; one that fsdp does not shard is only
@@ -209,8 +207,7 @@ def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) 
 
 
 def _replicated_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:
-    """ZeRO-1 and 2: one reduce-scatter of the gradient and one all-gather of the parameter over fsdp per
-    step."""
+    """ZeRO-1 and 2: reduce-scatter of the gradient and all-gather of the parameter over fsdp in each step."""
     stored_bytes = GRADIENT_BYTES * weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     # a weight that fsdp does not shard has its whole gradient reduced over both axes
     if axes.FSDP not in weight.axes:
@@ -230,8 +227,7 @@ def _sequence_gradient(weight: Weight, work: StepSizes) -> _Flows:
 
 
 def _activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
-    """Tensor: each half of a block, and a vocabulary, reduces one residual stream forward and one
-    backward."""
+    """Tensor: each half of a block, and a vocabulary, reduces a residual stream forward and backward."""
     # the residual stream of this device's rows
     tokens = work.num_tokens / _total(sizes, layout.batch_axes)
     stream_bytes = tokens * work.embed * work.compute_bytes

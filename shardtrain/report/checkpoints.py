@@ -29,7 +29,7 @@ class Change:
     """The difference of the values of an array in two checkpoints.
 
     Args:
-      path: of the array.
+      path: the path of the array.
       max_abs: largest absolute difference.
       relative: norm of the difference over the norm of the first.
       norms: norms of the first and the second.

@@ -45,7 +45,7 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """Sum over count; None where nothing was counted."""
+        """Sum over count; None if the count is 0."""
         return self.sum / self.count if self.count else None
 
 
@@ -96,7 +96,7 @@ class Rate:
 
     @property
     def per_second(self) -> float | None:
-        """Units per second; None until a step after the first took time."""
+        """Units per second; None until a second step is done."""
         if not self.marks:
             return None
         (start_seconds, start_units), (end_seconds, end_units) = self.marks[0], self.marks[-1]
@@ -105,21 +105,22 @@ class Rate:
 
 
 class Progress(Protocol):
-    """What a loop tells the person who waits; a context manager."""
+    """The progress display of a loop; a context manager."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show that `step` is done.
+        """Show that a step is done.
 
         Args:
             step: steps done since the start of the run, resumed or not.
-            values: as in the sinks; only `train/loss`, `heldout/loss` and `<unit>_per_second` are shown.
+            values: the metrics by name, as in the sinks; only `train/loss`, `heldout/loss` and
+              `<unit>_per_second` are shown.
         """
         ...
 
     def note(self, text: str) -> None:
-        """Say something (a checkpoint saved, a warning) without breaking the bar."""
+        """Print a message (a saved checkpoint, a warning) without breaking the bar."""
         ...

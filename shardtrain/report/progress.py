@@ -32,7 +32,7 @@ def progress(
     Args:
         total_steps: steps of the whole run.
         start_step: steps done before a resume.
-        unit: of the throughput, which the values have as `<unit>_per_second`.
+        unit: the unit of the throughput, which the values have as `<unit>_per_second`.
         console: to write to; None is standard output. `Console(quiet=True)` silences a rank.
         plain_every_seconds: least interval of plain lines, except the first, the last and those with a
             held-out loss; 0 writes each update.

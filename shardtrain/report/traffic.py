@@ -36,8 +36,8 @@ def figures_text(found: Figures, kind: str) -> str:
     """Format memory and collectives of the compiled step, by its compiler.
 
     Args:
-      found: of the step.
-      kind: of the devices that it is compiled for.
+      found: the figures of the step.
+      kind: the kind of the devices that it is compiled for.
     """
     total_bytes = found.argument_bytes + found.temp_bytes
     return (

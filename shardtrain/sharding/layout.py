@@ -98,7 +98,7 @@ class Layout:
         residual = (axes.TENSOR,) if self.sequence_sharded else ()
         # weights are gathered over the axes that shard the batch, as `embed` is
         used = {dim: _without(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
-        # a model may also name a mesh axis, which stands for itself
+        # a model may also use the name of a mesh axis, which is mapped to itself
         itself = {axis: (axis,) for axis in axes.AXES}
         return {**used, **itself, **ACTIVATION_RULES, axes.RESIDUAL_SEQ: residual, **self.activations}
 

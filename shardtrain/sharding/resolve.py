@@ -42,8 +42,7 @@ def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, i
 
 
 def unplaced_text(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> str | None:
-    """Format one line about arrays that are replicated because names or rules are missing; None if there are
-    none."""
+    """Format a line about arrays replicated for lack of names or rules; None if there are none."""
     paths = unnamed_paths(arrays)
     names = [
         name

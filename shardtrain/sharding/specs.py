@@ -67,9 +67,9 @@ def without_pipeline(
     """Move the axis pipeline from one dim to the first other dim that it divides; remove it if there is none.
 
     Args:
-      spec: of an array.
+      spec: the PartitionSpec of an array.
       dim: the dim that every stage needs unsharded.
-      shape: of the array.
+      shape: the shape of the array.
       sizes: axis -> size.
 
     >>> tuple(without_pipeline(PartitionSpec("pipeline", "fsdp"), 0, (7, 8), {"pipeline": 2, "fsdp": 2}))
@@ -97,7 +97,7 @@ class Row:
     """The placement of one array: a row of the sharding table.
 
     Args:
-      path: in the state.
+      path: the path in the state.
       shape: its global shape in elements.
       dtype: its dtype's name.
       dims: its dim names, None where it has none.

@@ -1,6 +1,6 @@
-"""Write files and folders that appear whole, under a fresh temporary name first, and touch no other. No jax.
+"""Write files and folders atomically: under a new temporary name first, then renamed. No jax.
 
-What stands in the way of a temporary name is somebody else's and stays: names are made exclusively.
+Temporary names are created exclusively, so files of other processes are never overwritten.
 """
 
 import fcntl
@@ -16,13 +16,13 @@ READABLE = 0o666
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Fill a folder that gets its name when the block ends without an error; else it is removed again.
+    """Fill a temporary folder, which is renamed when the block ends, or removed after an error.
 
     Args:
-      out: what it will be called; it must not be there, or be an empty folder.
+      out: the final path; it must not exist, or be an empty folder.
 
     Raises:
-      FileExistsError: it holds something.
+      FileExistsError: `out` is not empty.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with new_folder(Path(folder, "out")) as filled:
@@ -33,7 +33,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.resolve()
     refuse_filled(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # private until it is whole; the folder inside has the mode that the user's umask gives
+    # private until it is complete; the folder inside gets the mode of the user's umask
     with tempfile.TemporaryDirectory(prefix=f".{out.name[:64]}.", dir=out.parent) as own:
         filled = Path(own, "new")
         filled.mkdir()
@@ -43,10 +43,10 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def refuse_filled(out: Path) -> None:
-    """Refuse to write a folder over what is there.
+    """Raise an error if a path is a file or a folder with content.
 
     Raises:
-      FileExistsError: a folder that holds something, or a file.
+      FileExistsError: it is.
     """
     if out.is_dir() and next(out.iterdir(), None) is None:
         return
@@ -56,24 +56,24 @@ def refuse_filled(out: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes, mode: int = READABLE) -> None:
-    """Write a file anew, see `new_file`."""
+    """Write or replace a file atomically, see `new_file`."""
     with new_file(path, mode) as file:
         file.write(content)
 
 
 @contextmanager
 def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
-    """Write a file that gets its name when the block ends without an error, in place of a link too.
+    """Write a temporary file, which replaces `path` (also a link) when the block ends without an error.
 
-    Its temporary name begins with a dot and ends in `.part`; as long as it is written it is locked, see
+    The temporary name begins with a dot and ends in `.part`. The file is locked while it is written, see
     `clear_parts`.
 
     Args:
-      path: the file; its folder is there.
-      mode: its permissions, less the umask.
+      path: the final path; its folder exists.
+      mode: permissions, reduced by the umask.
 
     Raises:
-      OSError: it cannot be written; what was there before is still there.
+      OSError: the file cannot be written; a previous file is unchanged.
     """
     part, file = _part_of(path, mode)
     try:
@@ -88,11 +88,11 @@ def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
 
 
 def clear_parts(folder: Path, names: str) -> None:
-    """Delete what processes that were killed left of files they were writing.
+    """Delete the temporary files of processes that were killed.
 
     Args:
-      folder: where the files were to be.
-      names: a pattern of their names, such as `text-*`.
+      folder: the folder of the final files.
+      names: a glob pattern of the final names, such as `text-*`.
     """
     for part in folder.glob(f".{names}.????????????????.part"):
         try:
@@ -100,7 +100,7 @@ def clear_parts(folder: Path, names: str) -> None:
         except OSError:
             continue  # a link, or gone
         try:
-            # who writes it holds its lock; without locks nobody can tell
+            # its writer holds the lock; without locks this cannot be known
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink(missing_ok=True)
         except OSError:
@@ -110,20 +110,20 @@ def clear_parts(folder: Path, names: str) -> None:
 
 
 def open_own(path: Path, *, append: bool) -> BinaryIO:
-    """Open a file of our own for writing, unbuffered; a link in its place is not followed.
+    """Open a file for unbuffered writing; a link is refused, not followed.
 
     Raises:
       OSError: it is a link, or cannot be opened.
     """
     if path.is_symlink():
-        raise OSError(f"{path} is a link, and is not written through; remove it")
+        raise OSError(f"{path} is a link, which is not followed; remove it")
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     flags |= os.O_APPEND if append else os.O_TRUNC
     return os.fdopen(os.open(path, flags, READABLE), "ab" if append else "wb", buffering=0)  # type: ignore[return-value]
 
 
 def _part_of(path: Path, mode: int) -> tuple[Path, BinaryIO]:
-    """A new file beside another, under a name that nobody has, and locked."""
+    """Create a locked temporary file beside the final one, under an unused name."""
     while True:
         part = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -131,4 +131,4 @@ def _part_of(path: Path, mode: int) -> tuple[Path, BinaryIO]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return part, os.fdopen(handle, "wb")
-        os.close(handle)  # it was taken for a left one before it was locked
+        os.close(handle)  # another process deleted it as abandoned before it was locked

@@ -1,6 +1,6 @@
 """A log file whose write errors (full disk, quota, lost server) do not end the run.
 
-What cannot be written waits in memory, in order. Who writes what is in `report/metrics.py`.
+Data that cannot be written waits in memory, in order, and is written once the file works again.
 """
 
 import logging
@@ -16,17 +16,17 @@ MOST_WAITING_BYTES = 1 << 26
 
 
 class LogFile:
-    """Added to at its end, at once and without a buffer: what is written is the system's.
+    """A file to which data is appended immediately, without a buffer in this process.
 
-    A file that is deleted while it is added to is made anew, and has what comes from then on.
+    If the file is deleted meanwhile, it is created again and gets the data from then on.
 
     Args:
-        path: the file; its folder is there.
-        append: to what it holds; else it starts empty.
-        report: receives a line when writing begins to fail, when it works again, and what is lost at the end.
+        path: the file; its folder exists.
+        append: whether to keep its present content; else it starts empty.
+        report: receives a line when writes begin to fail, when they work again, and when data is lost.
 
     Raises:
-        OSError: it cannot be opened, or is a link.
+        OSError: the file cannot be opened, or is a link.
 
     Examples:
         >>> import tempfile
@@ -43,7 +43,7 @@ class LogFile:
         self._fails = False
 
     def write(self, data: bytes) -> None:
-        """Add this, or keep it until the file takes it; beyond `MOST_WAITING_BYTES` it is lost."""
+        """Append data, or keep it until it can be written; beyond `MOST_WAITING_BYTES` it is lost."""
         if len(self._waiting) + len(data) > MOST_WAITING_BYTES:
             self._num_lost += len(data)
         else:
@@ -51,7 +51,7 @@ class LogFile:
         self._flush()
 
     def close(self) -> None:
-        """Try once more, and let go of the file."""
+        """Try to write what is pending, report what is lost, and close the file."""
         if self._file.closed:
             return
         self._flush()
@@ -65,15 +65,15 @@ class LogFile:
     def _flush(self) -> None:
         try:
             if self._waiting and not os.fstat(self._file.fileno()).st_nlink:
-                self._begin_anew()
+                self._create_again()
             while self._waiting:
-                # the system may take a part; the rest follows it
+                # the system may write only a part; the rest follows
                 del self._waiting[: self._file.write(bytes(self._waiting))]
         except OSError as error:
             if not self._fails:
                 self._report(
-                    f"WARNING: {self.path} cannot be written: {error}. The run goes on, and its lines wait in"
-                    f" memory, {MOST_WAITING_BYTES:,} bytes at most; free space, or make it writable"
+                    f"WARNING: {self.path} cannot be written: {error}. The run continues, and its lines wait"
+                    f" in memory, {MOST_WAITING_BYTES:,} bytes at most; free space, or make it writable"
                 )
             self._fails = True
         else:
@@ -81,8 +81,8 @@ class LogFile:
                 self._report(f"{self.path} is written again, from where it stopped")
             self._fails = False
 
-    def _begin_anew(self) -> None:
+    def _create_again(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         deleted, self._file = self._file, open_own(self.path, append=True)
         deleted.close()
-        self._report(f"WARNING: {self.path} was deleted; it begins anew, with what comes from now on")
+        self._report(f"WARNING: {self.path} was deleted; it is created again, with the lines from now on")

@@ -14,10 +14,10 @@ from pathlib import Path
 LOCK = ".lock"
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EIO)
-"""What file systems without locks answer."""
+"""Error codes of file systems without locks."""
 
 NO_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Where no lock can be made: on a full disk people must still be able to delete."""
+"""Error codes with which no lock file can be created; on a full disk users must still be able to delete."""
 
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -28,11 +28,11 @@ class Locked(ValueError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which is there; where no lock can be had, on a full disk too, do without.
+    """Hold the lock of an existing folder; continue without it if the file system cannot lock or is full.
 
     Raises:
         Locked: another process holds it.
-        OSError: a link stands in the place of the lock.
+        OSError: the lock file is a link.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,14 +59,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _open(path: Path) -> int | None:
     if path.is_symlink():
-        raise OSError(f"{path} is a link, and a lock is none; remove it")
+        raise OSError(f"{path} is a link, which cannot be a lock; remove it")
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | FLAGS, 0o666)
     except OSError as error:
         if error.errno not in NO_FILE:
             raise
     try:
-        # that of another user, who may hold it: reading is enough
+        # the file may be another user's, who may hold the lock: reading is enough
         return os.open(path, os.O_RDONLY | FLAGS)
     except OSError as error:
         if error.errno not in (*NO_FILE, errno.ENOENT):
@@ -80,5 +80,5 @@ def _lock(file: int) -> None:
     except OSError as error:
         if error.errno != errno.EBADF:
             raise
-        # on NFS only what is open for writing is locked like this; whoever holds it is seen all the same
+        # on NFS an exclusive lock needs write access; a shared one also detects another holder
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,8 +1,7 @@
 """Keep a run alive when standard output or error cannot be written or is closed. No jax.
 
-`fill_closed` is for every command, the rest for `train` alone.
-
-Other commands want the opposite: what they were asked to print is what they are for.
+Every command uses `fill_closed`; the rest is for `train` alone. The output of other commands is their result,
+so an error in writing it must end them.
 """
 
 import os
@@ -16,7 +15,7 @@ class SteadyStream:
     """A text stream that drops what cannot be written.
 
     Args:
-      stream: where to write; whatever else is asked of this one is asked of it.
+      stream: the stream to write to; all other attributes are passed on to it.
       report: called with the first error.
 
     Example:
@@ -56,7 +55,7 @@ class SteadyStream:
 
 @contextmanager
 def steady_output() -> Iterator[None]:
-    """While this is entered, nothing that is printed raises; an error of the one is told on the other."""
+    """Ignore errors of printing within this context; one of standard output is reported on standard error."""
     out, err = sys.stdout, sys.stderr
     sys.stderr = SteadyStream(err, lambda error: None)
     sys.stdout = SteadyStream(out, _report)
@@ -69,15 +68,17 @@ def steady_output() -> Iterator[None]:
 
 
 def _report(error: OSError) -> None:
-    # nobody reads any more (`| head`): no news
+    # the reader closed the pipe (`| head`): not worth a warning
     if not isinstance(error, BrokenPipeError):
-        sys.stderr.write(f"WARNING: standard output cannot be written: {error}; the run goes on without it\n")
+        sys.stderr.write(
+            f"WARNING: standard output cannot be written: {error}; the run continues without it\n"
+        )
 
 
 def fill_closed() -> None:
-    """Have standard streams that are closed (`>&-`) lead nowhere.
+    """Connect closed standard streams (`>&-`) to the null device.
 
-    Python has None for them, and the next file that is opened would get their number.
+    Python represents them by None, and the next file that is opened would get their descriptor.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -88,7 +89,7 @@ def fill_closed() -> None:
 
 
 def close_quietly(stream: Any) -> None:
-    """Write what a stream has buffered, or give it up: the interpreter would end with code 120 over it."""
+    """Flush a stream, or discard its buffer if that fails; else the interpreter would exit with code 120."""
     try:
         stream.flush()
     except OSError:

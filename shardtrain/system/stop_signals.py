@@ -1,4 +1,4 @@
-"""Record signals that ask to stop, or end the process at once where nothing can be saved.
+"""Record signals that ask a run to stop, or end the process immediately if nothing can be saved yet.
 
 A command enters `StopSignals` before it imports anything large. Python's own KeyboardInterrupt is not relied
 on: it is raised wherever the main thread is, and jax's garbage-collection callback swallows it. No jax here.
@@ -14,11 +14,10 @@ from types import FrameType
 from typing import Any, Self
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C; kill, and most batch systems; a terminal that is closed; Slurm's warning before the time limit."""
+"""Ctrl-C; kill and most batch systems; a closed terminal; Slurm's warning before the time limit."""
 
 TIME_OVER = 1000
-"""In the place of a signal's number: the time limit is near."""
-
+"""Used in place of a signal's number: the time limit is near."""
 
 UNWIND_SECONDS = 3.0
 
@@ -26,16 +25,16 @@ UNWIND_SECONDS = 3.0
 class StopSignals:
     """Records the first signal that asks to stop, while it is entered.
 
-    Until `can_save` is set the process is ended at once instead, as it is by a second Ctrl-C: by a thread,
-    for the main thread may be compiling, or waiting in MPI, where Python runs no signal handler. A SIGHUP
-    that was ignored before (nohup) stays so.
+    Until `can_save` is set, a signal ends the process immediately, as a second Ctrl-C always does. A thread
+    does so, because the main thread may be compiling or waiting in MPI, where Python runs no signal handler.
+    A SIGHUP that was ignored before (nohup) stays ignored.
 
     Args:
       end: ends the process; called in the main thread or in another. None, for a program of the user's own:
         signals are recorded from the start, and a second Ctrl-C raises KeyboardInterrupt.
-      until_seconds: by `time.monotonic`; the time is over then.
-      listens: have that thread; a command that forks before it begins must not.
-      unwinds: raise KeyboardInterrupt first, for what is cleaned up on the way out; the thread waits.
+      until_seconds: value of `time.monotonic` at which the run is to stop; None: never.
+      listens: whether to start that thread; a command that forks later must not.
+      unwinds: whether to raise KeyboardInterrupt first, so that cleanup code runs; the thread waits for it.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class StopSignals:
         self._end, self._listens, self._unwinds = end, listens and end is not None, unwinds
         self._before: dict[signal.Signals, Any] = {}
         self._pipe, self._ending = -1, threading.Lock()
-        # a data worker that is forked must not take its SIGTERM for one to this process
+        # in a forked data worker, SIGTERM must end the worker only
         os.register_at_fork(after_in_child=self._restore)
 
     def __enter__(self) -> Self:
@@ -72,12 +71,12 @@ class StopSignals:
         self._restore()
 
     def asked(self) -> int:
-        """The number of the signal that asked to stop, `TIME_OVER`, or 0."""
+        """Return the number of the signal that asked to stop, `TIME_OVER`, or 0."""
         over = self.until_seconds is not None and time.monotonic() > self.until_seconds
         return self.received or (TIME_OVER if over else 0)
 
     def agreed(self, asked: int) -> None:
-        """All islands stop, for what one of them was asked."""
+        """Record the reason for which all islands have voted to stop."""
         self.time_over = asked == TIME_OVER
         self.received = None if self.time_over else signal.Signals(asked)
 
@@ -103,7 +102,7 @@ class StopSignals:
         write_raw(f"{self.received.name}: stopping after this step; Ctrl-C interrupts without saving\n")
 
     def _listen(self, pipe: int) -> None:
-        """End the process where the main thread may not come to `_ask`."""
+        """End the process from a thread, as the main thread may not reach `_ask`."""
         asked = False
         while data := os.read(pipe, 1):
             if data[0] not in STOPPING:
@@ -115,18 +114,18 @@ class StopSignals:
         os.close(pipe)
 
     def _end_once(self, number: int) -> None:
-        """Whichever thread comes first ends the process."""
+        """End the process; only the first thread that calls this does so."""
         if self._ending.acquire(blocking=False):
             assert self._end is not None
             self._end(signal.Signals(number))
 
 
 def asking(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of the signals that are for this process: after nohup, SIGHUP is not."""
+    """Return the signals to handle: all but a SIGHUP that nohup ignores."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def write_raw(text: str) -> None:
-    """Write to standard error without its buffer and lock; a terminal that is gone ends nothing."""
+    """Write to standard error without its buffer and lock, ignoring errors."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

@@ -12,11 +12,11 @@ HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    r"""A text with every character that a terminal would obey, or not show, written as its escape.
+    r"""Escape every control or invisible character of a text.
 
     Args:
-      text: of any origin.
-      kept: control characters that stay.
+      text: untrusted text.
+      kept: control characters to leave as they are.
 
     >>> printable("a\x1b[2J\nb"), printable("a\nb", kept="")
     ('a\\x1b[2J\nb', 'a\\nb')

@@ -1,7 +1,7 @@
-"""Read files that somebody else wrote: regular files of a bounded size, JSON without surprises. No jax.
+"""Read untrusted files: regular files of bounded size, and strict JSON. No jax.
 
-Nothing is executed, followed out of its folder, or allocated because a file declares it. Which formats come
-through here is in SECURITY.md. Next: `checkpoints/manifest_entries.py`, `imported.py`.
+Nothing is executed, no link leads out of a folder, and no memory is allocated because a file declares a size.
+SECURITY.md lists the formats. Next: `checkpoints/manifest_entries.py`, `imported.py`.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 from shardtrain.system.excerpts import short
 
 MOST_BYTES = 1 << 27
-"""The largest file that is read into memory as a whole."""
+"""Size of the largest file that is read into memory at once."""
 
 MOST_DEPTH = 64
-"""How deep JSON may be nested; deeper would overflow the stack of whoever walks over it."""
+"""Largest nesting depth of JSON; a deeper one could overflow the stack of its readers."""
 
 MOST_DIGITS = 20
 MOST_NAME = 4096
@@ -40,7 +40,7 @@ def open_regular(path: Path) -> BinaryIO:
       OSError: it is something else, or cannot be opened.
     """
     _check_regular(path, os.stat(path).st_mode)
-    # it may have been exchanged since: nothing blocks, and what was opened is looked at again
+    # the file may have been replaced since: open without blocking, and check what was opened
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
         _check_regular(path, os.fstat(file.fileno()).st_mode)
@@ -51,7 +51,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a regular file.
+    """Read a regular file.
 
     Raises:
       OSError: see `open_regular`.
@@ -65,7 +65,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The content of a regular file as UTF-8.
+    """Read a regular file as UTF-8 text.
 
     Raises:
       OSError: see `open_regular`.
@@ -75,16 +75,16 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str, *, ours: bool = False) -> Any:
-    """Read JSON as strictly as its standard says, within bounds.
+    """Parse JSON strictly by its standard, within bounds.
 
     Args:
       text: the JSON.
-      ours: whether NaN, Infinity and halves of surrogate pairs, which Python's own writer writes (of a path
-        that is not UTF-8, for one), are let through.
+      ours: whether to accept what Python's own writer produces beyond the standard: NaN, Infinity, and halves
+        of surrogate pairs (of a path that is not UTF-8).
 
     Raises:
-      ValueError: no JSON, nested deeper than `MOST_DEPTH`, a key twice in one object, a number that is not
-        finite or has more digits than any that we write, half of a surrogate pair.
+      ValueError: the text is not JSON, nested deeper than `MOST_DEPTH`, repeats a key in an object, or has a
+        number that is not finite or too long, or half of a surrogate pair.
 
     >>> parse_json('{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
@@ -107,8 +107,8 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """Read a JSON file.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is no regular file, too large, or not what `parse_json` reads.
+      FileNotFoundError: the file does not exist.
+      ValueError: it is not a regular file, too large, or refused by `parse_json`.
     """
     try:
         return parse_json(read_text(path, most_bytes))
@@ -119,7 +119,7 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def name_problem(name: object) -> str:
-    """Why a name that stands in a file may not be used as a path below the file's folder; "" where it may.
+    """Return why a name in an untrusted file may not be used as a relative path; "" if it may.
 
     >>> name_problem("arrays/d/0"), name_problem("../a"), name_problem("/dev/zero")
     ('', 'leads out of its folder', 'leads out of its folder')
@@ -134,11 +134,11 @@ def name_problem(name: object) -> str:
 
 
 def stat_inside(folder: Path, name: str) -> os.stat_result:
-    """Look at a regular file below a folder by a name that stands in a file; no link is followed.
+    """Stat a regular file below a folder by an untrusted name; links are not followed.
 
     Raises:
-      FileNotFoundError: there is none.
-      OSError: the name, or something on the way, leads elsewhere; or it is no regular file.
+      FileNotFoundError: the file does not exist.
+      OSError: the name leads out of the folder, a part of it is a link, or it is not a regular file.
     """
     if problem := name_problem(name):
         raise OSError(f"the name {name!r} {problem}")
@@ -154,17 +154,17 @@ def stat_inside(folder: Path, name: str) -> os.stat_result:
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
-    """Open what `stat_inside` looks at.
+    """Open a file that `stat_inside` accepts.
 
     Raises:
-      OSError: as there.
+      OSError: see `stat_inside`.
     """
     stat_inside(folder, name)
     return open_regular(folder / name)
 
 
 def special_files(folder: Path) -> list[str]:
-    """Links, FIFOs, devices and sockets below a folder, each as `path is a link`; links are not followed."""
+    """List links (not followed), FIFOs, devices and sockets below a folder, each as `path is a link`."""
     special = (entry for entry in _files(folder) if not entry.is_file(follow_symlinks=False))
     return sorted(
         f"{Path(entry.path).relative_to(folder)} is {kind_text(entry.stat(follow_symlinks=False).st_mode)}"
@@ -173,12 +173,12 @@ def special_files(folder: Path) -> list[str]:
 
 
 def num_bytes_in(folder: Path) -> int:
-    """The size of all files below a folder; links are not followed."""
+    """Return the size of all files below a folder; links are not followed."""
     return sum(entry.stat(follow_symlinks=False).st_size for entry in _files(folder))
 
 
 def _files(folder: Path) -> Iterator[os.DirEntry]:
-    """Everything below a folder but folders."""
+    """Yield everything below a folder except folders."""
     waiting = [folder]
     while waiting:
         with os.scandir(waiting.pop()) as entries:
@@ -190,10 +190,10 @@ def _files(folder: Path) -> Iterator[os.DirEntry]:
 
 
 def whole_number(value: object, what: str, most: int, least: int = 0) -> int:
-    """A whole number in its range; a bool is none.
+    """Return an integer in its range; a bool is refused.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is something else.
     """
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{what} is {short(value)}; it is a whole number from {least} to {most}")
@@ -201,10 +201,10 @@ def whole_number(value: object, what: str, most: int, least: int = 0) -> int:
 
 
 def finite_number(value: object, what: str, most: float, least: float = 0.0) -> float:
-    """A number in its range, and no NaN.
+    """Return a number in its range; NaN is refused.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is something else.
     """
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(f"{what} is {short(value)}; it is a number from {least:g} to {most:g}")
@@ -212,10 +212,10 @@ def finite_number(value: object, what: str, most: float, least: float = 0.0) -> 
 
 
 def of_kind(value: object, kind: type, what: str) -> Any:
-    """A value of exactly this type.
+    """Return a value of exactly this type.
 
     Raises:
-      ValueError: it is of another.
+      ValueError: the value is of another type.
     """
     if type(value) is not kind:
         raise ValueError(f"{what} is {short(value)}; it is {kind.__name__}")
@@ -223,7 +223,7 @@ def of_kind(value: object, kind: type, what: str) -> Any:
 
 
 def kind_text(mode: int) -> str:
-    """What a path is, by its mode."""
+    """Return the kind of a path, from its mode."""
     return KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
@@ -237,7 +237,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"the key {short(twice)} stands twice in one object")
+        raise ValueError(f"the key {short(twice)} occurs twice in one object")
     return found
 
 
@@ -259,7 +259,7 @@ def _refuse_constant(word: str) -> float:
 
 
 def _check_values(value: Any, ours: bool) -> None:
-    """Depth, and texts that could not be written again; level by level, so that no stack overflows."""
+    """Check depth and encodable texts, level by level, so that the stack cannot overflow."""
     level, depth = [value], 0
     while level:
         depth += 1

@@ -1,6 +1,6 @@
 """Exchange the parameters that several pipeline stages use, and their gradients, between islands.
 
-One stage owns each of them (see `pipeline/stage_model.py`); others borrow its value anew in every step and
+One stage owns each of them (see `pipeline/stage_model.py`); other stages receive its value in every step and
 return their gradient. Next: `stage_step.py`.
 """
 
@@ -28,7 +28,7 @@ class BorrowedParameters:
 
     Args:
       stage_model: the stage's parts of the model.
-      placement: of the stage's own parameters on this island.
+      placement: the placement of the stage's own parameters on this island.
       mailbox: to the other stages of this pipeline.
       first_tag: MPI tags from here on are free.
     """

@@ -46,8 +46,8 @@ def make_gradients(
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
-      placement: where every array lies.
-      start_row: the number of the batch's first row, where it is a part of a larger batch.
+      placement: the sharding of every array.
+      start_row: the index of the batch's first row if it is a part of a larger batch.
 
     Returns:
       (params, model_state, key, batch) -> `Gradients`; every array of the batch has shape
@@ -118,7 +118,7 @@ def sum_replicas(
 
     Args:
       grads: (replicas, ...).
-      spec: of the result, without the leading dim.
+      spec: the PartitionSpec of the result, without the leading dim.
       replica_axes: the axes over which the leading dim is sharded.
       mesh: the mesh.
       num_kept: number of axes, the slowest, that are not summed over; 0 leaves no leading dim.

@@ -24,7 +24,7 @@ def init_state(
     Args:
       model: the model.
       optimizer: the optimizer.
-      placement: of these two, see `make_placement`.
+      placement: the placement of model and optimizer, see `make_placement`.
       seed: from 0 to 2**32 - 1.
     """
     specs, combine, sizes = placement.specs, placement.combine, dict(placement.mesh.shape)

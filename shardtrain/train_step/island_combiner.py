@@ -48,7 +48,7 @@ class IslandCombiner:
 
     Args:
       combiner: any.
-      placement: of this island.
+      placement: the placement of this island.
       transfer: to the other islands.
     """
 
@@ -139,7 +139,7 @@ def _state_and_metrics(combiner: Combiner, layers: Any) -> Any:
 
 
 def joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Join the metrics of all buckets: arrays (L,) are concatenated, of scalars the mean is taken."""
+    """Join the metrics of all buckets: arrays (L,) are concatenated, scalars are averaged."""
     names = by_bucket[0] if by_bucket else {}
     found = {name: [metrics[name] for metrics in by_bucket] for name in names}
     return {

@@ -45,7 +45,7 @@ def make_island_step(
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
-      placement: of this model and optimizer on this island, whose own replicas are averaged.
+      placement: the placement of this model and optimizer on this island, whose own replicas are averaged.
       transfer: to the other islands.
       combine: how islands are combined.
       learning_rate: the optimizer's schedule, to have it among the metrics.

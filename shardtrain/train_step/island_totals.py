@@ -48,7 +48,7 @@ def all_reduce_totals(transfer: Transfer, totals: Totals, count: jax.Array) -> T
 
     Args:
       transfer: to the other islands.
-      totals: of this island.
+      totals: the totals of this island.
       count: float32 scalar, this island's examples.
     """
     return transfer.land(0, transfer.start(0, _reduce, (totals, count)).result(), totals)

@@ -56,10 +56,10 @@ class Placement:
       mesh: the jax mesh.
       layout: the layout it was made from, completed for the model.
       combine: how the replicas of this mesh are combined.
-      specs: of the state.
+      specs: the PartitionSpecs of the state.
       state: a `State` of NamedSharding.
       stages: the partition of the model's blocks into stages of this mesh; None without a pipeline.
-      schedule: of the pipeline, see `pipeline.schedule.make_table`.
+      schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
     """
 
     mesh: Mesh
@@ -95,7 +95,7 @@ def make_placement(
       mesh: the mesh.
       combine: how the replicas of this mesh are combined.
       stages: the partition of the model's blocks into stages; a mesh with an axis pipeline above 1 needs it.
-      schedule: of the pipeline, see `pipeline.schedule.make_table`.
+      schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
@@ -148,7 +148,7 @@ def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stag
     state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
     if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:
         problems.append(
-            f"it hands on no running statistics, and the model has {', '.join(kept)}; use a norm without"
+            f"it does not update running statistics, and the model has {', '.join(kept)}; use a norm without"
             " them, or --across pipeline"
         )
     if problems:
@@ -167,8 +167,8 @@ def state_specs(
 
     Args:
       model: for its dims and shapes.
-      optimizer: for the shapes of its state. An array of the state that stands under the path of
-        a parameter and has its shape is sharded like it; any other is replicated.
+      optimizer: for the shapes of its state. An array whose path ends with that of
+        a parameter, and that has its shape, is sharded like it; any other is replicated.
       layout: the rules.
       sizes: axis -> size, see `layout.axis_sizes`.
       combine: how the replicas of this mesh are combined.

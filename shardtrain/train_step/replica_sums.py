@@ -82,8 +82,8 @@ def make_replica_sums(
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
-      placement: where every array lies.
-      start_row: the number of the batch's first row, where it is a part of a larger batch.
+      placement: the sharding of every array.
+      start_row: the index of the batch's first row if it is a part of a larger batch.
 
     Returns:
       (params, model_state, key, batch, drift) -> `ReplicaSums`, without any collective over replicas. The
@@ -127,7 +127,7 @@ def make_replica_sums(
 
 
 def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
-    """Run microbatches one after the other, each through the whole model."""
+    """Make the function that scans over microbatches, each through the whole model."""
     mesh, replica_axes = placement.mesh, placement.layout.replica_axes
 
     def replica_loss(
@@ -176,7 +176,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
 
 
 def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
-    """Run several microbatches at once, each in another stage; see `pipeline.mesh_pipeline`."""
+    """Make the function that runs a pipeline of several stages; see `pipeline.mesh_pipeline`."""
     stages, replica_axes = placement.stages, placement.layout.replica_axes
     assert stages is not None
 

@@ -9,7 +9,7 @@ class Seats:
     """The stage and replica of each island: i % stages and i // stages for island i, as in HyPar-Flow.
 
     Args:
-      num_islands: of the run.
+      num_islands: number of islands of the run.
       num_stages: islands that hold one pipeline.
       island: this one.
 

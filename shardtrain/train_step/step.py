@@ -1,7 +1,7 @@
-"""One compiled step: gradients, what joins the replicas, one update.
+"""The training step of one mesh as a compiled program: gradients, combination of replicas, update.
 
-Replicas become one by a sum, the ordinary case, or by a combiner: on their gradients, or on what the
-optimizer of each made of its own gradient. Next: `island_step.py`, the step of several islands.
+Usually the gradients of replicas are summed. A combiner works on their gradients instead, or on deltas: the
+parameter changes that each replica's own optimizer computed. Next: `island_step.py`, several islands.
 """
 
 from collections.abc import Callable
@@ -37,22 +37,22 @@ def make_step(
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
 ) -> Step:
-    """The training step, one compiled program.
+    """Make the training step as one compiled program.
 
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
-      placement: of this model and optimizer; it also says how replicas are combined.
-      learning_rate: the optimizer's schedule, if it shall stand among the metrics.
-      start_row: the number of the batch's first row, where it is a part of a larger batch.
+      placement: the shardings of this model's and optimizer's state, and how replicas are combined.
+      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
+      start_row: the index of the batch's first row if it is a part of a larger batch.
 
     Returns:
       (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every array of
       the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32 scalars on the
-      device: loss_sum, count, grad_norm (before clipping; with deltas the root of the mean square of the
-      replicas'), skipped (1 where loss or gradient is not finite: then nothing but the step counter
-      changes), those of the loss as (sum, count), and the combiner's, (L,) by `combined_labels`.
+      device: loss_sum, count, grad_norm (before clipping; with deltas the root mean square of the
+      replicas' norms), skipped (1 if loss or gradient is not finite: then only the step counter
+      changes), the loss's own as (sum, count), and the combiner's, (L,) by `combined_labels`.
     """
     make = _make_delta_update if placement.combine.on_deltas else _make_gradient_update
     compute = make(model, loss, optimizer, placement, start_row)
@@ -65,7 +65,7 @@ def make_step(
 
 
 def compiled(step: Step, placement: Placement) -> Step:
-    """A step as one program: state and batch lie where the placement says, and the state is donated."""
+    """Compile a step: state and batch have the shardings of the placement, and the state is donated."""
     whole = NamedSharding(placement.mesh, PartitionSpec())
     return jax.jit(
         step,
@@ -78,10 +78,10 @@ def compiled(step: Step, placement: Placement) -> Step:
 def unless_skipped(
     state: State, new: State, metrics: Metrics, learning_rate: optax.Schedule | None
 ) -> tuple[State, Metrics]:
-    """The new state where loss and gradient are finite, else the old one, a step later."""
-    # not the update: all of it would have to be kept until its norm is known
+    """Return the new state if loss and gradient are finite, else the old one; the step counter advances."""
+    # checking the update instead would keep all of it in memory until its norm is known
     finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
-    # the dtype that it was made with: optax computes moments of bfloat16 parameters in float32
+    # keep the dtype of the old state: optax computes moments of bfloat16 parameters in float32
     kept = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, state)
     metrics = {**metrics, "skipped": 1.0 - finite}
     if learning_rate is not None:
@@ -96,17 +96,17 @@ def apply_gradients(
     found: Gradients,
     compute: Callable[[Any], Gradients] | None = None,
 ) -> tuple[State, Metrics]:
-    """The state after an update, for use inside jit, and the step's metrics.
+    """Return the state after an update and the step's metrics, for use inside jit.
 
     Args:
       optimizer: the optimizer.
-      placement: where the state lies.
-      state: before the step.
-      found: one gradient, whoever combined it.
-      compute: parameters -> the same at other parameters, for line searches; None: they cannot be had.
+      placement: the shardings of the state.
+      state: the state before the step.
+      found: the gradient, combined over replicas.
+      compute: parameters -> loss and gradient there, for line searches; None if they cannot be computed.
     """
     mesh, specs = placement.mesh, placement.specs
-    # the update is computed in shards, whatever the parameters are: ZeRO-1 and 2
+    # the update is computed in shards, even if parameters are replicated (ZeRO-1 and 2)
     grads = constrain(found.grads, specs.sharded, mesh)
     params = constrain(state.params, specs.sharded, mesh)
     extra: dict[str, Any] = {"value": mean_loss(found), "grad": grads}
@@ -126,15 +126,15 @@ def apply_gradients(
 
 
 def mean_loss(found: Gradients) -> jax.Array:
-    """The mean loss of a batch; 0 where nothing counts."""
+    """Return the mean loss of a batch; 0 if no example counts."""
     return found.loss_sum / jnp.where(found.count > 0, found.count, 1)
 
 
 def _make_gradient_update(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
 ) -> Step:
-    """One gradient of all replicas, one update."""
-    # a mean over replicas is a sum over their gradients: no replica's own is needed
+    """Make the step that combines gradients over replicas and updates once."""
+    # a mean over replicas is a sum over their gradients: the gradient of each replica is not needed
     if placement.combine.is_mean:
         gradients = make_gradients(model, loss, placement, start_row)
 
@@ -173,9 +173,9 @@ def _make_gradient_update(
 def _make_delta_update(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
 ) -> Step:
-    """Each replica steps with an optimizer of its own; every `local_steps` steps its change is combined.
+    """Make the step in which each replica has its own optimizer, and deltas are combined.
 
-    As Horovod's Adasum on deltas (`_DistributedAdasumOptimizer`).
+    With Adasum this is Horovod's `_DistributedAdasumOptimizer`.
     """
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combine = placement.specs, placement.mesh, placement.combine
@@ -206,13 +206,13 @@ def _make_delta_update(
         drift = jax.tree.map(lambda d, u: stepped(d + u, d), local.drift, updates)
         local = Local(constrain(drift, own_specs, mesh), local.count + counts)
 
-        # every step, or every `local_steps` steps: merge; between them the drift is kept
+        # merge in every step, or every `local_steps` steps; in between the drift is kept
         inputs = (params, local, state.combine_state)
         if combine.local_steps == 1:
             params, _, combine_state, extra = merge(inputs)
             local = ()
         else:
-            # both branches return the same metrics: those of combining are NaN where nothing was combined
+            # both branches must return the same metrics: the combiner's are NaN if nothing was combined
             nothing = jax.eval_shape(merge, inputs)[3]
 
             def wait(inputs: Any) -> Any:
@@ -230,9 +230,9 @@ def _make_delta_update(
 
 
 def _make_merge(placement: Placement) -> Callable[[Any], Any]:
-    """Return the function that combines what the replicas changed, and starts the next round from the result.
+    """Return the function that combines the replicas' drifts and starts the next round from the result.
 
-    It maps (params, local, combine state) to the same after combining, and the combiner's metrics.
+    It maps (params, local, combine state) to the values after combining, and the combiner's metrics.
     """
     specs, combine = placement.specs, placement.combine
     stacked = stacked_paths(specs.arrays, specs.sharded)
@@ -259,16 +259,16 @@ def _zeros(tree: Any) -> Any:
 
 
 def combined_labels(placement: Placement) -> list[str]:
-    """What the entries of a combiner's metric (L,) are of: a parameter, or a layer of a stacked one."""
+    """Return the names of the entries of a combiner's metric (L,): parameters, or layers of stacked ones."""
     specs = placement.specs
     return sorted(split_layers(specs.abstract.params, stacked_paths(specs.arrays, specs.sharded)))
 
 
 def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[State, Batch], Metrics]:
-    """The loss of a batch without training: no dropout, running statistics, nothing changes.
+    """Make the function that computes the loss in evaluation mode: no dropout, running statistics.
 
     Returns:
-      (state, batch) -> metrics: loss_sum, count and those of the loss as (sum, count).
+      (state, batch) -> metrics: loss_sum, count and the loss's own as (sum, count).
     """
     mesh, layout = placement.mesh, placement.layout
 

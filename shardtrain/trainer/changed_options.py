@@ -30,7 +30,7 @@ def check_options(
 
     Args:
       saved: description of the run that saved, see `config.describe`.
-      description: of this run.
+      description: the description of this run.
       run: this run.
       note: receives a line for each option that may differ, and does.
 

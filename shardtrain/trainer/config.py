@@ -80,7 +80,7 @@ class StartFrom:
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
-        """Return the fields that a bare value stands for; None if it is no short form."""
+        """Return the fields that a bare value sets; None if it is not a short form."""
         return {"checkpoint": value} if isinstance(value, str | Path) else None
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, FunctionType | type):
         return f"{value.__module__}:{value.__qualname__}"
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        # nobody reads a list of samples in a description, and it may be very long
+        # a list of samples may be very long, and is not useful in a description
         items = [_scalar(item) for item in value[:MOST_ITEMS]]
         if len(value) > MOST_ITEMS or len(repr(items)) > MOST_CHARACTERS:
             return f"{len(value)} items, {_digest(repr([_scalar(item) for item in value]))}"

@@ -1,6 +1,6 @@
-"""What a run prints: notes and warnings, kept while there is no progress display, and shown by it afterwards.
+"""The output of a run: notes and warnings, kept until there is a progress display that shows them.
 
-How numbers and bars look is in `report/progress.py`. Next: `train.py`.
+`report/progress.py` formats numbers and bars. Next: `train.py`.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ def say(console: Console, text: str) -> None:
 
 
 class RunConsole:
-    """The output of one process of a run; it stands for the progress display of the moment.
+    """The output of one process of a run; it passes metrics on to the current progress display.
 
-    Only the first process of all prints. The others write their warnings to standard error, and nothing else.
+    Only the first process of all prints. The others only write their warnings, to standard error.
 
     Args:
       console: where to print; None is the terminal.
-      islands: of the run; None for a run of one island.
+      islands: the islands of the run; None for a run of one island.
     """
 
     def __init__(self, console: Console | None, islands: Islands | None) -> None:

@@ -35,9 +35,9 @@ class Coordination:
     Args:
       islands: None for a run of one island.
       transfer: to the other islands, None likewise; to those of the same stage where islands hold stages.
-      seats: which stage of which pipeline each island holds, where they hold stages.
+      seats: the stage and replica of each island; None without stages.
       stragglers: receives the step time of every rank; None disables it.
-      timer: of this rank's own work in the step under way.
+      timer: measures this rank's own work in a step.
     """
 
     islands: Islands | None = None
@@ -110,7 +110,7 @@ class Coordination:
         """Return what the first process of each island finds, by island, on every rank.
 
         Args:
-          name: of what is gathered.
+          name: the name of the all-gather.
           find: number of an island -> a value that JSON can hold; called on first processes only.
         """
         if self.islands is None:
@@ -125,7 +125,7 @@ class Coordination:
 
         Args:
           question: its name; a rank that asks another question at this point is reported.
-          answer: of this rank.
+          answer: the answer of this rank.
         """
         if self.islands is None:
             return answer

@@ -36,8 +36,8 @@ def make_evaluation(
 
     Args:
       run: says how many batches, and which parameters.
-      setup: of this island.
-      coordination: with the other islands.
+      setup: the setup of this island.
+      coordination: the exchange with the other islands.
       heldout: samples by number; None where there is no held-out data.
       island_step: the step of several islands; None for a run of one island.
 

@@ -23,8 +23,8 @@ class Divergence(NamedTuple):
     """Copies of an array that differ from those of most devices.
 
     Args:
-      path: of the array.
-      devices: that hold them.
+      path: the path of the array.
+      devices: the devices that have them.
     """
 
     path: str
@@ -52,7 +52,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
     """Make a function that finds arrays whose copies on several devices are not the same bits.
 
     Args:
-      mesh: whose devices are compared.
+      mesh: the mesh whose devices are compared.
       shardings: the NamedSharding of each array of the tree.
 
     Returns:
@@ -122,7 +122,7 @@ def divergence_text(step: int, found: Sequence[Divergence]) -> str:
 
 
 def minority(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
-    """Return the holders whose fingerprint differs from the majority's; all where there is no majority.
+    """Return the holders whose fingerprint differs from the majority's; all if there is no majority.
 
     >>> minority([7, 7, 5], ["a", "b", "c"]), minority([7, 5], ["a", "b"]), minority([7, 7], ["a", "b"])
     (['c'], ['a', 'b'], [])

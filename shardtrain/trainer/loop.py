@@ -136,7 +136,7 @@ class _Loop:
             self._save(self.log.unlogged)
 
     def finish(self) -> None:
-        """Write the last metrics, judge the segment as a whole, and save its last step.
+        """Write the last metrics, check the segment for faults, and save its last step.
 
         Raises:
           FloatingPointError: every step of the run was skipped.
@@ -208,9 +208,9 @@ def finish_evaluation(parts: LoopParts, step: int, state: State, unlogged: Mappi
     """Repeat the evaluation of a step that was saved but not evaluated to its end, and write its metrics.
 
     Args:
-      parts: of the loop.
-      step: of the checkpoint.
-      state: of the checkpoint.
+      parts: the parts of the loop.
+      step: the step of the checkpoint.
+      state: the state of the checkpoint.
       unlogged: the metrics in the checkpoint, if they are missing in the sink; None on islands that do not
         write metrics.
     """

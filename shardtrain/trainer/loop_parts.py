@@ -1,4 +1,4 @@
-"""What the training loop is given: its parts, its options, and what a process votes for after a step.
+"""The inputs of the training loop: its parts, its options, and a process's vote after a step.
 
 Next: `loop.py`.
 """
@@ -40,7 +40,7 @@ class LoopOptions:
 
 
 class StepVote(NamedTuple):
-    """What a process votes for after a step.
+    """The vote of a process after a step.
 
     Args:
       stop: the number of the signal that asked to stop, `TIME_OVER`, or 0.
@@ -56,7 +56,7 @@ class StepVote(NamedTuple):
 
 
 class CheckpointWriter(Protocol):
-    """What the loop needs of a run's checkpoints; `RunCheckpoints` is one."""
+    """The methods of a run's checkpoints that the loop needs; see `RunCheckpoints`."""
 
     def latest(self) -> int | None:
         """Return the newest saved step."""
@@ -77,15 +77,15 @@ class CheckpointWriter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopParts:
-    """What the loop works with.
+    """The objects that the loop uses.
 
     Args:
       step: (state, batch) -> (state, metrics), compiled.
       batches: yields (batch on the mesh, the data position after it).
       evaluate: state -> held-out values by name; {} where there is no held-out data.
-      checkpoints: where to save.
+      checkpoints: saves the state.
       policy: when to save.
-      sink: where metrics are written.
+      sink: receives the metrics.
       progress: shows metrics and notes to the user.
       extra: what a checkpoint holds beside state and position.
       vote: (step, own vote) -> the vote of all islands; a single island keeps its own.

@@ -98,7 +98,7 @@ def make_loop_options(run: Run) -> LoopOptions:
 
 
 def explain_step(prepared: PreparedRun, start: StartPoint, step: int) -> str:
-    """Return what is wrong with this process's rows of the batch of a step; "" where nothing is found."""
+    """Return what is wrong with this process's rows of the batch of a step; "" if nothing is."""
     batches = prepared.loader.batches
     position = batches.advance(start.position, step - start.step - 1)
     return "; ".join(class_problems(prepared.expected, batches.load(position)))

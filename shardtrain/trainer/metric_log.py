@@ -20,14 +20,14 @@ MOST_SKIPPED = 100
 """Consecutive skipped steps after which a run ends: it will not recover by itself."""
 
 STEPS_LATE = 2
-"""How many steps may be under way before the host reads the metrics of the first."""
+"""Number of steps in progress after which the host reads the metrics of the first."""
 
 
 class MetricLog:
     """Reads the metrics of steps, merges them until the next line is due, and writes it.
 
     Args:
-      parts: of the loop; its sink and progress get the lines.
+      parts: the parts of the loop; its sink and progress get the lines.
       options: when lines are due, and what is done about losses that are not finite.
 
     Attributes:

@@ -37,9 +37,9 @@ def make_multi_island_step(
 
     Args:
       run: the run.
-      setup: of this island.
-      coordination: with the other islands.
-      loader: of this island's rows.
+      setup: the setup of this island.
+      coordination: the exchange with the other islands.
+      loader: the loader of this island's rows.
     """
     combine = run.strategy.combine
     if coordination.transfer is None:

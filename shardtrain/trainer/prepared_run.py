@@ -42,14 +42,14 @@ class PreparedRun(NamedTuple):
     """Everything that is made before the first array.
 
     Args:
-      run: as it is trained: scaled, its loss guarded.
-      folder: of the run.
+      run: the run as it is trained: scaled, with a loss whose exceptions are explained.
+      folder: the folder of the run.
       setup: model, optimizer, mesh and placement.
-      coordination: with the other islands.
-      loader: of this process's rows.
+      coordination: the exchange with the other islands.
+      loader: the loader of this process's rows.
       heldout: samples held out, None without any.
       island_step: the step of several islands; None for a run of one island.
-      description: of the run, see `config.describe`.
+      description: the description of the run, see `config.describe`.
       expected: what batches should look like.
     """
 
@@ -70,9 +70,9 @@ def prepare_run(
     """Set up a run, check it on its first batch, and verify that all islands have the same one.
 
     Args:
-      run: as the user gave it.
-      folder: of the run.
-      islands: of the run; None for a run of one island.
+      run: the run as the user gave it.
+      folder: the folder of the run.
+      islands: the islands of the run; None for a run of one island.
       output: receives tables, notes and warnings.
       stack: closes what is opened here.
 

@@ -1,4 +1,4 @@
-"""The state of a run from a checkpoint of any layout: what is read, initialised, dropped and broadcast.
+"""Restore the state of a run from a checkpoint of any layout: read, initialise, drop and broadcast arrays.
 
 Arrays that depend on the layout that saved them (the state of a combiner) return to the same layout only.
 Next: `resume.py`; how arrays are read is in `checkpoints/restore.py`.
@@ -34,11 +34,11 @@ def read_arrays(
 
     Args:
       run: says what may be missing or unused.
-      checkpoints: of the run.
-      reader: of the checkpoint.
+      checkpoints: the checkpoints of the run.
+      reader: the reader of the checkpoint.
       wanted: shapes and shardings of the state.
-      extra: of this run's own checkpoint; {} where the checkpoint is of another run, of which only
-        parameters are read.
+      extra: the extra data of this run's own checkpoint; {} if the checkpoint is of another run, of which
+        only parameters are read.
 
     Returns:
       Path -> array on the mesh.
@@ -89,7 +89,7 @@ def assemble(
 
     Args:
       wanted: shapes of the state.
-      arrays: by path.
+      arrays: path -> array.
       combine_state: the initial state of a combiner across islands, None without one.
       init: makes the state before the first step.
     """
@@ -107,8 +107,8 @@ def synchronise_restored(
 
     Args:
       run: the run.
-      checkpoints: of the run.
-      state: of this island.
+      checkpoints: the checkpoints of the run.
+      state: the state of this island.
       arrays: what this island has read, by path.
       resumed: from a checkpoint of this run.
 

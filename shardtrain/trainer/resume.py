@@ -37,7 +37,7 @@ class StartPoint:
     Args:
       state: the state.
       step: steps done.
-      position: in the data.
+      position: the position in the data.
       unlogged: metrics of that step that were to be written after its evaluation.
     """
 
@@ -61,25 +61,25 @@ def find_start_point(
 
     Args:
       run: the run.
-      checkpoints: of the run.
+      checkpoints: the checkpoints of the run.
       init: makes the state before the first step.
       island_step: the step of several islands; None for a run of one island.
-      description: of the run, see `config.describe`.
-      newest: roll back to this step or an earlier one; None takes the newest.
+      description: the description of the run, see `config.describe`.
+      newest: roll back to this step or an earlier one; None: use the newest.
 
     Raises:
       ValueError: every checkpoint is broken, or the newest is of another model or another run.
       FloatingPointError: there are checkpoints, but none is as old as `newest`.
     """
     coordination, note = checkpoints.coordination, checkpoints.note
-    # All ranks have finished their saves before anybody looks which checkpoints there are.
+    # All ranks must finish their saves before any rank lists the checkpoints.
     checkpoints.settle()
     coordination.barrier("saves are finished")
     store = checkpoints.checkpoints
     store.save_id = coordination.gather_islands("save", lambda island: uuid.uuid4().hex)[0]
     found = store.discover(newest, coordination.gather_islands)
     if newest is not None and found.step is not None:
-        # the next start must not resume from a step that was found to be bad
+        # the next start must not resume from a bad step
         checkpoints.drop_after(found.step)
     if found.step is None and found.broken and newest is not None:
         raise FloatingPointError(
@@ -100,7 +100,7 @@ def find_start_point(
         reader = find_checkpoint(run.start_from.checkpoint, run.start_from.step)
         note(f"starts from the parameters of step {reader.step} in {run.start_from.checkpoint}")
         read = State((), (), wanted.params, wanted.model_state, ())
-    # Read it, initialise the rest, and make all islands the same.
+    # Read it, initialise the rest, and synchronise all islands.
     arrays: dict[str, jax.Array] = {}
     if reader is not None:
         arrays = read_arrays(run, checkpoints, reader, read, found.extra)
@@ -143,11 +143,11 @@ def _position(saved: Mapping[str, Any]) -> Position:
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> CheckpointReader:
-    """Find a whole checkpoint to start from.
+    """Find a complete checkpoint to start from.
 
     Args:
       path: a run's folder, its folder of checkpoints, or the folder of a step.
-      step: which step; None takes the newest.
+      step: the step; None: the newest.
 
     Raises:
       ValueError: there is none, or it is broken.
@@ -160,8 +160,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> CheckpointReader:
     if not found:
         have = f"it has steps {steps}" if steps else "it has no finished one"
         raise ValueError(
-            f"{path} holds no whole checkpoint{'' if step is None else f' of step {step}'}: {have}; give the"
-            " folder of a run, of its checkpoints or of a step"
+            f"{path} holds no complete checkpoint{'' if step is None else f' of step {step}'}: {have}; give"
+            " the folder of a run, of its checkpoints or of a step"
         )
     if wrong := found[-1].problems():
         raise problems_error(f"step {found[-1].step} in {path} is broken; give another", wrong)

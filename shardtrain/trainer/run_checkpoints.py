@@ -28,9 +28,9 @@ class RunCheckpoints:
 
     Args:
       run: the run.
-      folder: of the run.
-      coordination: with the other islands.
-      setup: of this island; says where arrays of its state belong in the whole model.
+      folder: the folder of the run.
+      coordination: the exchange with the other islands.
+      setup: the setup of this island; says where arrays of its state belong in the whole model.
       island_step: the step of several islands; None for a run of one island.
       note: receives lines for the user.
 

@@ -1,4 +1,4 @@
-"""The model, optimizer, mesh and placement of a run, or of the pipeline stage that this island holds.
+"""The model, optimizer, mesh and placement of a run, or of the pipeline stage of this island.
 
 The step across islands is made of them in `multi_island_step.py`. Next: `prepared_run.py`.
 """
@@ -35,12 +35,12 @@ class RunSetup(NamedTuple):
 
     Args:
       model: the whole model, or the stage as a model.
-      optimizer: of its parameters.
+      optimizer: the optimizer of the model's parameters.
       learning_rate: step -> rate, where the optimizer has a schedule.
-      mesh: of this island.
-      placement: of the state on the mesh.
+      mesh: the mesh of this island.
+      placement: the placement of the state on the mesh.
       stage_model: the stage that this island holds; None where it holds the whole model.
-      seats: which stage of which pipeline each island holds; None where they hold the whole model.
+      seats: the stage and replica of each island; None if each has the whole model.
     """
 
     model: Model
@@ -53,7 +53,7 @@ class RunSetup(NamedTuple):
 
     @property
     def whole_model(self) -> Model:
-        """The whole model, also where this island holds a stage of it."""
+        """The whole model, also if this island has only a stage of it."""
         return self.model if self.stage_model is None else self.stage_model.model
 
 
@@ -68,10 +68,10 @@ def make_setup(
 
     Args:
       run: the run.
-      num_islands: where there are several, each is one replica, and averages over its own devices.
-      microbatch: as the loss gets it, arrays or shapes; a pipeline needs it.
+      num_islands: number of islands; if several, each is one replica and averages over its own devices.
+      microbatch: a batch as the loss receives it, arrays or shapes; needed for a pipeline.
       island: number of this island.
-      mesh: of the run's layout; by default over all devices of this island.
+      mesh: the mesh of the run's layout; by default over all devices of this island.
 
     Raises:
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
@@ -114,7 +114,7 @@ def make_setup(
 def _make_stage_setup(
     run: Run, model: Model, mesh: Mesh, num_islands: int, island: int, microbatch: Batch
 ) -> RunSetup:
-    """Make the setup of the stage that this island holds."""
+    """Make the setup of the stage of this island."""
     strategy, combine = run.strategy, run.strategy.combine
     problems = []
     if mesh.shape[PIPELINE] > 1:
@@ -162,15 +162,13 @@ def _coupled_arrays(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
 
 def missing_text(missing: list[str]) -> str:
     """Return the error message for an optimizer that needs arguments which a step does not have."""
-    cure = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"
+    fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"
     if "value_fn" in missing:
-        cure = (
+        fix = (
             "a line search computes the loss at other parameters, which one island can with --combine mean;"
-            f" use these, or {cure.removeprefix('use ')}"
+            f" use these, or {fix.removeprefix('use ')}"
         )
-    return (
-        f"the optimizer wants to be given {', '.join(missing)} in every update, and a step gives none: {cure}"
-    )
+    return f"the optimizer needs {', '.join(missing)} in every update, which a step does not pass: {fix}"
 
 
 def _check_evaluated(run: Run, placement: Placement) -> None:

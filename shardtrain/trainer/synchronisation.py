@@ -1,4 +1,4 @@
-"""Copies of the state on several islands: compared by fingerprints, and broadcast from island 0.
+"""Synchronise the state of several islands: compare fingerprints, and broadcast from island 0.
 
 What is compared on the devices of one mesh is in `fingerprints.py`. Next: `resume.py`.
 """
@@ -23,8 +23,8 @@ def synchronise(
     Unlike hosts round differently, so that their copies drift apart by the last bits.
 
     Args:
-      coordination: with the other islands.
-      state: of this island.
+      coordination: the exchange with the other islands.
+      state: the state of this island.
       own_optimizers: each island has an optimizer state of its own, which is left alone.
       note: receives a line where the state differed.
     """
@@ -39,11 +39,11 @@ def synchronise(
 
 
 def broadcast_state(coordination: Coordination, state: State, own_optimizers: bool) -> State:
-    """Return the state with everything that islands have in common as island 0 has it.
+    """Broadcast from island 0 the part of the state that islands have in common.
 
     Args:
-      coordination: with the other islands.
-      state: of this island.
+      coordination: the exchange with the other islands.
+      state: the state of this island.
       own_optimizers: each island has an optimizer state of its own, which is left alone.
     """
     if coordination.transfer is None:
@@ -55,8 +55,8 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
     """Return the paths of the common arrays that are not the same bits on all islands.
 
     Args:
-      coordination: with the other islands.
-      state: of this island.
+      coordination: the exchange with the other islands.
+      state: the state of this island.
       own_optimizers: each island has an optimizer state of its own, which is not compared.
     """
     if coordination.transfer is None:
@@ -74,17 +74,17 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
 def faulty_copies(
     coordination: Coordination, step: int, problem: str, hardware: str, params: Any
 ) -> str | None:
-    """Return a message about faulty copies of the parameters on any rank; None where there are none.
+    """Return a message about faulty copies of the parameters on any rank; None if there are none.
 
     Islands of the same hardware and mesh compute the same bits. Others drift apart by the last bits, which
     `synchronise` removes at every save, so they are not compared.
 
     Args:
-      coordination: with the other islands.
+      coordination: the exchange with the other islands.
       step: steps done.
       problem: what was found on this island's own devices, or "".
       hardware: equal for islands that compute the same bits.
-      params: of this island.
+      params: the parameters of this island.
     """
     if coordination.islands is None:
         return problem or None

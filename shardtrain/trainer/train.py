@@ -78,9 +78,9 @@ def train(
     activity = activity or (ActivityRecord() if islands is None else islands.control.activity)
     with ExitStack() as stack:
         output = stack.enter_context(RunConsole(console, islands))
-        # Set up the run; all islands agree that it is the same, or it ends here.
+        # Set up the run, and check that it is the same on all islands.
         prepared = prepare_run(run, folder, islands, output, stack)
-        # From here on the folder is written, by this run alone.
+        # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
             stack.enter_context(exclusive_folder(folder))
         checkpoints = stack.enter_context(
@@ -89,7 +89,7 @@ def train(
             )
         )
         stop = stop or stack.enter_context(StopSignals())
-        # Restore and train; after a rollback again, from an earlier checkpoint.
+        # Restore and train; after a rollback restore an earlier checkpoint and train again.
         state, step = _train_segments(prepared, checkpoints, output, activity, stop)
         # Draw the curve, and show a sample.
         with activity.at("the end", long=True):

@@ -456,7 +456,7 @@ def test_all_broken_is_an_error_never_a_new_start(tmp_path):
         resume(tmp_path)
     text = str(error.value)
     assert text.startswith(f"every checkpoint in {tmp_path} is broken:\n  step_00000020: broken: arrays/")
-    assert "\n  step_00000010: broken: no manifest.json\nBring back a copy" in text
+    assert "\n  step_00000010: broken: no manifest.json\nRestore a copy" in text
 
 
 def test_a_later_schema_is_an_error_and_not_a_broken_checkpoint(tmp_path, monkeypatch):

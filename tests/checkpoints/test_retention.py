@@ -75,7 +75,7 @@ def test_a_step_with_a_lost_part_is_skipped(tmp_path):
     write(tmp_path, 10)
     chosen = discover([tmp_path], None, of_one)
     assert chosen.step == 10
-    assert chosen.skipped == ["step 20: unfinished: parts [1] of 3 are nowhere to be seen"]
+    assert chosen.skipped == ["step 20: unfinished: no island sees parts [1] of 3"]
     assert chosen.broken == {20}
 
 

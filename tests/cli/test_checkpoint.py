@@ -164,7 +164,7 @@ def test_prune_keeps_the_newest_and_every_so_many(run, capsys):
     words = ["prune", run, "--keep", 1, "--keep-every", 20]
     code, text = command(capsys, *words, "--dry-run")
     assert code == 0
-    assert "step 10: would go\nstep 30: would go\n" in text
+    assert "step 10: would be deleted\nstep 30: would be deleted\n" in text
     assert steps(run) == list(STEPS)
     assert "kept: 20, 40\n" in command(capsys, *words)[1]
     assert steps(run) == [20, 40]
@@ -331,7 +331,7 @@ class TestFiles:
         self.bert(tmp_path / "bert", files)
         code, text = command(capsys, "import", tmp_path / "bert", tmp_path / "in")
         assert code == 0
-        assert "left out, for the model has no place for it: bert.pooler.dense.bias\n" in text
+        assert "skipped, as the model has no such array: bert.pooler.dense.bias\n" in text
         about = json.loads((tmp_path / "in" / "model.json").read_text())
         assert about["mask_token"] == token
         assert ("the number of [MASK] was not found" in text) == (token is None)

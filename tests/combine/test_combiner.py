@@ -21,7 +21,7 @@ def test_chain_says_what_stands_in_the_wrong_place():
         "these links make no chain:",
         "  - link 1 of 3 is a combiner; only the last may be: put the codecs first, and choose one",
         "  - link 3 of 3 is 3; call a factory, such as int8()",
-        "  - no combiner stands last; end with one, such as mean()",
+        "  - the last link is not a combiner; end with one, such as mean()",
     ]
 
 

@@ -22,7 +22,7 @@ def test_every_name_makes_a_combiner():
         ("", ["combiner '' (known: mean, sum, adasum)"]),
         ("int9+mean", ["codec 'int9' (did you mean 'int8'?)"]),
         ("int8", ["combiner 'int8'; a codec needs a combiner after it, such as 'int8+mean'"]),
-        ("mean+int8+sum", ["codec 'mean'; a combiner stands last, such as 'int8+mean'"]),
+        ("mean+int8+sum", ["codec 'mean'; a combiner must be last, such as 'int8+mean'"]),
         ("mean:3", ["combiner 'mean:3': mean takes no argument; write 'mean'"]),
         (
             "top_k:2+power_sgd:0.5+adasum:leafs",

@@ -59,7 +59,7 @@ def make_run(**changes: Any) -> Run:
         (Optimizer, {"learning_rate": -1.0}, "learning_rate: this schedule cannot be used:\n    - peak is -1.0; it must be a number above 0"),
         (Optimizer, {"eps": math.nan}, "eps is nan; give a number, finite"),
         (Optimizer, {"clip": math.inf}, "clip is inf; give a number or None, finite"),
-        (Schedule, {"function": optax.constant_schedule(1.0), "peak": 0.5}, "peak is 0.5, but the rate is given as a function, which says everything; leave peak out, or function"),
+        (Schedule, {"function": optax.constant_schedule(1.0), "peak": 0.5}, "peak is 0.5, but the rate is given as a function, which is the whole schedule; leave peak out, or function"),
         (Schedule, {"peak": None}, "peak is None; give a number"),
         (CheckpointPolicy, {"every_steps": 10.0}, "every_steps is 10.0; give a whole number or None: every_steps=10"),
         (CheckpointPolicy, {"every_minutes": math.inf}, "every_minutes is inf; give a number or None, finite"),

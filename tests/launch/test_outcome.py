@@ -8,7 +8,7 @@ import pytest
 
 from shardtrain.launch import outcome
 from shardtrain.launch.error_text import error_text
-from shardtrain.launch.outcome import judge
+from shardtrain.launch.outcome import launch_outcome
 from shardtrain.launch.rank_end import any_failed, read_ranks
 
 ERROR = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad data\n'
@@ -36,7 +36,7 @@ def left(tmp_path):
 
 
 def told(folder, code=1):
-    return judge(read_ranks(folder), "mpiexec", code)
+    return launch_outcome(read_ranks(folder), "mpiexec", code)
 
 
 def test_all_is_well(left, tmp_path):
@@ -68,7 +68,7 @@ def test_the_first_error_is_shown_and_named(left, tmp_path):
             "then: island 0 on n0 finished\n"
             "then: island 2 on n2 ended by the launcher\n"
             "then: island 3 on n3 failed too: exit code 4\n"
-            f"whole log: {tmp_path}/rank-1.log (the others lie beside it)\n"
+            f"whole log: {tmp_path}/rank-1.log (the others are beside it)\n"
         ),
     )
 
@@ -141,7 +141,7 @@ def test_ranks_that_never_started_are_named(left, tmp_path):
 def test_a_launcher_that_starts_nothing(tmp_path):
     ended = told(tmp_path, -9)
     assert ended.code == 137
-    assert "No rank was started: what the launcher printed stands above." in ended.text
+    assert "No rank was started: what the launcher printed is above." in ended.text
     assert told(tmp_path, 0) == outcome.Outcome(code=0)
 
 
@@ -198,21 +198,21 @@ def test_ranks_that_were_asked_before_their_first_step_have_stopped(left, tmp_pa
     """They end at once, one of them all others."""
     left(0, None, text=ABORTED, asked="SIGINT")
     left(1, None, asked="SIGINT")
-    ended = judge(read_ranks(tmp_path), "mpiexec", 130, signal.SIGINT)
+    ended = launch_outcome(read_ranks(tmp_path), "mpiexec", 130, signal.SIGINT)
     assert (ended.code, ended.asked) == (130, True)
     assert ended.text == "stopped by SIGINT before all ranks had begun\n"
     left(1, 130, 101, asked="SIGINT")
-    assert judge(read_ranks(tmp_path), "mpiexec", 130).text == "stopped by SIGINT: islands 0, 1\n"
+    assert launch_outcome(read_ranks(tmp_path), "mpiexec", 130).text == "stopped by SIGINT: islands 0, 1\n"
 
 
 def test_a_launch_that_is_asked_before_any_rank_is_there(tmp_path):
-    ended = judge([], "mpiexec", 10, signal.SIGTERM)
+    ended = launch_outcome([], "mpiexec", 10, signal.SIGTERM)
     assert (ended.code, ended.asked) == (143, True)
 
 
 def test_an_error_is_told_though_the_launch_was_asked_to_stop(left, tmp_path):
     left(0, 1, 110, ERROR)
-    assert judge(read_ranks(tmp_path), "mpiexec", 1, signal.SIGTERM).code == 1
+    assert launch_outcome(read_ranks(tmp_path), "mpiexec", 1, signal.SIGTERM).code == 1
 
 
 def test_of_killed_keepers_the_first_is_named(left, tmp_path):

@@ -219,7 +219,7 @@ OUT = "is a link out of its folder, to /etc/"
     ("files", "words"),
     [
         ({"config.json": "[1]"}, "config.json is [1]; it is an object of names and values"),
-        ({"config.json": '{"a": 1, "a": 2}'}, "the key 'a' stands twice"),
+        ({"config.json": '{"a": 1, "a": 2}'}, "the key 'a' occurs twice"),
         ({"config.json": "[" * 99_999}, "it is nested deeper than 64 levels"),
         ({"config.json": os.mkfifo}, "config.json is a FIFO, not a regular file"),
         ({"model.safetensors": os.mkfifo}, "has no model.safetensors"),

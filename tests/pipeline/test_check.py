@@ -50,7 +50,7 @@ def test_a_task_that_is_doubled_is_refused(table, data):
     task = data.draw(st.sampled_from(table.tasks))
     tick = data.draw(st.sampled_from([task.tick, table.num_ticks]))
     text = refused(with_tasks(table, [*table.tasks, task._replace(tick=tick)]))
-    assert f"microbatch {task.microbatch} on stage {task.stage} stands 2 times; leave 1 out" in text
+    assert f"microbatch {task.microbatch} on stage {task.stage} occurs 2 times; remove 1" in text
 
 
 @settings(deadline=None)
@@ -84,7 +84,7 @@ def test_a_task_that_is_moved_to_another_stage_is_refused(table, data):
     if elsewhere.stage == table.num_stages:
         assert f"stage is {elsewhere.stage}; there are {elsewhere.stage}, 0 to {task.stage}" in text
     else:
-        assert f"microbatch {task.microbatch} on stage {elsewhere.stage} stands 2 times" in text
+        assert f"microbatch {task.microbatch} on stage {elsewhere.stage} occurs 2 times" in text
 
 
 def test_two_tasks_have_no_place_in_one_tick():

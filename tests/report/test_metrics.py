@@ -190,8 +190,9 @@ def test_a_broken_line_in_the_middle_is_named_and_the_file_left(tmp_path, line):
     with pytest.raises(ValueError) as error:
         JsonLines(path, resume_after=3)
     assert str(error.value) == (
-        f"metrics were read from {path}, but line 2 is no record. Each line is one JSON object with "
-        "an integer 'step' and numbers; only the last may be torn. Delete line 2, or move the file away."
+        f"metrics were read from {path}, but line 2 is not a record. Each line is one JSON object"
+        " with an integer 'step' and numbers; only the last may be incomplete. Delete line 2, or move the"
+        " file away."
     )
     assert path.read_text() == text
 
@@ -333,6 +334,6 @@ def test_nothing_is_written_through_a_link_or_a_second_name(tmp_path):
         assert theirs.read_text() == line
     path.unlink()
     path.symlink_to(theirs)
-    with pytest.raises(OSError, match="is a link, and is not written through; remove it"):
+    with pytest.raises(OSError, match="is a link, which is not followed; remove it"):
         JsonLines(path, resume_after=None)
     assert theirs.read_text() == line

@@ -62,7 +62,7 @@ def test_a_file_is_replaced_and_not_written_through_a_link(tmp_path):
 def test_a_log_is_not_written_through_a_link(append, tmp_path):
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / "log").symlink_to("theirs")
-    with pytest.raises(OSError, match="log is a link, and is not written through; remove it"):
+    with pytest.raises(OSError, match="log is a link, which is not followed; remove it"):
         open_own(tmp_path / "log", append=append)
     with open_own(tmp_path / "theirs", append=append) as file:
         file.write(b"!")

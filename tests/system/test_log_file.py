@@ -74,7 +74,7 @@ def test_a_file_that_is_deleted_is_made_anew_with_its_folder(tmp_path):
     file.write(b"three\n")
     file.close()
     assert path.read_bytes() == b"two\nthree\n"
-    assert said == [f"WARNING: {path} was deleted; it begins anew, with what comes from now on"]
+    assert said == [f"WARNING: {path} was deleted; it is created again, with the lines from now on"]
 
 
 def test_a_file_that_cannot_be_made_anew_yet_comes_later_and_whole(tmp_path):

@@ -27,7 +27,7 @@ from shardtrain.system.untrusted_files import (
         ("[-Infinity]", "-Infinity is no number in JSON"),
         ("1e999", "the number 1e999 is too large"),
         ("[" + "9" * 5000 + "]", "the number 99999999999999999999... has 5,000 digits"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice in one object"),
+        ('{"a": 1, "a": 2}', "the key 'a' occurs twice in one object"),
         ("[" * 100_000, "it is nested deeper than 64 levels"),
         ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), "it is nested deeper than 64 levels"),
         ('{"a": "\\ud800"}', "surrogates not allowed"),

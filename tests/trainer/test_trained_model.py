@@ -64,9 +64,9 @@ def test_another_model_is_refused_with_its_arrays_and_options(saved):
 
 
 def test_a_step_that_is_not_there_is_refused(saved):
-    with pytest.raises(ValueError, match=r"holds no whole checkpoint of step 7: it has steps \[2\]"):
+    with pytest.raises(ValueError, match=r"holds no complete checkpoint of step 7: it has steps \[2\]"):
         st.load(saved, CONFIG, step=7)
-    with pytest.raises(ValueError, match=r"holds no whole checkpoint: it has no finished one"):
+    with pytest.raises(ValueError, match=r"holds no complete checkpoint: it has no finished one"):
         st.load(saved / "nothing", CONFIG)
 
 

@@ -1,4 +1,5 @@
-"""The current activity of this process, by name: set where it may hang, read by the watchdog's thread.
+"""The current activity of this process, by name: set before operations that may hang, read by the watchdog's
+thread.
 
 Recording is one assignment of a tuple, cheap enough for every wait of every step. Next: `diagnosis.py`.
 """
@@ -20,7 +21,7 @@ class Activity(NamedTuple):
       operation: its name in messages.
       since_seconds: when it began, by `time.monotonic`.
       waits: for other ranks or a device, which may be the cause if it takes long.
-      long: it may take hours: compiling, saving, evaluating.
+      long: whether it may take hours, such as compiling, saving or evaluating.
       waits_for: the ranks that are known to be missing.
     """
 

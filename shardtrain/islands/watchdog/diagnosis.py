@@ -22,13 +22,14 @@ class Watch:
     """Time limits after which a run that makes no progress is ended.
 
     Args:
-      silence_seconds: a rank without heartbeats for so long is lost: stopped, or its host or the network
-        is down; 0 never.
-      stall_seconds: a step, a batch, a message between islands may take so long; 0: for ever.
-      long_seconds: the same of what may take hours: compiling, restoring, saving, evaluating; 0: for ever.
+      silence_seconds: time without heartbeats after which a rank counts as lost: it is stopped, or its host
+        or the network is down; 0: never.
+      stall_seconds: time limit of a step, a batch, or a message between islands; 0: none.
+      long_seconds: time limit of operations that may take hours: compiling, restoring, saving, evaluating;
+        0: none.
 
     Raises:
-      ValueError: lists every value of a wrong kind or out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     silence_seconds: float = 20.0
@@ -89,7 +90,7 @@ class Heartbeat(NamedTuple):
 
         Args:
           record: its activity.
-          now_seconds: by `time.monotonic`.
+          now_seconds: the time by `time.monotonic`.
         """
         now = record.now()
         seconds = now_seconds - now.since_seconds
@@ -188,7 +189,7 @@ def silence_text(
       silent: rank -> seconds since its last heartbeat.
       causes: rank -> what is known of its process.
       heartbeats: rank -> its last one, as it was then.
-      names: of all ranks.
+      names: the names of all ranks.
       watch: the limits.
     """
     lines = []

@@ -11,9 +11,9 @@ class Peer(NamedTuple):
     """Name, host and process of a rank.
 
     Args:
-      name: as messages call it.
-      host: where it runs.
-      pid: of its process there.
+      name: its name in messages.
+      host: its host.
+      pid: its process id.
     """
 
     name: str

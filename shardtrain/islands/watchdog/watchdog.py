@@ -57,9 +57,9 @@ class Watchdog:
 
     Args:
       watch: the limits.
-      activity: of this process.
+      activity: the activity record of this process.
       stacks: the file for the stacks.
-      peers: by rank; one where this process is alone.
+      peers: all ranks, in order.
       heartbeats: the channel to the others, None where this process is alone.
       write: receives the message.
     """
@@ -204,7 +204,7 @@ class Watchdog:
 
         Args:
           text: the diagnosis; None where another rank has written it.
-          sender: that rank.
+          sender: the rank that sent it.
         """
         # once only, and not while the run ends in order
         if self._leave.is_set() or not self._ending.acquire(blocking=False):

@@ -52,8 +52,7 @@ class Frame:
     carry: Computation | None = None
 
     def callee(self, instruction: Instruction) -> "Frame | None":
-        """Return the frame of the computation that a fusion, call or async-start runs; None for other
-        instructions."""
+        """Return the frame of the computation that a fusion, call or async-start runs; else None."""
         key = _CALLEES.get(instruction.opcode)
         name = instruction.attribute(key) if key else None
         return self._child(instruction, name, instruction.operands) if name else None
@@ -141,8 +140,7 @@ def origin(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> Origin:
 
 
 def _is_loop_invariant(frame: Frame, elements: tuple[int, ...]) -> bool:
-    """Return whether a parameter of the frame has the same value in every iteration, if the frame is a
-    loop."""
+    """Return whether a parameter of a loop's frame has the same value in every iteration."""
     if frame.carry is None:
         return True
     if not elements:

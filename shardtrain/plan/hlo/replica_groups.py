@@ -79,7 +79,7 @@ def listed(text: str) -> Groups:
     """Parse groups of numbers in braces.
 
     Args:
-        text: numbers in braces, as they stand between the braces of an attribute.
+        text: numbers in braces, from inside the braces of an attribute.
 
     Returns:
         The numbers, group by group; empty groups are left out.

@@ -17,7 +17,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
     """Return the number of iterations of a while loop.
 
     Args:
-        frame: of the loop.
+        frame: the frame of the loop.
         loop: the `while` instruction.
 
     Returns:

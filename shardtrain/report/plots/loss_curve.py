@@ -32,7 +32,7 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     Args:
         jsonl_path: written by `metrics.JsonLines`, with `train/loss`, `heldout/loss` or both.
         png_path: file to write; its folder is created.
-        title: of the plot.
+        title: the title of the plot.
 
     Returns:
         The path of the file.
@@ -62,7 +62,7 @@ def series(records: Sequence[dict[str, float]], name: str) -> Series:
 
     Args:
         records: from `metrics.read_jsonl`.
-        name: of the metric; records without it are skipped.
+        name: the name of the metric; records without it are skipped.
 
     Returns:
         steps int64 (N,), values float64 (N,).
@@ -123,8 +123,7 @@ def limits(values: np.ndarray) -> tuple[float, float]:
 
 
 def final_values(train: Series, heldout: Series) -> str:
-    """Format the subtitle: first and last losses, the lowest held-out one, number of losses that were not
-    finite.
+    """Format the subtitle: first and last losses, the lowest held-out one, the number of non-finite ones.
 
     Args:
         train: steps (N,) and losses (N,).

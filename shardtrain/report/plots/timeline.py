@@ -26,7 +26,8 @@ def timeline(
     Args:
         table: one that can run.
         path: file to write, .svg or .png; its folder is created.
-        seconds: of each task, see `simulate`; by default forward 1, backward 2, or 1 for each half.
+        seconds: the duration of each task, see `simulate`; by default forward 1, backward 2, or 1 for each
+          half.
         transfer_seconds: between chunks, see `simulate`.
 
     Returns:
@@ -61,7 +62,7 @@ def timeline(
 
 
 def _draw_tasks(axes: "Axes", table: Table, found: Simulated, points: float) -> None:
-    """Draw a box per task; `points` is the width of the axes, and text is drawn where it fits."""
+    """Draw a box per task; `points` is the width of the axes, text is drawn if it fits."""
     rows: defaultdict[tuple[int, int, str], list[tuple[float, float]]] = defaultdict(list)
     for task in table.tasks:
         start, length = found.start[task], found.end[task] - found.start[task]

@@ -20,7 +20,7 @@ def open_sinks(
     """Open all sinks of a run.
 
     Args:
-      folder: of the run.
+      folder: the folder of the run.
       resume_after: the restored step; later metrics are dropped. None starts empty files.
       report: receives warnings.
 

@@ -24,23 +24,23 @@ def open_json_lines(folder: Path, resume_after: int | None, report: Callable[[st
 
 
 class JsonLines:
-    """A sink of one JSON object per line, `{"step": 3, "train/loss": 2.5}`, on the disk after each write.
+    """A sink of one JSON object per line, `{"step": 3, "train/loss": 2.5}`, unbuffered.
 
-    Strict JSON: what is not finite is written as the strings "NaN", "Infinity" and "-Infinity", which `float`
-    reads. Opening cuts the file back to the restored step by writing it anew beside itself and renaming, so a
-    crash leaves the old file or the new one, and each step stands once.
+    Strict JSON: values that are not finite are written as the strings "NaN", "Infinity" and "-Infinity",
+    which `float` reads. Opening the file drops the lines after the restored step. The file is rewritten and
+    renamed, so that a crash leaves the old file or the new one, and each step occurs once.
 
     Args:
-        path: the file; its folder is made.
-        resume_after: the restored step; later lines are dropped, as is a torn last line. None: nothing was
-            restored, and the file starts empty.
-        report: told when it cannot be written any more, see `LogFile`.
+        path: the file; its folder is created.
+        resume_after: the restored step; later lines are dropped, as is an incomplete last line. None: nothing
+            was restored, and the file starts empty.
+        report: receives a warning when the file cannot be written, see `LogFile`.
 
     Attributes:
-        last_step: of the last line that was kept; None where none was.
+        last_step: the step of the last line that was kept; None without one.
 
     Raises:
-        ValueError: a line before the last is no record; or (`write`) a value is named `step`.
+        ValueError: a line before the last is not a record; or (`write`) a value is named `step`.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ def _parse(line: bytes) -> dict[str, float] | None:
 
 
 def _cut(path: Path, resume_after: int) -> int | None:
-    """Drop the lines of later steps; returns the step of the last line that is left."""
+    """Drop the lines of later steps; return the step of the last line that is kept."""
     left = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resume_after]
     kept, last_step = b"".join(line for line, _ in left), int(left[-1][1]) if left else None
     is_own = not path.is_symlink() and path.stat().st_nlink == 1
     if is_own and kept == path.read_bytes():
-        # nothing to write, on a disk that may be full
+        # nothing to write; the disk may be full
         return last_step
     try:
-        # a new file, so that what has another name elsewhere is not added to
+        # a new file, so that another hard link to the old one is not written to
         replace_file(path, kept)
     except OSError as error:
         raise OSError(
-            f"{path} cannot be cut back to step {resume_after}, from where the run goes on: {error}. Free"
+            f"{path} cannot be truncated to step {resume_after}, from which the run resumes: {error}. Free"
             " space, or make the folder writable"
         ) from error
     return last_step
@@ -130,7 +130,7 @@ def _cut(path: Path, resume_after: int) -> int | None:
 
 def _unreadable_line(path: Path, number: int) -> str:
     return (
-        f"metrics were read from {path}, but line {number} is no record. Each line is one JSON object with "
-        f"an integer 'step' and numbers; only the last may be torn. Delete line {number}, "
+        f"metrics were read from {path}, but line {number} is not a record. Each line is one JSON object"
+        f" with an integer 'step' and numbers; only the last may be incomplete. Delete line {number}, "
         "or move the file away."
     )

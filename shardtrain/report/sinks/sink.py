@@ -7,22 +7,22 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """Where metrics go. One line per step: what belongs to a step is written in one call."""
+    """A destination of metrics. All values of a step are written in one call."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the values of one step, by name (`train/loss`, `heldout/loss`, `tokens_per_second`)."""
         ...
 
     def close(self) -> None:
-        """Finish what is under way and let go of the files."""
+        """Finish pending writes and close the files."""
         ...
 
 
 OpenSink = Callable[[Path, int | None, Callable[[str], None]], Sink | None]
-"""(run folder, resume_after, report) -> sink, or None where it is not installed, which is reported.
+"""(run folder, resume_after, report) -> sink, or None if a package is not installed, which is reported.
 
-`resume_after` is the restored step, whose later values are dropped; None starts anew. `report` receives
-warnings, such as a disk that is full: a sink that cannot write does not end the run.
+`resume_after` is the restored step; values of later steps are dropped. None: the run starts from the
+beginning. `report` receives warnings, such as a full disk: a sink that cannot write does not end the run.
 """
 
 
@@ -30,7 +30,7 @@ class Sinks:
     """Several sinks as one.
 
     Args:
-        sinks: written in this order; all are closed, whatever fails on the way.
+        sinks: the sinks, written in this order; all are closed, even if one fails.
     """
 
     def __init__(self, *sinks: Sink) -> None:

@@ -21,7 +21,7 @@ FOLDER = "tensorboard"
 def open_tensorboard(
     folder: Path, resume_after: int | None, report: Callable[[str], None]
 ) -> "TensorBoard | None":
-    """Open the event files of a run; None where tensorboardX is not installed."""
+    """Open the event files of a run; None if tensorboardX is not installed."""
     if not TensorBoard.installed():
         report("no TensorBoard files: install shardtrain[tensorboard]")
         return None
@@ -29,15 +29,15 @@ def open_tensorboard(
 
 
 class TensorBoard:
-    """A sink of TensorBoard event files, of tensorboardX's events.
+    """A sink of TensorBoard event files.
 
     tensorboardX's own writer is left alone: its thread ends when the disk is full, and what is written then
     waits for it without end.
 
     Args:
-        folder: where the event files go, one more at each start.
+        folder: the folder of the event files; each start adds one.
         resume_after: the restored step; TensorBoard hides what earlier files hold after it. None: all of it.
-        report: told when they cannot be written any more, see `LogFile`.
+        report: receives a warning when they cannot be written, see `LogFile`.
 
     Raises:
         ValueError: tensorboardX is not installed.
@@ -65,7 +65,7 @@ class TensorBoard:
 
     @staticmethod
     def installed() -> bool:
-        """Whether the extra `tensorboard` is there."""
+        """Whether the extra `tensorboard` is installed."""
         return importlib.util.find_spec("tensorboardX") is not None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -83,7 +83,7 @@ class TensorBoard:
         self._file.close()
 
     def _add(self, **event: Any) -> None:
-        """A record: length, its checksum, the event, its checksum."""
+        """Append a record: length, its checksum, the event, its checksum."""
         from tensorboardX.record_writer import masked_crc32c
 
         data = self._events.Event(wall_time=time.time(), **event).SerializeToString()
