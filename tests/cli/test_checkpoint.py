@@ -143,7 +143,7 @@ def test_verify_finds_a_flipped_bit_and_names_the_file(run, capsys):
     code, text = command(capsys, "verify", run)
     assert code == 1
     assert [line.split(":")[1].split(",")[0].strip() for line in text.splitlines() if line[0] == "s"] == [
-        "whole", "whole", "broken", "whole",
+        "valid", "valid", "broken", "valid",
     ]  # fmt: skip
     assert f"  step_00000030: {name} has other contents than were saved" in text
     assert command(capsys, "verify", run, "--step", 20)[0] == 0
