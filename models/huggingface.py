@@ -34,7 +34,7 @@ FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, BERT)}
 
 
 def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[Any, Params]:
-    """Turn a Hugging Face model into a configuration and parameters.
+    """Convert a Hugging Face model to a configuration and parameters.
 
     Args:
       config: the dict of its config.json, with `model_type` "gpt2", "llama" or "bert".
@@ -58,7 +58,7 @@ def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[Any, Para
 def parameters(
     config: Mapping[str, Any], state: State, *, dtype: Any = None
 ) -> tuple[Any, Iterator[tuple[str, np.ndarray]]]:
-    """The same, parameter by parameter: (configuration, pairs of path and array).
+    """Convert a Hugging Face model parameter by parameter: (configuration, pairs of path and array).
 
     Args:
       config: as for `from_huggingface`.
@@ -79,7 +79,7 @@ def parameters(
 
 
 def to_huggingface(config: Any, params: Params) -> dict[str, np.ndarray]:
-    """Turn parameters into a Hugging Face state dict.
+    """Convert parameters to a Hugging Face state dict.
 
     Args:
       config: of the model: an `EncoderConfig`, or a `DecoderConfig` (GPT-2 if its positions are learned,
@@ -100,7 +100,7 @@ def to_huggingface(config: Any, params: Params) -> dict[str, np.ndarray]:
 def tensors(
     config: Any, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The same, one array of the state dict after the other: pairs of name and array.
+    """Convert parameters to a state dict array by array: pairs of name and array.
 
     Args:
       config: of the model.
@@ -120,7 +120,7 @@ def tensors(
 
 
 def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every array that `tensors` gives, in the same order."""
+    """Return name -> shape of every array that `tensors` yields, in the same order."""
     family = family_of(config)
     shapes = {}
     for group in by_array(family.places(config)):
@@ -170,7 +170,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
 
 
 def unknown_family_text(name: object) -> str:
-    """The error for a config.json of another kind of model.
+    """Format the error for a config.json of another kind of model.
 
     >>> unknown_family_text("qwen2")
     "model_type is 'qwen2', a family that cannot be read yet; those that can are 'gpt2', 'llama', 'bert'"
@@ -196,7 +196,7 @@ def write_config(config: Any) -> dict[str, Any]:
 
 
 def left_out(config: Mapping[str, Any], state: State) -> list[str]:
-    """Return the names of a state dict that the model has no place for, such as BERT's pooler."""
+    """Return the names of a state dict that the model does not have, such as BERT's pooler."""
     prefixes = read_config(config)[0].left_out
     return sorted(name for name in state if prefixes and name.startswith(prefixes))
 

@@ -29,7 +29,7 @@ ONLY = {
 
 
 def places(config: EncoderConfig) -> Iterator[Place]:
-    """BERT keeps matrices as (out, in), each with a bias."""
+    """List the places of a BERT model, whose matrices are (out, in), each with a bias."""
     # embeddings
     tables = {
         "embedding": ("word_embeddings", VOCAB),
@@ -72,12 +72,12 @@ def _linear(path: str, name: str, into: tuple[str, ...], out: tuple[str, ...]) -
 
 
 def _bias_name(config: EncoderConfig) -> str:
-    """The head's bias has two names: one array where the head is tied; else only the second is used."""
+    """Return the name under which the head's bias is used; state dicts have it under two names."""
     return f"{HEAD}bias" if config.tied else f"{HEAD}decoder.bias"
 
 
 def copies(config: EncoderConfig) -> Iterator[Copy]:
-    """A tied head and its bias; the bias that stands beside an untied head and is not used."""
+    """List the second names: a tied head and its bias, or the unused bias of an untied head."""
     if not config.tied:
         yield Copy(name=f"{HEAD}bias", of=f"{HEAD}decoder.bias", tied=False)
         return

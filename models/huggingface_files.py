@@ -55,7 +55,7 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A model that was found in a folder.
+    """A model read from a folder.
 
     Args:
       family: gpt2, llama or bert.
@@ -103,7 +103,7 @@ def export_model(
     max_shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
 ) -> list[str]:
-    """Write a folder that `transformers` loads as it is.
+    """Write a folder that `transformers` loads unchanged.
 
     No more is in memory than one file's arrays, and one parameter with all its layers.
 
@@ -149,7 +149,7 @@ def export_model(
 
 
 def config_of(options: Mapping[str, Any]) -> Any:
-    """Return the configuration with these options, of whichever class has them.
+    """Return the configuration with these options, of the class that has them.
 
     Args:
       options: name -> value, such as a run's description has them as model.NAME.
@@ -213,7 +213,7 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
-    """Without a tokenizer no token is special: the defaults of `transformers` are those of its own models."""
+    """Return entries for special tokens: none without a tokenizer, unlike the defaults of `transformers`."""
     known: dict[str, Any] = {}
     if tokenizer is not None and (tokenizer / CONFIG).is_file():
         known = read_object(own_file(tokenizer, CONFIG), "")

@@ -26,7 +26,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the tokenizer files in a folder, which are copied as they are.
+    """Return the tokenizer files in a folder, which are copied unchanged.
 
     Raises:
       ValueError: one leads out of the folder.
@@ -36,7 +36,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a download by a name that another of its files gives.
+    """Return the path of a file of a download, by a name from another of its files.
 
     Links may lead to elsewhere in the folder, and from a snapshot in the cache of Hugging Face's hub to its
     blobs.
@@ -57,7 +57,7 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 class _OnDisk:
-    """An array in a file: its shape at once, its values by `np.asarray`.
+    """An array in a file: its shape is known, its values are read by `np.asarray`.
 
     The file is mapped only while it is read: else every page that was read once would stay with the process.
     """
@@ -72,7 +72,7 @@ class _OnDisk:
 
 
 def open_weights(folder: Path) -> dict[str, _OnDisk]:
-    """Name -> array of all files of a model.
+    """Open the arrays of all files of a model: name -> array.
 
     Raises:
       FileNotFoundError: there are none.
@@ -100,7 +100,7 @@ def open_weights(folder: Path) -> dict[str, _OnDisk]:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """The names of the files with arrays.
+    """Return the names of the files with arrays.
 
     Raises:
       ValueError: the index is not of its form.
@@ -114,7 +114,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _array_problems(dtypes: Mapping[str, object]) -> list[str]:
-    """Arrays that are no parameters.
+    """List arrays that cannot be parameters.
 
     >>> _array_problems({"a": "F32", "b": "I64"})
     ['b has dtype I64; parameters have F64, F32, F16 or BF16']

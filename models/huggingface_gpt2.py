@@ -23,7 +23,7 @@ ONLY = {
 
 
 def places(config: DecoderConfig) -> Iterator[Place]:
-    """GPT-2 keeps matrices as (in, out), and queries, keys and values as one."""
+    """List the places of a GPT-2 model: matrices are (in, out); queries, keys and values are one array."""
     yield Place(path="embedding", name=f"{PREFIX}wte.weight", dims=(VOCAB, EMBED))
     yield Place(path="positions", name=f"{PREFIX}wpe.weight", dims=(SEQ, EMBED))
     names = {"attention/o": "attn.c_proj", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
@@ -54,13 +54,13 @@ def places(config: DecoderConfig) -> Iterator[Place]:
 
 
 def head_places(config: DecoderConfig) -> Iterator[Place]:
-    """A head of its own, where there is one."""
+    """List the place of an untied head, if there is one."""
     if not config.tied:
         yield Place(path="head/kernel", name=HEAD, dims=(EMBED, VOCAB), num_in=1, transposed=True)
 
 
 def copies(config: DecoderConfig) -> Iterator[Copy]:
-    """A tied head."""
+    """List the second name of a tied head."""
     if config.tied:
         yield Copy(name=HEAD, of=f"{PREFIX}wte.weight", tied=True)
 

@@ -24,7 +24,7 @@ ONLY = {
 
 
 def places(config: DecoderConfig) -> Iterator[Place]:
-    """Llama keeps matrices as (out, in), without biases."""
+    """List the places of a Llama model, whose matrices are (out, in), without biases."""
     yield Place(path="embedding", name=f"{PREFIX}embed_tokens.weight", dims=(VOCAB, EMBED))
     names = {f"attention/{which}": f"self_attn.{which}_proj" for which in "qkvo"}
     names |= {f"mlp/{which}": f"mlp.{which}_proj" for which in ("up", "gate", "down")}
@@ -48,13 +48,13 @@ def places(config: DecoderConfig) -> Iterator[Place]:
 
 
 def copies(config: DecoderConfig) -> Iterator[Copy]:
-    """A tied head."""
+    """List the second name of a tied head."""
     if config.tied:
         yield Copy(name=HEAD, of=f"{PREFIX}embed_tokens.weight", tied=True)
 
 
 def read(config: Mapping[str, Any]) -> tuple[list[str], Callable[[], DecoderConfig]]:
-    """See `Family.read`; the wavelengths of the positions stand in one of two places."""
+    """See `Family.read`; the wavelengths of the positions are in one of two entries."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
 
@@ -81,7 +81,7 @@ def read(config: Mapping[str, Any]) -> tuple[list[str], Callable[[], DecoderConf
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
-    """See `Family.write`; theta stands where transformers 5 looks for it, and where those before it did."""
+    """See `Family.write`; theta is in the entry of transformers 5, and in that of earlier versions."""
     return {
         "vocab_size": config.vocab,
         "max_position_embeddings": config.seq,

@@ -138,7 +138,7 @@ KERNELS = {
 def entry_problems(
     config: Mapping[str, Any], needed: Iterable[str], only: Mapping[str, tuple[Any, ...]], ours: str
 ) -> list[str]:
-    """Entries of a config.json that are missing, or have a value that our model has no option for.
+    """List entries of a config.json that are missing, or have a value that our model has no option for.
 
     >>> entry_problems({"hidden_act": "relu"}, ["vocab_size"], {"hidden_act": ("gelu", "silu")}, "Decoder")
     ['vocab_size is missing', "hidden_act is 'relu'; Decoder has 'gelu' or 'silu' only"]
@@ -166,7 +166,7 @@ MOST_SIZE = 2**31 - 1
 
 
 def value_problems(config: Mapping[str, Any]) -> list[str]:
-    """Entries of a config.json that we read and that are of another kind, or out of any range.
+    """List entries of a config.json that are of another type, or out of any range.
 
     >>> value_problems({"n_layer": "9", "n_inner": None, "rms_norm_eps": float("inf"), "rope_scaling": 3})
     ["n_layer is '9'; it is a whole number from 1 to 2147483647", \
@@ -199,7 +199,7 @@ def problem_of(check: Callable[..., Any], *arguments: Any) -> list[str]:
 
 
 def option_problems(config: Any, wanted: Mapping[str, tuple[Any, ...]], family: str) -> list[str]:
-    """Options of ours that are not among those that a family has."""
+    """List options of our model that a family does not have."""
     return [
         f"{name} is {getattr(config, name)!r}; {family} has {' or '.join(map(repr, allowed))} only"
         for name, allowed in wanted.items()

@@ -1,4 +1,4 @@
-"""State dicts of Hugging Face (name -> array): their names, their problems, and what becomes of each array.
+"""State dicts of Hugging Face (name -> array): their names, their problems, and their conversion.
 
 `huggingface_place.py` says which parameter each array is; `huggingface.py` converts whole models.
 """
@@ -84,7 +84,7 @@ def copies_of(name: str, family: Family, config: Any) -> list[str]:
 
 
 def state_problems(family: Family, places: list[Place], config: Any, known: dict[str, Any]) -> list[str]:
-    """List what of a state dict does not fit the model; copies of other arrays are dropped from `known`."""
+    """List the problems of a state dict for the model; copies of other arrays are dropped from `known`."""
     shapes = {
         name: place.their_shape(config.sizes) for place in places for name in place.names(config.num_layers)
     }
@@ -108,7 +108,7 @@ def layer_problems(num_layers: int, num_arrays: int) -> list[str]:
 
 
 def limited(problems: list[str]) -> list[str]:
-    """Shorten a list of problems to as many as a person reads."""
+    """Shorten a long list of problems."""
     more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
     return problems[:MOST_PROBLEMS] + more
 

@@ -194,12 +194,12 @@ def _weight(module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig
 
 
 def _partitioned(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[Any, ...]:
-    """What `param` takes after the name: an initialiser that names the dims, the shape and the dtype."""
+    """Return the arguments of `param` after the name: initialiser with dim names, shape, dtype."""
     return nn.with_partitioning(init, dims), [sizes[dim] for dim in dims], jnp.float32
 
 
 def _unlike(config: DecoderConfig) -> list[str]:
-    """What of a configuration this model does not have."""
+    """List the options of a configuration that this model does not have."""
     heads = config.sizes[HEADS]
     only = {**SAME, "num_kv_heads": heads}
     given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads}

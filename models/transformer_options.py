@@ -18,7 +18,7 @@ Dtypes = Literal["float32", "bfloat16"]
 
 
 class BlockOptions(Protocol):
-    """What the parts of a block read of a configuration: `DecoderConfig` describes each of them."""
+    """The options of a configuration that the parts of a block read; `DecoderConfig` describes them."""
 
     @property
     def sizes(self) -> Mapping[str, int]: ...

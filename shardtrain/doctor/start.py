@@ -66,7 +66,7 @@ def connect_ranks(
     alone = Connection(controls=(SingleProcess(name),) * num_controls, hosts=(environment.host,), comm=None)
     if environment.size == 1:
         return alone
-    # 1. a mistake of the launch that shows without MPI
+    # 1. find mistakes of the launch that need no MPI
     if problem := launch_problem(environment, environ):
         return _with_problem(alone, problem)
     who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
@@ -83,7 +83,7 @@ def connect_ranks(
             return _with_problem(alone, other_mpi_text(environment, comm.rank, comm.size))
         controls = tuple(Control(comm) for _ in range(num_controls))
         hosts = controls[0].all_gather("start", environment.host, patience_seconds)
-    # 3. the seats of the ranks; a mistake there must not keep the other checks from running
+    # 3. assign ranks to islands; a mistake there must not keep the other checks from running
     problem, names = None, [f"rank {rank} (host {host})" for rank, host in enumerate(hosts)]
     try:
         processes = parse_processes(environ.get(PROCESSES, "1"))

@@ -14,8 +14,8 @@ from importlib import metadata
 from typing import Any
 
 FREE = ("run_dir", "data.paths", "strategy.layout", "strategy.accumulate")
-"""Fields of a run that may differ between islands, with all that is in them: they say where an island
-keeps its files and how it cuts its share of the work. The data is compared by its fingerprint."""
+"""Fields of a run, with their subfields, that may differ between islands: paths of files, and how an island
+splits its share of the work. The data is compared by its fingerprint."""
 
 PACKAGES = (
     "jax",
