@@ -1,12 +1,14 @@
 """How a checkpoint may differ from the state of the run that reads it, and where it does. No jax.
 
-Compares paths, shapes and dtypes alone; reads no array. Next: `restore.py`.
+Compares options, paths, shapes and dtypes alone; reads no array. Next: `restore.py`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
@@ -162,3 +164,25 @@ def another_state_text(folder: Path, wrong: Sequence[str]) -> str:
         " differ is said by patterns: --allow.missing 'params/head/*' for what the run has and the checkpoint"
         " has not, or in another shape; --allow.unused for what only the checkpoint has."
     )
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the options in which two descriptions differ, a line each.
+
+    Functions and classes of shardtrain compare equal if only their module has changed between versions.
+
+    >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
+    ['batch: 32 -> 64']
+    >>> differences({"loss": "shardtrain.loss:mean"}, {"loss": "shardtrain.functional.loss:mean"})
+    []
+    """
+    missing = "(not there)"
+    return [
+        f"{name}: {old.get(name, missing)!r} -> {new.get(name, missing)!r}"
+        for name in [*old, *(n for n in new if n not in old)]
+        if _without_module(old.get(name, missing)) != _without_module(new.get(name, missing))
+    ]
+
+
+def _without_module(value: Any) -> Any:
+    return re.sub(r"(?<![\w.])shardtrain(\.\w+)+:", "shardtrain:", value) if isinstance(value, str) else value

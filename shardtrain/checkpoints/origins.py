@@ -82,10 +82,6 @@ def array_origins(
     return of
 
 
-def _leaves(state: State) -> list[tuple[Any, Any]]:
-    return jax.tree.leaves_with_path(state)
-
-
 def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[int, ...], int]:
     """Return the block of each row of stacked arrays, and their number; ((), 0) if all are in order."""
     if stage_model is not None:

@@ -17,6 +17,8 @@ from shardtrain.islands.launcher_variables import (
     LauncherVariables,
 )
 
+MOST_NODES = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnvironment:
@@ -54,8 +56,8 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
       The rank; rank 0 of 1 and launcher "none" where nothing launched this process.
 
     Raises:
-      ValueError: a variable is not a number, or the rank is not below the size; or a launcher sets a rank
-        and no size, so that every process would take itself for the only one.
+      ValueError: a variable is not a number, or a rank is not below its size, among all or on this host; or
+        a launcher sets a rank and no size, so that every process would take itself for the only one.
 
     >>> local = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     >>> found = find_rank_environment({"PMI_RANK": "1", "PMI_SIZE": "2", **local})
@@ -107,16 +109,23 @@ def _local(
         return None, None
     rank = _number(environ, variables.local_rank)
     if variables.local_size is not None:
-        return rank, _number(environ, variables.local_size)
+        local_size = _number(environ, variables.local_size)
+        # this rank would have no GPU and no core
+        if not rank < local_size <= size:
+            raise ValueError(
+                f"{variables.local_rank} is {rank} and {variables.local_size} is {local_size}, of {size}"
+                " ranks; a launcher sets a rank on this host below the number of ranks there"
+            )
+        return rank, local_size
     if variables.num_nodes is not None and variables.num_nodes in environ:
         # tasks may be shared unevenly by nodes: only these two are certain
         num_nodes = _number(environ, variables.num_nodes)
-        certain = {1: size, size: 1}.get(num_nodes)
-        return (None, None) if certain is None else (rank, certain)
+        certain = {1: size, size: 1}.get(num_nodes, 0)
+        return (rank, certain) if rank < certain else (None, None)
     if variables.tasks_per_node is not None and variables.node is not None:
         counts = tasks_per_node(environ.get(variables.tasks_per_node, ""))
         node = environ.get(variables.node, "")
-        if node.isdecimal() and int(node) < len(counts):
+        if node.isdecimal() and int(node) < len(counts) and rank < counts[int(node)]:
             return rank, counts[int(node)]
     return None, None
 
@@ -130,13 +139,15 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks of each node from Slurm's short form; [] if it cannot be parsed.
 
-    >>> tasks_per_node("2(x3),1")
-    [2, 2, 2, 1]
+    >>> tasks_per_node("2(x3),1"), tasks_per_node("1(x99999999999)")
+    ([2, 2, 2, 1], [])
     """
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not found:
+            return []
+        if len(counts) + int(found[2] or 1) > MOST_NODES:
             return []
         counts += [int(found[1])] * int(found[2] or 1)
     return counts

@@ -37,7 +37,7 @@ LEFT_BEHIND_SECONDS = 3.0
 KILLED = 128 + signal.SIGKILL
 
 
-def supervise(
+def supervise_once(
     launch: Launch,
     logs: Path,
     environ: Mapping[str, str],
@@ -45,8 +45,8 @@ def supervise(
     time_seconds: float | None = None,
     stop_seconds: float = 120,
     write: Callable[[str], object] = terminal.err,
-) -> int:
-    """Run a launch, and report how it ended.
+) -> Ended:
+    """Run a launch, report how it ended, and return what decides about a restart.
 
     Args:
       launch: what to run.
@@ -57,25 +57,12 @@ def supervise(
       write: receives the messages.
 
     Returns:
-      The exit code of the rank that failed first (128 + n for a signal), or what the launcher ended with.
+      Its code is the exit code of the rank that failed first (128 + n for a signal), or what the launcher
+      ended with.
 
     Raises:
       OSError: the command cannot be run, or a file not be written.
     """
-    options = {"time_seconds": time_seconds, "stop_seconds": stop_seconds, "write": write}
-    return supervise_once(launch, logs, environ, **options).code
-
-
-def supervise_once(
-    launch: Launch,
-    logs: Path,
-    environ: Mapping[str, str],
-    *,
-    time_seconds: float | None = None,
-    stop_seconds: float = 120,
-    write: Callable[[str], object] = terminal.err,
-) -> Ended:
-    """Run a launch like `supervise`, and return the facts that decide about a restart."""
     logs.mkdir(parents=True, exist_ok=True)
     # how ranks ended in an earlier start of this launch
     for path in logs.glob("rank-*.json"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardtrain.checkpoints.differences import differences
 from shardtrain.checkpoints.manifest import read_manifest, size_of
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.reader import CheckpointReader
@@ -78,7 +79,7 @@ def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
     lines = [f"{path}: only in the first, {a[path]}" for path in a if path not in b]
     lines += [f"{path}: only in the second, {b[path]}" for path in b if path not in a]
     lines += [f"{path}: {a[path]} -> {b[path]}" for path in a if path in b and not _alike(a[path], b[path])]
-    lines += [f"run: {line}" for line in _run_changes(first.extra, second.extra)]
+    lines += [f"run: {line}" for line in differences(*(x.extra.get("run") or {} for x in (first, second)))]
     both = [path for path in a if path in b and _alike(a[path], b[path])]
     changes = [change(path, first.read(path), second.read(path)) for path in both]
     rows = [
@@ -166,16 +167,6 @@ def _parts(reader: CheckpointReader) -> str:
 
 def _alike(a: Leaf, b: Leaf) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-def _run_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    a, b = (dict(extra.get("run") or {}) for extra in (first, second))
-    missing = "(not there)"
-    return [
-        f"{name}: {a.get(name, missing)!r} -> {b.get(name, missing)!r}"
-        for name in {**a, **b}
-        if a.get(name, missing) != b.get(name, missing)
-    ]
 
 
 def _shape(leaf: Leaf) -> str:

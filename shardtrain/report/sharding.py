@@ -15,7 +15,7 @@ def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
     """Format the mesh, the sharding of each parameter, the totals, and the replicated parameters.
 
     Args:
-      specs: the PartitionSpecs of the state, see `state.state_specs`.
+      specs: the PartitionSpecs of the state, see `train_step.placement`.
       sizes: axis -> size.
 
     Returns:

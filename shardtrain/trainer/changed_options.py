@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardtrain.checkpoints.differences import matches
+from shardtrain.checkpoints.differences import differences, matches
 from shardtrain.errors.messages import problems_error
-from shardtrain.trainer.config import Run, differences
+from shardtrain.trainer.config import Run
 
 FREE = (
     *("batch", "steps", "strategy.*", "optimizer", "optimizer.*", "scaling.*", "nonfinite"),

@@ -5,7 +5,6 @@ Next: `loop.py`, the training loop.
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoints.differences import Allow
+from shardtrain.checkpoints.differences import differences as differences
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.options import Combine
 from shardtrain.errors.field_types import wrong_types
@@ -249,25 +249,3 @@ def _scalar(value: Any) -> Any:
 def run_text(description: Mapping[str, Any]) -> str:
     """Format a description as text, one option per line: `batch = 32`."""
     return "".join(f"{name} = {value!r}\n" for name, value in description.items())
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the options in which two descriptions differ, a line each.
-
-    Functions and classes of shardtrain compare equal if only their module has changed between versions.
-
-    >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
-    ['batch: 32 -> 64']
-    >>> differences({"loss": "shardtrain.loss:mean"}, {"loss": "shardtrain.functional.loss:mean"})
-    []
-    """
-    missing = "(not there)"
-    return [
-        f"{name}: {old.get(name, missing)!r} -> {new.get(name, missing)!r}"
-        for name in [*old, *(n for n in new if n not in old)]
-        if _without_module(old.get(name, missing)) != _without_module(new.get(name, missing))
-    ]
-
-
-def _without_module(value: Any) -> Any:
-    return re.sub(r"(?<![\w.])shardtrain(\.\w+)+:", "shardtrain:", value) if isinstance(value, str) else value

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardtrain.checkpoints.differences import mismatches
+from shardtrain.checkpoints.differences import differences, mismatches
 from shardtrain.checkpoints.evaluated_params import exported_params
 from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.nnx_model import as_model
-from shardtrain.trainer.config import describe, differences
+from shardtrain.trainer.config import describe
 from shardtrain.trainer.restore_state import PARAMETERS
 from shardtrain.trainer.resume import find_checkpoint
 

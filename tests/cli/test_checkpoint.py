@@ -126,6 +126,15 @@ def test_diff_names_values_and_options_that_differ(saved, capsys):
     assert f"{total - 2} of {total} common arrays are the same\n" in text
 
 
+def test_diff_takes_a_function_that_moved_between_modules_of_shardtrain_as_the_same(tmp_path, capsys):
+    for folder, module in (("old", "shardtrain.loss"), ("new", "shardtrain.functional.loss")):
+        with Checkpoints(tmp_path / folder, CheckpointPolicy()) as checkpoints:
+            run = {"loss": f"{module}:next_token_loss", "batch": 8}
+            checkpoints.save(10, {"step": jnp.int32(10)}, {"run": run})
+    _, text = command(capsys, "diff", tmp_path / "old", tmp_path / "new")
+    assert text == "step 10 -> step 10\n1 of 1 common arrays are the same\n"
+
+
 def test_diff_names_arrays_that_one_lacks_or_has_in_another_shape(saved, tmp_path, capsys):
     with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
         state = {"step": jnp.int32(10), "params": {"embedding": jnp.zeros((3, 16)), "mine": jnp.zeros(2)}}

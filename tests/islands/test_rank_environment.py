@@ -102,6 +102,12 @@ def test_the_rank_is_found_under_the_launcher_of_this_environment(mpiexec):
     [
         (HYDRA | {"PMI_RANK": "x"}, "the variable PMI_RANK is 'x'; a launcher sets a number there"),
         (HYDRA | {"PMI_RANK": "4"}, "launcher hydra gave rank 4 of 4; a rank is 0 to 3"),
+        (HYDRA | {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID is 2 and MPI_LOCALNRANKS is 2, of 4 ranks"),
+        (HYDRA | {"MPI_LOCALNRANKS": "0"}, "MPI_LOCALRANKID is 1 and MPI_LOCALNRANKS is 0, of 4 ranks"),
+        (
+            HYDRA | {"MPI_LOCALNRANKS": "5"},
+            "a launcher sets a rank on this host below the number",
+        ),
         ({"PMIX_RANK": "1"}, "the launcher sets rank 1 (PMIX_RANK) and no number of ranks; start with"),
     ],
 )
@@ -109,6 +115,14 @@ def test_a_rank_that_makes_no_sense_is_refused(environ, text):
     with pytest.raises(ValueError) as error:
         find_rank_environment(environ)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"SLURM_LOCALID": "2"}, {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, {"SLURM_NODEID": "7"}]
+)
+def test_a_local_rank_of_slurm_that_fits_no_node_is_left_to_mpi(wrong):
+    found = find_rank_environment(SLURM_STEP | wrong)
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (1, 3, None, None)
 
 
 @pytest.mark.parametrize(

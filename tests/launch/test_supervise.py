@@ -15,14 +15,15 @@ import os, sys
 from pathlib import Path
 from shardtrain.launch import local, mpi
 from shardtrain.launch.job import Job
-from shardtrain.launch.supervise import supervise
+from shardtrain.launch.supervise import supervise_once
 logs, processes, limit, *program = sys.argv[1:]
 each = tuple(map(int, processes.split(",")))
 job = Job(arguments=tuple(program), islands=len(each), processes_per_island=each, program=(sys.executable,),
           logs=Path(logs), time_seconds=int(limit) or None, stop_seconds=1)
 launch = local.launch_by(job, mpi.find_mpiexec(), os.environ)
 environ = dict(os.environ)
-sys.exit(supervise(launch, job.logs, environ, time_seconds=job.time_seconds, stop_seconds=1))
+ended = supervise_once(launch, job.logs, environ, time_seconds=job.time_seconds, stop_seconds=1)
+sys.exit(ended.code)
 """
 RANK = (
     "import os, sys, time, signal\n"

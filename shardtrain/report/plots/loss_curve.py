@@ -30,7 +30,7 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     first hundredth of the steps may be above its range.
 
     Args:
-        jsonl_path: written by `metrics.JsonLines`, with `train/loss`, `heldout/loss` or both.
+        jsonl_path: written by `sinks.json_lines.JsonLines`, with `train/loss`, `heldout/loss` or both.
         png_path: file to write; its folder is created.
         title: the title of the plot.
 
@@ -61,7 +61,7 @@ def series(records: Sequence[dict[str, float]], name: str) -> Series:
     """Return the steps and values of one metric, in order of step; values that are not finite become NaN.
 
     Args:
-        records: from `metrics.read_jsonl`.
+        records: from `sinks.json_lines.read_jsonl`.
         name: the name of the metric; records without it are skipped.
 
     Returns:
