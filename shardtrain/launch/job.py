@@ -24,6 +24,8 @@ TUNABLES = "GLIBC_TUNABLES"
 THRESHOLDS = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
 """Large buffers keep their pages between steps: page faults were most of the cost of a transfer on a CPU."""
 
+MOST_ISLANDS = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -66,6 +68,8 @@ class Job:
         # islands and their processes: one number for all, or one for each island
         if self.islands < 1:
             problems.append(f"islands is {self.islands}; use 1 or more")
+        elif self.islands > MOST_ISLANDS:
+            problems.append(f"islands is {self.islands}; use at most {MOST_ISLANDS}")
         each = self.processes_per_island
         numbers = (each,) if isinstance(each, int) else each
         if not numbers or min(numbers) < 1:
@@ -76,6 +80,8 @@ class Job:
                 f"processes per island {text} is for {len(each)} islands, and islands is {self.islands};"
                 f" use islands={len(each)}, or {self.islands} numbers"
             )
+        if self.stop_seconds < 0:
+            problems.append(f"{self.stop_seconds} s for stopping and saving are given; use 0 or more")
         # the time limit must leave time to run before that to stop and save
         if self.time_seconds is not None and self.time_seconds <= self.stop_seconds:
             problems.append(

@@ -26,7 +26,7 @@ class Seats:
             divisors = [n for n in range(1, self.num_islands + 1) if self.num_islands % n == 0]
             raise ValueError(
                 f"partitions is {self.num_stages}, and there are {self.num_islands} islands, which do not"
-                f" make whole pipelines of it; use --partitions {', '.join(map(str, divisors))}, or"
+                f" make whole pipelines; use --partitions {' or '.join(map(str, divisors))}, or start"
                 f" {-(-self.num_islands // max(self.num_stages, 1)) * max(self.num_stages, 1)} islands"
             )
 

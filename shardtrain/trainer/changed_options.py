@@ -40,8 +40,8 @@ def check_options(
     seed = saved.get(SEED)
     if seed != run.seed and not matches(SEED, run.allow.changed):
         raise ValueError(
-            f"seed is {run.seed}, but the run in {run.run_dir} started with seed {seed}: its order of samples"
-            f" would change. Use --seed {seed}, or another --run-dir"
+            f"seed is {run.seed}, but the run in {run.run_dir} started with seed {seed!r}: its order of"
+            f" samples would change. Use --seed {seed}, or another --run-dir"
         )
     # the saved description went through JSON
     now = json.loads(json.dumps(dict(description)))

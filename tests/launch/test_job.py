@@ -18,6 +18,8 @@ def job(**changes):
     ("changes", "text"),
     [
         ({"islands": 0}, "islands is 0; use 1 or more"),
+        ({"islands": 10**12}, "islands is 1000000000000; use at most 1048576"),
+        ({"stop_seconds": -5}, "-5 s for stopping and saving are given; use 0 or more"),
         ({"islands": 2, "processes_per_island": 0}, "processes per island 0: each island needs 1 or more"),
         (
             {"islands": 3, "processes_per_island": (1, 3)},
