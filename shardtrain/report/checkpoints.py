@@ -126,6 +126,11 @@ def _list_row(reader: CheckpointReader) -> tuple[Any, ...]:
     manifests = [manifest for manifest, _ in read.values() if manifest is not None]
     problems = [reason for _, reason in read.values() if reason]
     problems += [
+        f"its manifest is that of step {manifest.step}{manifest.part}"
+        for part, (manifest, _) in read.items()
+        if manifest is not None and (manifest.step, manifest.part.index) != (reader.step, part)
+    ]
+    problems += [
         f"{name} is not as it was saved"
         for part, (manifest, _) in read.items()
         for name in (_other_sizes(reader.folders[part], manifest) if manifest else [])

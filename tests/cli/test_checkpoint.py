@@ -126,6 +126,13 @@ def test_diff_names_values_and_options_that_differ(saved, capsys):
     assert f"{total - 2} of {total} common arrays are the same\n" in text
 
 
+def test_ls_names_a_step_whose_folder_was_renamed(tmp_path, capsys):
+    with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints:
+        checkpoints.save(10, {"step": jnp.int32(10)}, {})
+    (tmp_path / "step_00000010").rename(tmp_path / "step_00000099")
+    assert "its manifest is that of step 10\n" in command(capsys, "ls", tmp_path)[1]
+
+
 def test_diff_takes_a_function_that_moved_between_modules_of_shardtrain_as_the_same(tmp_path, capsys):
     for folder, module in (("old", "shardtrain.loss"), ("new", "shardtrain.functional.loss")):
         with Checkpoints(tmp_path / folder, CheckpointPolicy()) as checkpoints:
