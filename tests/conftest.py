@@ -6,7 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,6 +22,8 @@ QUICK_COMPILATION = (
 )
 FLAGS = () if os.environ.get("DEFAULT_OPTIMIZATION") else QUICK_COMPILATION
 TESTS = Path(__file__).parent
+HELPERS = str(TESTS / "helpers")
+"""Modules that tests, and programs and run files of tests, import by name."""
 SLOWEST_FIRST = ()
 """Files of tests that take longest, of one or two minutes each."""
 
@@ -28,6 +31,8 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), DEVICES, *FLAGS])
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+sys.path.insert(0, HELPERS)
+os.environ["PYTHONPATH"] = os.pathsep.join([HELPERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 # without their bytecode each of the hundreds of processes would compile all modules anew, 2 s of CPU
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -92,17 +97,45 @@ def assert_same() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
+def warm_python(tmp_path_factory) -> Iterator[list[str]]:
+    """Words that stand for `python`, before `-m MODULE` or a program: it starts with everything imported."""
+    address = str(tmp_path_factory.mktemp("warm") / "socket")
+    program = str(TESTS / "helpers" / "warm_python.py")
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    server = subprocess.Popen([sys.executable, program, address], stdin=subprocess.PIPE, env=environment)
+    while not os.path.exists(address):
+        assert server.poll() is None
+        time.sleep(0.05)
+    yield [sys.executable, "-S", "-I", program, address]
+    server.communicate()
+
+
+REDIRECT = """
+import os, runpy, sys
+from mpi4py import MPI
+
+# a rank writes to a file of its own: through one pipe the lines of several would mix
+folder, *sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+sys.stdout = open(f"{folder}/{MPI.COMM_WORLD.rank}", "w")
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.flush()
+"""
+
+
+@pytest.fixture(scope="session")
+def mpiexec(warm_python, tmp_path_factory) -> Callable[..., list[str]]:
     """Run a Python program on several ranks, each with devices of its own; returns the output of each.
 
-    It is given (num_ranks, program text or file, *arguments, devices=1, environment=None, timeout=180).
+    It is given (num_ranks, program text or file, *arguments, devices=1, timeout=180).
     """
     folder = tmp_path_factory.mktemp("mpiexec")
+    (folder / "redirect.py").write_text(REDIRECT)
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = shutil.which("mpiexec", path=beside)
     assert command is not None, "no mpiexec: run `uv sync`"
 
-    def run(num_ranks, program, *arguments, devices=1, environment=None, timeout=180):
+    def run(num_ranks, program, *arguments, devices=1, timeout=180):
         number = len(list(folder.iterdir()))
         if not isinstance(program, Path):
             (folder / f"program{number}.py").write_text(program)
@@ -110,25 +143,15 @@ def mpiexec(tmp_path_factory) -> Callable[..., list[str]]:
         outputs = folder / f"outputs{number}"
         outputs.mkdir()
         count = f"--xla_force_host_platform_device_count={devices}"
-        # a rank writes to a file of its own: through one pipe the lines of several would mix
-        redirect = (
-            "import os, runpy, sys\n"
-            "from mpi4py import MPI\n"
-            "sys.argv = sys.argv[1:]\n"
-            f"sys.stdout = open(f'{outputs}/{{MPI.COMM_WORLD.rank}}', 'w')\n"
-            "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-            "sys.stdout.flush()\n"
-        )
-        python = [sys.executable, "-m", "mpi4py", "-c"]
+        words = ["-m", "mpi4py", folder / "redirect.py", outputs, program, *arguments]
         done = subprocess.run(
-            [command, "-n", str(num_ranks), *python, redirect, str(program), *map(str, arguments)],
+            [command, "-n", str(num_ranks), *warm_python, *map(str, words)],
             env={
                 **os.environ,
                 "XLA_FLAGS": " ".join([count, *FLAGS]),
                 "MPI4JAX_NO_WARN_JAX_VERSION": "1",
                 "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # who waits leaves its core to the ranks that work
                 "PYTHONWARNINGS": "error",
-                **(environment or {}),
             },
             capture_output=True,
             text=True,

@@ -21,7 +21,6 @@ def output(mpiexec, tmp_path_factory):
         2,
         FOLDER / "pipeline_schedules.py",
         *("--json", path, *arguments),
-        environment={"PYTHONPATH": str(FOLDER)},
     )
     return texts, json.loads(path.read_text())
 

@@ -20,7 +20,7 @@ from shardtrain.trainer.config import describe
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "examples/gpt_text.py")
 TINY = [
-    "--model.embed", "16", "--model.num-layers", "2", "--model.num-heads", "2", "--model.mlp", "32",
+    "--model.embed", "16", "--model.num-layers", "1", "--model.num-heads", "2", "--model.mlp", "32",
     "--batch", "8", "--evaluate-batches", "1",
 ]  # fmt: skip
 
@@ -189,9 +189,9 @@ def test_a_module_and_a_name_give_a_run(tmp_path, monkeypatch):
         load_run("mine:wrong")
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, warm_python):
     """In a process of its own, with another number of devices than this one."""
-    command = [sys.executable, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
+    command = [*warm_python, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
     command += ["--cpu-devices", "4", "--mesh", "data=2,tensor=2", "--run-dir", str(tmp_path)]
     command += ["--log-every", "5", "--steps"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -233,8 +233,8 @@ def test_a_run_file_imports_what_lies_beside_it(tmp_path):
         assert "64 x 8" in done.stdout, done.stderr
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
-    command = [sys.executable, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path, warm_python):
+    command = [*warm_python, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
     command += ["--run-dir", str(tmp_path), "--steps", "12", "--log-every", "1", "--cpu-devices", "1"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

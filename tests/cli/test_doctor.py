@@ -15,7 +15,7 @@ DOCTOR = [sys.executable, "-m", "shardtrain", "doctor"]
 
 
 def run(folder, *words, before=(), after=()):
-    environ = {**os.environ, "XLA_FLAGS": "", "PYTHONWARNINGS": "error"}
+    environ = {**os.environ, "XLA_FLAGS": "", "PYTHONWARNINGS": "error", "COLUMNS": "140"}
     done = subprocess.run(
         [*before, *(after or DOCTOR), *words], cwd=folder, env=environ, capture_output=True, text=True,
         timeout=120, check=False,

@@ -21,15 +21,15 @@ from pathlib import Path
 from shardtrain.trainer.config import Run
 from shardtrain.data import Text
 from shardtrain.islands.rank_environment import find_rank_environment
-from shardtrain.models.decoder import DecoderConfig
+from tiny_language_model import TinyConfig
 
 HERE = Path(__file__).parent
 
 
 def run() -> Run:
-    mlp = 32 + find_rank_environment(os.environ).rank * int(os.environ.get("WIDER", "0"))
+    mlp = 16 + find_rank_environment(os.environ).rank * int(os.environ.get("WIDER", "0"))
     return Run(
-        model=DecoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2, mlp=mlp),
+        model=TinyConfig(mlp=mlp),
         data=Text(paths=(HERE / "text.txt",), seq=8),
         run_dir=HERE / "run",
         log_every=1,
@@ -146,8 +146,8 @@ def test_islands_that_differ_are_told_apart_before_anything_is_saved(folder):
     code, out, err = ended(start(WIDER="8"))
     assert code == cli.USER_ERROR
     assert (out + err).count("islands do not agree, so nothing was started:\n") == 1
-    assert re.search(r"\n  model.mlp: 32 on island 0 \(host .*\); 40 on island 1 \(host .*\)\n", err)
-    assert "parameters/blocks/mlp/up/kernel: float32 (1, 16, 32) on island 0 (host " in err
+    assert re.search(r"\n  model.mlp: 16 on island 0 \(host .*\); 24 on island 1 \(host .*\)\n", err)
+    assert "parameters/blocks/down: float32 (1, 16, 8) on island 0 (host " in err
     assert "Traceback" not in out + err
     left = [path.name for path in Path("run").iterdir()]
     # the text, as numbers, and nothing of a run

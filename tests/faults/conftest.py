@@ -18,7 +18,7 @@ from shardtrain.trainer.config import Run
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text
 from shardtrain.islands.rank_environment import find_rank_environment
-from shardtrain.models.decoder import DecoderConfig
+from tiny_language_model import TinyConfig
 
 HERE = Path(__file__).parent
 HURT, FIRST = os.environ.get("HURT"), not (HERE / "hurt").exists()
@@ -55,7 +55,7 @@ def run() -> Run:
         threading.Thread(target=hurt, daemon=True).start()
     data = SlowText if HURT == "sleep" else Text
     return Run(
-        model=DecoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2),
+        model=TinyConfig(),
         data=data(paths=(HERE / "text.txt",), seq=8),
         run_dir=HERE / "run",
         log_every=1,
@@ -146,12 +146,12 @@ def lives(make_lives):
 
 
 @pytest.fixture
-def mpirun():
+def mpirun(warm_python):
     """The words that start a run on so many ranks."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = shutil.which("mpiexec", path=beside)
     assert command is not None
-    return lambda num_ranks: [command, "-n", str(num_ranks), sys.executable, "-m", "shardtrain"]
+    return lambda num_ranks: [command, "-n", str(num_ranks), *warm_python, "-m", "shardtrain"]
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.options import Combine
 from shardtrain.data.batches import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
@@ -51,7 +51,7 @@ def infinite(apply: Any, batch: Any) -> Any:
 
 
 RUN = Run(
-    model=DecoderConfig(vocab=BAD + 1, seq=SEQ, embed=8, num_layers=1, num_heads=2, mlp=8),
+    model=TinyConfig(vocab=BAD + 1),
     data=Numbers(),
     loss=infinite,
     optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-3)),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from tiny_language_model import TinyConfig
 
 from shardtrain.combine.options import Combine
 from shardtrain.data import place
@@ -20,7 +21,6 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.islands.transfer import Transfer
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.pipeline.costs import Traced, make_partition
 from shardtrain.pipeline.options import Pipeline
@@ -104,10 +104,8 @@ def model(name):
                 dropout=0.3,
             )
         )
-    decoder = DecoderConfig(
-        vocab=VOCAB, seq=SEQ, embed=32, num_layers=7, num_heads=4, mlp=64, dropout=0.3, tied=name == "tied"
-    )
-    return from_nnx(Skips if name == "skips" else decoder)
+    tiny = TinyConfig(vocab=VOCAB, embed=32, num_layers=7, mlp=64, dropout=0.3, tied=name == "tied")
+    return from_nnx(Skips if name == "skips" else tiny)
 
 
 @cache

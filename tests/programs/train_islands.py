@@ -13,13 +13,13 @@ os.environ["SHARDTRAIN_ISLAND_PROCESSES"] = sys.argv[3]
 import jax
 import numpy as np
 from rich.console import Console
+from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.options import Combine
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
@@ -30,7 +30,7 @@ TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()
 SEQ = 8
 RUN = Run(
-    model=DecoderConfig(vocab=256, seq=SEQ, embed=16, num_layers=2, num_heads=2, mlp=32, dropout=0.1),
+    model=TinyConfig(num_layers=2, dropout=0.1),
     data=Text(paths=(TEXT,), seq=SEQ, heldout_fraction=0.06),
     optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2, warmup=2)),
     strategy=Strategy(layout=Layout(mesh={"data": -1}), accumulate=2, across=Across(bucket_bytes=3000)),

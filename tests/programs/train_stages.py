@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.console import Console
+from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
@@ -27,7 +27,7 @@ ISLANDS = join()
 SEQ = 8
 SHARES = (1.0,) if ISLANDS is None or ISLANDS.seat.num_islands == NUM_STAGES else (3.0, 1.0)
 RUN = Run(
-    model=DecoderConfig(vocab=256, seq=SEQ, embed=16, num_layers=3, num_heads=2, mlp=32, dropout=0.1),
+    model=TinyConfig(num_layers=3, dropout=0.1),
     data=Text(paths=(TEXT,), seq=SEQ, heldout_fraction=0.06),
     # the gradient is longer than this: its norm is that of all stages
     optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2, warmup=2), clip=0.5),

@@ -46,4 +46,4 @@ def test_islands_train_as_one_device_does_and_resume(processes, devices, text, a
     assert json.loads(found[0]) == ["part-0-of-2", "part-1-of-2"]
     metrics = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")[-1]
     assert 0 < metrics["orthogonality"] < 1.5
-    assert "orthogonality/blocks/mlp/up/kernel/1" in metrics
+    assert "orthogonality/blocks/up/1" in metrics

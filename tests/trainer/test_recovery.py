@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data.batches import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.watchdog.stragglers import WINDOW, Stragglers
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.report.sinks.json_lines import read_jsonl
@@ -66,7 +66,7 @@ def infinite(apply: Any, batch: Any) -> Any:
 
 def start(folder: Path, data: Any, **changes: Any) -> tuple[Any, str, list[dict[str, float]]]:
     run = Run(
-        model=DecoderConfig(vocab=BAD + 1, seq=SEQ, embed=8, num_layers=1, num_heads=2, mlp=8),
+        model=TinyConfig(vocab=BAD + 1),
         data=data,
         optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-3)),
         strategy=Strategy(layout=Layout(mesh={"data": 8})),

@@ -15,12 +15,12 @@ import numpy as np
 import optax
 import pytest
 from rich.console import Console
+from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
@@ -32,7 +32,7 @@ from shardtrain.trainer.config import Run, StartFrom, Strategy
 from shardtrain.trainer.train import train
 
 SEQ = 8
-MODEL = DecoderConfig(vocab=256, seq=SEQ, embed=16, num_layers=2, num_heads=2, mlp=32, dropout=0.1)
+MODEL = TinyConfig(num_layers=2, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_run_leaves_what_it_says(whole):
     assert [line["step"] for line in lines(folder)] == list(range(1, 13))
     assert [line["step"] for line in lines(folder) if "heldout/loss" in line] == [4, 8, 12]
     assert "mesh: data=2 fsdp=2 tensor=2 (8 devices)" in printed
-    assert "blocks/mlp/up/kernel" in printed
+    assert "blocks/up" in printed
     assert "batch = 8\n" in (folder / "run.txt").read_text()
     assert sorted(p.name for p in (folder / "checkpoints").glob("step_*")) == [
         "step_00000010",
@@ -249,11 +249,11 @@ def test_a_broken_checkpoint_is_named_and_skipped(whole, text, tmp_path):
 def test_another_model_in_the_same_folder_is_refused(whole, text):
     _, _, folder = whole
     other = make_run(text, folder, model=dataclasses.replace(MODEL, mlp=64))
-    with pytest.raises(ValueError, match=r"model.mlp: 32 -> 64; put it back, or .*--allow.changed model.mlp"):
+    with pytest.raises(ValueError, match=r"model.mlp: 16 -> 64; put it back, or .*--allow.changed model.mlp"):
         start(other)
     with pytest.raises(ValueError, match="holds another state than this run has") as error:
         start(dataclasses.replace(other, allow=Allow(changed=("model.mlp",))))
-    assert "params/blocks/mlp/up/kernel" in str(error.value)
+    assert "params/blocks/up" in str(error.value)
 
 
 def test_options_that_change_no_sample_and_no_model_may_differ(whole, text, tmp_path):
@@ -294,7 +294,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, text, tmp_path):
                 y = y[key.key]
             np.testing.assert_array_equal(x, y)
             taken += 1
-    assert taken > 5
+    assert taken == len(("up", "down"))
     # its own checkpoint goes before the other's
     _, printed = start(dataclasses.replace(tuned, steps=2))
     assert "resumed from step 1" in printed

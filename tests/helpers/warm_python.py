@@ -1,0 +1,135 @@
+"""Python programs that start in a quarter of a second: forked from a process that has imported everything.
+
+`python warm_python.py SOCKET` imports jax, flax, Orbax and shardtrain, and forks a child for each request.
+`python -S -I warm_python.py SOCKET -m MODULE ... | PROGRAM ...` is a request: it stands for
+`python -m MODULE ... | PROGRAM ...`, with this process's environment, folder, standard streams, signals and
+exit code. The child has imported modules but has no backend of jax, no MPI and no thread.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+WARM = ("tensorboardX", "orbax.checkpoint", "shardtrain.cli.train", "shardtrain.trainer.train")
+
+
+def request(address: str, words: list[str]) -> int:
+    """Ask for a child and wait for it; return its exit code, or minus the signal that ended it."""
+    # MPICH's mpiexec talks to each rank through a descriptor that it inherits
+    descriptors = [0, 1, 2, *([int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else [])]
+    asked = {"words": words, "environ": dict(os.environ), "folder": os.getcwd(), "descriptors": descriptors}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        socket.send_fds(connection, [b"!"], descriptors)
+        connection.sendall(json.dumps(asked).encode() + b"\n")
+        with connection.makefile() as answers:
+            child = int(answers.readline())
+            for number in FORWARDED:
+                signal.signal(number, lambda number, frame: os.kill(child, number))
+            return int(answers.readline())
+
+
+def serve(address: str) -> dict:
+    """Fork children until standard input is closed; returns, in each child, what was asked of it."""
+    import gc
+    import importlib
+    import selectors
+
+    for name in WARM:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen(64)
+    selector = selectors.DefaultSelector()
+    selector.register(listening, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    children: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a child or its connection -> both
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                for child, _ in children.values():
+                    os.kill(child, signal.SIGKILL)
+                os._exit(0)
+            elif key.fileobj is listening:
+                connection = listening.accept()[0]
+                _, received, _, _ = socket.recv_fds(connection, 1, 8)
+                with connection.makefile() as lines:
+                    asked = json.loads(lines.readline())
+                child = os.fork()
+                if not child:
+                    listening.close()
+                    connection.close()
+                    selector.close()
+                    for _, other in children.values():
+                        other.close()
+                    return {**asked, "received": received}
+                for descriptor in received:
+                    os.close(descriptor)
+                connection.sendall(b"%d\n" % child)
+                ended = os.pidfd_open(child)
+                for file in (ended, connection):
+                    selector.register(file, selectors.EVENT_READ, (child, ended, connection))
+                children[child] = (child, connection)
+            else:
+                # the child has ended; or its connection is closed, as whoever asked was killed
+                child, ended, connection = key.data
+                if child not in children:
+                    continue
+                if key.fileobj is connection:
+                    os.kill(child, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                del children[child]
+                for file in (ended, connection):
+                    selector.unregister(file)
+                with suppress(BrokenPipeError):
+                    connection.sendall(b"%d\n" % code)
+                connection.close()
+                os.close(ended)
+
+
+def become(asked: dict) -> None:
+    """Take the place of who asked: its environment, folder and descriptors."""
+    import fcntl
+
+    # out of the way first: a descriptor may have come as the number that another shall have
+    above = [fcntl.fcntl(received, fcntl.F_DUPFD, 200) for received in asked["received"]]
+    for received in asked["received"]:
+        os.close(received)
+    for descriptor, number in zip(above, asked["descriptors"], strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    os.chdir(asked["folder"])
+
+
+def run(words: list[str]) -> None:
+    """What `python WORDS` does."""
+    import runpy
+
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        code = request(sys.argv[1], sys.argv[2:])
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        sys.exit(code)
+    here = serve(sys.argv[1])
+    become(here)
+    run(here["words"])
