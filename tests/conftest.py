@@ -33,6 +33,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 sys.path.insert(0, HELPERS)
 os.environ["PYTHONPATH"] = os.pathsep.join([HELPERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+# a rank of MPICH that waits sleeps between its looks: it leaves its core to those that work
+os.environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
 # without their bytecode each of the hundreds of processes would compile all modules anew, 2 s of CPU
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -150,7 +152,6 @@ def mpiexec(warm_python, tmp_path_factory) -> Callable[..., list[str]]:
                 **os.environ,
                 "XLA_FLAGS": " ".join([count, *FLAGS]),
                 "MPI4JAX_NO_WARN_JAX_VERSION": "1",
-                "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # who waits leaves its core to the ranks that work
                 "PYTHONWARNINGS": "error",
             },
             capture_output=True,

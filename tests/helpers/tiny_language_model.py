@@ -37,8 +37,8 @@ class Blocks(nnx.Module):
     """The parameters of all blocks, stacked."""
 
     def __init__(self, sizes, rngs):
-        self.up = normal((LAYERS, EMBED, MLP), sizes=sizes, std=0.3, rngs=rngs)
-        self.down = normal((LAYERS, MLP, EMBED), sizes=sizes, std=0.3, rngs=rngs)
+        self.up = normal((LAYERS, EMBED, MLP), sizes=sizes, std=sizes[EMBED] ** -0.5, rngs=rngs)
+        self.down = normal((LAYERS, MLP, EMBED), sizes=sizes, std=0.5 * sizes[MLP] ** -0.5, rngs=rngs)
 
 
 class TinyModel(nnx.Module):
