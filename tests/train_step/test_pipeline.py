@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
+from tiny_language_model import TinyConfig
 
 from shardtrain.functional.loss import cross_entropy, masked_token_loss, next_token_loss
 from shardtrain.functional.model import BLOCKS
@@ -303,8 +304,8 @@ DECODERS = {
         {"pipeline": 2, "tensor": 2},
         {"schedule": "interleaved", "sequence_sharded": True},
     ),
-    "tied, V": (
-        replace(SMALL, remat="none"),
+    "tiny, V": (
+        TinyConfig(vocab=VOCAB, num_layers=4, dropout=0.3),
         {"pipeline": 2, "data": 2, "tensor": 2},
         {"schedule": "zb_v"},
     ),
