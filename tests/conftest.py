@@ -24,7 +24,23 @@ FLAGS = () if os.environ.get("DEFAULT_OPTIMIZATION") else QUICK_COMPILATION
 TESTS = Path(__file__).parent
 HELPERS = str(TESTS / "helpers")
 """Modules that tests, and programs and run files of tests, import by name."""
-SLOWEST_FIRST = ()
+SLOWEST_FIRST = (
+    "train_step/test_pipeline.py",
+    "faults/test_kills.py",
+    "test_central.py",
+    "train_step/test_stage_step.py",
+    "checkpoints/test_restore_matrix.py",
+    "faults/test_hang.py",
+    "trainer/test_islands_train.py",
+    "train_step/test_island_step.py",
+    "combine/test_contract.py",
+    "trainer/test_stages_train.py",
+    "plan/test_traffic.py",
+    "trainer/test_train.py",
+    "combine/test_replicas.py",
+    "combine/test_adasum.py",
+    "cli/test_islands.py",
+)
 """Files of tests that take longest, of one or two minutes each."""
 
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -60,6 +76,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the whole grid of every test; without it, cases marked `full` are left out",
     )
+
+
+def pytest_xdist_auto_num_workers(config):
+    """One process more than there are cores, as some tests wait: for a hang to be noticed, for a disk."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_configure(config):

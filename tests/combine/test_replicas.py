@@ -1,5 +1,6 @@
 """Combiners on a mesh: the step with Adasum, compression, deltas and local steps against plain arithmetic."""
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from shardtrain.train_step.placement import make_placement, state_specs
 from shardtrain.train_step.step import combined_labels, make_step
 
 ROWS, SGD_RATE = 16, 0.5
+SGD, SGD_ONE, ADAM = optax.sgd(SGD_RATE), optax.sgd(1.0), optax.adam(1e-2)
 MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8))
 RANDOM = np.random.default_rng(0)
 BATCH = {
@@ -38,17 +40,24 @@ MESHES = [{"data": 4, "fsdp": 2}, {"data": 4, "tensor": 2}]
 
 def steps(combine, optimizer, mesh, num_steps=1, zero=3, microbatches=1, batch=BATCH):
     """The states after each step, and the last metrics."""
-    layout = Layout(mesh=mesh, zero=zero)
-    num_devices = int(np.prod(list(mesh.values())))
-    made = make_mesh(layout, jax.devices()[:num_devices])
-    placement = make_placement(MODEL, optimizer, layout, made, combine=combine)
-    state = init_state(MODEL, optimizer, placement, 7)
-    step = make_step(MODEL, classification_loss, optimizer, placement)
-    states = [jax.device_get(state)]
+    state, step, placement = made(combine, optimizer, tuple(mesh.items()), zero)
+    states = [state]
+    state = jax.device_put(state, placement.state)
     for _ in range(num_steps):
-        state, metrics = step(state, place(batch, made, layout.batch_axes, microbatches))
+        placed = place(batch, placement.mesh, placement.layout.batch_axes, microbatches)
+        state, metrics = step(state, placed)
         states.append(jax.device_get(state))
     return states, jax.device_get(metrics), placement
+
+
+@cache
+def made(combine, optimizer, mesh, zero):
+    """(the state before the first step, the compiled step, the placement)."""
+    layout = Layout(mesh=dict(mesh), zero=zero)
+    mesh = make_mesh(layout, jax.devices()[: math.prod(layout.mesh.values())])
+    placement = make_placement(MODEL, optimizer, layout, mesh, combine=combine)
+    state = jax.device_get(init_state(MODEL, optimizer, placement, 7))
+    return state, make_step(MODEL, classification_loss, optimizer, placement), placement
 
 
 @cache
@@ -57,7 +66,7 @@ def replica_gradients():
     found = []
     for quarter in range(4):
         part = {name: value[4 * quarter : 4 * quarter + 4] for name, value in BATCH.items()}
-        (before, after), _, _ = steps(Combine(), optax.sgd(1.0), {"data": 1}, batch=part)
+        (before, after), _, _ = steps(Combine(), SGD_ONE, {"data": 1}, batch=part)
         found.append(jax.tree.map(lambda b, a: np.float64(b) - a, before.params, after.params))
     return found
 
@@ -85,7 +94,7 @@ def assert_changed_by(states, expected, rtol=1e-4):
 @pytest.mark.parametrize("zero", [3, 1])
 @pytest.mark.parametrize("mesh", MESHES, ids=["fsdp", "tensor"])
 def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
-    states, metrics, placement = steps(Combine(by="adasum"), optax.sgd(SGD_RATE), mesh, zero=zero)
+    states, metrics, placement = steps(Combine(by="adasum"), SGD, mesh, zero=zero)
     expected = adasum_of_replicas()
     assert_changed_by(states, jax.tree.map(lambda g: -SGD_RATE * g, expected))
     # the metric: what is left of the squares of all replicas
@@ -97,9 +106,9 @@ def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
 
 
 def test_adasum_sums_microbatches_first():
-    one, _, _ = steps(Combine(by="adasum"), optax.sgd(SGD_RATE), {"data": 2})
-    two, _, _ = steps(Combine(by="adasum"), optax.sgd(SGD_RATE), {"data": 1}, microbatches=2)
-    mean, _, _ = steps(Combine(), optax.sgd(SGD_RATE), {"data": 1})
+    one, _, _ = steps(Combine(by="adasum"), SGD, {"data": 2})
+    two, _, _ = steps(Combine(by="adasum"), SGD, {"data": 1}, microbatches=2)
+    mean, _, _ = steps(Combine(), SGD, {"data": 1})
     assert_changed_by(two, jax.tree.map(lambda b, a: a - b, mean[0].params, mean[1].params))
     differ = [
         np.abs(a - b).max()
@@ -110,10 +119,10 @@ def test_adasum_sums_microbatches_first():
 
 def test_deltas_by_sgd_are_the_gradients_and_by_adam_are_not():
     rate = -SGD_RATE
-    states, _, _ = steps(Combine(by="adasum", on="deltas"), optax.sgd(SGD_RATE), MESHES[0])
+    states, _, _ = steps(Combine(by="adasum", on="deltas"), SGD, MESHES[0])
     assert_changed_by(states, jax.tree.map(lambda g: rate * g, adasum_of_replicas()))
-    gradients, _, _ = steps(Combine(by="adasum"), optax.adam(1e-2), MESHES[0])
-    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), optax.adam(1e-2), MESHES[0])
+    gradients, _, _ = steps(Combine(by="adasum"), ADAM, MESHES[0])
+    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), ADAM, MESHES[0])
     pairs = zip(*map(jax.tree.leaves, (gradients[-1].params, deltas[-1].params)), strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3
     # the optimizer's state belongs to the replica
@@ -124,7 +133,7 @@ def test_deltas_by_sgd_are_the_gradients_and_by_adam_are_not():
 
 def test_local_steps_are_those_of_each_replica_alone():
     combine = Combine(by="mean", on="deltas", local_steps=3)
-    states, _, _ = steps(combine, optax.adam(1e-2), {"data": 4}, num_steps=3)
+    states, _, _ = steps(combine, ADAM, {"data": 4}, num_steps=3)
     for i in (1, 2):  # nothing is common before the third step
         jax.tree.map(np.testing.assert_array_equal, states[i].params, states[0].params)
         assert all(np.any(leaf) for leaf in jax.tree.leaves(states[i].local.drift))
@@ -132,7 +141,7 @@ def test_local_steps_are_those_of_each_replica_alone():
 
     def change(quarter):
         part = {name: value[4 * quarter : 4 * quarter + 4] for name, value in BATCH.items()}
-        alone, _, _ = steps(Combine(), optax.adam(1e-2), {"data": 1}, num_steps=3, batch=part)
+        alone, _, _ = steps(Combine(), ADAM, {"data": 1}, num_steps=3, batch=part)
         share = part["weights"].sum() / BATCH["weights"].sum()
         return jax.tree.map(lambda b, a: share * (np.float64(a) - b), alone[0].params, alone[3].params)
 
@@ -144,20 +153,20 @@ def test_a_replica_without_examples_changes_nothing():
     weights = np.where(np.arange(ROWS) < 12, 1, 0).astype(np.float32)
     batch = {**BATCH, "weights": weights}
     for combine in (Combine(by="adasum"), Combine(by="adasum", on="deltas")):
-        with_it, _, _ = steps(combine, optax.sgd(SGD_RATE), {"data": 4}, batch=batch)
+        with_it, _, _ = steps(combine, SGD, {"data": 4}, batch=batch)
         three = {name: value[:12] for name, value in batch.items()}
-        without, _, _ = steps(combine, optax.sgd(SGD_RATE), {"data": 3}, batch=three)
+        without, _, _ = steps(combine, SGD, {"data": 3}, batch=three)
         assert_changed_by(with_it, jax.tree.map(lambda b, a: a - b, without[0].params, without[1].params))
-    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), optax.adam(1e-2), {"data": 4}, batch=batch)
+    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), ADAM, {"data": 4}, batch=batch)
     count = deltas[-1].opt_state[0].count
     assert count.tolist() == [1, 1, 1, 0]
 
 
 def test_what_a_codec_leaves_out_is_kept_and_added_later():
-    states, _, _ = steps(Combine(by="top_k:0.1+mean"), optax.sgd(SGD_RATE), MESHES[0], num_steps=2)
+    states, _, _ = steps(Combine(by="top_k:0.1+mean"), SGD, MESHES[0], num_steps=2)
     assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(states[-1].combine_state))
     assert any(np.any(leaf) for leaf in jax.tree.leaves(states[-1].combine_state))
-    exact, _, _ = steps(Combine(), optax.sgd(SGD_RATE), MESHES[0])
+    exact, _, _ = steps(Combine(), SGD, MESHES[0])
     moved = [
         np.count_nonzero(a - b)
         for a, b in zip(*map(jax.tree.leaves, (states[1].params, states[0].params)), strict=True)
@@ -172,7 +181,7 @@ def test_what_a_codec_leaves_out_is_kept_and_added_later():
 def test_a_users_own_combiner_runs_on_the_mesh():
     text = f"{Path(__file__).parents[2] / 'examples' / 'own_combiner.py'}:median"
     combine = Combine(by=load_combiner(text))
-    states, _, _ = steps(combine, optax.sgd(1.0), {"data": 4})
+    states, _, _ = steps(combine, SGD_ONE, {"data": 4})
     assert_changed_by(states, jax.tree.map(lambda *g: -np.median(g, 0), *replica_gradients()))
 
 
@@ -180,7 +189,7 @@ def test_a_gradient_that_is_not_finite_on_one_replica_is_skipped_by_all():
     image = BATCH["image"].copy()
     image[5] = np.nan
     for combine in (Combine(by="adasum"), Combine(by="adasum", on="deltas"), Combine(by="int8+mean")):
-        states, metrics, _ = steps(combine, optax.adam(1e-2), {"data": 4}, batch={**BATCH, "image": image})
+        states, metrics, _ = steps(combine, ADAM, {"data": 4}, batch={**BATCH, "image": image})
         assert metrics["skipped"] == 1
         assert states[1].step == 1
         jax.tree.map(np.testing.assert_array_equal, states[0]._replace(step=0), states[1]._replace(step=0))
@@ -189,7 +198,7 @@ def test_a_gradient_that_is_not_finite_on_one_replica_is_skipped_by_all():
 def test_layers_are_combined_one_by_one():
     config = DecoderConfig(vocab=8, seq=4, embed=8, num_layers=11, num_heads=2, mlp=8)
     specs = state_specs(
-        from_nnx(config), optax.sgd(1.0), Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1}
+        from_nnx(config), SGD_ONE, Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1}
     )
     tree = jax.tree.map(
         lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), specs.abstract.params
@@ -211,5 +220,5 @@ def test_what_does_not_fit_together_is_refused():
         Combine(by="adasum", local_steps=2)
     layout = Layout(mesh={"data": 2}, parameters={"embed": ("data",)})
     with pytest.raises(ValueError, match="use fsdp for that") as error:
-        state_specs(MODEL, optax.sgd(1.0), layout, {"data": 2, "fsdp": 1, "tensor": 1}, Combine(by="adasum"))
+        state_specs(MODEL, SGD_ONE, layout, {"data": 2, "fsdp": 1, "tensor": 1}, Combine(by="adasum"))
     assert "\n  - blocks/0/up/kernel" in str(error.value)
