@@ -14,7 +14,7 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import BATCH, EMBED, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.models.layers import coming_keys, normal
 
-SIZES = (VOCAB, EMBED, MLP, LAYERS)
+SIZES: tuple[str, ...] = (VOCAB, EMBED, MLP, LAYERS)
 
 
 @dataclass(frozen=True, kw_only=True)
