@@ -83,7 +83,7 @@ class Mailbox:
 
         Raises:
           RankTimeout: it did not arrive in time.
-          RuntimeError: an array to be sent from here could not be computed.
+          RuntimeError: an array to be sent from here could not be computed or sent.
         """
         with self._activity.at(what, waits=True, waits_for=self._ranks[source : source + 1]):
             return self._wait_and_receive(shape, dtype, source, tag, what)
@@ -118,7 +118,7 @@ class Mailbox:
 
     def _check(self) -> None:
         if self._failed is not None:
-            raise RuntimeError("an array that was to be sent could not be computed") from self._failed
+            raise RuntimeError("an array could not be computed or sent to another stage") from self._failed
 
     def _send_all(self) -> None:
         # requests of MPI, each with its buffer, which must live until the send is complete
@@ -136,7 +136,10 @@ class Mailbox:
                 under_way.append((self._comm.Isend([_as_bytes(data), MPI.BYTE], to, tag), data))
                 nap = 0.0
             except queue.Empty:
-                under_way = [(request, data) for request, data in under_way if not request.Test()]
+                try:
+                    under_way = [(request, data) for request, data in under_way if not request.Test()]
+                except MPI.Exception as error:
+                    self._failed, under_way = error, []
                 time.sleep(nap)
                 nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
             except Exception as error:

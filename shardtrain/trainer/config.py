@@ -16,7 +16,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoints.differences import Allow
-from shardtrain.checkpoints.differences import differences as differences
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.options import Combine
 from shardtrain.errors.field_types import wrong_types

@@ -10,8 +10,9 @@ import pytest
 
 import shardtrain
 import shardtrain.combine
+from shardtrain.checkpoints.differences import differences
 from shardtrain.combine.options import Combine
-from shardtrain.trainer.config import MOST_CHARACTERS, Run, Strategy, describe, differences, run_text
+from shardtrain.trainer.config import MOST_CHARACTERS, Run, Strategy, describe, run_text
 
 
 @dataclass(frozen=True)
