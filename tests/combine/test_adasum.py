@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardtrain.combine import MeshGroup, adasum
 
 SHAPES = [(33, 7), (5,), (), (0,), (1300, 3), (33, 7)]
-SIZES = [("mesh", size) for size in range(1, 9)] + [("vmap", 9)]
+SIZES = [("mesh", size) for size in (1, 2, 3, 7, 8)] + [("vmap", 9)]
 
 
 def combined(group, *leaves):

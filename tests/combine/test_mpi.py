@@ -19,7 +19,7 @@ TOLERANCES = {
     "top_k:0.2+mean": 1e-5,
     "power_sgd:2+mean": 2e-4,
 }
-CASES = [f"adasum@{size}" for size in range(1, 10)] + ["mean@1", "mean@3"]
+CASES = [f"adasum@{size}" for size in (1, 2, 3, 6, 9)] + ["mean@1", "mean@3"]
 CASES += [f"{name}@3" for name in TOLERANCES if name not in ("mean", "adasum")]
 
 

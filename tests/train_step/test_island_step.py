@@ -7,8 +7,12 @@ import pytest
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
+FULL = pytest.mark.full
+
+
 @pytest.mark.parametrize(
-    ("num_islands", "devices"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.full), (2, 2), (3, 2), (4, 1)]
+    ("num_islands", "devices"),
+    [(1, 2), (2, 2), (3, 1), *(pytest.param(*case, marks=FULL) for case in ((2, 1), (3, 2), (4, 1)))],
 )
 def test_islands_give_the_plain_step(num_islands, devices, mpiexec):
     texts = mpiexec(num_islands, PROGRAMS / "island_step.py", devices=devices)
