@@ -28,6 +28,7 @@ SLOWEST_FIRST = (
     "train_step/test_pipeline.py",
     "faults/test_kills.py",
     "test_central.py",
+    "test_documents.py",
     "train_step/test_stage_step.py",
     "checkpoints/test_restore_matrix.py",
     "faults/test_hang.py",
