@@ -47,7 +47,7 @@ def trained_example(name, folder):
     run = dataclasses.replace(load_run(str(ROOT / "examples" / name)), run_dir=folder, steps=4, log_every=2)
     run = dataclasses.replace(run, evaluate_batches=2, sample=None)
     if isinstance(run.model, ResNetConfig):  # a network of 20 unrolled layers compiles for a minute
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, depth=8))
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, depth=11))
     trained = train(run, Console(file=io.StringIO()))
     assert trained.step == 4
 

@@ -19,7 +19,7 @@ from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.layers import normal
+from shardtrain.models.layers import parameter
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -34,14 +34,13 @@ class Net(nnx.Module):
     """Two matrices: an array to combine costs more to trace than all of this."""
 
     def __init__(self, rngs):
-        sizes = {"embed": 16, "mlp": 32, "vocab": 8}
-        self.up = normal(("embed", "mlp"), sizes=sizes, std=0.25, rngs=rngs)
-        self.head = normal(("mlp", "vocab"), sizes=sizes, std=0.25, rngs=rngs)
+        self.up = parameter(0.25 * jax.random.normal(rngs.params(), (16, 32)), ("embed", "mlp"))
+        self.head = parameter(0.25 * jax.random.normal(rngs.params(), (32, 8)), ("mlp", None))
 
     def __call__(self, image):
         x = with_logical_constraint(image.reshape(len(image), -1), ("batch", "embed"))
         x = with_logical_constraint(jax.nn.relu(x @ self.up[...]), ("batch", "mlp"))
-        return with_logical_constraint(x @ self.head[...], ("batch", "vocab"))
+        return with_logical_constraint(x @ self.head[...], ("batch", None))
 
 
 MODEL = from_nnx(Net)
