@@ -107,7 +107,9 @@ def test_a_folder_that_becomes_read_only(mounted, small):
     pid = mounted.begin(words=train())
     mounted.until("saved")
     folder = "run/checkpoints"
-    mounted.shell(f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}")
+    # busy while a save has a file open
+    again = f"for i in $(seq 200); do mount -o remount,ro,bind {folder} && exit; sleep 0.02; done; exit 1"
+    mounted.shell(f"mount --bind {folder} {folder} && ({again}) 2>/dev/null")
     until_said(mounted, "Read-only file system")
     mounted.shell(f"umount {folder}")
     failed = int(mounted.until("saving")[0])
