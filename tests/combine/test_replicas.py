@@ -19,7 +19,6 @@ from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.layers import parameter
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -30,12 +29,19 @@ ROWS, SGD_RATE = 16, 0.5
 SGD, SGD_ONE, ADAM = optax.sgd(SGD_RATE), optax.sgd(1.0), optax.adam(1e-2)
 
 
+def drawn(rngs, *dims):
+    """A parameter of these dims; the classes have no name."""
+    shape = [{"embed": 16, "mlp": 32}.get(dim, 8) for dim in dims]
+    values = 0.25 * jax.random.normal(rngs.params(), shape)
+    return nnx.Param(values, out_sharding=dims, eager_sharding=False)
+
+
 class Net(nnx.Module):
     """Two matrices: an array to combine costs more to trace than all of this."""
 
     def __init__(self, rngs):
-        self.up = parameter(0.25 * jax.random.normal(rngs.params(), (16, 32)), ("embed", "mlp"))
-        self.head = parameter(0.25 * jax.random.normal(rngs.params(), (32, 8)), ("mlp", None))
+        self.up = drawn(rngs, "embed", "mlp")
+        self.head = drawn(rngs, "mlp", None)
 
     def __call__(self, image):
         x = with_logical_constraint(image.reshape(len(image), -1), ("batch", "embed"))

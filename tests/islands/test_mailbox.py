@@ -1,6 +1,7 @@
 """A message that cannot be sent ends the run at its stage's next call, instead of a thread in silence."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def send_again(mailbox):
 
 @pytest.mark.parametrize("array", [np.ones(3), "no array"], ids=["a send that fails", "no array"])
 def test_what_cannot_be_sent_is_raised_at_the_next_call(array):
-    mailbox = Mailbox(Broken(), ["stage 0", "stage 1"])
+    broken: Any = Broken()
+    mailbox = Mailbox(broken, ["stage 0", "stage 1"])
     if isinstance(array, str):
         array = np.array([{}], dtype=object)  # has no bytes
     mailbox.send(array, 1, 0)
