@@ -5,9 +5,10 @@ import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtrain.doctor.cgroup import limits
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each, some
 from shardtrain.report.quantities import bytes_text
+from shardtrain.system.cgroup import limits
+from shardtrain.system.host import memory_bytes, ranges_text
 
 SHM_BYTES_PER_RANK = 64 * 2**20
 """Least space in /dev/shm per rank, for MPI's buffers; containers often have 64 MiB for all ranks."""
@@ -33,8 +34,8 @@ def collect(context: RankContext) -> Facts:
         "nodes": numa_nodes(),
         "threads": {name: context.environ[name] for name in THREADS if name in context.environ},
         "limits": limits(),
-        "memory_bytes": _memory("MemTotal"),
-        "available_bytes": _memory("MemAvailable"),
+        "memory_bytes": memory_bytes("MemTotal"),
+        "available_bytes": memory_bytes("MemAvailable"),
         "shm_bytes": shm.f_frsize * shm.f_blocks if shm else None,
         "shm_free_bytes": shm.f_frsize * shm.f_bavail if shm else None,
         "ulimits": {name: _soft(kind) for name, kind in names.items()},
@@ -45,14 +46,6 @@ def collect(context: RankContext) -> Facts:
 def _soft(kind: int) -> int | None:
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _memory(name: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, list[int]]:
@@ -72,21 +65,6 @@ def read_ranges(text: str) -> list[int]:
     """
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return [i for low, _, high in ranges for i in range(int(low), int(high or low) + 1)]
-
-
-def ranges_text(numbers: Sequence[int]) -> str:
-    """Format numbers as a list of ranges.
-
-    >>> ranges_text([0, 1, 2, 8])
-    '0-2,8'
-    """
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:

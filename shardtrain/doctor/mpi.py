@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each
 from shardtrain.doctor.child import run_child
-from shardtrain.doctor.mpi_vendor import compatible, vendor
+from shardtrain.doctor.mpi_vendor import compatible
 from shardtrain.doctor.visible_gpus import gpus_wanted
 from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
-from shardtrain.islands.mpi_library import library_environment, not_installed
+from shardtrain.islands.mpi_library import library_environment, not_installed, vendor
 from shardtrain.launch.mpi import find_mpiexec
 
 CHILD_SECONDS, PROBE_SECONDS = 60.0, 90.0

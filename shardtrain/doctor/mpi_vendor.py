@@ -1,27 +1,13 @@
-"""The vendor of an MPI library, and whether a launcher is compatible with it. No MPI, no jax."""
+"""Whether a launcher is compatible with an MPI library. No MPI, no jax."""
 
-import re
 from collections.abc import Mapping
 
 from shardtrain.doctor.child import run_child
 from shardtrain.islands.launcher_variables import LAUNCHERS
-from shardtrain.islands.mpi_library import library_environment
+from shardtrain.islands.mpi_library import library_environment, vendor
 from shardtrain.islands.rank_environment import RankEnvironment
 
 LIBRARY_SECONDS = 60.0
-
-
-def vendor(library: str) -> str:
-    """Return the vendor of a library: a value of `launch.mpi.Mpiexec.vendor`, or "other".
-
-    >>> vendor("Open MPI v5.0.3, package: Open MPI"), vendor("MPICH Version: 5.0.2"), vendor("?")
-    ('openmpi', 'hydra', 'other')
-    """
-    if "Open MPI" in library:
-        return "openmpi"
-    if "Intel(R) MPI" in library:
-        return "intel"
-    return "hydra" if re.search(r"MPICH|MVAPICH", library) else "other"
 
 
 def compatible(launcher: str, library: str) -> bool:

@@ -1,15 +1,13 @@
 """The check `versions`: whether packages, flags, Python, system and driver are equal on all ranks."""
 
-import os
-import platform
 import sys
 from collections.abc import Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, each, some
-from shardtrain.doctor.visible_gpus import driver
 from shardtrain.islands.agreement import disagreement
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 from shardtrain.islands.rank_facts import flags, versions
+from shardtrain.system.host import system_facts
 
 SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
 
@@ -20,19 +18,8 @@ def collect(context: RankContext) -> Facts:
         **versions(),
         **flags(context.environ),
         "python": sys.executable,
-        "machine": platform.machine(),
-        "system": f"{system_name()}, Linux {platform.release()}",
-        "libc": " ".join(platform.libc_ver()),
-        "driver": driver(),
+        **system_facts(),
     }
-
-
-def system_name() -> str:
-    """Return the name of the Linux distribution."""
-    try:
-        return platform.freedesktop_os_release().get("PRETTY_NAME", "?")
-    except OSError:
-        return os.uname().sysname
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:

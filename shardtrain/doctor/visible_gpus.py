@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardtrain.doctor.check import Facts
 from shardtrain.islands.launcher_variables import NODE_GPUS, STEP_GPUS
+from shardtrain.system.host import driver
 
 QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 SMI_SECONDS = 20.0
@@ -112,20 +113,6 @@ def _nvidia_smi() -> tuple[list[Facts], str | None]:
     if done.returncode:
         return [], (done.stdout + done.stderr).strip().splitlines()[-1][:200]
     return read_gpus(done.stdout), None
-
-
-def driver() -> str | None:
-    """Return the version of NVIDIA's driver; None without one.
-
-    >>> driver() is None or driver()[0].isdigit()
-    True
-    """
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return match[1] if match else None
 
 
 def plugin() -> str | None:

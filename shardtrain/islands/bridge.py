@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.islands.malloc import tune_malloc
-from shardtrain.islands.mpi_library import library_environment, not_loaded_text
+from shardtrain.islands.mpi_library import library_environment, not_loaded_text, vendor
 from shardtrain.islands.options import REDUCE
 from shardtrain.islands.rank_timeout import RankTimeout, missing_text
 from shardtrain.islands.watchdog.activity import ActivityRecord
@@ -249,6 +249,22 @@ def world() -> MPI.Comm:
                 " MPI that was built with it, and unset what lowers the level (MPI4PY_RC_THREAD_LEVEL)"
             )
     return MPI.COMM_WORLD
+
+
+def library_facts() -> dict[str, str]:
+    """Return `library`, `vendor`, `standard` (its version) and `threads` (the level) of the MPI that runs."""
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+    }
+    library = MPI.Get_library_version().rstrip("\0")
+    return {
+        "library": library.splitlines()[0].strip(),
+        "vendor": vendor(library),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "threads": levels.get(MPI.Query_thread(), "multiple"),
+    }
 
 
 def _end_all(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -1,10 +1,11 @@
-"""Find MPI's library, or what to install if it cannot be loaded. Imports no MPI.
+"""Find MPI's library and its vendor, or what to install if it cannot be loaded. Imports no MPI.
 
 Next: `bridge.py`, which loads it.
 """
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,19 @@ def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) ->
 def not_installed() -> list[str]:
     """Return the packages for MPI that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def vendor(library: str) -> str:
+    """Return the vendor of a library: a value of `launch.mpi.Mpiexec.vendor`, or "other".
+
+    >>> vendor("Open MPI v5.0.3, package: Open MPI"), vendor("MPICH Version: 5.0.2"), vendor("?")
+    ('openmpi', 'hydra', 'other')
+    """
+    if "Open MPI" in library:
+        return "openmpi"
+    if "Intel(R) MPI" in library:
+        return "intel"
+    return "hydra" if re.search(r"MPICH|MVAPICH", library) else "other"
 
 
 def not_loaded_text(error: BaseException) -> str:

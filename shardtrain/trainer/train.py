@@ -20,6 +20,7 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.environment import record_environment
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.loop_parts import LoopParts
 from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts
@@ -83,6 +84,7 @@ def train(
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
             stack.enter_context(exclusive_folder(folder))
+        record_environment(folder, prepared.coordination, output)
         checkpoints = stack.enter_context(
             RunCheckpoints(
                 prepared.run, folder, prepared.coordination, prepared.setup, prepared.island_step, output.note

@@ -3,7 +3,7 @@
 import pytest
 
 from shardtrain.doctor.binding import evaluate, numa_nodes
-from shardtrain.doctor.cgroup import limits
+from shardtrain.system.cgroup import limits
 
 GIB = 2**30
 

@@ -44,6 +44,9 @@ def test_islands_train_as_one_device_does_and_resume(processes, devices, text, a
     found = mpiexec(num_ranks, PROGRAM, text, tmp_path, processes, devices=devices, timeout=400)
     same_losses(read_jsonl(tmp_path / "mean" / "metrics.jsonl"), alone)
     assert json.loads(found[0]) == ["part-0-of-2", "part-1-of-2"]
+    start = json.loads((tmp_path / "mean" / "environment.jsonl").read_text().splitlines()[0])
+    assert [rank["rank"] for rank in start["ranks"]] == list(range(num_ranks))
+    assert start["mpi"]["threads"] == "multiple"
     metrics = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")[-1]
     assert 0 < metrics["orthogonality"] < 1.5
     assert "orthogonality/blocks/up/1" in metrics

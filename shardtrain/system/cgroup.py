@@ -1,14 +1,13 @@
-"""The limits on CPU time and memory that control groups (version 1 and 2) set for this process."""
+"""The limits on CPU time and memory that control groups (version 1 and 2) set for this process. No jax."""
 
 from pathlib import Path
-
-from shardtrain.doctor.check import Facts
+from typing import Any
 
 NO_LIMIT_BYTES = 2**60
 """Limits of this size or more are ignored: cgroup version 1 writes such a number if there is no limit."""
 
 
-def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Facts:
+def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
     """Return the tightest limits of the groups of this process, from its own up to the root.
 
     Returns:

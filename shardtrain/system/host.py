@@ -1,0 +1,95 @@
+"""Facts of this host that are read from files in well under a millisecond each. No jax."""
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def system_facts() -> dict[str, str | None]:
+    """Return `machine`, `system` (distribution and kernel), `libc` and `driver` of this host."""
+    return {
+        "machine": platform.machine(),
+        "system": f"{system_name()}, Linux {platform.release()}",
+        "libc": " ".join(platform.libc_ver()),
+        "driver": driver(),
+    }
+
+
+def system_name() -> str:
+    """Return the name of the Linux distribution."""
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "?")
+    except OSError:
+        return os.uname().sysname
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None without one.
+
+    >>> driver() is None or driver()[0].isdigit()
+    True
+    """
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match[1] if match else None
+
+
+def memory_bytes(name: str, file: Path = Path("/proc/meminfo")) -> int | None:
+    """Return an entry of meminfo, such as MemTotal; None if there is none."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def network_links(folder: Path = Path("/sys/class/net")) -> dict[str, Any]:
+    """Return interface -> its state and, if the driver reports it, its speed in Mbit/s.
+
+    Loopback is left out. InfiniBand devices are in `infiniband_links`.
+    """
+    links = {}
+    for path in sorted(folder.glob("*")):
+        if path.name != "lo" and (path / "operstate").exists():
+            speed = _read(path / "speed")
+            links[path.name] = {
+                "state": _read(path / "operstate"),
+                "mbit_per_second": int(speed) if speed and speed.isdecimal() else None,
+            }
+    return links
+
+
+def infiniband_links(folder: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
+    """Return port -> its state and rate, of InfiniBand devices and those that work alike."""
+    return {
+        f"{port.parents[1].name}/{port.name}": {"state": _read(port / "state"), "rate": _read(port / "rate")}
+        for port in sorted(folder.glob("*/ports/*"))
+    }
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Format numbers as a list of ranges.
+
+    >>> ranges_text([0, 1, 2, 8])
+    '0-2,8'
+    """
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a speed cannot be read while its interface is down
+        return None
