@@ -18,7 +18,6 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Batches, Windows, place
 from shardtrain.data.batches import epoch_order
@@ -36,7 +35,7 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.loop import run_loop
-from shardtrain.trainer.loop_parts import LoopOptions, LoopParts
+from shardtrain.trainer.loop_parts import CheckpointWriter, LoopOptions, LoopParts
 from shardtrain.trainer.metric_log import STEPS_LATE
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
@@ -123,7 +122,7 @@ class Toolkit:
             step=self.step,
             batches=self._on_mesh(ticks),
             evaluate=lambda state: {},
-            checkpoints=cast("Checkpoints", _NoCheckpoints(last)),
+            checkpoints=cast("CheckpointWriter", _NoCheckpoints(last)),
             policy=CheckpointPolicy(),
             sink=self.sink,
             progress=self.progress,

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardtrain.train_step.placement import make_placement
     from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
     from shardtrain.trainer.config import Run, StartFrom, Strategy
+    from shardtrain.trainer.hooks import Hook
     from shardtrain.trainer.recovery import Recovery
     from shardtrain.trainer.train import Trained, train
     from shardtrain.trainer.trained_model import build, load
@@ -71,6 +72,7 @@ _MODULES = {
     "optim.schedules": ("Schedule",),
     "pipeline.options": ("Pipeline",),
     "optim.scaling": ("Scaling",),
+    "trainer.hooks": ("Hook",),
     "trainer.recovery": ("Recovery",),
     "combine.options": ("Combine",),
     "checkpoints.differences": ("Allow",),
@@ -88,6 +90,7 @@ __all__ = [
     "CheckpointPolicy",
     "Checkpoints",
     "Combine",
+    "Hook",
     "Layout",
     "Loss",
     "MaskedTokens",

@@ -96,6 +96,14 @@ class Checkpoints:
         """Return the newest step of which this part is finished (a running save is not), or None."""
         return self._saver.latest
 
+    def finished(self) -> int | None:
+        """Return the newest step of which this part is finished, also one that `wait` did not wait for."""
+        return self._saver.finished()
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of this part of a finished step, on the fast disk if it is there."""
+        return self._folders.folder_of(step)
+
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints of which this part is finished, broken ones too."""
         return self._folders.steps()

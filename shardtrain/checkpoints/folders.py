@@ -60,6 +60,11 @@ class CheckpointFolders:
         """Whether the next save goes to the fast disk first."""
         return self.target != self.shared
 
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of this part of a step, the fastest that has it."""
+        found = [paths.step_folder(folder, step, self.part) for folder in self.all]
+        return next((path for path in found if path.exists()), found[-1])
+
     def steps(self) -> list[int]:
         """Return the steps of which this part is finished in any folder, broken ones too, ascending."""
         return sorted({step for folder in self.all for step in self._steps_in(folder)})

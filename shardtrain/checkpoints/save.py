@@ -174,6 +174,13 @@ class Saver:
             other = RuntimeError("another process failed")
             raise failure or self._failure(pending.step, pending.num_bytes, other)
 
+    def finished(self) -> int | None:
+        """Return the newest step that is on the disk; a save under way is not waited for."""
+        pending = self._pending
+        if pending is not None and pending.notes.done() and pending.notes.exception() is None:
+            return pending.step
+        return self.latest
+
     def collect(self) -> SaveFailed | None:
         """Wait for the save under way; return this process's failure, if any."""
         if self._pending is None:

@@ -18,7 +18,7 @@ from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
 
 LAYOUT, COMBINE, ACROSS, PIPELINE = (f"strategy.{n}." for n in ("layout", "combine", "across", "pipeline"))
-PYTHON_ONLY = ("loss", "names", "sample", f"{LAYOUT}parameters", f"{LAYOUT}activations")
+PYTHON_ONLY = ("loss", "names", "sample", "hooks", f"{LAYOUT}parameters", f"{LAYOUT}activations")
 """Fields of a run that have no option."""
 
 SHORT = {
@@ -57,7 +57,7 @@ HEADINGS = {
     "model": ("model.",),
     "data": ("data.",),
     "optimizer": ("optimizer.",),
-    "training": ("nonfinite", "evaluate_with", "unit"),
+    "training": ("nonfinite", "evaluate_with", "unit", "hook_errors"),
     "layout": (LAYOUT,),
     "replicas": (COMBINE,),
     "islands": (ACROSS,),

@@ -3,6 +3,7 @@
 `user_code` wraps a call into such code; the command line shows the user's part of the traceback. No jax.
 """
 
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,3 +63,25 @@ def user_traceback(failure: UserCodeFailed) -> str:
         trace = trace.tb_next
     shown = trace or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, shown, chain=False))
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the file and line of the user's code that raised, or that called the library which did.
+
+    Args:
+      error: caught where this package called the user's code.
+
+    >>> try:
+    ...     exec(compile("1 / 0", "hooks.py", "exec"))
+    ... except ZeroDivisionError as error:
+    ...     raised_at(error)
+    'hooks.py:1'
+    """
+    calls = traceback.extract_tb(error.__traceback__)
+    # the first call is that of this package; libraries, which are installed, are no code of the user
+    own = [call for call in calls[1:] if not _is_installed(call.filename)] or calls
+    return f"{own[-1].filename}:{own[-1].lineno}"
+
+
+def _is_installed(path: str) -> bool:
+    return "site-packages" in path or path.startswith((sysconfig.get_path("stdlib"), "<frozen"))

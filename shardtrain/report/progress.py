@@ -69,9 +69,10 @@ class PlainLines:
         now_seconds = self._clock()
         self._status.update(step, values, now_seconds)
         due = now_seconds - self._written_seconds >= self._every_seconds
-        if due or "heldout/loss" in values or step >= self._status.total_steps:
+        evaluated = bool(heldout_losses(values))
+        if due or evaluated or step >= self._status.total_steps:
             self._written_seconds = now_seconds
-            self.note(self._status.line(heldout="heldout/loss" in values))
+            self.note(self._status.line(heldout=evaluated))
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -135,11 +136,23 @@ class _Status:
         parts = []
         if "train/loss" in self._values:
             parts.append(f"loss {loss_text(self._values['train/loss'])}")
-        if heldout and "heldout/loss" in self._values:
-            parts.append(f"heldout {loss_text(self._values['heldout/loss'])}")
+        if heldout:
+            parts += [f"{name} {loss_text(loss)}" for name, loss in heldout_losses(self._values).items()]
         if f"{self._unit}_per_second" in self._values:
             parts.append(f"{count_text(self._values[f'{self._unit}_per_second'])} {self._unit}/s")
         if self._step is not None and self._steps.per_second:
             left_seconds = max(0, self.total_steps - self._step) / self._steps.per_second
             parts.append(f"left {duration_text(left_seconds)}")
         return parts
+
+
+def heldout_losses(values: Mapping[str, float]) -> dict[str, float]:
+    """Return what to show of the held-out sets: name -> loss, those of a set with a name too.
+
+    >>> heldout_losses({"train/loss": 2.0, "heldout/loss": 2.5, "heldout/code/loss": 1.5})
+    {'heldout': 2.5, 'heldout code': 1.5}
+    """
+    found = {name.removesuffix("/loss"): x for name, x in values.items() if name.endswith("/loss")}
+    return {
+        name.replace("/", " ", 1): loss for name, loss in found.items() if name.partition("/")[0] == "heldout"
+    }

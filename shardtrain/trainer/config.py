@@ -27,6 +27,7 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.hooks import Hook, HookErrors
 from shardtrain.trainer.recovery import Recovery
 
 
@@ -103,7 +104,8 @@ class Run:
         (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
         They override the model's own names; if several patterns match, the first one applies.
       data: an object with `train(folder)` and `heldout(folder)`, which return random-access sources of
-        samples (heldout may return None); see `shardtrain.data.Text`.
+        samples; see `shardtrain.data.Text`. heldout may return None, or several sources as name -> source:
+        each is evaluated, and logged as heldout/NAME/loss.
       loss: (apply, batch) -> (sum, count).
       optimizer: options of a built-in optimizer, or any optax transformation; each update receives the loss
         as `value`. `strategy.accumulate` replaces optax.MultiSteps, with a single reduction per step.
@@ -130,6 +132,9 @@ class Run:
       allow: how a checkpoint may differ from the run that reads it.
       recovery: detection of loss spikes, faulty devices and slow islands, and rollbacks.
       watch: time limits after which the watchdog ends a run that hangs.
+      hooks: functions of yours that rank 0 calls after steps, log lines, evaluations and saves, and at the
+        end.
+      hook_errors: what to do if a hook raises an exception: "report" it and continue, or "stop" the run.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -158,6 +163,8 @@ class Run:
     allow: Allow = Allow()
     recovery: Recovery = Recovery()
     watch: Watch = Watch()
+    hooks: tuple[Hook, ...] = ()
+    hook_errors: HookErrors = "report"
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, optax.MultiSteps):

@@ -1,6 +1,7 @@
 """Evaluation on held-out data: the same rows each time, sharded over islands, as means by name.
 
-Every metric of the loss appears here as `heldout/NAME`, beside its `train/NAME`. Next: `train_step/step.py`.
+Every metric of the loss appears here as `heldout/NAME`, beside its `train/NAME`; that of a held-out set with
+a name as `heldout/SET/NAME`. Next: `train_step/step.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ def make_evaluation(
     run: Run,
     setup: RunSetup,
     coordination: Coordination,
-    heldout: Any,
+    heldout: Mapping[str, Any],
     island_step: IslandStep | None,
 ) -> Evaluate:
     """Make the function that evaluates a state on held-out data.
@@ -38,13 +39,13 @@ def make_evaluation(
       run: says how many batches, and which parameters.
       setup: the setup of this island.
       coordination: the exchange with the other islands.
-      heldout: samples by number; None where there is no held-out data.
+      heldout: name of a held-out set ("" for a single one) -> samples by number; {} without held-out data.
       island_step: the step of several islands; None for a run of one island.
 
     Returns:
       state -> held-out values by name; {} without held-out data. All islands call it at the same time.
     """
-    if heldout is None:
+    if not heldout:
         return lambda state: {}
     in_stages = isinstance(island_step, StageStep)
     evaluate = island_step.evaluate if in_stages else make_evaluate(setup.model, run.loss, setup.placement)
@@ -53,8 +54,12 @@ def make_evaluation(
     microbatches = run.strategy.accumulate if in_stages or setup.placement.stages else 1
     # rows are shared as in training; the held-out data is passed through once, in its own order
     shard = coordination.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
-    batches = Batches(source=heldout, batch=run.batch, epochs=1, shuffle=False, rows=shard.rows)
-    loader = Loader(batches, shard, mesh, axes, microbatches)
+
+    def make_loader(source: Any) -> Loader:
+        batches = Batches(source=source, batch=run.batch, epochs=1, shuffle=False, rows=shard.rows)
+        return Loader(batches, shard, mesh, axes, microbatches)
+
+    loaders = {heldout_prefix(name): make_loader(source) for name, source in heldout.items()}
     select = make_select_params(run, setup)
 
     def values(state: State) -> dict[str, float]:
@@ -62,18 +67,32 @@ def make_evaluation(
         if coordination.transfer is not None:
             # the state of a combiner across islands is not placed on the mesh
             state = state._replace(combine_state=())
-        # start all batches before waiting for the first result
-        with closing(batches.iterate()) as loaded:
-            first = islice(loaded, run.evaluate_batches)
-            metrics = [evaluate(state, loader.place(batch)) for batch, _ in first]
-        means = _merge(jax.device_get(metrics))
+        # start all batches of all sets before waiting for the first result
+        metrics = {}
+        for prefix, loader in loaders.items():
+            with closing(loader.batches.iterate()) as loaded:
+                first = islice(loaded, run.evaluate_batches)
+                metrics[prefix] = [evaluate(state, loader.place(batch)) for batch, _ in first]
         # islands add up sums and counts, so the mean is that of all rows, however they are split
-        sums = {name: (mean.sum, mean.count) for name, mean in means.items()}
+        sums = {
+            f"{prefix}{name}": (mean.sum, mean.count)
+            for prefix, of_batches in metrics.items()
+            for name, mean in _merge(jax.device_get(of_batches)).items()
+        }
         sums = coordination.sum_over_islands("evaluation", sums)
         means = {name: Mean(sum=total, count=count) for name, (total, count) in sums.items()}
-        return {f"heldout/{name}": mean.value for name, mean in means.items() if mean.value is not None}
+        return {name: mean.value for name, mean in means.items() if mean.value is not None}
 
     return values
+
+
+def heldout_prefix(name: str) -> str:
+    """Return the beginning of the names of a held-out set's metrics.
+
+    >>> heldout_prefix(""), heldout_prefix("code")
+    ('heldout/', 'heldout/code/')
+    """
+    return f"heldout/{name}/" if name else "heldout/"
 
 
 def _merge(of_batches: Sequence[Mapping[str, Any]]) -> dict[str, Mean]:

@@ -67,6 +67,7 @@ class _Loop:
         self.position: Any = None
         self.log = MetricLog(parts, options)
         self.saved_seconds, self.save_is_due = time.monotonic(), False
+        self.saving: int | None = None
 
     def train(self) -> None:
         """Train until the last step is done or all islands have voted to stop."""
@@ -103,6 +104,8 @@ class _Loop:
             self.state, metrics = parts.step(self.state, batch)
         self.done += 1
         self.stop.can_save = True
+        # the device still computes the step: a hook waits for nothing
+        parts.hooks.step(self.done)
         self.log.add(self.done, metrics)
 
     def _vote(self) -> StepVote:
@@ -122,6 +125,7 @@ class _Loop:
         own = StepVote(self.stop.asked(), self.save_is_due, parts.checkpoints.latest(), bad)
         result = parts.vote(done, own)
         parts.checkpoints.confirm(result.saved)
+        _report_save(parts, result.saved)
         if result.bad:
             raise self.log.fault or RollBack(result.bad, f"step {result.bad} was bad on another island")
         if parts.check and (result.save or done % (self.options.check_every or 1) == 0):
@@ -167,6 +171,7 @@ class _Loop:
             if unsaved:
                 self._save(must=True)
                 parts.checkpoints.wait()
+            self._report_awaited_save()
 
     def _any_step_trained(self) -> bool:
         return self.parts.any_rank("a step that was not skipped", self.log.trained)
@@ -192,6 +197,8 @@ class _Loop:
             )
             raise RollBack(step, text) if self.options.nonfinite == "roll_back" else FloatingPointError(text)
         _wait(parts)
+        self._report_awaited_save()
+        self.saving = step
         extra = {**parts.extra, "position": self.position}
         if unlogged is not None:
             extra[UNLOGGED] = {name: strict(value) for name, value in unlogged.items()}
@@ -202,6 +209,14 @@ class _Loop:
             if must:
                 raise
             parts.progress.note(f"WARNING: {failure}")
+
+    def _report_awaited_save(self) -> None:
+        """Call the hooks for the save that this rank has waited for, if that of no other rank failed."""
+        parts = self.parts
+        if parts.hooks.has_save and self.saving is not None:
+            latest = parts.checkpoints.latest()
+            if not parts.any_rank("a save failed", latest != self.saving):
+                _report_save(parts, latest)
 
 
 def finish_evaluation(parts: LoopParts, step: int, state: State, unlogged: Mapping[str, Any] | None) -> None:
@@ -222,6 +237,8 @@ def finish_evaluation(parts: LoopParts, step: int, state: State, unlogged: Mappi
         line = {name: float(value) for name, value in {**unlogged, **heldout}.items()}
         parts.sink.write(step, line)
         parts.progress.update(step, line)
+        parts.hooks.log(step, line)
+        parts.hooks.evaluation(step, heldout)
 
 
 def _wait(parts: LoopParts) -> None:
@@ -230,6 +247,17 @@ def _wait(parts: LoopParts) -> None:
         parts.checkpoints.wait()
     except SaveFailed as failure:
         parts.progress.note(f"WARNING: {failure}")
+
+
+def _report_save(parts: LoopParts, by_all: int | None) -> None:
+    """Call the hooks for the newest complete checkpoint, if they were not called for it before.
+
+    Args:
+      parts: the parts of the loop.
+      by_all: the newest step that all ranks have saved; None or -1: none is known.
+    """
+    if parts.hooks.has_save:
+        parts.hooks.save(parts.checkpoints.complete(by_all), parts.checkpoints.folder_of)
 
 
 @jax.jit

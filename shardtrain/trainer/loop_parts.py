@@ -5,6 +5,7 @@ Next: `loop.py`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -13,6 +14,7 @@ from shardtrain.report.metrics import Progress
 from shardtrain.report.sinks.sink import Sink
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Step
+from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.recovery import Spikes
 
 
@@ -70,6 +72,14 @@ class CheckpointWriter(Protocol):
         """Wait for the save under way."""
         ...
 
+    def complete(self, by_all: int | None) -> int | None:
+        """Return the newest step that is complete on the disk, given what all writers have finished."""
+        ...
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a complete step."""
+        ...
+
     def confirm(self, step: int | None) -> None:
         """Allow older steps to be deleted, as all writers have finished this one."""
         ...
@@ -94,6 +104,7 @@ class LoopParts:
       labels: names of the entries of a metric of shape (L,).
       activity: what this process is doing, for its watchdog.
       check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
+      hooks: functions of the user, called at the events of the run.
       explain: step -> why the data of this step gives no finite loss; "" where the reason is unknown.
     """
 
@@ -111,4 +122,5 @@ class LoopParts:
     labels: Sequence[str] = ()
     activity: ActivityRecord = field(default_factory=ActivityRecord)
     check: Callable[[int, State], None] | None = None
+    hooks: Hooks = field(default_factory=Hooks)
     explain: Callable[[int], str] = lambda step: ""

@@ -12,6 +12,7 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import make_evaluation
 from shardtrain.trainer.fingerprints import divergence_text, hardware, make_find_divergence
 from shardtrain.trainer.first_batch import class_problems
+from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.loop_parts import LoopOptions, LoopParts, StepVote
 from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.recovery import RollBack, Spikes
@@ -60,6 +61,7 @@ def make_loop_parts(
         before_save=before_save,
         labels=island_step.labels if island_step else combined_labels(placement),
         activity=activity,
+        hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
         check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
     )
 

@@ -72,6 +72,7 @@ class MetricLog:
         self._rate = self._rate.paused(time.monotonic() - start_seconds)
         assert self.unlogged is not None
         self._write(self._unlogged_step, {**self.unlogged, **heldout})
+        self._parts.hooks.evaluation(self._unlogged_step, heldout)
         self.unlogged = None
 
     def finish(self) -> None:
@@ -124,6 +125,7 @@ class MetricLog:
     def _write(self, step: int, line: Mapping[str, float]) -> None:
         self._parts.sink.write(step, line)
         self._parts.progress.update(step, line)
+        self._parts.hooks.log(step, line)
 
     def _detect_spike(self, step: int, loss: float | None) -> None:
         spikes = self._options.spikes

@@ -5,6 +5,7 @@ Everything that can be refused is refused here. Next: `train.py`.
 
 import hashlib
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,7 @@ class PreparedRun(NamedTuple):
       setup: model, optimizer, mesh and placement.
       coordination: the exchange with the other islands.
       loader: the loader of this process's rows.
-      heldout: samples held out, None without any.
+      heldout: name -> samples held out; a single set has the name "", {} without any.
       island_step: the step of several islands; None for a run of one island.
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
@@ -58,7 +59,7 @@ class PreparedRun(NamedTuple):
     setup: RunSetup
     coordination: Coordination
     loader: Loader
-    heldout: Any
+    heldout: dict[str, Any]
     island_step: IslandStep | None
     description: dict[str, Any]
     expected: Expected
@@ -129,24 +130,44 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
     return setup
 
 
-def _open_sources(run: Run, folder: Path) -> tuple[Any, Any]:
-    """Return the samples to train on, and those held out.
+def _open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the samples to train on, and the held-out sets by name.
 
     Raises:
-      ValueError: they have no length, or no samples by number.
+      ValueError: they have no length, or no samples by number; or a held-out set has no usable name.
     """
     with user_code(lambda error: f"the data ({type(run.data).__name__})"):
-        found = {"train": run.data.train(folder), "heldout": run.data.heldout(folder)}
+        train, heldout = run.data.train(folder), run.data.heldout(folder)
+    sets = _heldout_sets(heldout)
+    found = {"train(folder)": train}
+    found |= {f"heldout(folder){f'[{name!r}]' if name else ''}": source for name, source in sets.items()}
     problems = [
-        f"{name}(folder) gave a {type(source).__name__}; give something with a length and samples by number"
+        f"{name} gave a {type(source).__name__}; give something with a length and samples by number"
         " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it"
         for name, source in found.items()
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
-        and not (name == "heldout" and source is None)
     ]
+    named = [name for name, source in sets.items() if source is not heldout]
+    if any(not name or name != name.strip("/") for name in named):
+        problems.append(
+            f"heldout(folder) gave sets named {', '.join(map(repr, sets))}; each set's loss is logged as"
+            " heldout/NAME/loss: give each a name, without / at its ends"
+        )
     if problems:
         raise problems_error("the data cannot be read", problems)
-    return found["train"], found["heldout"]
+    return train, sets
+
+
+def _heldout_sets(heldout: Any) -> dict[str, Any]:
+    """Return name -> held-out samples; a single source has the name "".
+
+    A dict of samples by number is a single source.
+    """
+    if heldout is None:
+        return {}
+    if isinstance(heldout, Mapping) and all(isinstance(name, str) for name in heldout):
+        return dict(heldout)
+    return {"": heldout}
 
 
 def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:

@@ -91,6 +91,20 @@ class RunCheckpoints:
         """Return the step that was saved last."""
         return self._latest if self._part is None else self.checkpoints.latest()
 
+    def complete(self, by_all: int | None) -> int | None:
+        """Return the newest step that is complete on the disk, and not in the background any more.
+
+        Args:
+          by_all: the newest step that all islands have saved, which decides where each saves a part.
+        """
+        if self._part is not None and self._part.count == 1:
+            return self.checkpoints.finished()
+        return by_all
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder in which this island's part of a step was saved."""
+        return self.checkpoints.folder_of(step)
+
     def save(self, step: int, state: State, extra: dict[str, Any]) -> None:
         """Save this island's part of a step, see `Checkpoints.save`."""
         self._latest = step

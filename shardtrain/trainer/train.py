@@ -21,6 +21,7 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.environment import record_environment
+from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.loop_parts import LoopParts
 from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts
@@ -91,11 +92,13 @@ def train(
             )
         )
         stop = stop or stack.enter_context(StopSignals())
-        # Restore and train; after a rollback restore an earlier checkpoint and train again.
-        state, step = _train_segments(prepared, checkpoints, output, activity, stop)
-        # Draw the curve, and show a sample.
-        with activity.at("the end", long=True):
-            sample = _end(prepared, state, step, output, stop)
+        parts = make_loop_parts(prepared, checkpoints, output, activity)
+        with calling_end(parts.hooks, stop):
+            # Restore and train; after a rollback restore an earlier checkpoint and train again.
+            state, step = _train_segments(prepared, checkpoints, parts, output, stop)
+            # Draw the curve, and show a sample.
+            with activity.at("the end", long=True):
+                sample = _end(prepared, state, step, output, stop)
     return Trained(
         state=state,
         step=step,
@@ -109,8 +112,8 @@ def train(
 def _train_segments(
     prepared: PreparedRun,
     checkpoints: RunCheckpoints,
+    parts: LoopParts,
     output: RunConsole,
-    activity: ActivityRecord,
     stop: StopSignals,
 ) -> tuple[State, int]:
     """Train from the start point to the end; each rollback starts another segment.
@@ -122,13 +125,12 @@ def _train_segments(
       FloatingPointError: more rollbacks were asked for than are allowed.
     """
     run, setup = prepared.run, prepared.setup
-    parts = make_loop_parts(prepared, checkpoints, output, activity)
     rollbacks = Rollbacks(run.recovery.rollbacks)
     newest: int | None = None
     position: Position | None = None
     while True:
         # all ranks restore the same checkpoint; after a rollback an older one
-        with activity.at("restoring", waits=True, long=True):
+        with parts.activity.at("restoring", waits=True, long=True):
             start = find_start_point(
                 run,
                 checkpoints,
@@ -138,6 +140,7 @@ def _train_segments(
                 newest,
             )
         rollbacks.restored(start.step)
+        parts.hooks.restored(start.step)
         if position is not None:
             # the data that was read before the rollback is not read again
             start = replace(start, position=position)

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from shardtrain.report.plots.loss_curve import (
-    HELDOUT_COLOUR,
+    HELDOUT_COLOURS,
     TRAIN_COLOUR,
     final_values,
     limits,
@@ -50,13 +50,13 @@ def test_both_curves_are_drawn(tmp_path):
     heldout = [(step, 2.1 + 5 / step) for step in range(50, 201, 50)]
     png_path = draw(tmp_path, train, heldout)
     assert num_pixels(png_path, TRAIN_COLOUR) > 1000
-    assert num_pixels(png_path, HELDOUT_COLOUR) > 1000
+    assert num_pixels(png_path, HELDOUT_COLOURS[0]) > 1000
 
 
 def test_without_heldout_losses_only_training_is_drawn(tmp_path):
     png_path = draw(tmp_path, [(1, 3.0), (2, 2.0)])
     assert num_pixels(png_path, TRAIN_COLOUR) > 500
-    assert num_pixels(png_path, HELDOUT_COLOUR) == 0
+    assert num_pixels(png_path, HELDOUT_COLOURS[0]) == 0
 
 
 def test_one_point_is_visible(tmp_path):
@@ -114,13 +114,12 @@ def test_limits_include_all_values():
 
 def test_the_subtitle_has_the_final_values():
     train = (np.array([1, 500, 1000]), np.array([10.8, np.nan, 2.34117]))
-    heldout = (np.array([500, 1000]), np.array([2.25, 2.4]))
+    heldout = {"held-out": (np.array([500, 1000]), np.array([2.25, 2.4]))}
     assert final_values(train, heldout) == (
         "step 1,000  ·  training 10.8000 → 2.3412  ·  held-out 2.2500 → 2.4000 (lowest 2.2500 at step 500)"
         "  ·  not finite: 1 of 3"
     )
-    none = (np.array([], int), np.array([]))
-    assert final_values((np.array([1]), np.array([3.0])), none) == "step 1  ·  training 3.0000"
+    assert final_values((np.array([1]), np.array([3.0])), {}) == "step 1  ·  training 3.0000"
 
 
 def test_metrics_without_a_loss_are_refused(tmp_path):

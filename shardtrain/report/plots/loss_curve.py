@@ -1,6 +1,6 @@
 """The plot of the training and held-out losses of a run over its steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ Series = tuple[np.ndarray, np.ndarray]
 TRAIN_COLOUR = "#2f6db3"
 
 
-HELDOUT_COLOUR = "#d1495b"
+HELDOUT_COLOURS = ("#d1495b", "#3a8f5c", "#8c5fb0", "#b7791f", "#4b5563")
 
 
 def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> Path:
@@ -30,7 +30,8 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     first hundredth of the steps may be above its range.
 
     Args:
-        jsonl_path: written by `sinks.json_lines.JsonLines`, with `train/loss`, `heldout/loss` or both.
+        jsonl_path: written by `sinks.json_lines.JsonLines`, with `train/loss`, `heldout/loss` or both; each
+            `heldout/NAME/loss` is a line of its own.
         png_path: file to write; its folder is created.
         title: the title of the plot.
 
@@ -41,8 +42,8 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
         ValueError: no line has a loss, a line is invalid, or matplotlib is not installed.
     """
     records = read_jsonl(jsonl_path)
-    train, heldout = series(records, "train/loss"), series(records, "heldout/loss")
-    if not train[0].size and not heldout[0].size:
+    train, heldout = series(records, "train/loss"), heldout_series(records)
+    if not train[0].size and not heldout:
         raise ValueError(_no_losses(jsonl_path, len(records)))
     figure = new_figure("a loss curve")
     axes = figure.add_axes((0.085, 0.115, 0.885, 0.68))
@@ -72,6 +73,18 @@ def series(records: Sequence[dict[str, float]], name: str) -> Series:
     steps = np.array([step for step, _ in points], np.int64)
     values = np.array([value for _, value in points], np.float64)
     return steps, np.where(np.isfinite(values), values, np.nan)
+
+
+def heldout_series(records: Sequence[dict[str, float]]) -> dict[str, Series]:
+    """Return label -> the losses of a held-out set: "held-out", or "held-out NAME" of a set with a name.
+
+    >>> list(heldout_series([{"step": 1, "heldout/loss": 2.0}, {"step": 2, "heldout/code/loss": 2.0}]))
+    ['held-out', 'held-out code']
+    """
+    logged = dict.fromkeys(name for record in records for name in record)
+    names = [name for name in logged if name.startswith("heldout/") and name.endswith("/loss")]
+    labels = [f"held-out {name.removeprefix('heldout').removesuffix('/loss')[1:]}".rstrip() for name in names]
+    return {label: series(records, name) for label, name in zip(labels, names, strict=True)}
 
 
 def smooth(values: np.ndarray, half_window: int) -> np.ndarray:
@@ -122,21 +135,20 @@ def limits(values: np.ndarray) -> tuple[float, float]:
     return low - room, high + room
 
 
-def final_values(train: Series, heldout: Series) -> str:
+def final_values(train: Series, heldout: Mapping[str, Series]) -> str:
     """Format the subtitle: first and last losses, the lowest held-out one, the number of non-finite ones.
 
     Args:
         train: steps (N,) and losses (N,).
-        heldout: steps (M,) and losses (M,).
+        heldout: label of a held-out set -> steps (M,) and losses (M,), M at least 1.
 
     Returns:
         One line of text.
     """
-    parts = [f"step {max(int(steps[-1]) for steps, _ in (train, heldout) if steps.size):,}"]
+    parts = [f"step {max(int(steps[-1]) for steps, _ in (train, *heldout.values()) if steps.size):,}"]
     if train[0].size:
         parts.append(f"training {_first_to_last(train[1])}")
-    if heldout[0].size:
-        parts.append(f"held-out {_first_to_last(heldout[1])}{_lowest(*heldout)}")
+    parts += [f"{label} {_first_to_last(each[1])}{_lowest(*each)}" for label, each in heldout.items()]
     num_not_finite = int(np.isnan(train[1]).sum())
     parts += [f"not finite: {num_not_finite:,} of {train[1].size:,}"] if num_not_finite else []
     return "  ·  ".join(parts)
@@ -153,7 +165,7 @@ def _lowest(steps: np.ndarray, losses: np.ndarray) -> str:
     return f" (lowest {loss_text(losses[lowest])} at step {steps[lowest]:,})"
 
 
-def _draw_losses(axes: "Axes", train: Series, heldout: Series) -> None:
+def _draw_losses(axes: "Axes", train: Series, heldout: Mapping[str, Series]) -> None:
     steps, losses = train
     half_window = losses.size // 50
     # a line through one point is invisible, so short runs have markers
@@ -166,17 +178,18 @@ def _draw_losses(axes: "Axes", train: Series, heldout: Series) -> None:
         axes.plot(
             steps, smoothed, color=TRAIN_COLOUR, linewidth=1.8, marker=marker, markersize=4, label=label
         )
-    if heldout[0].size:
-        style = {"marker": "o", "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
-        axes.plot(*heldout, color=HELDOUT_COLOUR, linewidth=1.2, label="held-out", zorder=3, **style)
+    style = {"marker": "o", "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
+    for number, (label, each) in enumerate(heldout.items()):
+        colour = HELDOUT_COLOURS[number % len(HELDOUT_COLOURS)]
+        axes.plot(*each, color=colour, linewidth=1.2, label=label, zorder=3, **style)
 
 
-def _set_scale(axes: "Axes", train: Series, heldout: Series) -> None:
+def _set_scale(axes: "Axes", train: Series, heldout: Mapping[str, Series]) -> None:
     from matplotlib.ticker import LogLocator
 
-    steps = np.concatenate([train[0], heldout[0]])
+    steps = np.concatenate([train[0], *(each[0] for each in heldout.values())])
     # the first hundredth is so steep that it would flatten the rest; its value is in the subtitle
-    shown = np.concatenate([train[1][train[1].size // 100 :], heldout[1]])
+    shown = np.concatenate([train[1][train[1].size // 100 :], *(each[1] for each in heldout.values())])
     low, high = limits(shown)
     if spans_decades(shown):
         axes.set_yscale("log")

@@ -1,0 +1,196 @@
+"""Held-out data: one set, or several by name, on a mesh and across islands; with hooks on rank 0."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.train import train
+
+PROGRAM = """
+import dataclasses, io, json, sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain import Across, CheckpointPolicy, Hook, Layout, Run, Strategy, join, train
+
+FOLDER, AXIS = Path(sys.argv[1]), sys.argv[2]
+ISLANDS = join()
+
+
+def tokens(seed, number):
+    found = np.random.default_rng(seed).integers(0, 32, (number, 9)).astype(np.int32)
+    return [{"tokens": row} for row in found]
+
+
+@dataclass(frozen=True)
+class Data:
+    def train(self, folder: Path) -> Any:
+        return tokens(0, 64)
+
+    def heldout(self, folder: Path) -> Any:
+        return {"a": tokens(1, 13), "b": tokens(2, 5)}
+
+
+EVENTS = []
+
+
+def saved(step, folder):
+    parts = list(folder.parent.glob(f"step_{step:08d}*"))
+    EVENTS.append(["save", step, len(parts), folder.name])
+
+
+run = Run(
+    model=TinyConfig(vocab=32, num_layers=2),
+    data=Data(),
+    strategy=Strategy(layout=Layout(mesh={"data": -1}), across=Across(axis=AXIS)),
+    batch=8,
+    steps=4,
+    log_every=2,
+    evaluate_every=2,
+    checkpoints=CheckpointPolicy(every_steps=2),
+    run_dir=FOLDER,
+    hooks=[
+        Hook(on_step=lambda step: EVENTS.append(["step", step]), on_save=saved),
+        Hook(on_evaluation=lambda step, metrics: EVENTS.append(["evaluation", step, sorted(metrics)])),
+        Hook(on_end=lambda step, ending: EVENTS.append(["end", step, ending])),
+    ],
+)
+train(run, Console(file=io.StringIO()), ISLANDS)
+sys.stdout.write(json.dumps(EVENTS))
+"""
+
+
+def tokens(seed: int, number: int) -> list[dict[str, np.ndarray]]:
+    found = np.random.default_rng(seed).integers(0, 32, (number, 9)).astype(np.int32)
+    return [{"tokens": row} for row in found]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The same data as in the program."""
+
+    given: Any = None
+
+    def train(self, folder: Path) -> Any:
+        return tokens(0, 64)
+
+    def heldout(self, folder: Path) -> Any:
+        return self.given
+
+
+A, B = tokens(1, 13), tokens(2, 5)
+RUN = Run(
+    model=TinyConfig(vocab=32, num_layers=2),
+    data=Data(),
+    strategy=Strategy(layout=Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})),
+    batch=8,
+    steps=4,
+    log_every=2,
+    evaluate_every=2,
+)
+
+
+def start(folder: Path, heldout: Any, **changes: Any) -> tuple[list[dict[str, float]], str]:
+    """The held-out values of each line, and what was printed."""
+    console = Console(file=io.StringIO(), width=200)
+    train(dataclasses.replace(RUN, data=Data(heldout), run_dir=folder, **changes), console)
+    lines = read_jsonl(folder / "metrics.jsonl")
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    return [{k: v for k, v in line.items() if k.startswith("heldout/")} for line in lines], printed
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("named")
+    return *start(folder, {"a": A, "b": B}), folder
+
+
+def test_each_set_has_the_losses_that_it_has_as_the_only_one(named, tmp_path):
+    lines, printed, folder = named
+    assert [sorted(line) for line in lines] == [["heldout/a/loss", "heldout/b/loss"]] * 2
+    for name, source in (("a", A), ("b", B)):
+        alone, _ = start(tmp_path / name, source)
+        assert [line["heldout/loss"] for line in alone] == [line[f"heldout/{name}/loss"] for line in lines]
+    last = lines[-1]
+    assert f"heldout a {last['heldout/a/loss']:.4f}  heldout b {last['heldout/b/loss']:.4f}" in printed
+    assert (folder / "loss.png").stat().st_size > 0
+
+
+def test_the_number_of_batches_is_that_of_each_set(named, tmp_path):
+    lines, _, _ = named
+    first, _ = start(tmp_path, {"a": A, "b": B}, evaluate_batches=1)
+    # b has less than a batch, a has two
+    assert [line["heldout/b/loss"] for line in first] == [line["heldout/b/loss"] for line in lines]
+    assert first[0]["heldout/a/loss"] != lines[0]["heldout/a/loss"]
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
+def test_islands_evaluate_sets_as_a_mesh_does_and_rank_0_calls_the_hooks(axis, named, tmp_path, mpiexec):
+    first, second = mpiexec(2, PROGRAM, tmp_path, axis)
+    expected, _, _ = named
+    got = [
+        {k: v for k, v in line.items() if k.startswith("heldout/")}
+        for line in read_jsonl(tmp_path / "metrics.jsonl")
+    ]
+    assert [line.keys() for line in got] == [line.keys() for line in expected]
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=2e-5)
+    events = json.loads(first)
+    assert json.loads(second) == []
+    assert [each[1] for each in events if each[0] == "step"] == [1, 2, 3, 4]
+    names = ["heldout/a/loss", "heldout/b/loss"]
+    assert [each for each in events if each[0] == "evaluation"] == [["evaluation", s, names] for s in (2, 4)]
+    # all parts were there when the hook was called
+    num_parts, suffix = (1, "") if axis == "data" else (2, ".part-0-of-2")
+    assert [each for each in events if each[0] == "save"] == [
+        ["save", step, num_parts, f"step_{step:08d}{suffix}"] for step in (2, 4)
+    ]
+    assert events[-1] == ["end", 4, "finished"]
+
+
+class Samples(Mapping[int, Any]):
+    """A dict of samples by number is one set."""
+
+    def __len__(self) -> int:
+        return len(B)
+
+    def __iter__(self) -> Any:
+        return iter(range(len(B)))
+
+    def __getitem__(self, index: int) -> Any:
+        return B[index]
+
+
+def test_a_dict_of_samples_is_one_set_and_no_sets_are_none(tmp_path):
+    lines, _ = start(tmp_path / "dict", Samples(), steps=1)
+    assert list(lines[-1]) == ["heldout/loss"]
+    lines, _ = start(tmp_path / "none", {}, steps=1)
+    assert lines == [{}]
+
+
+def test_what_is_no_set_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError) as error:
+        start(tmp_path, {"a": A, "b/": iter(B)})
+    assert str(error.value).splitlines()[1:] == [
+        "  - heldout(folder)['b/'] gave a list_iterator; give something with a length and samples by number"
+        " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it",
+        "  - heldout(folder) gave sets named 'a', 'b/'; each set's loss is logged as heldout/NAME/loss: give"
+        " each a name, without / at its ends",
+    ]
