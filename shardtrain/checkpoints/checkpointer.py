@@ -148,6 +148,14 @@ class Checkpoints:
         """
         self._saver.confirm(step)
 
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Return whether held-out values are better than those of every saved step, by `policy.best`."""
+        return self._folders.evaluations.is_best(values)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the held-out values of a step that is saved, or being saved; the best step is kept."""
+        self._folders.evaluations.add(step, values, self._folders.steps_of_all())
+
     def drop_after(self, step: int) -> None:
         """Delete this writer's part of all later steps, which turned out to be bad."""
         self._folders.delete_after(step)
@@ -156,6 +164,7 @@ class Checkpoints:
         """Resume from this step (-1: the start): later ones are replaced when the run reaches them."""
         steps = self.steps()
         self._folders.broken.update(later for later in steps if later > step)
+        self._folders.evaluations.drop_after(step)
         self._saver.latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
     def discover(self, newest: int | None = None, gather: Gather | None = None) -> Discovered:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from shardtrain.checkpoints import paths
+from shardtrain.checkpoints.evaluations import Evaluations
 from shardtrain.checkpoints.fast_disk import check, claim, fast_folder
 from shardtrain.checkpoints.manifest_entries import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -28,6 +29,7 @@ class CheckpointFolders:
 
     Attributes:
         target: the folder that the next save is written to.
+        evaluations: the held-out values of steps, by which the best is kept.
         broken: steps that are not whole; deleted once an equal or newer step is.
 
     Raises:
@@ -46,7 +48,9 @@ class CheckpointFolders:
         self.fast = policy.fast and fast_folder(Path(policy.fast).absolute(), self._resolved)
         if self.fast and os.path.lexists(self.fast):
             check(self.fast, self._resolved)
-        self._mirror = Mirror(self.fast, shared, policy, part) if self.fast else None
+        self.evaluations = Evaluations(shared, policy, report, writes=is_primary())
+        best = self.evaluations.best
+        self._mirror = Mirror(self.fast, shared, policy, part, best) if self.fast else None
         self.target = self.fast or shared
         self.broken: set[int] = set()
 
@@ -68,6 +72,10 @@ class CheckpointFolders:
     def steps(self) -> list[int]:
         """Return the steps of which this part is finished in any folder, broken ones too, ascending."""
         return sorted({step for folder in self.all for step in self._steps_in(folder)})
+
+    def steps_of_all(self) -> set[int]:
+        """Return the steps of which any part is finished, whoever saved it."""
+        return {step for folder in self.all for step in paths.finished(folder)}
 
     def _steps_in(self, folder: Path) -> list[int]:
         return [
@@ -123,10 +131,11 @@ class CheckpointFolders:
         Returns:
             What could not be deleted, in sentences.
         """
+        best = self.evaluations.best
         if self._mirror and self.is_on_fast:
             fast = CheckpointPolicy(keep=FAST_KEPT)
-            return delete_old(self.target, fast, self.part, newest, self.broken, self._mirror.busy)
-        return delete_old(self.target, self.policy, self.part, newest, self.broken)
+            return delete_old(self.target, fast, self.part, newest, self.broken, self._mirror.busy, best)
+        return delete_old(self.target, self.policy, self.part, newest, self.broken, best=best)
 
     def delete_after(self, step: int) -> None:
         """Delete this part of all later steps."""

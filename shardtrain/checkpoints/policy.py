@@ -6,6 +6,7 @@ The code that saves is in `checkpointer.py`.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
@@ -22,6 +23,9 @@ class CheckpointPolicy:
         keep_every: never delete checkpoints of steps that are multiples of this number; None: no such steps.
         fast: a folder on a disk of this host, such as a RAM disk: a save goes there first, and is copied
             to the run folder in the background. None: directly to the run folder.
+        best: a held-out metric, such as heldout/loss: the checkpoint with its best value is kept too, and an
+            evaluation that is better than all before is saved. None: no checkpoint is kept for its value.
+        best_is: which value of that metric is the best.
 
     Raises:
         ValueError: lists every value of a wrong type or out of range.
@@ -32,6 +36,8 @@ class CheckpointPolicy:
     keep: int = 3
     keep_every: int | None = None
     fast: Path | None = None
+    best: str | None = None
+    best_is: Literal["lowest", "highest"] = "lowest"
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)
@@ -40,6 +46,10 @@ class CheckpointPolicy:
             "every_minutes": (self.every_minutes is None or self.every_minutes > 0, "None, or more than 0"),
             "keep": (self.keep >= 1, "1 or more"),
             "keep_every": (self.keep_every is None or self.keep_every >= 1, "None, 1 or more"),
+            "best": (
+                self.best is None or self.best.startswith("heldout/"),
+                "None, or a held-out metric as it is logged: heldout/loss, heldout/NAME, heldout/SET/NAME",
+            ),
         }
         problems += [
             f"{name} is {getattr(self, name)}; use {use}" for name, (ok, use) in allowed.items() if not ok

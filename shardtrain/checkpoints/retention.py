@@ -4,7 +4,7 @@
 """
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,10 @@ FAST_KEPT = 2
 """Number of checkpoints kept on a fast disk."""
 
 
+FindBest = Callable[[Sequence[int]], int | None]
+"""Steps -> the best of them."""
+
+
 def delete_old(
     folder: Path,
     policy: CheckpointPolicy,
@@ -23,6 +27,7 @@ def delete_old(
     newest: int,
     broken: Collection[int] = (),
     in_use: Collection[int] = (),
+    best: FindBest = lambda steps: None,
 ) -> list[str]:
     """Delete checkpoints that the policy does not keep, and broken ones older than a complete one.
 
@@ -36,6 +41,7 @@ def delete_old(
         newest: a complete step; later ones are not deleted.
         broken: broken steps, which do not count as kept.
         in_use: steps not to delete now.
+        best: steps -> the best of them, which is not deleted; None: none is known.
 
     Returns:
         A message for each folder that could not be deleted.
@@ -43,7 +49,7 @@ def delete_old(
     # 1. the policy counts whole steps only, and decides which of them stay
     found = {step: parts for step, parts in paths.finished(folder).items() if step <= newest}
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
-    keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use)
+    keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use) | {best(whole)}
     # 2. delete interrupted saves, what the policy does not keep, and parts of another number of writers
     old = [path for path in paths.partial_folders(folder) if _is_left_behind(path, part, newest)]
     for step, parts in found.items():
@@ -86,10 +92,19 @@ class Mirror:
         shared: the run's folder of checkpoints.
         policy: which steps the run folder keeps.
         part: the part of this writer.
+        best: steps -> the best of them, which the run folder keeps.
     """
 
-    def __init__(self, fast: Path, shared: Path, policy: CheckpointPolicy, part: WriterPart) -> None:
+    def __init__(
+        self,
+        fast: Path,
+        shared: Path,
+        policy: CheckpointPolicy,
+        part: WriterPart,
+        best: FindBest = lambda steps: None,
+    ) -> None:
         self._fast, self._shared, self._policy, self._part = fast, shared, policy, part
+        self._best = best
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copy checkpoint")
         self._wanted: int | None = None
         self.busy: tuple[int, ...] = ()
@@ -128,7 +143,7 @@ class Mirror:
             try:
                 self._copy(step)
                 self.left_behind = None
-                notes += delete_old(self._shared, self._policy, self._part, step)
+                notes += delete_old(self._shared, self._policy, self._part, step, best=self._best)
             except (OSError, shutil.Error) as error:
                 self.left_behind = step
                 notes.append(

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.paths import delete, partial_folders
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
@@ -23,7 +24,8 @@ from shardtrain.system import terminal
 from shardtrain.system.run_lock import LOCK, Locked, locked
 
 Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
-"""A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP is a step of it."""
+"""A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP is a step of it, and
+PATH@best the best one."""
 
 DAMAGED = 1
 
@@ -80,7 +82,7 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """Delete old steps; the newest valid one is always kept.
+    """Delete old steps; the newest valid one is always kept, and the best one of a run that records it.
 
     Args:
       run: a run's folder, or its folder of checkpoints.
@@ -125,7 +127,8 @@ def usage() -> str:
 def _ls(options: Ls) -> int:
     path = find_checkpoint_path(options.run)
     found = [each for each in visible_readers(path.folder) if path.step in (None, each.step)]
-    terminal.out(list_text(found, partial_folders(path.folder)))
+    best = best_saved(path.folder, [each.step for each in visible_readers(path.folder) if not each.missing])
+    terminal.out(list_text(found, partial_folders(path.folder), best))
     return 0
 
 
@@ -178,6 +181,9 @@ def _pruned(checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Calla
     # steps that the policy counts: the whole ones, and older ones that miss no part
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
     old = set(steps_to_delete(policy, [each.step for each in counted]))
+    # the best step stays, as in a run that keeps it
+    if (best := best_saved(checkpoints.folder, [each.step for each in counted])) is not None:
+        old.discard(best.step)
     freed = 0
     for reader in found:
         if reader.step > whole[0].step or (reader in whole) or (reader in counted and reader.step not in old):

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.paths import finished, partial_folders, read_name
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.excerpts import some
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, BEST = "checkpoints", "best"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +57,14 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     """Find the folder of checkpoints, and the step, that a path names.
 
     Args:
-      where: a path, or PATH@STEP.
+      where: a path, or PATH@STEP; PATH@best is the best step, see `CheckpointPolicy.best`.
       step: the step, if the path does not name it.
 
     Raises:
       FileNotFoundError: there is no such folder.
       ValueError: the folder contains no checkpoints, or two different steps are given.
     """
-    path, named = _split(where)
+    path, named, is_best = _split(where)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {path}; give a run's folder, or that of its checkpoints")
     own, _ = read_name(path.name)
@@ -71,6 +72,8 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
         folder, named = path.parent, [*named, own]
     else:
         folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    if is_best:
+        named.append(_best_step(folder))
     steps = {*named, *([] if step is None else [step])}
     if len(steps) > 1:
         raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
@@ -79,8 +82,24 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     return CheckpointPath(folder=folder, step=next(iter(steps), None))
 
 
-def _split(where: str) -> tuple[Path, list[int]]:
-    path, at, number = where.rpartition("@")
-    if at and number.isdecimal() and not Path(where).exists():
-        return Path(path), [int(number)]
-    return Path(where), []
+def _best_step(folder: Path) -> int:
+    """Return the best step in a folder of checkpoints.
+
+    Raises:
+      ValueError: it is not known.
+    """
+    best = best_saved(folder, [each.step for each in visible_readers(folder) if not each.missing])
+    if best is None:
+        raise ValueError(
+            f"{folder} has no best step: a run records it with --checkpoints.best heldout/loss; give the"
+            " number of a step"
+        )
+    return best.step
+
+
+def _split(where: str) -> tuple[Path, list[int], bool]:
+    """Return the path, the step that it names, and whether it names the best step."""
+    path, at, name = where.rpartition("@")
+    if at and (name.isdecimal() or name == BEST) and not Path(where).exists():
+        return Path(path), [int(name)] if name != BEST else [], name == BEST
+    return Path(where), [], False

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.checkpoints.differences import differences
+from shardtrain.checkpoints.evaluations import Best
 from shardtrain.checkpoints.manifest import read_manifest, size_of
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.reader import CheckpointReader
@@ -42,12 +43,12 @@ class Change:
     norms: tuple[float, float]
 
 
-def list_text(readers: list[CheckpointReader], unfinished: list[Path]) -> str:
-    """Format a row per checkpoint: step, time, size, mesh and state.
+def list_text(readers: list[CheckpointReader], unfinished: list[Path], best: Best | None = None) -> str:
+    """Format a row per checkpoint: step, time, size, mesh and state; the best one is marked.
 
     File sizes are compared with the manifest, contents are not (see `shardtrain checkpoint verify`).
     """
-    rows = [_list_row(reader) for reader in readers]
+    rows = [_list_row(reader, best) for reader in readers]
     rows += [("", path.name, "", "", "", "unfinished: being saved, or interrupted") for path in unfinished]
     return table_text(("step", "saved", "size", "parts", "mesh", "state"), rows)
 
@@ -121,7 +122,7 @@ def _chunks(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray,
         yield a[chunk].astype(np.float64), b[chunk].astype(np.float64)
 
 
-def _list_row(reader: CheckpointReader) -> tuple[Any, ...]:
+def _list_row(reader: CheckpointReader, best: Best | None) -> tuple[Any, ...]:
     read = {part: read_manifest(folder) for part, folder in sorted(reader.folders.items())}
     manifests = [manifest for manifest, _ in read.values() if manifest is not None]
     problems = [reason for _, reason in read.values() if reason]
@@ -139,13 +140,14 @@ def _list_row(reader: CheckpointReader) -> tuple[Any, ...]:
         verb = "is" if len(reader.missing) == 1 else "are"
         problems.append(f"part {some(reader.missing)} {verb} missing")
     num_bytes = sum(file.num_bytes for manifest in manifests for file in manifest.files.values())
+    mark = f"; best {best.metric} {best.value:.6g}" if best is not None and best.step == reader.step else ""
     return (
         reader.step,
         _saved(manifests[0], reader) if manifests else "",
         bytes_text(num_bytes),
         reader.num_parts,
         _mesh((manifests[0].extra.get("run") or {}) if manifests else {}),
-        "; ".join(problems) or "finished",
+        "; ".join(problems or ["finished"]) + mark,
     )
 
 

@@ -67,7 +67,8 @@ class StartFrom:
     Args:
       checkpoint: checkpoint with the initial parameters and model state: a run's folder, its folder of
         checkpoints, or the folder of a step. None: initialise them at random from the seed.
-      step: the step of that checkpoint to load; None: the newest.
+      step: the step of that checkpoint to load; None: the newest; "best": the best by the metric that the run
+        kept it for (checkpoints.best).
 
     Short form: the folder.
 
@@ -76,7 +77,7 @@ class StartFrom:
     """
 
     checkpoint: Path | None = None
-    step: int | None = None
+    step: int | Literal["best"] | None = None
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
@@ -87,7 +88,7 @@ class StartFrom:
         problems = wrong_types(self)
         if self.step is not None and self.checkpoint is None:
             problems.append(f"step is {self.step} of no checkpoint; give the checkpoint too, a run's folder")
-        if self.step is not None and self.step < 0:
+        if isinstance(self.step, int) and self.step < 0:
             problems.append(f"step is {self.step}; use 0 or more, or None for the newest")
         if problems:
             raise problems_error("a run cannot start from this", problems)

@@ -38,6 +38,7 @@ class Expected(NamedTuple):
       outputs: the shapes and dtypes of its outputs for two rows.
       rows: two rows of a batch, on the host.
       vocab: number of tokens in the model's vocabulary; None if it is not known.
+      metrics: names of the metrics that the loss returns beside its sum and count.
     """
 
     loss: Loss
@@ -46,6 +47,7 @@ class Expected(NamedTuple):
     outputs: Any
     rows: Mapping[str, np.ndarray]
     vocab: int | None
+    metrics: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int | None:
@@ -86,8 +88,8 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs[-1])
 
     with jax.sharding.use_abstract_mesh(ONE):
-        jax.eval_shape(lambda batch: checked(loss(apply, batch)), rows)
-    return found._replace(outputs=outputs)
+        _, _, metrics = jax.eval_shape(lambda batch: checked(loss(apply, batch)), rows)
+    return found._replace(outputs=outputs, metrics=tuple(metrics))
 
 
 def loss_problems(expected: Expected) -> list[str]:

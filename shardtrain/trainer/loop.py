@@ -88,7 +88,8 @@ class _Loop:
                 self._save_and_continue()
             if evaluates:
                 with self.parts.activity.at("the evaluation", waits=True, long=True):
-                    self.log.evaluate(self.parts.evaluate, self.state)
+                    heldout = self.log.evaluate(self._evaluate, self.state)
+                self._save_if_best(heldout)
             if result.stop:
                 self.stop.agreed(result.stop)
                 break
@@ -138,6 +139,23 @@ class _Loop:
         with self.parts.activity.at("saving", long=True):
             self.state = self.parts.before_save(self.state)
             self._save(self.log.unlogged)
+
+    def _evaluate(self, state: State) -> dict[str, float]:
+        """Evaluate a step, and record its values before its line is written, if it is saved."""
+        heldout = self.parts.evaluate(state)
+        if self.saving == self.done:
+            self.parts.checkpoints.evaluated(self.done, heldout)
+        return heldout
+
+    def _save_if_best(self, heldout: Mapping[str, float]) -> None:
+        """Save a step that is not saved yet, if its evaluation is better than those of all saved steps."""
+        parts = self.parts
+        # a last step that is not saved by now was never trained
+        if parts.policy.best is None or self.done in (self.saving, self.options.steps):
+            return
+        if parts.any_rank("a better evaluation", parts.checkpoints.is_best(heldout)):
+            self._save_and_continue()
+            parts.checkpoints.evaluated(self.done, heldout)
 
     def finish(self) -> None:
         """Write the last metrics, check the segment for faults, and save its last step.
@@ -233,6 +251,7 @@ def finish_evaluation(parts: LoopParts, step: int, state: State, unlogged: Mappi
         return
     with parts.activity.at("the evaluation", waits=True, long=True):
         heldout = parts.evaluate(state)
+        parts.checkpoints.evaluated(step, heldout)
     if unlogged is not None:
         line = {name: float(value) for name, value in {**unlogged, **heldout}.items()}
         parts.sink.write(step, line)

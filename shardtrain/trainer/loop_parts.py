@@ -80,6 +80,14 @@ class CheckpointWriter(Protocol):
         """Return the folder of a complete step."""
         ...
 
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Return whether held-out values are better than those of every saved step."""
+        ...
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the held-out values of a step that is saved, or being saved."""
+        ...
+
     def confirm(self, step: int | None) -> None:
         """Allow older steps to be deleted, as all writers have finished this one."""
         ...

@@ -65,8 +65,8 @@ class MetricLog:
             self._unlogged_step = self._pending[0][0]
             self._read(keep=True)
 
-    def evaluate(self, evaluate: Callable[[State], dict[str, float]], state: State) -> None:
-        """Evaluate the newest step, and write its line with the held-out values."""
+    def evaluate(self, evaluate: Callable[[State], dict[str, float]], state: State) -> dict[str, float]:
+        """Evaluate the newest step, write its line with the held-out values, and return these."""
         start_seconds = time.monotonic()
         heldout = evaluate(state)
         self._rate = self._rate.paused(time.monotonic() - start_seconds)
@@ -74,6 +74,7 @@ class MetricLog:
         self._write(self._unlogged_step, {**self.unlogged, **heldout})
         self._parts.hooks.evaluation(self._unlogged_step, heldout)
         self.unlogged = None
+        return heldout
 
     def finish(self) -> None:
         """Read and write what is left; the last step is always written."""

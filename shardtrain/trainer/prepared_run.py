@@ -34,6 +34,7 @@ from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.multi_island_step import make_multi_island_step, pipeline_text
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of
@@ -98,6 +99,7 @@ def prepare_run(
     loader = make_loader(run, setup, coordination, source)
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
+    _check_best(run, heldout, expected)
     problems = [*loss_problems(expected), *class_problems(expected, first)]
     if problems:
         raise problems_error("this run would learn nothing, or something else than it should", problems)
@@ -168,6 +170,21 @@ def _heldout_sets(heldout: Any) -> dict[str, Any]:
     if isinstance(heldout, Mapping) and all(isinstance(name, str) for name in heldout):
         return dict(heldout)
     return {"": heldout}
+
+
+def _check_best(run: Run, heldout: Mapping[str, Any], expected: Expected) -> None:
+    """Check that the metric of the best checkpoint is one that is evaluated.
+
+    Raises:
+      ValueError: it is not.
+    """
+    names = [f"{heldout_prefix(name)}{metric}" for name in heldout for metric in ("loss", *expected.metrics)]
+    if run.checkpoints.best is not None and run.checkpoints.best not in names:
+        have = f"an evaluation gives {', '.join(names)}" if names else "the data has no held-out samples"
+        raise ValueError(
+            f"checkpoints.best is {run.checkpoints.best!r}, and {have}; use"
+            f" {'one of these, or ' if names else ''}None"
+        )
 
 
 def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:

@@ -5,13 +5,14 @@ Any layout reads the checkpoint of any other: meshes, islands, stages, replicas.
 """
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
+from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.flatten import restorable
 from shardtrain.checkpoints.origins import state_to_save, wanted_state
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
@@ -142,12 +143,28 @@ def _position(saved: Mapping[str, Any]) -> Position:
     return Position(epoch=epoch, index=index)
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> CheckpointReader:
+def _best_step(path: Path, found: Sequence[CheckpointReader]) -> int:
+    """Return the best step in a folder.
+
+    Raises:
+      ValueError: it is not known.
+    """
+    folders = [folder.parent for reader in found for folder in reader.folders.values()]
+    best = best_saved(folders[0], [each.step for each in found]) if folders else None
+    if best is None:
+        raise ValueError(
+            f"{path} has no best checkpoint: a run records it with --checkpoints.best heldout/loss; give a"
+            " step, or None for the newest"
+        )
+    return best.step
+
+
+def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> CheckpointReader:
     """Find a complete checkpoint to start from.
 
     Args:
       path: a run's folder, its folder of checkpoints, or the folder of a step.
-      step: the step; None: the newest.
+      step: the step; None: the newest; "best": the best by the metric of `CheckpointPolicy.best`.
 
     Raises:
       ValueError: there is none, or it is broken.
@@ -156,6 +173,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> CheckpointReader:
     found = [each for folder in folders[:2] for each in find_readers(folder)]
     found = found or [each for each in find_readers(path.parent) if path in each.folders.values()]
     steps = [each.step for each in found]
+    if step == "best":
+        step = _best_step(path, found)
     found = [each for each in found if step in (None, each.step)]
     if not found:
         have = f"it has steps {steps}" if steps else "it has no finished one"

@@ -4,7 +4,7 @@ What is read of them, and when, is in `resume.py`. Next: `checkpoints/checkpoint
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,6 +113,15 @@ class RunCheckpoints:
             if not (self.coordination.writes or self.own_optimizers):
                 part = part._replace(opt_state=())
             self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self._origins(part))
+
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Return whether held-out values are better than those of every step that this island saved."""
+        return self._part is not None and self.checkpoints.is_best(values)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the held-out values of a step that is saved, see `Checkpoints.evaluated`."""
+        if self._part is not None:
+            self.checkpoints.evaluated(step, values)
 
     def wait(self) -> None:
         """Wait for the save under way, see `Checkpoints.wait`."""

@@ -7,7 +7,7 @@ docs/trained_model.md.
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,9 @@ def build(model: Any, seed: int = 0) -> Any:
     return _assembled(model, params, model_state, values.__getitem__, seed)
 
 
-def load(run_dir: str | Path, model: Any, step: int | None = None, *, evaluated: bool = True) -> Any:
+def load(
+    run_dir: str | Path, model: Any, step: int | Literal["best"] | None = None, *, evaluated: bool = True
+) -> Any:
     """Load the parameters of a run, whatever mesh, pipeline or islands trained them, into a model.
 
     These are the parameters that the run evaluates and exports: with `Run(evaluate_with="ema")` the average.
@@ -63,7 +65,8 @@ def load(run_dir: str | Path, model: Any, step: int | None = None, *, evaluated:
       run_dir: a run's folder, its folder of checkpoints, or the folder of a step.
       model: the model of the run, as in its run file; see `build`. A run folder contains descriptions and
         arrays, but no code to build a model from.
-      step: the step of the checkpoint; None: the newest.
+      step: the step of the checkpoint; None: the newest; "best": the best by the metric of
+        `CheckpointPolicy.best`.
       evaluated: False: load the parameters that the optimizer trains, even if the run evaluates others.
 
     Returns:

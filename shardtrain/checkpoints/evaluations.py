@@ -1,0 +1,183 @@
+"""The held-out values of saved steps, and which of these steps is the best. No jax.
+
+They are in a file of their own beside the checkpoints: a step is saved before it is evaluated. `retention.py`
+keeps the best step; `policy.py` says by which metric.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.untrusted_files import parse_json, read_text, whole_number
+
+EVALUATIONS = "evaluations.json"
+"""The file in a folder of checkpoints."""
+
+MOST_BYTES, MOST_STEP = 1 << 24, 1 << 62
+
+
+class Best(NamedTuple):
+    """The best of the saved steps.
+
+    Args:
+      step: the step.
+      metric: the name of the metric.
+      value: its value.
+    """
+
+    step: int
+    metric: str
+    value: float
+
+
+class EvaluatedSteps(NamedTuple):
+    """The held-out values of steps, and what makes one of them the best.
+
+    Args:
+      metric: the name of the metric.
+      best_is: "lowest" or "highest".
+      values: step -> name of a metric -> value; values that are not finite are left out.
+
+    >>> found = EvaluatedSteps("loss", "lowest", {10: {"loss": 2.0}, 20: {"loss": 1.0}, 30: {"loss": 1.0}})
+    >>> found.best([10, 20, 30])
+    Best(step=20, metric='loss', value=1.0)
+    >>> print(found.best([40]))
+    None
+    """
+
+    metric: str
+    best_is: str
+    values: Mapping[int, Mapping[str, float]]
+
+    def best(self, steps: Iterable[int]) -> Best | None:
+        """Return the best of some steps, of equal ones the first; None if none of them was evaluated."""
+        of_steps = {step: self.values.get(step, {}).get(self.metric) for step in sorted(steps)}
+        known = {step: value for step, value in of_steps.items() if value is not None}
+        if not known:
+            return None
+        choose = min if self.best_is == "lowest" else max
+        step = choose(known, key=lambda step: known[step])
+        return Best(step, self.metric, known[step])
+
+
+def read_evaluations(folder: Path) -> EvaluatedSteps | None:
+    """Read the file of a folder of checkpoints; None if there is none.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is not of the form that is written.
+    """
+    path = folder / EVALUATIONS
+    if not path.exists():
+        return None
+    body = parse_json(read_text(path, MOST_BYTES), ours=True)
+    try:
+        metric, best_is, steps = body["metric"], body["best_is"], body["steps"]
+        values = {
+            whole_number(int(step), "step", MOST_STEP): {
+                str(name): float(value) for name, value in of_step.items() if math.isfinite(float(value))
+            }
+            for step, of_step in steps.items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not of the form that shardtrain writes; delete it") from error
+    if not isinstance(metric, str) or best_is not in ("lowest", "highest"):
+        raise ValueError(f"{path} is not of the form that shardtrain writes; delete it")
+    return EvaluatedSteps(metric, best_is, values)
+
+
+def best_saved(folder: Path, steps: Iterable[int]) -> Best | None:
+    """Return the best of the steps in a folder of checkpoints; None if none is known, or the file is damaged.
+
+    Args:
+      folder: the folder of the checkpoints.
+      steps: the steps to choose from.
+    """
+    try:
+        found = read_evaluations(folder)
+    except (OSError, ValueError):
+        return None
+    return None if found is None else found.best(steps)
+
+
+class Evaluations:
+    """Records the held-out values of saved steps for one writer of checkpoints.
+
+    Args:
+      folder: the run's folder of checkpoints.
+      policy: its `best` is the metric; without one nothing is recorded, read or written.
+      report: receives a warning if the file cannot be read or written.
+      writes: whether this process writes the file.
+    """
+
+    def __init__(
+        self, folder: Path, policy: CheckpointPolicy, report: Callable[[str], None], *, writes: bool = True
+    ) -> None:
+        self._folder, self._policy, self._report, self._writes = folder, policy, report, writes
+        # never changed in place: a thread that deletes old steps reads it
+        self._values: Mapping[int, Mapping[str, float]] = {}
+        if policy.best is not None:
+            try:
+                found = read_evaluations(folder)
+                self._values = {} if found is None else found.values
+            except (OSError, ValueError) as error:
+                report(f"WARNING: which checkpoint is the best so far is not known: {error}")
+
+    def best(self, steps: Iterable[int]) -> int | None:
+        """Return the best of some steps; None if none of them was evaluated."""
+        found = self._evaluated().best(steps)
+        return None if found is None else found.step
+
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Return whether held-out values are better than those of every saved step."""
+        value = values.get(self._policy.best or "")
+        if value is None or not math.isfinite(value):
+            return False
+        best = self._evaluated().best(self._values)
+        if best is None:
+            return True
+        return value < best.value if self._policy.best_is == "lowest" else value > best.value
+
+    def add(self, step: int, values: Mapping[str, float], saved: Iterable[int]) -> None:
+        """Record the held-out values of a step that is saved, or being saved.
+
+        Args:
+          step: the step.
+          values: its held-out values by name.
+          saved: the steps that are saved; older ones are forgotten.
+        """
+        if self._policy.best is None:
+            return
+        there = set(saved)
+        kept = {
+            each: of for each, of in self._values.items() if each in there or each > max(there, default=-1)
+        }
+        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        self._write({**kept, step: finite})
+
+    def drop_after(self, step: int) -> None:
+        """Forget later steps: training continues after this one."""
+        if any(later > step for later in self._values):
+            self._write({each: of for each, of in self._values.items() if each <= step})
+
+    def _evaluated(self) -> EvaluatedSteps:
+        return EvaluatedSteps(self._policy.best or "", self._policy.best_is, self._values)
+
+    def _write(self, values: Mapping[int, Mapping[str, float]]) -> None:
+        self._values = values
+        if not self._writes:
+            return
+        steps = {str(step): dict(of_step) for step, of_step in sorted(values.items())}
+        body = {"metric": self._policy.best, "best_is": self._policy.best_is, "steps": steps}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._folder / EVALUATIONS, (json.dumps(body, indent=1) + "\n").encode())
+        except OSError as error:
+            self._report(
+                f"WARNING: {self._folder / EVALUATIONS} cannot be written: {error}. The run continues; after"
+                " a restart another checkpoint may be taken for the best"
+            )

@@ -1,0 +1,149 @@
+"""A run keeps the checkpoint with the best evaluation, whatever interrupts it."""
+
+import dataclasses
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.checkpoints.evaluations import best_saved
+from shardtrain.checkpoints.paths import finished
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.trainer import loop_setup
+from shardtrain.trainer.config import Run, StartFrom
+from shardtrain.trainer.train import train
+from shardtrain.trainer.trained_model import load
+
+LOSSES = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 2.0, 6: 3.0, 7: 0.5, 8: 0.7}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Random tokens."""
+
+    heldout_sets: Any = None
+
+    def train(self, folder: Path) -> Any:
+        found = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
+        return [{"tokens": row} for row in found]
+
+    def heldout(self, folder: Path) -> Any:
+        return self.train(folder)[:8] if self.heldout_sets is None else self.heldout_sets
+
+
+RUN = Run(
+    model=TinyConfig(vocab=32),
+    data=Tokens(),
+    batch=8,
+    steps=6,
+    log_every=1,
+    evaluate_every=1,
+    checkpoints=CheckpointPolicy(keep=1, best="heldout/loss"),
+)
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def start(folder: Path, patch: pytest.MonkeyPatch, die_at: int = 0, **changes: Any) -> str:
+    """Train; the evaluation of each step gives its value of `LOSSES`, and that of one step never returns."""
+
+    def given(*arguments: Any) -> Any:
+        def evaluate(state: Any) -> dict[str, float]:
+            step = int(state.step)
+            if step == die_at:
+                raise Killed
+            return {"heldout/loss": LOSSES[step]}
+
+        return evaluate
+
+    console = Console(file=io.StringIO(), width=300)
+    with patch.context() as inside:
+        inside.setattr(loop_setup, "make_evaluation", given)
+        train(dataclasses.replace(RUN, run_dir=folder, **changes), console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def kept(folder: Path) -> tuple[list[int], int | None]:
+    """The steps that are there, and the best of them."""
+    steps = list(finished(folder / "checkpoints"))
+    best = best_saved(folder / "checkpoints", steps)
+    return steps, best and best.step
+
+
+def test_the_best_step_is_saved_and_kept_also_over_a_resume(tmp_path, monkeypatch):
+    printed = start(tmp_path, monkeypatch)
+    # each evaluation that was better than all before was saved, and the last step as always
+    saved = [
+        line.removeprefix("checkpoint of step ") for line in printed.splitlines() if "checkpoint of" in line
+    ]
+    assert saved == ["1", "2", "3", "6"]
+    assert kept(tmp_path) == ([3, 6], 3)
+    # a better one replaces it
+    start(tmp_path, monkeypatch, steps=8)
+    assert kept(tmp_path) == ([7, 8], 7)
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+    assert "starts from the parameters of step 7" in start(
+        tmp_path / "other", monkeypatch, start_from=StartFrom(checkpoint=tmp_path, step="best"), steps=1
+    )
+    model = load(tmp_path, RUN.model, step="best")
+    assert model.embedding[...].shape == (32, 8)
+
+
+def test_without_it_no_step_is_saved_for_its_value(tmp_path, monkeypatch):
+    start(tmp_path, monkeypatch, checkpoints=CheckpointPolicy(keep=1))
+    assert kept(tmp_path) == ([6], None)
+    assert not (tmp_path / "checkpoints/evaluations.json").exists()
+
+
+def test_the_highest_value_is_the_best_where_that_is_said(tmp_path, monkeypatch):
+    policy = CheckpointPolicy(keep=1, best="heldout/loss", best_is="highest")
+    start(tmp_path, monkeypatch, checkpoints=policy)
+    assert kept(tmp_path) == ([1, 6], 1)
+
+
+@pytest.mark.parametrize("die_at", [3, 4, 5])
+def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_path, monkeypatch):
+    """Also where the step was saved before it was evaluated: every second one."""
+    policy = CheckpointPolicy(keep=1, best="heldout/loss", every_steps=2)
+    with pytest.raises(Killed):
+        start(tmp_path, monkeypatch, die_at, checkpoints=policy)
+    printed = start(tmp_path, monkeypatch, checkpoints=policy)
+    assert f"resumed from step { {3: 2, 4: 4, 5: 4}[die_at] }" in printed
+    assert kept(tmp_path) == ([3, 6], 3)
+
+
+def test_values_of_steps_after_the_one_from_which_a_run_resumes_are_forgotten(tmp_path, monkeypatch):
+    start(tmp_path, monkeypatch, steps=3)
+    assert kept(tmp_path) == ([3], 3)
+    import shutil
+
+    # the best step is lost, and the run repeats it with another value
+    shutil.rmtree(tmp_path / "checkpoints/step_00000003")
+    monkeypatch.setitem(LOSSES, 3, 6.0)
+    start(tmp_path, monkeypatch)
+    assert kept(tmp_path) == ([4, 6], 4)
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        ({}, "checkpoints.best is 'heldout/loss', and the data has no held-out samples; use None"),
+        (
+            {"a": Tokens().train(Path())[:8]},
+            "checkpoints.best is 'heldout/loss', and an evaluation gives heldout/a/loss; use one of these, or"
+            " None",
+        ),
+    ],
+)
+def test_a_metric_that_is_not_evaluated_is_refused_before_the_first_step(sets, told, tmp_path, monkeypatch):
+    with pytest.raises(ValueError) as error:
+        start(tmp_path, monkeypatch, data=Tokens(sets))
+    assert str(error.value) == told
