@@ -38,11 +38,17 @@ def _inverse_sqrt(schedule: "Schedule", steps: int) -> optax.Schedule:
     return lambda step: schedule.peak * (start / (jnp.maximum(step, 0) + start)) ** 0.5
 
 
+def _polynomial(schedule: "Schedule", steps: int) -> optax.Schedule:
+    final = schedule.peak * schedule.final
+    return optax.polynomial_schedule(schedule.peak, final, schedule.power, max(steps, 1))
+
+
 SCHEDULES: dict[str, Callable[["Schedule", int], optax.Schedule]] = {
     "constant": _constant,
     "cosine": _cosine,
     "wsd": _wsd,
     "inverse_sqrt": _inverse_sqrt,
+    "polynomial": _polynomial,
 }
 """Name -> (options, number of steps after the warmup) -> the learning rate over those steps, which start at
 0."""
@@ -59,13 +65,15 @@ class Schedule:
 
     Args:
       name: constant; cosine decay (Loshchilov and Hutter 2017); wsd: warmup, stable, decay
-        (Hu et al. 2024, MiniCPM); inverse_sqrt: decays as 1/sqrt(step) (Vaswani et al. 2017).
+        (Hu et al. 2024, MiniCPM); inverse_sqrt: decays as 1/sqrt(step) (Vaswani et al. 2017); polynomial:
+        decays as a power of the part of the run that is left (Chen et al. 2017, DeepLab, section 4.1).
       peak: the highest learning rate.
       warmup: number of steps of linear rise from `start` times the peak to the peak.
       start: learning rate of the first warmup step, as a fraction of the peak; 1 / N is the gradual warmup of
         Goyal et al. 2017 (section 2.2) for a rate that was scaled by N.
-      final: learning rate of the last step, as a fraction of the peak (cosine, wsd).
+      final: learning rate of the last step, as a fraction of the peak (cosine, wsd, polynomial).
       decay: fraction of the run's steps over which the rate decays (wsd).
+      power: exponent of the decay: 1 is linear, above 1 the rate falls fast at first (polynomial).
       function: step -> learning rate, such as any optax schedule; it replaces all fields above.
 
     Short forms: a number is a constant rate, a function is `function`.
@@ -80,6 +88,7 @@ class Schedule:
     start: float = 0.0
     final: float = 0.1
     decay: float = 0.2
+    power: float = 1.0
     function: Callable[[Any], Any] | None = None
 
     @staticmethod
@@ -100,6 +109,8 @@ class Schedule:
             ]
         if not self.peak > 0:
             problems.append(f"peak is {self.peak}; it must be a number above 0")
+        if not self.power > 0:
+            problems.append(f"power is {self.power}; it must be a number above 0, such as 1 (linear) or 2")
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup} steps; it must be 0 or more")
         problems += [
@@ -117,6 +128,9 @@ def make_schedule(schedule: Schedule, steps: int) -> optax.Schedule:
     >>> rate = make_schedule(Schedule(name="cosine", peak=1.0, warmup=10, final=0.0), 110)
     >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 60, 110)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
+    >>> rate = make_schedule(Schedule(name="polynomial", peak=1.0, power=2, final=0.2), 100)
+    >>> [round(float(rate(step)), 3) for step in (0, 50, 100)]
+    [1.0, 0.4, 0.2]
     """
     if schedule.function is not None:
         return schedule.function

@@ -43,6 +43,12 @@ from shardtrain.optim.separable import coupling_problems
         (Schedule(name="wsd", warmup=10, final=0.0, decay=1.0), {5: 1.0, 10: 2.0, 60: 1.0, 110: 0.0}),
         (Schedule(name="inverse_sqrt", warmup=10), {0: 0.0, 5: 1.0, 10: 2.0, 40: 1.0, 90: 2 / 3, 1000: 0.2}),
         (Schedule(name="inverse_sqrt"), {0: 2.0, 3: 1.0, 8: 2 / 3}),
+        (Schedule(name="polynomial", final=0.0), {0: 2.0, 55: 1.0, 110: 0.0, 500: 0.0}),
+        (
+            Schedule(name="polynomial", warmup=10, final=0.25, power=2.0),
+            {0: 0.0, 5: 1.0, 10: 2.0, 60: 0.875, 110: 0.5, 500: 0.5},
+        ),
+        (Schedule(name="polynomial", final=0.5, power=0.5), {0: 2.0, 82.5: 1.5, 110: 1.0}),
     ],
     ids=lambda x: x.name if isinstance(x, Schedule) else "",
 )
@@ -61,11 +67,12 @@ def test_a_run_shorter_than_its_warmup(name, steps):
 
 def test_all_problems_of_a_schedule_at_once():
     with pytest.raises(ValueError) as error:
-        Schedule(name="cosin", peak=math.nan, warmup=-1, start=-1.0, final=1.5, decay=-0.5)  # type: ignore[arg-type]
+        Schedule(name="cosin", peak=math.nan, warmup=-1, start=-1.0, final=1.5, decay=-0.5, power=0.0)  # type: ignore[arg-type]
     assert str(error.value) == (
         "this schedule cannot be used:"
-        "\n  - name is 'cosin'; allowed: constant, cosine, wsd, inverse_sqrt"
+        "\n  - name is 'cosin'; allowed: constant, cosine, wsd, inverse_sqrt, polynomial"
         "\n  - peak is nan; give a number, finite"
+        "\n  - power is 0.0; it must be a number above 0, such as 1 (linear) or 2"
         "\n  - warmup is -1 steps; it must be 0 or more"
         "\n  - start is -1.0; it must lie between 0 and 1"
         "\n  - final is 1.5; it must lie between 0 and 1"
