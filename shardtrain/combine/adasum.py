@@ -217,6 +217,7 @@ def _round(
 ) -> list[list[jax.Array]]:
     """Return the rows of the next round's nodes: float32, but the last node's in the leaves' dtypes."""
 
+    @jax.jit  # traced once for the three who ask
     def compute() -> list[list[jax.Array]]:
         nodes = [_Node(*node) for node in zip(rows(), exponents, strict=True)]
         found = [_pair(nodes[2 * i], nodes[2 * i + 1], dots[i], context) for i in range(len(nodes) // 2)]

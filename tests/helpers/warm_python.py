@@ -14,7 +14,14 @@ import sys
 from contextlib import suppress
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-WARM = ("tensorboardX", "orbax.checkpoint", "shardtrain.cli.train", "shardtrain.trainer.train")
+WARM = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "tensorboardX",
+    "orbax.checkpoint",
+    "shardtrain.cli.train",
+    "shardtrain.trainer.train",
+)
 
 
 def request(address: str, words: list[str]) -> int:

@@ -97,11 +97,12 @@ def model(name):
                 vocab=VOCAB,
                 seq=SEQ,
                 embed=32,
-                num_encoder_layers=2,
-                num_decoder_layers=3,
-                num_heads=4,
+                num_encoder_layers=1,
+                num_decoder_layers=2,
+                num_heads=2,
                 mlp=32,
                 dropout=0.3,
+                remat="none",
             )
         )
     tiny = TinyConfig(vocab=VOCAB, embed=32, num_layers=7, mlp=64, dropout=0.3, tied=name == "tied")
@@ -295,7 +296,7 @@ def main() -> None:
         (3, 1): [
             ("skips", 2, 8, ["interleaved"], None),
             ("tied", 2, 5, ["zb_v"], None),
-            ("translation", 1, 2, plain, None),
+            ("translation", 1, 2, ["zero_bubble"], None),
         ],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
         (2, 2): [("untied", 1, 2, plain, unequal), ("tied", 2, 1, ["interleaved"], None)],
