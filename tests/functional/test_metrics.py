@@ -17,11 +17,11 @@ RUN_FILE = """
 from pathlib import Path
 from shardtrain import Layout, Run, Strategy, Text, next_token_loss, with_metrics
 from shardtrain.functional.metrics import next_token_accuracy
-from shardtrain.models.decoder import DecoderConfig
+from tiny_language_model import TinyConfig
 
 def run():
     return Run(
-        model=DecoderConfig(vocab=256, seq=4, embed=8, num_layers=2, num_heads=2, mlp=8),
+        model=TinyConfig(seq=4, num_layers=2),
         data=Text(paths=(Path({text!r}),), seq=4, heldout_fraction=0.2),
         loss=with_metrics(next_token_loss, accuracy=next_token_accuracy),
         strategy=Strategy(layout=Layout(mesh={{"pipeline": 2, "data": 4}}), accumulate=2),

@@ -74,7 +74,7 @@ def keras_counts(depth):
     return trained, running
 
 
-@pytest.mark.parametrize("depth", [20, 110, 1001])
+@pytest.mark.parametrize("depth", [20, 110, pytest.param(1001, marks=pytest.mark.full)])
 def test_sizes_are_those_of_keras(depth):
     config = ResNetConfig(depth=depth, norm="batch")
     counts = count(config), count(config, nnx.BatchStat)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tiny_language_model import TinyConfig
 
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.compile import compile_step, described_devices, figures
@@ -21,7 +21,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement
 
 ROWS, SEQ, EMBED = 4, 16, 16
-CONFIG = DecoderConfig(vocab=32, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=32)
+CONFIG = TinyConfig(vocab=32, seq=SEQ, embed=EMBED, num_layers=4, mlp=32)
 MODEL = from_nnx(CONFIG)
 CUTS = {
     "1f1b": Partition(num_stages=4, counts=(1, 1, 1, 1)),
