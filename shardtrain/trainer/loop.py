@@ -24,6 +24,9 @@ from shardtrain.trainer.recovery import RollBack
 UNLOGGED = "held"
 """Key in a checkpoint: the metrics of its step, which are written once it is evaluated."""
 
+WALL_SECONDS = "wall_seconds"
+"""Key in a checkpoint: the seconds from the beginning of the run to its save."""
+
 
 def run_loop(
     state: State, first_step: int, parts: LoopParts, options: LoopOptions, stop: StopSignals
@@ -217,7 +220,7 @@ class _Loop:
         _wait(parts)
         self._report_awaited_save()
         self.saving = step
-        extra = {**parts.extra, "position": self.position}
+        extra = {**parts.extra, "position": self.position, WALL_SECONDS: parts.totals.wall_seconds()}
         if unlogged is not None:
             extra[UNLOGGED] = {name: strict(value) for name, value in unlogged.items()}
         try:

@@ -16,6 +16,7 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Step
 from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.recovery import Spikes
+from shardtrain.trainer.run_totals import RunTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class LoopOptions:
       unit: what the loss counts, such as tokens.
       spikes: detects loss spikes; None disables detection.
       check_every: steps between checks of the state; the state is also checked before every save.
+      clip: the norm from which the optimizer clips the gradient of a step; None: it does not, or each replica
+        clips its own.
     """
 
     steps: int
@@ -39,6 +42,7 @@ class LoopOptions:
     unit: str = "tokens"
     spikes: Spikes | None = None
     check_every: int | None = None
+    clip: float | None = None
 
 
 class StepVote(NamedTuple):
@@ -113,6 +117,7 @@ class LoopParts:
       activity: what this process is doing, for its watchdog.
       check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
       hooks: functions of the user, called at the events of the run.
+      totals: the wall time of the run, and the updates of this start.
       explain: step -> why the data of this step gives no finite loss; "" where the reason is unknown.
     """
 
@@ -131,4 +136,5 @@ class LoopParts:
     activity: ActivityRecord = field(default_factory=ActivityRecord)
     check: Callable[[int, State], None] | None = None
     hooks: Hooks = field(default_factory=Hooks)
+    totals: RunTotals = field(default_factory=RunTotals)
     explain: Callable[[int], str] = lambda step: ""

@@ -4,6 +4,7 @@ What the parts mean is in `loop_parts.py`. Next: `loop.py`.
 """
 
 from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.sinks.sink import Sinks
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import combined_labels, make_step
@@ -88,6 +89,8 @@ def make_loop_options(run: Run) -> LoopOptions:
     local_steps = run.strategy.combine.local_steps
     # evaluate only after steps that combine: in between, replicas have different parameters
     every = run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
+    # with deltas each replica clips its own gradient, and the norm in the metrics is a mean over them
+    optimizer = None if run.strategy.combine.on_deltas else run.optimizer
     return LoopOptions(
         steps=run.steps,
         log_every=run.log_every,
@@ -96,6 +99,7 @@ def make_loop_options(run: Run) -> LoopOptions:
         unit=run.unit,
         spikes=None if run.recovery.spike is None else Spikes(run.recovery.spike, run.recovery.window),
         check_every=run.recovery.fingerprint_every,
+        clip=optimizer.clip if isinstance(optimizer, Optimizer) else None,
     )
 
 

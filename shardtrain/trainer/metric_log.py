@@ -41,7 +41,7 @@ class MetricLog:
         self._parts, self._options = parts, options
         self._pending: deque[tuple[int, Metrics]] = deque()
         self._means: dict[str, Mean] = {}
-        self._rate = Rate()
+        self._rate, self._updates, self._clipped = Rate(), Rate(), Mean()
         self._num_skipped = 0
         self.trained, self.why_skipped = False, ""
         self.fault: RollBack | None = None
@@ -69,7 +69,8 @@ class MetricLog:
         """Evaluate the newest step, write its line with the held-out values, and return these."""
         start_seconds = time.monotonic()
         heldout = evaluate(state)
-        self._rate = self._rate.paused(time.monotonic() - start_seconds)
+        seconds = time.monotonic() - start_seconds
+        self._rate, self._updates = self._rate.paused(seconds), self._updates.paused(seconds)
         assert self.unlogged is not None
         self._write(self._unlogged_step, {**self.unlogged, **heldout})
         self._parts.hooks.evaluation(self._unlogged_step, heldout)
@@ -88,13 +89,16 @@ class MetricLog:
         count = float(values.pop("count"))
         skipped = bool(values.pop("skipped"))
         loss = Mean(sum=float(values.pop("loss_sum")), count=count)
-        self._rate = self._rate.after(now_seconds=time.monotonic(), units=count)
+        now_seconds = time.monotonic()
+        self._rate = self._rate.after(now_seconds=now_seconds, units=count)
+        self._updates = self._updates.after(now_seconds=now_seconds, units=not skipped)
         if skipped:
             self._handle_skipped(step, loss.value, values)
         else:
             self._num_skipped, self.trained = 0, True
             self._detect_spike(step, loss.value)
             self._merge(loss, values)
+            self._count_update(float(values["grad_norm"]))
         if step % self._options.log_every and not (always or keep):
             return
         line = self._line(values, skipped)
@@ -113,6 +117,14 @@ class MetricLog:
         for name, mean in {"loss": loss, **pairs}.items():
             self._means[name] = self._means.get(name, Mean()) + mean
 
+    def _count_update(self, grad_norm: float) -> None:
+        """Count an update, and whether its gradient was clipped, as `optax.clip_by_global_norm` decides."""
+        clip = self._options.clip
+        clipped = None if clip is None else grad_norm >= clip
+        if clipped is not None:
+            self._clipped += Mean(sum=clipped, count=1)
+        self._parts.totals.updated(clipped)
+
     def _line(self, values: Metrics, skipped: bool) -> dict[str, float]:
         """Return the line of metrics since the last one, and start the next."""
         line = {f"train/{name}": mean.value for name, mean in self._means.items() if mean.value is not None}
@@ -120,7 +132,12 @@ class MetricLog:
         line["skipped"] = float(skipped)
         if self._rate.per_second is not None:
             line[f"{self._options.unit}_per_second"] = self._rate.per_second
-        self._means = {}
+        if self._updates.per_second is not None:
+            line["updates_per_second"] = self._updates.per_second
+        if self._clipped.value is not None:
+            line["clipped"] = self._clipped.value
+        line["wall_seconds"] = self._parts.totals.wall_seconds()
+        self._means, self._clipped = {}, Mean()
         return line
 
     def _write(self, step: int, line: Mapping[str, float]) -> None:

@@ -23,9 +23,10 @@ from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.state import State
 from shardtrain.trainer.changed_options import check_options
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.loop import UNLOGGED
+from shardtrain.trainer.loop import UNLOGGED, WALL_SECONDS
 from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS, RunCheckpoints
+from shardtrain.trainer.run_totals import saved_wall_seconds
 from shardtrain.trainer.setup import FIRST_POSITION
 
 MOST_INDEX = 1 << 62
@@ -40,12 +41,14 @@ class StartPoint:
       step: steps done.
       position: the position in the data.
       unlogged: metrics of that step that were to be written after its evaluation.
+      wall_seconds: the wall time of the run when it was saved.
     """
 
     state: State
     step: int
     position: Position
     unlogged: Mapping[str, Any] | None = None
+    wall_seconds: float = 0.0
 
 
 def find_start_point(
@@ -115,7 +118,13 @@ def find_start_point(
     if found.extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
         note("WARNING: the data is not that of the checkpoint: training continues from its beginning")
         position = FIRST_POSITION
-    return StartPoint(state=state, step=found.step, position=position, unlogged=found.extra.get(UNLOGGED))
+    return StartPoint(
+        state=state,
+        step=found.step,
+        position=position,
+        unlogged=found.extra.get(UNLOGGED),
+        wall_seconds=saved_wall_seconds(found.extra.get(WALL_SECONDS)),
+    )
 
 
 def _refuse_imported(run: Run, extra: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.run_folder import draw_curve, exclusive_folder, write_run_file
+from shardtrain.trainer.run_totals import RunTotals
 from shardtrain.trainer.sample import sample_text
 
 
@@ -77,6 +78,7 @@ def train(
     folder = run.run_dir or Path("runs/run")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
+    totals = RunTotals()
     activity = activity or (ActivityRecord() if islands is None else islands.control.activity)
     with ExitStack() as stack:
         output = stack.enter_context(RunConsole(console, islands))
@@ -92,12 +94,13 @@ def train(
             )
         )
         stop = stop or stack.enter_context(StopSignals())
-        parts = make_loop_parts(prepared, checkpoints, output, activity)
+        parts = replace(make_loop_parts(prepared, checkpoints, output, activity), totals=totals)
         with calling_end(parts.hooks, stop):
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
             state, step = _train_segments(prepared, checkpoints, parts, output, stop)
             # Draw the curve, and show a sample.
             with activity.at("the end", long=True):
+                output.say(totals.summary(step))
                 sample = _end(prepared, state, step, output, stop)
     return Trained(
         state=state,
@@ -141,6 +144,7 @@ def _train_segments(
             )
         rollbacks.restored(start.step)
         parts.hooks.restored(start.step)
+        parts.totals.resumed(start.wall_seconds)
         if position is not None:
             # the data that was read before the rollback is not read again
             start = replace(start, position=position)

@@ -60,7 +60,7 @@ def pieces(folder):
 
 def lines(folder):
     return [
-        {name: value for name, value in line.items() if "per_second" not in name}
+        {name: value for name, value in line.items() if "second" not in name}
         for line in read_jsonl(Path(folder, "metrics.jsonl"))
     ]
 

@@ -115,7 +115,7 @@ def arrays(folder):
 def lines(folder):
     """The metrics without what depends on the clock."""
     return [
-        {name: value for name, value in line.items() if "per_second" not in name}
+        {name: value for name, value in line.items() if "second" not in name}
         for line in read_jsonl(folder / "metrics.jsonl")
     ]
 
