@@ -11,6 +11,7 @@ from typing import Any
 from shardtrain.cli.field_options import FieldOption, field_options, parse_options, with_fields
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
+from shardtrain.report.sinks import SINKS
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.sharding.shares import parse_weights
@@ -57,7 +58,7 @@ HEADINGS = {
     "model": ("model.",),
     "data": ("data.",),
     "optimizer": ("optimizer.",),
-    "training": ("nonfinite", "evaluate_with", "unit", "hook_errors"),
+    "training": ("nonfinite", "evaluate_with", "unit", "sinks", "hook_errors"),
     "layout": (LAYOUT,),
     "replicas": (COMBINE,),
     "islands": (ACROSS,),
@@ -241,6 +242,12 @@ TEXTS = {
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
         read=load_combiner,
         help=_combiner_help(),
+    ),
+    "sinks": TextForm(
+        write=lambda sinks: ",".join(each if isinstance(each, str) else GIVEN_IN_PYTHON for each in sinks),
+        read=lambda text: tuple(name.strip() for name in text.split(",")),
+        help=f"where metrics are written, such as jsonl,wandb: {', '.join(SINKS)}. jsonl is always one of"
+        " them; wandb and mlflow need the extras of these names.",
     ),
     f"{ACROSS}shares": TextForm(
         write=lambda given: given and ",".join(f"{share:g}" for share in given),

@@ -160,6 +160,8 @@ def _shown(value: Any) -> str:
 
 
 def _wanted(option: Any) -> str:
+    if _is_union(option):
+        return " or ".join(map(_wanted, typing.get_args(option)))
     origin: Any = typing.get_origin(option) or option
     if origin is type(None):
         return "None"

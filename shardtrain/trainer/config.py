@@ -26,6 +26,7 @@ from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
 from shardtrain.pipeline.options import Pipeline
+from shardtrain.report.sinks import DEFAULT_SINKS, sink_problems
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.hooks import Hook, HookErrors
 from shardtrain.trainer.recovery import Recovery
@@ -133,6 +134,8 @@ class Run:
       allow: how a checkpoint may differ from the run that reads it.
       recovery: detection of loss spikes, faulty devices and slow islands, and rollbacks.
       watch: time limits after which the watchdog ends a run that hangs.
+      sinks: where metrics are written: jsonl (always), tensorboard, wandb, mlflow. In Python also functions
+        (folder, resume_after, report) -> sink.
       hooks: functions of yours that rank 0 calls after steps, log lines, evaluations and saves, and at the
         end.
       hook_errors: what to do if a hook raises an exception: "report" it and continue, or "stop" the run.
@@ -164,6 +167,7 @@ class Run:
     allow: Allow = Allow()
     recovery: Recovery = Recovery()
     watch: Watch = Watch()
+    sinks: tuple[str | Callable[..., Any], ...] = DEFAULT_SINKS
     hooks: tuple[Hook, ...] = ()
     hook_errors: HookErrors = "report"
 
@@ -190,6 +194,7 @@ def _wrong_values(run: Run) -> list[str]:
         for name in COUNTS
         if (value := getattr(run, name)) is not None and value < 1
     ]
+    problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
     for pattern, dims in run.names.items():

@@ -26,6 +26,7 @@ from shardtrain.optim.scaling import scaled
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
+from shardtrain.report.sinks import check_installed
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.island_step import IslandStep
@@ -81,6 +82,8 @@ def prepare_run(
     Raises:
       ValueError: something in the run does not fit, or islands differ.
     """
+    if Coordination(islands).is_first:
+        check_installed(run.sinks)
     if islands is not None:
         output.say(binding_text(binding(islands)))
     # Scale the run to the number of replicas; its description is of the run as it is trained.

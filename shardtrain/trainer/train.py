@@ -172,13 +172,12 @@ def _train_segment(
     run, folder, loader = prepared.run, prepared.folder, prepared.loader
     is_first = prepared.coordination.is_first
     with ExitStack() as stack:
-        # The first process writes metrics and the description of the run.
-        sinks, last_step = (
-            open_sinks(folder, start.step or None, output.note) if is_first else (Sinks(), None)
-        )
-        stack.callback(sinks.close)
+        # The first process writes the description of the run, and its metrics.
+        sinks, last_step = Sinks(), None
         if is_first:
             write_run_file(folder, run_text(prepared.description), output)
+            sinks, last_step = open_sinks(folder, start.step or None, output.note, run.sinks)
+        stack.callback(sinks.close)
         if start.step >= run.steps:
             output.note(
                 f"{start.step} steps are done, and --steps is {run.steps}; give more, or another --run-dir"

@@ -5,6 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+RUN_FILE = "run.txt"
+"""The file in the folder of a run with its options, a line each; written before sinks are opened."""
+
 
 class Sink(Protocol):
     """A destination of metrics. All values of a step are written in one call."""
@@ -23,6 +26,7 @@ OpenSink = Callable[[Path, int | None, Callable[[str], None]], Sink | None]
 
 `resume_after` is the restored step; values of later steps are dropped. None: the run starts from the
 beginning. `report` receives warnings, such as a full disk: a sink that cannot write does not end the run.
+The first process of a run alone opens sinks.
 """
 
 

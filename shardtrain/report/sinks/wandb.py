@@ -1,0 +1,45 @@
+"""The sink of Weights & Biases; the one module that imports wandb.
+
+Project, entity, mode and the like are those of wandb's own variables: WANDB_PROJECT, WANDB_MODE=offline.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shardtrain.report.sinks.tracked_run import TrackedRun, TrackedSink, open_tracked, run_options
+
+RUN_ID = "wandb_run.txt"
+"""The file in the folder of a run with its id at W&B, and the steps that W&B has."""
+
+
+def open_wandb(folder: Path, resume_after: int | None, report: Callable[[str], None]) -> TrackedSink | None:
+    """Open a run at W&B, or continue the one of this folder; its files are in `wandb/` of the folder.
+
+    Raises:
+        ValueError: W&B cannot be reached, or nobody is logged in, at the first start.
+    """
+    import wandb
+
+    def begin(tracked: TrackedRun):
+        run = wandb.init(
+            dir=folder,
+            id=tracked.run_id or secrets.token_hex(8),
+            resume="allow",
+            name=os.environ.get("WANDB_NAME") or folder.resolve().name,
+            config=run_options(folder),
+            # a run of the user's own in this process is left alone
+            reinit="create_new",
+            # the terminal is that of the run
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        if not run.offline and run.url:
+            report(f"W&B run: {run.url}")
+
+        def log(step: int, values: Mapping[str, float]) -> None:
+            run.log(dict(values), step=step)
+
+        return run.id, log, run.finish
+
+    return open_tracked("W&B", folder / RUN_ID, resume_after, report, begin)
