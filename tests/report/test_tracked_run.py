@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import math
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,30 @@ def test_a_run_that_is_killed_and_resumed_is_one_run_there_and_has_each_step_onc
     assert found.data.params["model.vocab"] == "32"
     assert found.info.status == "FINISHED"
     assert b"model.vocab" in first
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shardtrain.report.sinks.wandb import open_wandb
+
+sink = open_wandb(Path(sys.argv[1]), None, print)
+for step in (1, 2, 3):
+    sink.write(step, {"train/loss": 1000.5 + step})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_wandb_has_the_steps_of_a_process_that_was_killed(tmp_path, warm_python):
+    (tmp_path / "program.py").write_text(KILLED)
+    subprocess.run([*warm_python, tmp_path / "program.py", tmp_path], check=False)
+    (path,) = tmp_path.rglob("*.wandb")
+    deadline = time.monotonic() + 30
+    # its own process writes them
+    while not all(f"{1000.5 + step}".encode() in path.read_bytes() for step in (1, 2, 3)):
+        assert time.monotonic() < deadline, path.stat().st_size
+        time.sleep(0.05)
+    assert (tmp_path / "wandb_run.txt").read_text().endswith("\n1\n2\n3\n")
 
 
 def test_a_run_that_starts_from_the_beginning_is_another_one(tmp_path):

@@ -13,6 +13,9 @@ from shardtrain.report.sinks.tracked_run import TrackedRun, TrackedSink, open_tr
 RUN_ID = "wandb_run.txt"
 """The file in the folder of a run with its id at W&B, and the steps that W&B has."""
 
+FLUSH_SECONDS = 0.1
+"""How often W&B writes to its file; its own 15 s would be lost with a process that is killed."""
+
 
 def open_wandb(folder: Path, resume_after: int | None, report: Callable[[str], None]) -> TrackedSink | None:
     """Open a run at W&B, or continue the one of this folder; its files are in `wandb/` of the folder.
@@ -31,14 +34,17 @@ def open_wandb(folder: Path, resume_after: int | None, report: Callable[[str], N
             config=run_options(folder),
             # a run of the user's own in this process is left alone
             reinit="create_new",
-            # the terminal is that of the run
-            settings=wandb.Settings(console="off", silent=True),
+            # the terminal is that of the run; what a killed process leaves unwritten is lost to W&B
+            settings=wandb.Settings(
+                console="off", silent=True, x_transaction_log_flush_interval=FLUSH_SECONDS
+            ),
         )
         if not run.offline and run.url:
             report(f"W&B run: {run.url}")
 
         def log(step: int, values: Mapping[str, float]) -> None:
-            run.log(dict(values), step=step)
+            # without `commit` W&B keeps a step until the next one
+            run.log(dict(values), step=step, commit=True)
 
         return run.id, log, run.finish
 
