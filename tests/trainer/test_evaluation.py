@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
+from shardtrain.checkpoints.evaluations import read_evaluations
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, Strategy
@@ -64,7 +65,7 @@ run = Run(
     steps=4,
     log_every=2,
     evaluate_every=2,
-    checkpoints=CheckpointPolicy(every_steps=2),
+    checkpoints=CheckpointPolicy(best="heldout/a/loss"),
     run_dir=FOLDER,
     hooks=[
         Hook(on_step=lambda step: EVENTS.append(["step", step]), on_save=saved),
@@ -157,12 +158,17 @@ def test_islands_evaluate_sets_as_a_mesh_does_and_rank_0_calls_the_hooks(axis, n
     assert [each[1] for each in events if each[0] == "step"] == [1, 2, 3, 4]
     names = ["heldout/a/loss", "heldout/b/loss"]
     assert [each for each in events if each[0] == "evaluation"] == [["evaluation", s, names] for s in (2, 4)]
-    # all parts were there when the hook was called
+    # step 2 was saved as the best so far; all parts were there when the hook was called
     num_parts, suffix = (1, "") if axis == "data" else (2, ".part-0-of-2")
     assert [each for each in events if each[0] == "save"] == [
         ["save", step, num_parts, f"step_{step:08d}{suffix}"] for step in (2, 4)
     ]
     assert events[-1] == ["end", 4, "finished"]
+    found = read_evaluations(tmp_path / "checkpoints")
+    assert found is not None
+    assert {step: dict(values) for step, values in found.values.items()} == dict(
+        zip((2, 4), got, strict=True)
+    )
 
 
 class Samples(Mapping[int, Any]):
