@@ -33,6 +33,7 @@ OTHERS = {
     "Flux": "--cores-per-slot --cores-per-task --exclusive --gpus-per-slot --gpus-per-task --nslots --ntasks"
     " --output --parent --setattr --signal --tasks-per-node",
     "XLA": "--xla-cpu-enable-fast-math --xla-dump-to --xla-force-host-platform-device-count",
+    "MLflow": "--backend-store-uri",
     "containers": "--cpus --memory --shm-size",
     "the tests": "--full",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",

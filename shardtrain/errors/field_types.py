@@ -145,10 +145,11 @@ def _made(kind: Any, value: Any, name: str) -> Any:
 def _problem(value: Any, options: Sequence[Any], name: str) -> str:
     """Format the error."""
     shown = f"{name} is {_shown(value)}"
-    for option in options:
-        if typing.get_origin(option) is Literal:
-            allowed = [repr(o) if not isinstance(o, str) else o for o in typing.get_args(option)]
-            return f"{shown}; allowed: {', '.join(allowed)}{' or None' if type(None) in options else ''}"
+    # a number or a word, such as best, is described like other unions
+    words = None if {int, float} & set(options) else next(filter(_is_literal, options), None)
+    if words is not None:
+        allowed = ", ".join(_literals(words))
+        return f"{shown}; allowed: {allowed}{' or None' if type(None) in options else ''}"
     wanted = " or ".join(_wanted(option) for option in options)
     return f"{shown}; give {wanted}{_suggestion(value, options, name)}"
 
@@ -159,9 +160,19 @@ def _shown(value: Any) -> str:
     return brief.repr(value)
 
 
+def _is_literal(option: Any) -> bool:
+    return typing.get_origin(option) is Literal
+
+
+def _literals(option: Any) -> list[str]:
+    return [word if isinstance(word, str) else repr(word) for word in typing.get_args(option)]
+
+
 def _wanted(option: Any) -> str:
     if _is_union(option):
         return " or ".join(map(_wanted, typing.get_args(option)))
+    if _is_literal(option):
+        return " or ".join(_literals(option))
     origin: Any = typing.get_origin(option) or option
     if origin is type(None):
         return "None"

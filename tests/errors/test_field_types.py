@@ -72,7 +72,7 @@ def make_run(**changes: Any) -> Run:
         (Pipeline, {"virtual_stages": 1.5}, "virtual_stages is 1.5; give a whole number"),
         (Scaling, {"batch": 3}, "batch is 3; give True or False"),
         (Allow, {"missing": "params/*"}, "missing is 'params/*'; give a list, each item text: missing=('params/*',)"),
-        (StartFrom, {"step": "7"}, "step is '7'; give a whole number or None: step=7"),
+        (StartFrom, {"step": "7"}, "step is '7'; give a whole number or best or None: step=7"),
         (Layout, {"parameters": []}, "parameters is []; give a dict"),
     ],
 )  # fmt: skip
