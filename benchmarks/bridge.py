@@ -35,7 +35,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.island_step import make_island_step
+from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
@@ -235,10 +235,11 @@ class Stepper:
             self._step = make_step(model, next_token_loss, optimizer, placement)
         else:
             self._step = make_island_step(model, next_token_loss, optimizer, placement, transfer)
-            self._state = self._state._replace(combine_state=self._step.init_combine_state())
         tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
         batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
         self._batch = place(batch, mesh, layout.batch_axes)
+        if isinstance(self._step, GradientIslandStep):
+            self._state = self._step.begin(self._state, self._batch)
         self._num_steps = options.steps
         self.num_parameters = sum(x.size for x in jax.tree.leaves(self._state.params))
 

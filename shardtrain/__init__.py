@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.checkpointer import Checkpoints
     from shardtrain.checkpoints.differences import Allow
     from shardtrain.checkpoints.policy import CheckpointPolicy
-    from shardtrain.combine.options import Combine
+    from shardtrain.combine.synchronisation import Synchronisation
     from shardtrain.data import Batches, MaskedTokens, Source, Text, Tokens, place
     from shardtrain.functional.linen_model import from_linen
     from shardtrain.functional.loss import (
@@ -74,7 +74,7 @@ _MODULES = {
     "optim.scaling": ("Scaling",),
     "trainer.hooks": ("Hook",),
     "trainer.recovery": ("Recovery",),
-    "combine.options": ("Combine",),
+    "combine.synchronisation": ("Synchronisation",),
     "checkpoints.differences": ("Allow",),
     "train_step.initial_state": ("init_state", "restorable_state"),
     "train_step.placement": ("make_placement",),
@@ -89,7 +89,6 @@ __all__ = [
     "Batches",
     "CheckpointPolicy",
     "Checkpoints",
-    "Combine",
     "Hook",
     "Layout",
     "Loss",
@@ -105,6 +104,7 @@ __all__ = [
     "Source",
     "StartFrom",
     "Strategy",
+    "Synchronisation",
     "Text",
     "Tokens",
     "Trained",

@@ -16,24 +16,25 @@ from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin
 from shardtrain.functional.model import BLOCKS, Tree, path_text
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import without_pipeline
-from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
-COMBINER_STATE = "combine_state/"
-"""Path of a combiner's state, which is stored by buckets and devices and restored on the same layout only."""
+OF_DEVICES = ("combine_state/", "local/")
+"""Paths of what each island, or each device of a mesh, has of its own."""
+OF_LAYOUT = (*OF_DEVICES, "outer_state/")
+"""Paths of what is stored by buckets, devices or fragments, and restored on the same layout only."""
 
 
 def state_to_save(state: State, own: bool = False) -> State:
-    """Return the part of a state that is saved; local steps are complete, and left out.
+    """Return the part of a state that is saved.
 
     Args:
       state: arrays or shapes.
       own: only the arrays that differ per island, if another island saves the common ones.
     """
     if own:
-        return State((), (), (), (), state.opt_state, state.combine_state)
-    return state._replace(local=())
+        return State((), (), (), (), state.opt_state, state.combine_state, state.local)
+    return state
 
 
 def array_origins(
@@ -41,6 +42,7 @@ def array_origins(
     stage_model: StageModel | None = None,
     island: tuple[int, int] = (0, 1),
     own_optimizers: bool = False,
+    replica: tuple[int, int] | None = None,
 ) -> Callable[[State], dict[str, ArrayOrigin]]:
     """Make a function from a state to the origins of its arrays by path, without arrays that are whole.
 
@@ -49,17 +51,18 @@ def array_origins(
       stage_model: the stage of this island; None if islands are no stages.
       island: (index of this island, number of islands).
       own_optimizers: whether each island has its own optimizer state.
+      replica: (index of this island's replica, number of replicas), where islands are stages of pipelines.
     """
     rows, num_rows = _rows(placement, stage_model)
-    combine = placement.combine
-    in_mesh = placement.mesh.shape[axes.DATA] if combine.on_deltas else None
+    in_mesh = placement.mesh.shape[axes.DATA] if placement.synchronisation.on_deltas else None
 
     def origin_of(path: str, shape: tuple[int, ...]) -> ArrayOrigin:
-        if path.startswith(COMBINER_STATE):
+        if path.startswith(OF_DEVICES):
             return ArrayOrigin(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
         # optimizer states of islands are numbered by island; in a mesh their first dim counts replicas
         own = own_optimizers and path.startswith("opt_state/")
-        whose = ArrayOrigin(replica=island[0], num_replicas=island[1]) if own else COMMON
+        number, num_replicas = replica or island
+        whose = ArrayOrigin(replica=number, num_replicas=num_replicas) if own else COMMON
         if in_mesh is not None and path.startswith("opt_state/"):
             return ArrayOrigin(num_replicas=in_mesh)
         # the array belongs to a stacked parameter, even if it has fewer dims, as factored moments do
@@ -89,20 +92,6 @@ def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[i
         return (tuple(stage_model.block_numbers), stage_model.stages.num_blocks) if stacked else ((), 0)
     stages = placement.stages
     return ((), 0) if stages is None or stages.is_plain else (stages.stored_blocks, stages.num_blocks)
-
-
-def wanted_state(placement: Placement, kept: Any = None) -> State:
-    """Return the shapes, dtypes and shardings of the arrays to restore.
-
-    Args:
-      placement: the placement of the state.
-      kept: the initial state of a combiner across islands, if it has one.
-    """
-    state = restorable_state(placement)
-    if kept is not None:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), kept)
-        state = state._replace(combine_state=like)
-    return state
 
 
 def in_order(placement: Placement, params: Tree) -> Tree:

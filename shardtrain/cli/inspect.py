@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     model = as_model(run.model, run.names)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
     stages = _stages(run, model, sizes[axes.PIPELINE])
-    specs = state_specs(model, optimizer, layout, sizes, run.strategy.combine, stages)
+    specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)
     terminal.out(sharding_text(specs, sizes) + "\n")
     found = weights(specs.arrays, layout.sharded_rules)
     terminal.out(traffic_text(parameter_traffic(found, layout, sizes, run.strategy.accumulate)))

@@ -18,7 +18,9 @@ from shardtrain.sharding.shares import parse_weights
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
 
-LAYOUT, COMBINE, ACROSS, PIPELINE = (f"strategy.{n}." for n in ("layout", "combine", "across", "pipeline"))
+LAYOUT, SYNCHRONISATION, ACROSS, PIPELINE = (
+    f"strategy.{name}." for name in ("layout", "synchronisation", "across", "pipeline")
+)
 PYTHON_ONLY = ("loss", "names", "sample", "hooks", f"{LAYOUT}parameters", f"{LAYOUT}activations")
 """Fields of a run that have no option."""
 
@@ -31,10 +33,10 @@ SHORT = {
     f"{LAYOUT}zero": "zero",
     f"{LAYOUT}sequence_sharded": "sequence_sharded",
     f"{LAYOUT}unnamed": "unnamed",
-    f"{COMBINE}by": "combine",
-    f"{COMBINE}on": "combine_on",
-    f"{COMBINE}local_steps": "local_steps",
-    f"{COMBINE}inside": "inside",
+    f"{SYNCHRONISATION}by": "combine",
+    f"{SYNCHRONISATION}on": "combine_on",
+    f"{SYNCHRONISATION}every": "local_steps",
+    f"{SYNCHRONISATION}inside": "inside",
     f"{ACROSS}axis": "across",
     f"{ACROSS}partitions": "partitions",
     f"{ACROSS}shares": "shares",
@@ -60,7 +62,7 @@ HEADINGS = {
     "optimizer": ("optimizer.",),
     "training": ("nonfinite", "evaluate_with", "unit", "sinks", "hook_errors"),
     "layout": (LAYOUT,),
-    "replicas": (COMBINE,),
+    "replicas": (SYNCHRONISATION,),
     "islands": (ACROSS,),
     "pipeline": (PIPELINE,),
     "scaling": ("scaling.",),
@@ -77,7 +79,7 @@ DESCRIPTIONS = {
     "model": "The model of this run file.",
     "data": "The data of this run file.",
     "layout": "How parameters and activations are sharded over the devices of the mesh.",
-    "replicas": "How the gradients of replicas (islands, or the indices of the axis data) are combined.",
+    "replicas": "When replicas (islands, or the indices of the axis data) are synchronised, and how.",
     "islands": "What islands exchange, if several were launched.",
     "pipeline": "How the blocks of the model are partitioned into pipeline stages, and the schedule.",
     "scaling": "What to change if N replicas train a run that is written for one.",
@@ -238,7 +240,7 @@ TEXTS = {
         help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1: all remaining devices), or a layout file"
         " such as those in meshes/.",
     ),
-    f"{COMBINE}by": TextForm(
+    f"{SYNCHRONISATION}by": TextForm(
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
         read=load_combiner,
         help=_combiner_help(),

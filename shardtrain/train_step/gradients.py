@@ -85,7 +85,7 @@ def make_replica_means(
     num_replicas = mesh.shape[axes.DATA]
 
     def replica_means(state: State, batch: Batch) -> tuple[Gradients, Any, jax.Array, jax.Array]:
-        drift = state.local.drift if placement.combine.local_steps > 1 else ()
+        drift = state.local.drift if placement.synchronisation.every > 1 else ()
         key = step_key(state.seed, state.step)
         sums = replica_sums(state.params, state.model_state, key, batch, drift)
         loss_sum, count, metrics, model_state = _totals(sums)

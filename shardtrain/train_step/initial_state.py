@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.functional.model import Model, path_text
 from shardtrain.sharding.specs import without_pipeline
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.state import State, in_stage_order, new_state, with_replicas
+from shardtrain.train_step.replica_state import with_replicas
+from shardtrain.train_step.state import State, in_stage_order, new_state
 
 
 def init_state(
@@ -27,7 +28,7 @@ def init_state(
       placement: the placement of model and optimizer, see `make_placement`.
       seed: from 0 to 2**32 - 1.
     """
-    specs, combine, sizes = placement.specs, placement.combine, dict(placement.mesh.shape)
+    specs, synchronisation, sizes = placement.specs, placement.synchronisation, dict(placement.mesh.shape)
 
     by_path = {
         path_text(path): spec
@@ -43,7 +44,7 @@ def init_state(
 
     def create(seed: jax.Array) -> State:
         state = new_state(model, optimizer, seed, in_stage_order(placement.stages, whole))
-        return with_replicas(state, combine, sizes, specs.arrays, specs.sharded)
+        return with_replicas(state, synchronisation, sizes, specs.arrays, specs.sharded)
 
     return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine import Combiner, MeshGroup
+from shardtrain.combine.fragments import by_path
 from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
-from shardtrain.functional.model import path_text
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.placement import Placement
 
@@ -50,17 +50,22 @@ class IslandCombiner:
       combiner: any.
       placement: the placement of this island.
       transfer: to the other islands.
+      params: path -> shape of what is combined; None: of all parameters.
     """
 
-    def __init__(self, combiner: Combiner, placement: Placement, transfer: Transfer) -> None:
+    def __init__(
+        self,
+        combiner: Combiner,
+        placement: Placement,
+        transfer: Transfer,
+        params: dict[str, jax.ShapeDtypeStruct] | None = None,
+    ) -> None:
         specs = placement.specs
         self._combiner, self._transfer = combiner, transfer
         self._stacked = stacked_paths(specs.arrays, specs.sharded)
         self._whole = whole = NamedSharding(transfer.mesh, PartitionSpec())
-        leaves = [
-            (path_text(path), jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
-            for path, leaf in jax.tree.leaves_with_path(specs.abstract.params)
-        ]
+        params = by_path(specs.abstract.params) if params is None else params
+        leaves = [(path, jax.ShapeDtypeStruct(leaf.shape, jnp.float32)) for path, leaf in params.items()]
         # leaves of one unit are sent in one bucket
         units = ["all"] * len(leaves) if combiner.across_leaves else None
         self._buckets = []
@@ -82,6 +87,10 @@ class IslandCombiner:
         layers = [bucket.layers(self._stacked) for bucket in self._buckets]
         create = jax.jit(lambda: [self._combiner.init(each) for each in layers], out_shardings=self._whole)
         return create()
+
+    def wanted(self) -> list[Any]:
+        """Return the shapes, dtypes and shardings of the combiner's state."""
+        return [bucket.state for bucket in self._buckets]
 
     @property
     def keeps_state(self) -> bool:
@@ -146,13 +155,3 @@ def joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.A
         name: jnp.concatenate(values) if values[0].ndim else jnp.stack(values).mean()
         for name, values in found.items()
     }
-
-
-def by_path(tree: Any) -> dict[str, jax.Array]:
-    """Return the leaves of a tree by their paths."""
-    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def like_paths(tree: Any, found: dict[str, jax.Array]) -> Any:
-    """Return a tree of the same structure with the leaves found at its paths."""
-    return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)

@@ -1,30 +1,61 @@
-"""The training step of several islands: two compiled programs, with the transfer between them.
+"""The training step of several islands: compiled programs, with the transfer between them.
 
-An island's own gradient (or its delta, after local steps) is sent bucket by bucket and combined, and every
-island makes the same update of the result. A run of one island uses `step.py` alone.
+An island's own gradient (or, after local steps, what it changed) is sent bucket by bucket and combined, and
+every island makes the same update of the result. A run of one island uses `step.py` alone.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.options import Combine
+from shardtrain.combine.fragments import by_path, like_paths
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.gradients import Gradients, make_gradients
-from shardtrain.train_step.island_combiner import IslandCombiner, by_path, joined_metrics, like_paths
+from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
+from shardtrain.train_step.island_merge import IslandMerge
 from shardtrain.train_step.island_totals import Totals, all_reduce_totals
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.local_steps import make_local_update, own_params
+from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, compiled, unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, mean_loss, unless_skipped
+
+
+class IslandStep(Protocol):
+    """The training step of one island among several: (state, batch) -> (state, metrics).
+
+    Attributes:
+      labels: names of the entries of a combiner's metric (L,).
+      keeps_state: whether the combiner has a state.
+    """
+
+    labels: list[str]
+    keeps_state: bool
+
+    def begin(self, state: State, batch: Batch) -> State:
+        """Return the state before the first step with what this island needs for the exchange.
+
+        Args:
+          state: of `init_state`.
+          batch: arrays or shapes.
+        """
+        ...
+
+    def wanted(self, state: State, batch: Batch) -> State:
+        """Return the shapes, dtypes and shardings of what `begin` returns, for those of `init_state`."""
+        ...
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run one step."""
+        ...
 
 
 def make_island_step(
@@ -34,11 +65,11 @@ def make_island_step(
     placement: Placement,
     transfer: Transfer,
     *,
-    combine: Combine = Combine(),
+    synchronisation: Synchronisation = Synchronisation(),
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
     barrier: Callable[[str], None] = lambda name: None,
-) -> "IslandStep":
+) -> IslandStep:
     """Make the training step of one island among several.
 
     Args:
@@ -47,7 +78,7 @@ def make_island_step(
       optimizer: any optax transformation.
       placement: the placement of this model and optimizer on this island, whose own replicas are averaged.
       transfer: to the other islands.
-      combine: how islands are combined.
+      synchronisation: how islands are synchronised.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the number of this island's first row in the whole batch.
       barrier: called with a name before each collective over islands; it can say which rank is missing, which
@@ -56,80 +87,43 @@ def make_island_step(
     Returns:
       (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. With
       local steps those of the loss come with the step that combines, and have count 0 until then;
-      learning_rate, and grad_norm and skipped until then, are the island's own. It remembers the local steps
-      since the last combination: give it the states that it returns.
+      learning_rate, and grad_norm and skipped until then, are the island's own. The first state is that of
+      `init_state` after `begin`.
     """
-    assert placement.combine.is_mean
-    kind = _DeltaStep if combine.on_deltas else _GradientStep
+    assert placement.synchronisation.is_mean
+    kind = DeltaIslandStep if synchronisation.on_deltas else GradientIslandStep
     return kind(
-        model=model,
-        loss=loss,
+        gradients=make_gradients(model, loss, placement, start_row),
         optimizer=optimizer,
         placement=placement,
         transfer=transfer,
-        combine=combine,
+        synchronisation=synchronisation,
         learning_rate=learning_rate,
-        start_row=start_row,
         barrier=barrier,
     )
 
 
-class IslandStep(ABC):
-    """A step of one island among several; see `make_island_step`."""
+class GradientIslandStep:
+    """A step that combines the islands' gradients, once for all microbatches; see `make_island_step`."""
 
     def __init__(
         self,
         *,
-        model: Model,
-        loss: Loss,
+        gradients: Callable[..., Gradients],
         optimizer: optax.GradientTransformation,
         placement: Placement,
         transfer: Transfer,
-        combine: Combine,
+        synchronisation: Synchronisation,
         learning_rate: optax.Schedule | None,
-        start_row: int,
         barrier: Callable[[str], None],
     ) -> None:
-        self._transfer, self._combine, self._placement = transfer, combine, placement
-        self._barrier = barrier
-        self._combiner = IslandCombiner(combine.combiner, placement, transfer)
-        self.labels = self._combiner.labels
-        self._make(model, loss, optimizer, learning_rate, start_row)
-
-    def init_combine_state(self) -> list[Any]:
-        """Create the combiner's state on this island, for `State.combine_state`."""
-        return self._combiner.init()
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the combiner has a state."""
-        return self._combiner.keeps_state
-
-    def combines(self, step: int) -> bool:
-        """Whether islands are combined at the end of this step (counted from 1)."""
-        return step % self._combine.local_steps == 0
-
-    def forget(self) -> None:
-        """Forget the local steps: the next state is not the one that was returned last."""
-        return
-
-    @abstractmethod
-    def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None: ...
-
-    @abstractmethod
-    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run one step."""
-
-
-class _GradientStep(IslandStep):
-    """A step that combines the islands' gradients, once for all microbatches."""
-
-    def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
-        placement, combine, mesh = self._placement, self._combine, self._placement.mesh
-        gradients = make_gradients(model, loss, placement, start_row)
+        self._transfer, self._barrier = transfer, barrier
+        self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer)
+        self.labels, self.keeps_state = self._combiner.labels, self._combiner.keeps_state
+        mesh = placement.mesh
         # with inside "sum" an island sends the sum over its replicas: their mean times their number
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
-        factor = math.prod(sizes) if combine.inside == "sum" else 1
+        factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
 
         def local(state: State, batch: Batch) -> Gradients:
             found = gradients(state.params, state.model_state, step_key(state.seed, state.step), batch)
@@ -157,6 +151,14 @@ class _GradientStep(IslandStep):
             donate_argnums=0,
         )
 
+    def begin(self, state: State, batch: Batch) -> State:
+        """Return the state with that of the combiner, see `IslandStep`."""
+        return state._replace(combine_state=[self._combiner.init()])
+
+    def wanted(self, state: State, batch: Batch) -> State:
+        """Return the shapes of what `begin` returns, see `IslandStep`."""
+        return state._replace(combine_state=[self._combiner.wanted()])
+
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
         # computed before the barrier, so that a slow island is one that arrives late there
@@ -164,7 +166,7 @@ class _GradientStep(IslandStep):
         grads = by_path(found.grads)
         self._barrier("combine gradients")
         # the sums and the model state are reduced while buckets of gradients are under way
-        started = self._combiner.start(grads, found.count, state.combine_state)
+        started = self._combiner.start(grads, found.count, state.combine_state[0])
         sums = {"loss_sum": found.loss_sum, "count": found.count, "metrics": found.metrics}
         totals = all_reduce_totals(self._transfer, Totals(sums, found.model_state), found.count)
         combined = self._combiner.finish(grads, started)
@@ -172,77 +174,94 @@ class _GradientStep(IslandStep):
         found = Gradients(
             grads=like_paths(found.grads, combined.value), model_state=totals.model_state, **totals.sums
         )
-        return self._update(state, found, combined.state, combined.metrics)
+        return self._update(state, found, [combined.state], combined.metrics)
 
 
-class _DeltaStep(IslandStep):
-    """A step with the island's own optimizer; every `local_steps` steps the islands' deltas are combined."""
+class DeltaIslandStep:
+    """A step of the island's own optimizer; some steps end with a merge. See `make_island_step`."""
 
-    def _make(self, model: Model, loss: Loss, optimizer: Any, learning_rate: Any, start_row: int) -> None:
-        placement = self._placement
-        gradients = make_gradients(model, loss, placement, start_row)
-        # since the last combination: the parameters that all islands had then, steps done, and the sums
-        self._common: Any = None
-        self._done = 0
-        self._sums: Any = None
+    def __init__(
+        self,
+        *,
+        gradients: Callable[..., Gradients],
+        optimizer: optax.GradientTransformation,
+        placement: Placement,
+        transfer: Transfer,
+        synchronisation: Synchronisation,
+        learning_rate: optax.Schedule | None,
+        barrier: Callable[[str], None],
+    ) -> None:
+        self._gradients = gradients
+        self._merge = IslandMerge(synchronisation, placement, transfer, barrier)
+        self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
+        specs, mesh = placement.specs, placement.mesh
+        own_update = make_local_update(optimizer)
 
         def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-            key = step_key(state.seed, state.step)
-            found = gradients(state.params, state.model_state, key, batch)
-            new, metrics = apply_gradients(optimizer, placement, state, found)
-            # an island without examples leaves its state as it is
-            new = jax.tree.map(lambda n, o: jnp.where(found.count > 0, n.astype(o.dtype), o), new, state)
-            return unless_skipped(state, new, metrics, learning_rate)
+            local = state.local
+            own = constrain(own_params(state.params, local.drift), specs.params, mesh)
+            found = gradients(own, state.model_state, step_key(state.seed, state.step), batch)
+            params = constrain(state.params, specs.sharded, mesh)
+            opt_state, drift = own_update(
+                params, local.drift, state.opt_state, found.grads, found.count, mean_loss(found)
+            )
+            new = state._replace(
+                model_state=found.model_state,
+                opt_state=opt_state,
+                local=local._replace(drift=drift, count=local.count + found.count),
+            )
+            metrics = {
+                **found.metrics,
+                "loss_sum": found.loss_sum,
+                "count": found.count,
+                "grad_norm": optax.tree.norm(found.grads),
+            }
+            new, metrics = unless_skipped(state, new, metrics, learning_rate)
+            sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
+            new = new._replace(local=new.local._replace(sums=sums))
+            shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())
+            return jax.lax.with_sharding_constraint(new, shardings), metrics
 
-        def delta(params: Any, common: Any) -> Any:
-            return jax.tree.map(lambda p, c: p.astype(jnp.float32) - c.astype(jnp.float32), params, common)
+        self._step = jax.jit(step, in_shardings=(None, placement.batch), donate_argnums=0)
 
-        def merged(common: Any, deltas: Any) -> Any:
-            return jax.tree.map(lambda c, d: (c.astype(jnp.float32) + d).astype(c.dtype), common, deltas)
+    def begin(self, state: State, batch: Batch) -> State:
+        """Return the state with what this island changes alone, see `IslandStep`."""
+        return self._merge.begin(state, self._sums(state, batch))
 
-        params = placement.state.params
-        self._step = compiled(step, placement)
-        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=params)
-        self._delta = jax.jit(delta, out_shardings=params)
-        self._merged = jax.jit(merged, out_shardings=params)
+    def wanted(self, state: State, batch: Batch) -> State:
+        """Return the shapes of what `begin` returns, see `IslandStep`."""
+        return self._merge.wanted(state, self._sums(state, batch))
 
-    def forget(self) -> None:
-        """See `IslandStep.forget`."""
-        self._common = self._sums = None
-        self._done = 0
+    def _sums(self, state: State, batch: Batch) -> Any:
+        """Return the shapes of the sums over steps."""
+        found = jax.eval_shape(
+            self._gradients, state.params, state.model_state, step_key(jnp.uint32(0), jnp.int32(0)), batch
+        )
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+        metrics = {
+            **found.metrics,
+            **dict.fromkeys(("loss_sum", "count", "grad_norm", "skipped"), zero),
+        }
+        return jax.eval_shape(step_sums, metrics)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
+        number = self._merge.steps_done(state) + 1
         # the combiner's state is no part of the local step's program
         combine_state, state = state.combine_state, state._replace(combine_state=())
-        # the first local step: keep a copy of the common parameters, as the step donates its state
-        if self._sums is None:
-            self._common, self._done = self._copy(state.params), int(state.step)
         state, metrics = self._step(state, batch)
-        self._done += 1
-        sums = _step_sums(metrics)
-        self._sums = sums if self._sums is None else jax.tree.map(jnp.add, self._sums, sums)
-        if not self.combines(self._done):
-            nothing = _loss_metrics(jax.tree.map(jnp.zeros_like, sums))
-            return state._replace(combine_state=combine_state), {**metrics, **nothing}
-        # the last local step: combine what every island changed, and add it to the common parameters
-        deltas = by_path(jax.block_until_ready(self._delta(state.params, self._common)))
-        self._barrier("combine deltas")
-        count = self._sums["count"]
-        started = self._combiner.start(deltas, count, combine_state)
-        totals = all_reduce_totals(self._transfer, Totals(self._sums, state.model_state), count)
-        combined = self._combiner.finish(deltas, started)
-        params = self._merged(self._common, like_paths(state.params, combined.value))
-        self._common = self._sums = None
-        state = state._replace(params=params, model_state=totals.model_state, combine_state=combined.state)
+        state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
+        if merged is None:
+            return state, {**metrics, **loss_metrics(jax.tree.map(jnp.zeros_like, state.local.sums))}
+        sums = merged.pop("sums")
         others = {
-            "grad_norm": jnp.sqrt(totals.sums["squares"] / jnp.maximum(totals.sums["steps"], 1)),
-            "skipped_by_islands": totals.sums["skipped"],
+            "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
+            "skipped_by_islands": sums["skipped"],
         }
-        return state, {**metrics, **_loss_metrics(totals.sums), **others, **joined_metrics(combined.metrics)}
+        return state, {**metrics, **loss_metrics(sums), **others, **merged}
 
 
-def _step_sums(metrics: Metrics) -> dict[str, Any]:
+def step_sums(metrics: Metrics) -> dict[str, Any]:
     """Return the sums of a step to add up over local steps; 0 but for "skipped" if it was skipped."""
     skipped = metrics["skipped"]
     sums = {
@@ -255,6 +274,6 @@ def _step_sums(metrics: Metrics) -> dict[str, Any]:
     return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
 
 
-def _loss_metrics(sums: dict[str, Any]) -> Metrics:
+def loss_metrics(sums: dict[str, Any]) -> Metrics:
     """Return the sums that are metrics of the loss."""
     return {"loss_sum": sums["loss_sum"], "count": sums["count"], **sums["metrics"]}

@@ -3,7 +3,7 @@
 Next: `initial_state.py`, `step.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,9 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.combine.options import Combine
+from shardtrain.combine.fragments import Fragment, make_fragments
+from shardtrain.combine.replicas import stacked_paths
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.functional.model import Model, Tree, named_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
@@ -22,7 +24,8 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.resolve import completed, unplaced_text
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, spec_axes, with_leading_dim
-from shardtrain.train_step.state import Local, State, abstract_state, with_replicas
+from shardtrain.train_step.replica_state import init_outer, with_replicas
+from shardtrain.train_step.state import Local, State, abstract_state
 
 
 class Specs(NamedTuple):
@@ -55,7 +58,7 @@ class Placement:
     Args:
       mesh: the jax mesh.
       layout: the layout it was made from, completed for the model.
-      combine: how the replicas of this mesh are combined.
+      synchronisation: how the replicas of this mesh are synchronised.
       specs: the PartitionSpecs of the state.
       state: a `State` of NamedSharding.
       stages: the partition of the model's blocks into stages of this mesh; None without a pipeline.
@@ -64,7 +67,7 @@ class Placement:
 
     mesh: Mesh
     layout: Layout
-    combine: Combine
+    synchronisation: Synchronisation
     specs: Specs
     state: State
     stages: Partition | None = None
@@ -82,7 +85,7 @@ def make_placement(
     layout: Layout,
     mesh: Mesh,
     *,
-    combine: Combine = Combine(),
+    synchronisation: Synchronisation = Synchronisation(),
     stages: Partition | None = None,
     schedule: str = "1f1b",
 ) -> Placement:
@@ -93,22 +96,22 @@ def make_placement(
       optimizer: the optimizer.
       layout: the rules.
       mesh: the mesh.
-      combine: how the replicas of this mesh are combined.
+      synchronisation: how the replicas of this mesh are synchronised.
       stages: the partition of the model's blocks into stages; a mesh with an axis pipeline above 1 needs it.
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
-    _check_stages(model, dict(mesh.shape), combine, stages)
-    specs = state_specs(model, optimizer, layout, dict(mesh.shape), combine, stages)
+    _check_stages(model, dict(mesh.shape), synchronisation, stages)
+    specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages)
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     return Placement(
         mesh=mesh,
         layout=specs.layout,
-        combine=combine,
+        synchronisation=synchronisation,
         specs=specs,
         state=state,
         stages=stages,
@@ -116,7 +119,9 @@ def make_placement(
     )
 
 
-def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stages: Partition | None) -> None:
+def _check_stages(
+    model: Model, sizes: Mapping[str, int], synchronisation: Synchronisation, stages: Partition | None
+) -> None:
     """Check that a pipeline inside the mesh can run this model and combiner.
 
     Raises:
@@ -134,10 +139,10 @@ def _check_stages(model: Model, sizes: Mapping[str, int], combine: Combine, stag
         return
     # all stages run one program in lock-step, which excludes some models and combiners
     problems = []
-    if not combine.is_mean:
+    if not synchronisation.is_mean:
         problems.append(
-            f"it sums the gradients of its replicas, and combine is {combine.by!r} on {combine.on};"
-            " combine by 'mean', or join replicas as islands (--across)"
+            f"it sums the gradients of its replicas, and these are combined by {synchronisation.by!r} on"
+            f" {synchronisation.on}; combine by 'mean', or join replicas as islands (--across)"
         )
     if model.chain is None or not model.chain.stacked:
         problems.append(
@@ -160,7 +165,7 @@ def state_specs(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     sizes: Mapping[str, int],
-    combine: Combine = Combine(),
+    synchronisation: Synchronisation = Synchronisation(),
     stages: Partition | None = None,
 ) -> Specs:
     """Return the specs of the state of a model and an optimizer on a mesh of these sizes.
@@ -171,7 +176,7 @@ def state_specs(
         a parameter, and that has its shape, is sharded like it; any other is replicated.
       layout: the rules.
       sizes: axis -> size, see `layout.axis_sizes`.
-      combine: how the replicas of this mesh are combined.
+      synchronisation: how the replicas of this mesh are synchronised.
       stages: the partition of the model's blocks into stages; None without a pipeline.
 
     Raises:
@@ -191,21 +196,23 @@ def state_specs(
         partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
         for rules in (layout.parameter_rules, layout.sharded_rules)
     )
-    if not combine.is_mean:
+    if not synchronisation.is_mean:
         _check_data_axis(sharded)
     whole, by_replica = PartitionSpec(), PartitionSpec(axes.DATA)
     like_params = _specs_like_params(abstract.opt_state, abstract.params, sharded)
 
     # 3. the whole state; what each replica has of its own gets a leading dim over data
-    abstract = jax.eval_shape(lambda s: with_replicas(s, combine, sizes, arrays, sharded), abstract)
+    fragments = make_fragments(abstract.params, stacked_paths(arrays, sharded), synchronisation.fragments)
+    abstract = jax.eval_shape(lambda s: with_replicas(s, synchronisation, sizes, arrays, sharded), abstract)
     state = State(
         step=whole,
         seed=whole,
         params=params,
         model_state=jax.tree.map(lambda _: whole, abstract.model_state),
-        opt_state=with_leading_dim(like_params, axes.DATA) if combine.on_deltas else like_params,
+        opt_state=with_leading_dim(like_params, axes.DATA) if synchronisation.on_deltas else like_params,
         combine_state=jax.tree.map(lambda _: PartitionSpec(tuple(sizes)), abstract.combine_state),
-        local=Local(with_leading_dim(sharded, axes.DATA), by_replica) if combine.local_steps > 1 else (),
+        local=Local(with_leading_dim(sharded, axes.DATA), by_replica) if abstract.local else (),
+        outer_state=_outer_specs(fragments, synchronisation, abstract.params, sharded),
     )
     return Specs(abstract, arrays, params, sharded, state, layout, unplaced)
 
@@ -223,6 +230,22 @@ def _check_data_axis(sharded: Any) -> None:
             " use fsdp for that, or combine by 'mean'",
             wrong,
         )
+
+
+def outer_specs(fragments: Sequence[Fragment], synchronisation: Synchronisation, specs: "Specs") -> Any:
+    """Return the specs of the outer optimizer's state: each array has that of its parameter."""
+    return _outer_specs(fragments, synchronisation, specs.abstract.params, specs.sharded)
+
+
+def _outer_specs(
+    fragments: Sequence[Fragment], synchronisation: Synchronisation, params: Any, sharded: Any
+) -> Any:
+    outer = synchronisation.outer_optimizer
+    state = jax.eval_shape(lambda params: init_outer(fragments, outer, params), params)
+    return tuple(
+        _specs_like_params(own, each.take(params), each.select(sharded))
+        for each, own in zip(fragments, state, strict=False)
+    )
 
 
 def _specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:

@@ -95,7 +95,7 @@ def make_replica_sums(
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
     rules = layout.rules_of_replica()
     row_axes = rules[axes.BATCH]
-    local_params = placement.combine.local_steps > 1
+    local_params = placement.synchronisation.every > 1
 
     # a leading dim over all replica axes; or over `data` alone, for what only its replicas have of their own
     replica_specs = with_leading_dim(specs.params, replica_axes)
@@ -145,7 +145,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
     # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
     grad = jax.vmap(
         jax.value_and_grad(replica_loss, has_aux=True),
-        in_axes=(0 if placement.combine.local_steps > 1 else None, 0, None, 0, 0),
+        in_axes=(0 if placement.synchronisation.every > 1 else None, 0, None, 0, 0),
         axis_name=model.axis_name,
         spmd_axis_name=replica_axes or None,
     )

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.options import Combine
+from shardtrain.combine.fragments import by_path, like_paths
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import step_key
@@ -24,10 +25,11 @@ from shardtrain.pipeline.sums import Sums
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.gradients import Gradients, merge_replicas, sum_replicas
-from shardtrain.train_step.island_combiner import by_path, joined_metrics, like_paths
-from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
+from shardtrain.train_step.island_merge import IslandMerge
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.local_steps import make_local_update, own_params
+from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
@@ -42,8 +44,8 @@ AllGather = Callable[[str, Any], list[Any]]
 """(name, value of this rank) -> every rank's."""
 
 
-class StageStep(IslandStep):
-    """The step of one stage; see `island_step.make_island_step` for the general step across islands.
+class StageStep:
+    """The step of one stage, an `island_step.IslandStep`; see there for the general step across islands.
 
     Args:
       stage_model: the stage's parts of the model.
@@ -57,7 +59,7 @@ class StageStep(IslandStep):
       seats: which island has which stage.
       mailbox: to the other stages of this pipeline.
       all_gather: gathers a value of every rank, by name.
-      combine: how the pipelines' gradients are combined.
+      synchronisation: how pipelines are synchronised, stage by stage.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the first row of this pipeline in the whole batch.
       observe: called after each task, see `StageExecutor`.
@@ -77,13 +79,14 @@ class StageStep(IslandStep):
         seats: Seats,
         mailbox: "Mailbox",
         all_gather: AllGather,
-        combine: Combine = Combine(),
+        synchronisation: Synchronisation = Synchronisation(),
         learning_rate: optax.Schedule | None = None,
         start_row: int = 0,
         observe: Observe | None = None,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._clip, self._all_gather = clip, all_gather
+        self._placement, self._transfer = placement, transfer
         # tags of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag)
@@ -97,19 +100,26 @@ class StageStep(IslandStep):
         self._flow, self._observe = flow, observe
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
-        super().__init__(
-            model=stage_model.model,
-            loss=stage_model.traced.loss,
-            optimizer=optimizer,
-            placement=placement,
-            transfer=transfer,
-            combine=combine,
-            learning_rate=learning_rate,
-            start_row=start_row,
-            barrier=lambda name: None,
-        )
+        # gradients are combined in each step, or what pipelines changed in some: one of these is not used
+        self._merge = IslandMerge(synchronisation, placement, transfer) if synchronisation.on_deltas else None
+        self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer)
+        exchange = self._merge or self._combiner
+        self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
+        self._compile(optimizer, learning_rate)
 
-    def _make(self, model: Any, loss: Any, optimizer: Any, learning_rate: Any, start_row: int) -> None:
+    def begin(self, state: State, batch: Batch) -> State:
+        """Return the state with what this stage needs for the exchange, see `IslandStep`."""
+        if self._merge is None:
+            return state._replace(combine_state=[self._combiner.init()])
+        return self._merge.begin(state)
+
+    def wanted(self, state: State, batch: Batch) -> State:
+        """Return the shapes of what `begin` returns, see `IslandStep`."""
+        if self._merge is None:
+            return state._replace(combine_state=[self._combiner.wanted()])
+        return self._merge.wanted(state)
+
+    def _compile(self, optimizer: Any, learning_rate: Any) -> None:
         whole = NamedSharding(self._placement.mesh, PartitionSpec())
         sharded = jax.tree.map(
             lambda spec: NamedSharding(self._placement.mesh, spec),
@@ -118,7 +128,7 @@ class StageStep(IslandStep):
         )
         # one program for each stretch between two messages, in the order of `__call__`
         self._compile_gradients(whole, sharded)
-        self._merge = jax.jit(
+        self._merge_model_state = jax.jit(
             lambda state, weights: jax.tree.map(lambda x: merge_replicas(x, weights), state),
             out_shardings=whole,
         )
@@ -157,6 +167,12 @@ class StageStep(IslandStep):
         """Compile the update of the parameters that this stage owns."""
         placement = self._placement
 
+        def clipped(grads: Tree, norm: jax.Array) -> Tree:
+            """As optax.clip_by_global_norm, with the norm of all stages."""
+            if (clip := self._clip) is None:
+                return grads
+            return jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), grads)
+
         def update(
             state: State,
             grads: Tree,
@@ -167,16 +183,44 @@ class StageStep(IslandStep):
             combine_metrics: Any,
         ) -> tuple[State, Metrics]:
             norm = jnp.sqrt(squares)
-            if (clip := self._clip) is not None:
-                # as optax.clip_by_global_norm, with the norm of all stages
-                grads = jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), grads)
-            found = Gradients(grads=grads, model_state=model_state, **totals)
+            found = Gradients(grads=clipped(grads, norm), model_state=model_state, **totals)
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
             metrics = {**metrics, "grad_norm": norm, **joined_metrics(combine_metrics)}
             return unless_skipped(state, new, metrics, learning_rate)
 
+        own_update = make_local_update(optimizer)
+
+        def local_update(
+            state: State, grads: Tree, model_state: Tree, totals: Any, squares: jax.Array, count: jax.Array
+        ) -> tuple[State, Metrics]:
+            """The update of this pipeline's own parameters, which are merged later."""
+            norm, local = jnp.sqrt(squares), state.local
+            opt_state, drift = own_update(
+                constrain(state.params, placement.specs.sharded, placement.mesh),
+                local.drift,
+                state.opt_state,
+                clipped(grads, norm),
+                count,
+                totals["loss_sum"] / jnp.where(totals["count"] > 0, totals["count"], 1),
+            )
+            local = local._replace(drift=drift, count=local.count + count)
+            new = state._replace(model_state=model_state, opt_state=opt_state, local=local)
+            metrics = {**totals["metrics"], "loss_sum": totals["loss_sum"], "count": totals["count"]}
+            return unless_skipped(state, new, {**metrics, "grad_norm": norm}, learning_rate)
+
         # the state is donated: parameters and optimizer state are updated in place
+        if self._merge is not None:
+            own = self._merge.shardings(placement.state)._replace(combine_state=())
+            self._own_params = jax.jit(
+                lambda state: own_params(state.params, state.local.drift), out_shardings=own.params
+            )
+            self._local_update = jax.jit(
+                local_update,
+                in_shardings=(own, sharded, whole, whole, whole, whole),
+                out_shardings=(own, whole),
+                donate_argnums=0,
+            )
         state = placement.state._replace(combine_state=whole)
         self._update = jax.jit(
             update,
@@ -188,8 +232,12 @@ class StageStep(IslandStep):
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
         programs, seats = self._train_programs, self.seats
+        # the combiner's state is no part of the local update's program
+        combine_state = state.combine_state
+        state = state if self._merge is None else state._replace(combine_state=())
         # 1. the tasks of all microbatches, which exchange activations and cotangents with the other stages
-        params = self._borrowed.exchange(state.params)
+        own = state.params if self._merge is None else self._own_params(state)
+        params = self._borrowed.exchange(own)
         key = step_key(state.seed, state.step)
         programs.begin(params, state.model_state, key, batch, self._table.has_weight)
         self._train_executor.run(programs)
@@ -200,18 +248,24 @@ class StageStep(IslandStep):
         losses = self._gather_losses("losses", loss_sums)
         count = np.float32(losses[seats.replica]["count"])
         grads = self._scaled(grads, self._borrowed.receive_gradients(), count)
-        # 3. combine with the same stage of the other pipelines
         model_state = self._merged_state(programs.model_state, batch)
-        combine_state, metrics = state.combine_state, []
-        if seats.num_replicas > 1:
-            grads, combine_state, metrics, model_state = self._combined(
-                grads, combine_state, count, model_state
-            )
-        # 4. the norm of the gradient of all stages, and the update
-        squares = self._all_gather("gradient norms", float(self._squares(grads)))
-        squares = np.float32(np.sum(seats.of_replica(squares)))
         totals = _sum_losses(losses)
-        return self._update(state, grads, model_state, totals, squares, combine_state, metrics)
+        # 3. an update of this pipeline's own, and at the end of some steps a merge with the others
+        if self._merge is not None:
+            number = self._merge.steps_done(state) + 1
+            squares = self._gather_squares(grads)
+            state, metrics = self._local_update(state, grads, model_state, totals, squares, count)
+            state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
+            return state, {**metrics, **(found or {})}
+        # 4. or gradients combined with the same stage of the other pipelines, and one update for all
+        combine_metrics: Any = []
+        if seats.num_replicas > 1:
+            grads, own_state, combine_metrics, model_state = self._combined(
+                grads, combine_state[0], count, model_state
+            )
+            combine_state = [own_state]
+        squares = self._gather_squares(grads)
+        return self._update(state, grads, model_state, totals, squares, combine_state, combine_metrics)
 
     def follow(self, table: Table) -> None:
         """Execute another table from now on, of the same parts and microbatches."""
@@ -232,6 +286,11 @@ class StageStep(IslandStep):
     def close(self) -> None:
         """End the mailbox's thread."""
         self.mailbox.close()
+
+    def _gather_squares(self, grads: Tree) -> np.float32:
+        """Return the square of the norm of the gradient of all stages of this pipeline."""
+        squares = self._all_gather("gradient norms", float(self._squares(grads)))
+        return np.float32(np.sum(self.seats.of_replica(squares)))
 
     def _gather_losses(self, name: str, loss_sums: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the sums of the loss of each pipeline, gathered from their last stages."""
@@ -263,7 +322,7 @@ class StageStep(IslandStep):
             batch["weights"].reshape(len(batch["weights"]), self._train_programs.num_replicas, -1).sum((0, 2))
         )
         weights = jnp.where(real.sum() > 0, real / real.sum(), 1 / len(real))
-        return self._merge(model_state, weights)
+        return self._merge_model_state(model_state, weights)
 
 
 def _loss_sums(sums: Sums) -> dict[str, Any]:

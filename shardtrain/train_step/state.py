@@ -3,21 +3,16 @@
 Next: `placement.py` (its shardings), `initial_state.py` (its creation on the mesh), `step.py`.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from shardtrain import axes
-from shardtrain.combine.options import Combine
-from shardtrain.combine.replicas import shard_shapes, split_layers, stacked_paths
 from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
 from shardtrain.optim.optimizer_state import stored
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.sharding.array_dims import Named
 
 
 class State(NamedTuple):
@@ -29,10 +24,11 @@ class State(NamedTuple):
       params: nested dict of arrays.
       model_state: nested dict of what changes without being trained (running statistics).
       opt_state: the optimizer's state; where each replica has its own, (data, ...).
-      combine_state: the combiner's, such as the residuals of a compression: (devices, ...), as each device
-        keeps that of its own shards; () if it has none.
+      combine_state: the combiner's, such as the residuals of a compression, fragment by fragment: in a mesh
+        (devices, ...), as each device keeps that of its own shards; () if it has none.
       local: what replicas changed since they were last combined, a `Local`; () if they are combined in
         every step.
+      outer_state: the outer optimizer's state, fragment by fragment; () without one.
     """
 
     step: Any
@@ -42,18 +38,23 @@ class State(NamedTuple):
     opt_state: Any
     combine_state: Any = ()
     local: Any = ()
+    outer_state: Any = ()
 
 
 class Local(NamedTuple):
     """What each replica changed in its local steps since replicas were last combined.
 
+    In a mesh every array has a first dim (data,); an island or a stage holds its own alone.
+
     Args:
-      drift: like params, each leaf (data, ...): a replica's parameters minus the common ones.
-      count: float32 (data,), examples or tokens since then.
+      drift: like params, float32: a replica's parameters minus the common ones.
+      count: float32 (..., fragments), examples or tokens since each fragment was combined.
+      sums: of islands: sums of the loss and the like since the last merge, which are reported then.
     """
 
     drift: Any
     count: Any
+    sums: Any = ()
 
 
 def abstract_state(
@@ -102,25 +103,3 @@ def new_state(
     state = State(jnp.int32(0), seed, params, model_state, stored(optimizer).init(params))
     # weak types do not survive a checkpoint, and results of another dtype would follow from that
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)
-
-
-def with_replicas(
-    state: State, combine: Combine, sizes: Mapping[str, int], arrays: Mapping[str, Named], sharded: Any
-) -> State:
-    """Return the state with the arrays that each replica has of its own, if the combiner needs any."""
-    if combine.is_mean:
-        return state
-    num_replicas = sizes[axes.DATA]
-
-    def replicated(tree: Any, copies: int) -> Any:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
-
-    # the combiner works layer by layer, on each device's shard
-    layers = split_layers(shard_shapes(state.params, sharded, sizes), stacked_paths(arrays, sharded))
-    state = state._replace(combine_state=replicated(combine.combiner.init(layers), math.prod(sizes.values())))
-    if combine.on_deltas:
-        state = state._replace(opt_state=replicated(state.opt_state, num_replicas))
-    if combine.local_steps > 1:
-        drift = jax.tree.map(lambda x: jnp.zeros((num_replicas, *x.shape), x.dtype), state.params)
-        state = state._replace(local=Local(drift, jnp.zeros(num_replicas)))
-    return state

@@ -5,6 +5,7 @@ parameter changes that each replica's own optimizer computed. Next: `island_step
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,8 +21,10 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.optim.optimizer_state import stored, value_function
 from shardtrain.sharding.specs import with_leading_dim
-from shardtrain.train_step.gradients import Gradients, expand_dims_like, make_gradients, make_replica_means
+from shardtrain.train_step.gradients import Gradients, make_gradients, make_replica_means
+from shardtrain.train_step.local_steps import make_local_update, merged, next_round
 from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.replica_state import fragments_of, init_local
 from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
 from shardtrain.train_step.state import Local, State
 
@@ -54,7 +57,7 @@ def make_step(
       replicas' norms), skipped (1 if loss or gradient is not finite: then only the step counter
       changes), the loss's own as (sum, count), and the combiner's, (L,) by `combined_labels`.
     """
-    make = _make_delta_update if placement.combine.on_deltas else _make_gradient_update
+    make = _make_delta_update if placement.synchronisation.on_deltas else _make_gradient_update
     compute = make(model, loss, optimizer, placement, start_row)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -135,7 +138,7 @@ def _make_gradient_update(
 ) -> Step:
     """Make the step that combines gradients over replicas and updates once."""
     # a mean over replicas is a sum over their gradients: the gradient of each replica is not needed
-    if placement.combine.is_mean:
+    if placement.synchronisation.is_mean:
         gradients = make_gradients(model, loss, placement, start_row)
 
         def update(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -150,7 +153,7 @@ def _make_gradient_update(
 
     # any other combiner gets the mean gradient of each replica
     replica_means = make_replica_means(model, loss, placement, start_row)
-    specs, mesh, combiner = placement.specs, placement.mesh, placement.combine.combiner
+    specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
     stacked = stacked_paths(specs.arrays, specs.sharded)
 
     def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -159,13 +162,13 @@ def _make_gradient_update(
             combiner,
             means,
             counts,
-            state.combine_state,
+            state.combine_state[0],
             specs=specs.sharded,
             stacked=stacked,
             mesh=mesh,
         )
         new, metrics = apply_gradients(optimizer, placement, state, found._replace(grads=grads))
-        return new._replace(combine_state=combine_state), {**metrics, **extra}
+        return new._replace(combine_state=(combine_state,)), {**metrics, **extra}
 
     return update_combined
 
@@ -178,84 +181,92 @@ def _make_delta_update(
     With Adasum this is Horovod's `_DistributedAdasumOptimizer`.
     """
     replica_means = make_replica_means(model, loss, placement, start_row)
-    specs, mesh, combine = placement.specs, placement.mesh, placement.combine
+    specs, mesh, synchronisation = placement.specs, placement.mesh, placement.synchronisation
     own_specs = with_leading_dim(specs.sharded, axes.DATA)
-    used = stored(optimizer)
+    # one optimizer per replica, over the leading dim of replicas
     own_update = jax.vmap(
-        lambda grads, state, params, value: used.update(grads, state, params, value=value, grad=grads),
-        spmd_axis_name=axes.DATA,
+        make_local_update(optimizer), in_axes=(None, 0, 0, 0, 0, 0), spmd_axis_name=axes.DATA
     )
     num_replicas = mesh.shape[axes.DATA]
     merge = _make_merge(placement)
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
-        # each replica's own parameters are the common ones plus its drift since they were combined
         found, means, counts, values = replica_means(state, batch)
         params = constrain(state.params, specs.sharded, mesh)
-        own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), params)
-        local = state.local if combine.local_steps > 1 else Local(_zeros(own), jnp.zeros(num_replicas))
-        own = constrain(jax.tree.map(jnp.add, own, local.drift), own_specs, mesh)
-        # one optimizer per replica, over the leading dim of replicas
-        updates, opt_state = own_update(means, state.opt_state, own, values)
-
-        # a replica without examples takes no step
-        def stepped(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(expand_dims_like(counts > 0, new), new.astype(old.dtype), old)
-
-        opt_state = jax.tree.map(stepped, opt_state, state.opt_state)
-        drift = jax.tree.map(lambda d, u: stepped(d + u, d), local.drift, updates)
-        local = Local(constrain(drift, own_specs, mesh), local.count + counts)
-
-        # merge in every step, or every `local_steps` steps; in between the drift is kept
-        inputs = (params, local, state.combine_state)
-        if combine.local_steps == 1:
-            params, _, combine_state, extra = merge(inputs)
-            local = ()
-        else:
-            # both branches must return the same metrics: the combiner's are NaN if nothing was combined
-            nothing = jax.eval_shape(merge, inputs)[3]
-
-            def wait(inputs: Any) -> Any:
-                return *inputs, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), nothing)
-
-            merging = (state.step + 1) % combine.local_steps == 0
-            params, local, combine_state, extra = jax.lax.cond(merging, merge, wait, inputs)
-        new = State(state.step, state.seed, params, found.model_state, opt_state, combine_state, local)
+        local = state.local
+        if synchronisation.every == 1:
+            local = init_local(params, 1, lead=(num_replicas,))
+        drift = constrain(local.drift, own_specs, mesh)
+        opt_state, drift = own_update(params, drift, state.opt_state, means, counts, values)
+        local = Local(constrain(drift, own_specs, mesh), local.count + counts[:, None])
+        state = state._replace(params=params, model_state=found.model_state, opt_state=opt_state, local=local)
+        state, extra = merge(state)
+        if synchronisation.every == 1:
+            state = state._replace(local=())
         # there is no common gradient: log the mean over the replicas' own
         squares = sum((m.astype(jnp.float32) ** 2).sum() for m in jax.tree.leaves(means)) / num_replicas
         metrics = {"loss_sum": found.loss_sum, "count": found.count, "grad_norm": jnp.sqrt(squares)}
-        return new, {**found.metrics, **metrics, **extra}
+        return state, {**found.metrics, **metrics, **extra}
 
     return update
 
 
-def _make_merge(placement: Placement) -> Callable[[Any], Any]:
-    """Return the function that combines the replicas' drifts and starts the next round from the result.
+def _make_merge(placement: Placement) -> Callable[[State], tuple[State, Metrics]]:
+    """Make the function that combines the drifts of the fragments that are due at the end of a step.
 
-    It maps (params, local, combine state) to the values after combining, and the combiner's metrics.
+    It returns the state after combining, and the combiner's metrics, NaN where nothing was combined.
     """
-    specs, combine = placement.specs, placement.combine
+    specs, synchronisation = placement.specs, placement.synchronisation
     stacked = stacked_paths(specs.arrays, specs.sharded)
+    fragments = fragments_of(synchronisation, specs)
+    outer = synchronisation.outer_optimizer
 
-    def merge(inputs: Any) -> Any:
-        params, local, combine_state = inputs
+    def merge_fragment(number: int, state: State) -> tuple[State, Metrics]:
+        fragment = fragments[number]
         combined, combine_state, extra = combine_replicas(
-            combine.combiner,
-            local.drift,
-            local.count,
-            combine_state,
-            specs=specs.sharded,
-            stacked=stacked,
+            synchronisation.combiner,
+            fragment.take(state.local.drift, lead=1),
+            state.local.count[:, number],
+            state.combine_state[number],
+            specs=fragment.select(specs.sharded),
+            stacked=stacked & fragment.rows.keys(),
             mesh=placement.mesh,
         )
-        params = jax.tree.map(lambda p, c: p + c.astype(p.dtype), params, combined)
-        return params, Local(_zeros(local.drift), jnp.zeros_like(local.count)), combine_state, extra
+        outer_state = state.outer_state[number] if outer is not None else ()
+        params, outer_state = merged(fragment, outer, state.params, combined, outer_state)
+        state = state._replace(
+            params=params,
+            local=next_round(fragment, number, state.local, lead=1),
+            combine_state=_with_item(state.combine_state, number, combine_state),
+            outer_state=_with_item(state.outer_state, number, outer_state) if outer is not None else (),
+        )
+        # metrics (L,) are of all parameters
+        whole = len(fragments) == 1
+        return state, {name: x for name, x in extra.items() if whole or not x.ndim}
+
+    def merge(state: State) -> tuple[State, Metrics]:
+        if synchronisation.every == 1:
+            return merge_fragment(0, state)
+        metrics = jax.tree.map(
+            lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
+            jax.eval_shape(partial(merge_fragment, 0), state)[1],
+        )
+        for number in range(len(fragments)):
+            due = (state.step + 1) % synchronisation.every == synchronisation.phase(number)
+            state, metrics = jax.lax.cond(
+                due,
+                lambda state, _, number=number: merge_fragment(number, state),
+                lambda state, metrics: (state, metrics),
+                state,
+                metrics,
+            )
+        return state, metrics
 
     return merge
 
 
-def _zeros(tree: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, tree)
+def _with_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:number], item, *items[number + 1 :])
 
 
 def combined_labels(placement: Placement) -> list[str]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import Loss, next_token_loss
@@ -39,7 +39,7 @@ class Strategy:
     Args:
       layout: sizes of the mesh axes, and the rules that shard arrays over them.
       accumulate: number of microbatches in a step; their gradients are added up.
-      combine: how the gradients of replicas are combined.
+      synchronisation: when replicas are synchronised, and how.
       across: what islands exchange, if several were launched.
       pipeline: how a pipeline is partitioned and scheduled; its microbatches are those of `accumulate`.
 
@@ -49,7 +49,7 @@ class Strategy:
 
     layout: Layout = Layout()
     accumulate: int = 1
-    combine: Combine = Combine()
+    synchronisation: Synchronisation = Synchronisation()
     across: Across = Across()
     pipeline: Pipeline = Pipeline()
 

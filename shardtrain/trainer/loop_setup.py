@@ -33,7 +33,7 @@ def make_loop_parts(
     island_step, placement, local_steps = (
         prepared.island_step,
         setup.placement,
-        run.strategy.combine.local_steps,
+        run.strategy.synchronisation.every,
     )
 
     # after each step all ranks vote; who is slow is reported here
@@ -45,7 +45,7 @@ def make_loop_parts(
 
     # what islands have in common must be equal when it is saved
     def before_save(state: State) -> State:
-        return synchronise(coordination, state, run.strategy.combine.on_deltas, output.note)
+        return synchronise(coordination, state, run.strategy.synchronisation.on_deltas, output.note)
 
     # batches and sinks differ in each segment: `train._train_segment` sets them
     return LoopParts(
@@ -69,7 +69,7 @@ def make_loop_parts(
 
 def _make_check(prepared: PreparedRun):
     """Make the function that raises `RollBack` where copies of the parameters are not the same bits."""
-    setup, local_steps = prepared.setup, prepared.run.strategy.combine.local_steps
+    setup, local_steps = prepared.setup, prepared.run.strategy.synchronisation.every
     find = make_find_divergence(setup.mesh, setup.placement.state.params)
     kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {dict(setup.mesh.shape)}"
 
@@ -86,7 +86,7 @@ def _make_check(prepared: PreparedRun):
 
 def make_loop_options(run: Run) -> LoopOptions:
     """Make the options of the loop."""
-    local_steps = run.strategy.combine.local_steps
+    local_steps = run.strategy.synchronisation.every
     # evaluate only after steps that combine: in between, replicas have different parameters
     every = run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
     # with deltas each replica clips its own gradient, and the norm in the metrics is a mean over them

@@ -41,7 +41,6 @@ def make_multi_island_step(
       coordination: the exchange with the other islands.
       loader: the loader of this island's rows.
     """
-    combine = run.strategy.combine
     if coordination.transfer is None:
         return None
     if setup.stage_model is not None:
@@ -52,7 +51,7 @@ def make_multi_island_step(
         setup.optimizer,
         setup.placement,
         coordination.transfer,
-        combine=combine,
+        synchronisation=run.strategy.synchronisation,
         learning_rate=setup.learning_rate,
         start_row=loader.shard.start,
         barrier=coordination.barrier,
@@ -87,7 +86,7 @@ def _make_stage_step(
         seats=seats,
         mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
         all_gather=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
-        combine=run.strategy.combine,
+        synchronisation=run.strategy.synchronisation,
         learning_rate=setup.learning_rate,
         start_row=loader.shard.start,
     )

@@ -5,7 +5,7 @@ Everything that can be refused is refused here. Next: `train.py`.
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +28,10 @@ from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
 from shardtrain.sharding.axis_sizes import axis_sizes
-from shardtrain.train_step.initial_state import restorable_state
+from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.state import State
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
@@ -52,6 +53,8 @@ class PreparedRun(NamedTuple):
       loader: the loader of this process's rows.
       heldout: name -> samples held out; a single set has the name "", {} without any.
       island_step: the step of several islands; None for a run of one island.
+      init: makes the state before the first step.
+      wanted: its shapes, dtypes and shardings.
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
     """
@@ -63,6 +66,8 @@ class PreparedRun(NamedTuple):
     loader: Loader
     heldout: dict[str, Any]
     island_step: IslandStep | None
+    init: Callable[[], State]
+    wanted: State
     description: dict[str, Any]
     expected: Expected
 
@@ -120,7 +125,25 @@ def prepare_run(
     island_step = make_multi_island_step(run, setup, coordination, loader)
     if isinstance(island_step, StageStep):
         stack.callback(island_step.close)
-    return PreparedRun(run, folder, setup, coordination, loader, heldout, island_step, description, expected)
+    wanted = restorable_state(setup.placement)
+
+    def init() -> State:
+        state = init_state(setup.model, setup.optimizer, setup.placement, run.seed)
+        return state if island_step is None else island_step.begin(state, batch)
+
+    return PreparedRun(
+        run=run,
+        folder=folder,
+        setup=setup,
+        coordination=coordination,
+        loader=loader,
+        heldout=heldout,
+        island_step=island_step,
+        init=init,
+        wanted=wanted if island_step is None else island_step.wanted(wanted, batch),
+        description=description,
+        expected=expected,
+    )
 
 
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
@@ -201,13 +224,13 @@ def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     replicas = [own] if islands is None else islands.all_gather_islands("replicas", own)
     if run.strategy.across.axis == "pipeline":
         replicas = replicas[:: run.strategy.across.partitions or len(replicas)]
-    by = run.strategy.combine.by
+    by = run.strategy.synchronisation.by
     # what is averaged before a combiner gets it: an island's devices, or on one island all axes but data
     inside = max(replicas) if len(replicas) > 1 else max(own // sizes["data"], 1)
     found = scaled(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
     for line in found.notes:
         output.note(line)
-    steps, each = found.run.steps, run.strategy.combine.local_steps
+    steps, each = found.run.steps, run.strategy.synchronisation.every
     if rest := steps % each:
         below = steps - rest
         use = f"{below} or {below + each}" if below else f"{each}"
@@ -216,7 +239,7 @@ def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
             f"steps is {steps}{scaled_text}, and replicas are combined every {each} steps:"
             f" {steps} % {each} = {rest}. Use {use}."
         )
-    if len(replicas) == 1 and run.strategy.combine.inside == "sum":
+    if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
     return found.run
 

@@ -11,7 +11,7 @@ import jax
 
 from shardtrain.checkpoints.differences import Allow, check_state, widened
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
-from shardtrain.checkpoints.origins import COMBINER_STATE, state_to_save
+from shardtrain.checkpoints.origins import OF_LAYOUT, state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.model import path_text
@@ -51,7 +51,7 @@ def read_arrays(
     leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
     origins = checkpoints.origins(wanted)
     ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
-    unused = (*run.allow.unused, f"{COMBINER_STATE}*", *ignored)
+    unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.seats is not None:
         # A stage uses a part of what was saved. All stages together must use all of it, so the check is of
         # the union of what they ask for.
@@ -82,22 +82,17 @@ def read_arrays(
     return found
 
 
-def assemble(
-    wanted: State, arrays: Mapping[str, jax.Array], combine_state: Any, init: Callable[[], State]
-) -> State:
+def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], State]) -> State:
     """Return the state made of the arrays that were read; arrays that were not read are initialised.
 
     Args:
       wanted: shapes of the state.
       arrays: path -> array.
-      combine_state: the initial state of a combiner across islands, None without one.
       init: makes the state before the first step.
     """
     if all(path_text(path) in arrays for path, _ in jax.tree.leaves_with_path(wanted)):
         return jax.tree.map_with_path(lambda path, _: arrays[path_text(path)], wanted)
-    state = init()
-    state = state if combine_state is None else state._replace(combine_state=combine_state)
-    return jax.tree.map_with_path(lambda path, x: arrays.get(path_text(path), x), state)
+    return jax.tree.map_with_path(lambda path, x: arrays.get(path_text(path), x), init())
 
 
 def synchronise_restored(
@@ -119,7 +114,7 @@ def synchronise_restored(
     is_lost = checkpoints.own_optimizers and resumed
     is_lost = is_lost and not any(path.startswith("opt_state/") for path in arrays)
     lost = coordination.all_gather("own state", is_lost)
-    own_optimizers = run.strategy.combine.on_deltas and not any(lost)
+    own_optimizers = run.strategy.synchronisation.on_deltas and not any(lost)
     state = broadcast_state(coordination, state, own_optimizers)
     if wrong := differing_arrays(coordination, state, own_optimizers):
         raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
@@ -142,20 +137,25 @@ def _readable(
     own = reader.manifests.get(checkpoints.island[0] if checkpoints.has_own else 0)
     if not extra or (own.extra if own else extra).get("layout") == checkpoints.layout:
         return wanted
-    is_saved = any(path.startswith(COMBINER_STATE) for path in reader.stored_arrays)
-    if is_saved and jax.tree.leaves(wanted.combine_state):
-        checkpoints.note(
-            "the residuals of compression are dropped: they depend on the buckets and devices of the layout"
-            " that was saved, and this layout differs"
-        )
-    return wanted._replace(combine_state=())
+    for name, what in {
+        "combine_state": "the residuals of compression are",
+        "local": "what each replica changed since the last merge is",
+        "outer_state": "the outer optimizer's state is",
+    }.items():
+        is_saved = any(path.startswith(f"{name}/") for path in reader.stored_arrays)
+        if is_saved and jax.tree.leaves(getattr(wanted, name)):
+            checkpoints.note(
+                f"{what} dropped: that depends on the buckets, devices and synchronisation of the layout that"
+                " was saved, and this layout differs"
+            )
+    return wanted._replace(combine_state=(), local=(), outer_state=())
 
 
 def _whole_shapes(leaves: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> dict[str, Any]:
     return {
         path: [origins.get(path, COMMON).whole(tuple(x.shape)), getattr(x.dtype, "name", x.dtype)]
         for path, x in leaves.items()
-        if not path.startswith(COMBINER_STATE)
+        if not path.startswith(OF_LAYOUT)
     }
 
 

@@ -14,12 +14,11 @@ import jax
 
 from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.flatten import restorable
-from shardtrain.checkpoints.origins import state_to_save, wanted_state
+from shardtrain.checkpoints.origins import state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.untrusted_files import whole_number
-from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.state import State
 from shardtrain.trainer.changed_options import check_options
 from shardtrain.trainer.config import Run
@@ -55,7 +54,7 @@ def find_start_point(
     run: Run,
     checkpoints: RunCheckpoints,
     init: Callable[[], State],
-    island_step: IslandStep | None,
+    wanted: State,
     description: dict[str, Any],
     newest: int | None = None,
 ) -> StartPoint:
@@ -67,7 +66,7 @@ def find_start_point(
       run: the run.
       checkpoints: the checkpoints of the run.
       init: makes the state before the first step.
-      island_step: the step of several islands; None for a run of one island.
+      wanted: its shapes, dtypes and shardings.
       description: the description of the run, see `config.describe`.
       newest: roll back to this step or an earlier one; None: use the newest.
 
@@ -90,8 +89,6 @@ def find_start_point(
             f"no checkpoint is as old as step {newest}: those of steps {sorted(found.broken)} are newer."
             " Keep more of them: --checkpoints.keep"
         )
-    combine_state = None if island_step is None else island_step.init_combine_state()
-    wanted = wanted_state(checkpoints.placement, combine_state)
     # a state that could not be saved is refused before the first step
     restorable(state_to_save(wanted))
     # Find what to read: a checkpoint of this run, or else the parameters that it starts from.
@@ -108,7 +105,7 @@ def find_start_point(
     arrays: dict[str, jax.Array] = {}
     if reader is not None:
         arrays = read_arrays(run, checkpoints, reader, read, found.extra)
-    state = assemble(wanted, arrays, combine_state, init)
+    state = assemble(wanted, arrays, init)
     state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
         return StartPoint(state=state, step=0, position=FIRST_POSITION)

@@ -53,8 +53,10 @@ class RunCheckpoints:
         island_step: IslandStep | None,
         note: Callable[[str], None],
     ) -> None:
-        self.has_own = island_step is not None and (run.strategy.combine.on_deltas or island_step.keeps_state)
-        self.own_optimizers = run.strategy.combine.on_deltas and island_step is not None
+        self.has_own = island_step is not None and (
+            run.strategy.synchronisation.on_deltas or island_step.keeps_state
+        )
+        self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
         seat = None if coordination.islands is None else coordination.islands.seat
         _refuse_old_parts(folder)
@@ -63,7 +65,14 @@ class RunCheckpoints:
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
-        self._origins = array_origins(setup.placement, setup.stage_model, self.island, self.own_optimizers)
+        seats = setup.seats
+        self._origins = array_origins(
+            setup.placement,
+            setup.stage_model,
+            self.island,
+            self.own_optimizers,
+            None if seats is None else (seats.replica, seats.num_replicas),
+        )
         self.layout = _layout_facts(run, setup.placement, self.island[1])
         self._latest: int | None = None
 
@@ -167,7 +176,7 @@ def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str,
         "islands": num_islands,
         "blocks": None if stages is None else list(stages.counts),
         **describe(strategy.layout, "layout"),
-        **describe(strategy.combine, "combine"),
+        **describe(strategy.synchronisation, "synchronisation"),
         **{name: getattr(strategy.across, name) for name in ("axis", "partitions", "bucket_bytes")},
         "first_bucket_bytes": strategy.across.first_bucket_bytes,
     }

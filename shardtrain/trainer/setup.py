@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardtrain.axes import PIPELINE
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model
@@ -85,7 +85,7 @@ def make_setup(
         # a single island: refuse partitions that need several
         Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
-    combine = run.strategy.combine if num_islands == 1 else Combine()
+    synchronisation = run.strategy.synchronisation if num_islands == 1 else Synchronisation()
     # a pipeline inside the mesh needs the partition of the blocks
     num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
     stages = None
@@ -93,7 +93,7 @@ def make_setup(
         assert microbatch is not None
         stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
     # refuse an optimizer that needs what the step cannot give it
-    can_search = num_islands == 1 and combine.is_mean
+    can_search = num_islands == 1 and synchronisation.is_mean
     if missing := missing_arguments(
         optimizer, jax.eval_shape(model.init, jax.random.key(0))[0], line_search=can_search
     ):
@@ -103,7 +103,7 @@ def make_setup(
         optimizer,
         run.strategy.layout,
         mesh,
-        combine=combine,
+        synchronisation=synchronisation,
         stages=stages,
         schedule=pipeline.schedule,
     )
@@ -115,17 +115,14 @@ def _make_stage_setup(
     run: Run, model: Model, mesh: Mesh, num_islands: int, island: int, microbatch: Batch
 ) -> RunSetup:
     """Make the setup of the stage of this island."""
-    strategy, combine = run.strategy, run.strategy.combine
+    strategy = run.strategy
     problems = []
     if mesh.shape[PIPELINE] > 1:
         problems.append(f"the mesh has pipeline={mesh.shape[PIPELINE]}; use pipeline=1 inside each island")
     if jax.process_count() > 1:
         problems.append(f"an island has {jax.process_count()} processes; use one each")
-    if combine.on != "gradients" or combine.inside != "mean":
-        problems.append(
-            f"combine is of {combine.on} and {combine.inside} inside; use gradients and mean, as pipelines"
-            " exchange gradients in every step"
-        )
+    if (inside := strategy.synchronisation.inside) != "mean":
+        problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
     if problems:
         raise problems_error("islands cannot hold the stages of a pipeline", problems)
     # cut the model: from here on the model of this island is that of its stage
@@ -179,7 +176,7 @@ def _check_evaluated(run: Run, placement: Placement) -> None:
     """
     if run.evaluate_with is None:
         return
-    if run.strategy.combine.on_deltas:
+    if run.strategy.synchronisation.on_deltas:
         raise ValueError(
             "evaluate_with is given, but with deltas each replica has an optimizer and an average of its own;"
             " use --combine-on gradients, or evaluate_with=None"

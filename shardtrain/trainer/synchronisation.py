@@ -109,7 +109,8 @@ def faulty_copies(
 
 
 def _common(state: State, own_optimizers: bool) -> dict[str, Any]:
-    names = ("step", "seed", "params", "model_state", *(() if own_optimizers else ("opt_state",)))
+    names = ("step", "seed", "params", "model_state", "outer_state")
+    names += () if own_optimizers else ("opt_state",)
     return {name: getattr(state, name) for name in names}
 
 

@@ -16,7 +16,6 @@ from shardtrain.report.progress import progress
 from shardtrain.report.sinks import open_sinks
 from shardtrain.report.sinks.sink import Sinks
 from shardtrain.system.stop_signals import StopSignals
-from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
@@ -127,7 +126,7 @@ def _train_segments(
     Raises:
       FloatingPointError: more rollbacks were asked for than are allowed.
     """
-    run, setup = prepared.run, prepared.setup
+    run = prepared.run
     rollbacks = Rollbacks(run.recovery.rollbacks)
     newest: int | None = None
     position: Position | None = None
@@ -137,8 +136,8 @@ def _train_segments(
             start = find_start_point(
                 run,
                 checkpoints,
-                lambda: init_state(setup.model, setup.optimizer, setup.placement, run.seed),
-                prepared.island_step,
+                prepared.init,
+                prepared.wanted,
                 prepared.description,
                 newest,
             )
@@ -194,8 +193,6 @@ def _train_segment(
             sink=sinks,
             explain=lambda step: explain_step(prepared, start, step),
         )
-        if prepared.island_step is not None:
-            prepared.island_step.forget()
         # Metrics that wait for an evaluation which the run before did not finish are written first.
         unlogged = start.unlogged if is_first and last_step != start.step else None
         with parts.activity.at("the training loop"):

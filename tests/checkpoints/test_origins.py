@@ -14,31 +14,31 @@ from tiny_language_model import TinyConfig
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, WriterPart
-from shardtrain.checkpoints.origins import array_origins, in_order, state_to_save, wanted_state
+from shardtrain.checkpoints.origins import array_origins, in_order, state_to_save
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import restore_arrays
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.placement import make_placement
 
 MODEL = from_nnx(TinyConfig(vocab=32, embed=16, mlp=32, num_layers=5))
 OPTIMIZER = optax.adam(1e-3)
 
 
-def placed(sizes, stages=None, optimizer=OPTIMIZER, combine=Combine()):
-    return _placed(tuple(sizes.items()), stages, optimizer, combine)
+def placed(sizes, stages=None, optimizer=OPTIMIZER, synchronisation=Synchronisation()):
+    return _placed(tuple(sizes.items()), stages, optimizer, synchronisation)
 
 
 @functools.cache
-def _placed(sizes, stages, optimizer, combine):
+def _placed(sizes, stages, optimizer, synchronisation):
     layout = Layout(mesh=dict(sizes))
     mesh = make_mesh(layout, jax.devices()[: math.prod(size for _, size in sizes)])
-    placement = make_placement(MODEL, optimizer, layout, mesh, combine=combine, stages=stages)
+    placement = make_placement(MODEL, optimizer, layout, mesh, synchronisation=synchronisation, stages=stages)
     return placement, init_state(MODEL, optimizer, placement, seed=3)
 
 
@@ -54,7 +54,7 @@ def moved(folder, source, state, target):
     saved = state_to_save(state)
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
         checkpoints.save(1, saved, {}, array_origins(source)(saved))
-    wanted = state_to_save(wanted_state(target))
+    wanted = state_to_save(restorable_state(target))
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
         restored = checkpoints.restore(wanted, origins=array_origins(target)(wanted))
     assert restored is not None
@@ -118,7 +118,7 @@ def test_the_sample_sees_blocks_in_the_models_order():
 
 def own_moments(num_replicas):
     """An optimizer state for each replica: that of replica r is r everywhere."""
-    combine = Combine(by="adasum", on="deltas")
+    combine = Synchronisation(by="adasum", on="deltas")
     placement, state = placed({"data": num_replicas}, None, OPTIMIZER, combine)
 
     def numbered(x):
@@ -166,7 +166,7 @@ def test_islands_save_what_each_has_and_any_number_of_them_reads_it(tmp_path):
         assert (chosen.step, chosen.num_parts, chosen.extra) == (4, 3, {"island": 0})
         reader = chosen.reader(checkpoints.folders)
     for replica in range(5):
-        wanted = wanted_state(placement)
+        wanted = restorable_state(placement)
         where = array_origins(placement, None, (replica, 5), own_optimizers=True)(wanted)
         leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
         found = restore_arrays(reader, leaves, where)
@@ -192,7 +192,7 @@ def test_islands_with_pipelines_and_optimizers_of_their_own_find_both(tmp_path):
     with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(0, 2)) as checkpoints:
         reader = checkpoints.discover().reader(checkpoints.folders)
     for island in (0, 1):
-        wanted = state_to_save(wanted_state(one), own=True)
+        wanted = state_to_save(restorable_state(one), own=True)
         where = array_origins(one, None, (island, 2), own_optimizers=True)(wanted)
         found = restore_arrays(reader, leaves_of(wanted), where, Allow(unused=("*",)))
         for path, x in expected.items():

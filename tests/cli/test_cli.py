@@ -43,8 +43,8 @@ def test_options_change_the_run():
 
 FULL_NAMES = """
 --mesh fsdp=2 --strategy.layout.mesh fsdp=2
---combine-on=deltas --strategy.combine.on=deltas
---combine int8+adasum --strategy.combine.by int8+adasum
+--combine-on=deltas --strategy.synchronisation.on=deltas
+--combine int8+adasum --strategy.synchronisation.by int8+adasum
 --bridge-memory host --strategy.across.memory host
 --learning-rate 0.5 --optimizer.learning_rate.peak 0.5
 --data a.txt b --data.paths a.txt b

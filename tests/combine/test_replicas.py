@@ -13,8 +13,8 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.cli.run_file import load_combiner
-from shardtrain.combine.options import Combine
 from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
 from shardtrain.functional.nnx_model import from_nnx
@@ -61,9 +61,9 @@ BATCH = {
 MESHES = [{"data": 4, "fsdp": 2}, {"data": 4, "tensor": 2}]
 
 
-def steps(combine, optimizer, mesh, num_steps=1, zero=3, microbatches=1, batch=BATCH):
+def steps(synchronisation, optimizer, mesh, num_steps=1, zero=3, microbatches=1, batch=BATCH):
     """The states after each step, and the last metrics."""
-    state, step, placement = made(combine, optimizer, tuple(mesh.items()), zero)
+    state, step, placement = made(synchronisation, optimizer, tuple(mesh.items()), zero)
     states = [state]
     state = jax.device_put(state, placement.state)
     for _ in range(num_steps):
@@ -74,11 +74,11 @@ def steps(combine, optimizer, mesh, num_steps=1, zero=3, microbatches=1, batch=B
 
 
 @cache
-def made(combine, optimizer, mesh, zero):
+def made(synchronisation, optimizer, mesh, zero):
     """(the state before the first step, the compiled step, the placement)."""
     layout = Layout(mesh=dict(mesh), zero=zero)
     mesh = make_mesh(layout, jax.devices()[: math.prod(layout.mesh.values())])
-    placement = make_placement(MODEL, optimizer, layout, mesh, combine=combine)
+    placement = make_placement(MODEL, optimizer, layout, mesh, synchronisation=synchronisation)
     state = jax.device_get(init_state(MODEL, optimizer, placement, 7))
     return state, make_step(MODEL, classification_loss, optimizer, placement), placement
 
@@ -89,7 +89,7 @@ def replica_gradients():
     found = []
     for quarter in range(4):
         part = {name: value[4 * quarter : 4 * quarter + 4] for name, value in BATCH.items()}
-        (before, after), _, _ = steps(Combine(), SGD_ONE, {"data": 1}, batch=part)
+        (before, after), _, _ = steps(Synchronisation(), SGD_ONE, {"data": 1}, batch=part)
         found.append(jax.tree.map(lambda b, a: np.float64(b) - a, before.params, after.params))
     return found
 
@@ -117,7 +117,7 @@ def assert_changed_by(states, expected, rtol=1e-4):
 @pytest.mark.parametrize("zero", [3, 1])
 @pytest.mark.parametrize("mesh", MESHES, ids=["fsdp", "tensor"])
 def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
-    states, metrics, placement = steps(Combine(by="adasum"), SGD, mesh, zero=zero)
+    states, metrics, placement = steps(Synchronisation(by="adasum"), SGD, mesh, zero=zero)
     expected = adasum_of_replicas()
     assert_changed_by(states, jax.tree.map(lambda g: -SGD_RATE * g, expected))
     # the metric: what is left of the squares of all replicas
@@ -129,9 +129,9 @@ def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
 
 
 def test_adasum_sums_microbatches_first():
-    one, _, _ = steps(Combine(by="adasum"), SGD, {"data": 2})
-    two, _, _ = steps(Combine(by="adasum"), SGD, {"data": 1}, microbatches=2)
-    mean, _, _ = steps(Combine(), SGD, {"data": 1})
+    one, _, _ = steps(Synchronisation(by="adasum"), SGD, {"data": 2})
+    two, _, _ = steps(Synchronisation(by="adasum"), SGD, {"data": 1}, microbatches=2)
+    mean, _, _ = steps(Synchronisation(), SGD, {"data": 1})
     assert_changed_by(two, jax.tree.map(lambda b, a: a - b, mean[0].params, mean[1].params))
     differ = [
         np.abs(a - b).max()
@@ -142,10 +142,10 @@ def test_adasum_sums_microbatches_first():
 
 def test_deltas_by_sgd_are_the_gradients_and_by_adam_are_not():
     rate = -SGD_RATE
-    states, _, _ = steps(Combine(by="adasum", on="deltas"), SGD, MESHES[0])
+    states, _, _ = steps(Synchronisation(by="adasum", on="deltas"), SGD, MESHES[0])
     assert_changed_by(states, jax.tree.map(lambda g: rate * g, adasum_of_replicas()))
-    gradients, _, _ = steps(Combine(by="adasum"), ADAM, MESHES[0])
-    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), ADAM, MESHES[0])
+    gradients, _, _ = steps(Synchronisation(by="adasum"), ADAM, MESHES[0])
+    deltas, _, _ = steps(Synchronisation(by="adasum", on="deltas"), ADAM, MESHES[0])
     pairs = zip(*map(jax.tree.leaves, (gradients[-1].params, deltas[-1].params)), strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3
     # the optimizer's state belongs to the replica
@@ -155,8 +155,8 @@ def test_deltas_by_sgd_are_the_gradients_and_by_adam_are_not():
 
 
 def test_local_steps_are_those_of_each_replica_alone():
-    combine = Combine(by="mean", on="deltas", local_steps=3)
-    states, _, _ = steps(combine, ADAM, {"data": 4}, num_steps=3)
+    synchronisation = Synchronisation(by="mean", on="deltas", every=3)
+    states, _, _ = steps(synchronisation, ADAM, {"data": 4}, num_steps=3)
     for i in (1, 2):  # nothing is common before the third step
         jax.tree.map(np.testing.assert_array_equal, states[i].params, states[0].params)
         assert all(np.any(leaf) for leaf in jax.tree.leaves(states[i].local.drift))
@@ -164,7 +164,7 @@ def test_local_steps_are_those_of_each_replica_alone():
 
     def change(quarter):
         part = {name: value[4 * quarter : 4 * quarter + 4] for name, value in BATCH.items()}
-        alone, _, _ = steps(Combine(), ADAM, {"data": 1}, num_steps=3, batch=part)
+        alone, _, _ = steps(Synchronisation(), ADAM, {"data": 1}, num_steps=3, batch=part)
         share = part["weights"].sum() / BATCH["weights"].sum()
         return jax.tree.map(lambda b, a: share * (np.float64(a) - b), alone[0].params, alone[3].params)
 
@@ -175,21 +175,21 @@ def test_local_steps_are_those_of_each_replica_alone():
 def test_a_replica_without_examples_changes_nothing():
     weights = np.where(np.arange(ROWS) < 12, 1, 0).astype(np.float32)
     batch = {**BATCH, "weights": weights}
-    for combine in (Combine(by="adasum"), Combine(by="adasum", on="deltas")):
-        with_it, _, _ = steps(combine, SGD, {"data": 4}, batch=batch)
+    for synchronisation in (Synchronisation(by="adasum"), Synchronisation(by="adasum", on="deltas")):
+        with_it, _, _ = steps(synchronisation, SGD, {"data": 4}, batch=batch)
         three = {name: value[:12] for name, value in batch.items()}
-        without, _, _ = steps(combine, SGD, {"data": 3}, batch=three)
+        without, _, _ = steps(synchronisation, SGD, {"data": 3}, batch=three)
         assert_changed_by(with_it, jax.tree.map(lambda b, a: a - b, without[0].params, without[1].params))
-    deltas, _, _ = steps(Combine(by="adasum", on="deltas"), ADAM, {"data": 4}, batch=batch)
+    deltas, _, _ = steps(Synchronisation(by="adasum", on="deltas"), ADAM, {"data": 4}, batch=batch)
     count = deltas[-1].opt_state[0].count
     assert count.tolist() == [1, 1, 1, 0]
 
 
 def test_what_a_codec_leaves_out_is_kept_and_added_later():
-    states, _, _ = steps(Combine(by="top_k:0.1+mean"), SGD, MESHES[0], num_steps=2)
+    states, _, _ = steps(Synchronisation(by="top_k:0.1+mean"), SGD, MESHES[0], num_steps=2)
     assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(states[-1].combine_state))
     assert any(np.any(leaf) for leaf in jax.tree.leaves(states[-1].combine_state))
-    exact, _, _ = steps(Combine(), SGD, MESHES[0])
+    exact, _, _ = steps(Synchronisation(), SGD, MESHES[0])
     moved = [
         np.count_nonzero(a - b)
         for a, b in zip(*map(jax.tree.leaves, (states[1].params, states[0].params)), strict=True)
@@ -203,16 +203,20 @@ def test_what_a_codec_leaves_out_is_kept_and_added_later():
 
 def test_a_users_own_combiner_runs_on_the_mesh():
     text = f"{Path(__file__).parents[2] / 'examples' / 'own_combiner.py'}:median"
-    combine = Combine(by=load_combiner(text))
-    states, _, _ = steps(combine, SGD_ONE, {"data": 4})
+    synchronisation = Synchronisation(by=load_combiner(text))
+    states, _, _ = steps(synchronisation, SGD_ONE, {"data": 4})
     assert_changed_by(states, jax.tree.map(lambda *g: -np.median(g, 0), *replica_gradients()))
 
 
 def test_a_gradient_that_is_not_finite_on_one_replica_is_skipped_by_all():
     image = BATCH["image"].copy()
     image[5] = np.nan
-    for combine in (Combine(by="adasum"), Combine(by="adasum", on="deltas"), Combine(by="int8+mean")):
-        states, metrics, _ = steps(combine, ADAM, {"data": 4}, batch={**BATCH, "image": image})
+    for synchronisation in (
+        Synchronisation(by="adasum"),
+        Synchronisation(by="adasum", on="deltas"),
+        Synchronisation(by="int8+mean"),
+    ):
+        states, metrics, _ = steps(synchronisation, ADAM, {"data": 4}, batch={**BATCH, "image": image})
         assert metrics["skipped"] == 1
         assert states[1].step == 1
         jax.tree.map(np.testing.assert_array_equal, states[0]._replace(step=0), states[1]._replace(step=0))
@@ -235,13 +239,13 @@ def test_layers_are_combined_one_by_one():
 
 def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError) as error:
-        Combine(by="mean", on="weights", local_steps=0, inside="max")  # type: ignore[arg-type]
+        Synchronisation(by="mean", on="weights", every=0, inside="max")  # type: ignore[arg-type]
     assert str(error.value).count("\n  ") == 3
     with pytest.raises(ValueError, match="adasum"):
-        Combine(by="adasun")
-    with pytest.raises(ValueError, match="local_steps is 2, but gradients are combined in every step"):
-        Combine(by="adasum", local_steps=2)
+        Synchronisation(by="adasun")
+    with pytest.raises(ValueError, match="every is 2, but gradients are combined in every step"):
+        Synchronisation(by="adasum", every=2)
     layout = Layout(mesh={"data": 2}, parameters={"embed": ("data",)})
     with pytest.raises(ValueError, match="use fsdp for that") as error:
-        state_specs(MODEL, SGD_ONE, layout, {"data": 2, "fsdp": 1, "tensor": 1}, Combine(by="adasum"))
+        state_specs(MODEL, SGD_ONE, layout, {"data": 2, "fsdp": 1, "tensor": 1}, Synchronisation(by="adasum"))
     assert "\n  - up" in str(error.value)

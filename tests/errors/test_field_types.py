@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.islands.options import Across
 from shardtrain.islands.watchdog.diagnosis import Watch
@@ -53,8 +53,8 @@ def make_run(**changes: Any) -> Run:
         (Strategy, {"accumulate": 2.5}, "accumulate is 2.5; give a whole number"),
         (Strategy, {"layout": {"dta": 2}}, "layout: this layout cannot be used:\n    - axis 'dta' (did you mean 'data'?)"),
         (Strategy, {"across": "pipeline"}, "across is 'pipeline'; give an Across: across=Across(axis='pipeline')"),
-        (Strategy, {"combine": 3}, "combine is 3; give a Combine: combine=Combine(local_steps=3)"),
-        (Combine, {"on": "deltass"}, "on is 'deltass'; allowed: gradients, deltas"),
+        (Strategy, {"combine": 3}, "combine is 3; give a Synchronisation: synchronisation=Synchronisation(every=3)"),
+        (Synchronisation, {"on": "deltass"}, "on is 'deltass'; allowed: gradients, deltas"),
         (Optimizer, {"learning_rate": "3e-4"}, "learning_rate is '3e-4'; give a Schedule: learning_rate=0.0003"),
         (Optimizer, {"learning_rate": -1.0}, "learning_rate: this schedule cannot be used:\n    - peak is -1.0; it must be a number above 0"),
         (Optimizer, {"eps": math.nan}, "eps is nan; give a number, finite"),
@@ -88,7 +88,9 @@ def test_short_forms_mean_what_they_must():
     assert Optimizer(learning_rate=falling).learning_rate == Schedule(function=falling)
     assert make_run(optimizer="lion").optimizer == Optimizer(name="lion")
     given: Any = {"layout": {"data": 2}, "combine": "adasum"}
-    assert Strategy(**given) == Strategy(layout=Layout(mesh={"data": 2}), combine=Combine(by="adasum"))
+    assert Strategy(**given) == Strategy(
+        layout=Layout(mesh={"data": 2}), synchronisation=Synchronisation(by="adasum")
+    )
     given = {"layout": "data=2,fsdp=-1"}
     assert Strategy(**given) == Strategy(layout=Layout(mesh={"data": 2, "fsdp": -1}))
     assert make_run(start_from="runs/a").start_from == StartFrom(checkpoint=Path("runs/a"))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from shardtrain.combine import mean
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
 from shardtrain.functional.model import path_text
@@ -100,7 +100,7 @@ def main() -> None:
             MODEL, classification_loss, gradients_as_state(), placement, transfer, start_row=start
         )
         state = init_state(MODEL, gradients_as_state(), placement, 7)
-        state = state._replace(combine_state=step.init_combine_state())
+        state = step.begin(state, batch)
         state, metrics = step(state, batch)
         got = (metrics["loss_sum"], metrics["count"], state.opt_state)
         check(comm, got, expected, f"{sizes} {shares} {microbatches}")
@@ -124,11 +124,11 @@ def main() -> None:
 
 def one_bad_island(comm, transfer, placement, batch, start) -> None:
     """A gradient that is not finite on one island changes nothing on any, what a codec keeps included."""
-    combine = Combine(by="int8+adasum")
+    synchronisation = Synchronisation(by="int8+adasum")
     arguments = (MODEL, classification_loss, gradients_as_state(), placement, transfer)
-    step = make_island_step(*arguments, combine=combine, start_row=start)
+    step = make_island_step(*arguments, synchronisation=synchronisation, start_row=start)
     state = init_state(MODEL, gradients_as_state(), placement, 7)
-    state, metrics = step(state._replace(combine_state=step.init_combine_state()), batch)
+    state, metrics = step(step.begin(state, batch), batch)
     assert metrics["skipped"] == 0
     assert comm.rank or any(jnp.any(x) for x in jax.tree.leaves(state.combine_state))
     before = jax.device_get(state)
@@ -145,8 +145,10 @@ def an_empty_island(comm, transfer, layout, mesh, batch, start) -> None:
     placement = make_placement(MODEL, optimizer, layout, mesh)
     batch = {**batch, "weights": batch["weights"] * (comm.rank == 0)}
     arguments = (MODEL, classification_loss, optimizer, placement, transfer)
-    step = make_island_step(*arguments, combine=Combine(by="adasum", on="deltas"), start_row=start)
-    state = init_state(MODEL, optimizer, placement, 7)._replace(combine_state=step.init_combine_state())
+    step = make_island_step(
+        *arguments, synchronisation=Synchronisation(by="adasum", on="deltas"), start_row=start
+    )
+    state = step.begin(init_state(MODEL, optimizer, placement, 7), batch)
     first = jax.device_get(state.params)
     state, _ = step(state, batch)
     assert state.opt_state[0].count == (1 if comm.rank == 0 else 0)

@@ -15,7 +15,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.batches import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
@@ -65,8 +65,11 @@ RUN = Run(
 )
 
 found = {}
-for name, combine in (("mean", Combine()), ("local steps", Combine(by="adasum", on="deltas", local_steps=2))):
-    strategy = Strategy(layout=Layout(mesh={"data": -1}), combine=combine)
+for name, synchronisation in (
+    ("mean", Synchronisation()),
+    ("local steps", Synchronisation(by="adasum", on="deltas", every=2)),
+):
+    strategy = Strategy(layout=Layout(mesh={"data": -1}), synchronisation=synchronisation)
     console = Console(file=io.StringIO(), width=400)
     run = dataclasses.replace(RUN, strategy=strategy, run_dir=FOLDER / name.replace(" ", "_"))
     trained = train(run, console, ISLANDS)

@@ -28,13 +28,13 @@ from shardtrain.islands.options import Across
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer import setup as setup_module
 from shardtrain.trainer.config import Run, Strategy, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.prepared_run import make_loader, prepare_run
+from shardtrain.trainer.prepared_run import PreparedRun, make_loader, prepare_run
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
@@ -123,19 +123,28 @@ class Laid:
     setup: RunSetup
     coordination: Coordination
     loader: Any
-    island_step: Any
+    prepared: PreparedRun | None
     step: Any
     notes: list[str]
 
     def start(self, folder: Path) -> tuple[RunCheckpoints, StartPoint]:
         run = dataclasses.replace(self.run, run_dir=folder)
         checkpoints = RunCheckpoints(
-            run, folder, self.coordination, self.setup, self.island_step, self.notes.append
+            run,
+            folder,
+            self.coordination,
+            self.setup,
+            self.prepared and self.prepared.island_step,
+            self.notes.append,
         )
         model, optimizer, placement = self.setup.model, self.setup.optimizer, self.setup.placement
         description = {**describe(run), "data.fingerprint": "numbers"}
-        init = lambda: init_state(model, optimizer, placement, run.seed)  # noqa: E731
-        return checkpoints, find_start_point(run, checkpoints, init, self.island_step, description)
+        if self.prepared is not None:
+            init, wanted = self.prepared.init, self.prepared.wanted
+        else:
+            init = lambda: init_state(model, optimizer, placement, run.seed)  # noqa: E731
+            wanted = restorable_state(placement)
+        return checkpoints, find_start_point(run, checkpoints, init, wanted, description)
 
     def go(self, state: Any, position: Any, steps: int) -> tuple[Any, Any, list[float]]:
         """The state and position after some steps, and their losses."""
@@ -201,7 +210,7 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
     output = RunConsole(Console(file=io.StringIO()), ISLANDS)
     prepared = prepare_run(run, FOLDER, ISLANDS, output, stack)
     step = prepared.island_step
-    return Laid(run, prepared.setup, prepared.coordination, prepared.loader, step, step, [])
+    return Laid(run, prepared.setup, prepared.coordination, prepared.loader, prepared, step, [])
 
 
 def save(name: str, laid: Laid) -> None:

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
 from shardtrain.functional.model import path_text
@@ -148,7 +148,9 @@ def one_device(name, microbatches):
     return jax.device_get((metrics, state.opt_state, state.model_state, heldout))
 
 
-def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine(), shares=None):
+def make(
+    comm, num_stages, name, schedule, chunks, microbatches, synchronisation=Synchronisation(), shares=None
+):
     """(step, state, batch) of this rank."""
     seats = Seats(num_islands=comm.size, num_stages=num_stages, island=comm.rank)
     sizes, zero = LAYOUTS[seats.stage]
@@ -185,12 +187,12 @@ def make(comm, num_stages, name, schedule, chunks, microbatches, combine=Combine
             comm.Split(seats.replica, seats.stage), [f"stage {i}" for i in range(num_stages)], 60
         ),
         all_gather=Control(comm).all_gather,
-        combine=combine,
+        synchronisation=synchronisation,
         start_row=start,
     )
     state = init_state(stage_model.as_model(), gradients_as_state(), placement, 7)
-    state = state._replace(combine_state=step.init_combine_state())
-    return step, state, place(rows, mesh, layout.batch_axes, microbatches)
+    batch = place(rows, mesh, layout.batch_axes, microbatches)
+    return step, step.begin(state, batch), batch
 
 
 def close(got, expected, case):
@@ -244,7 +246,7 @@ def traffic(step, sent, microbatches, case) -> None:
 def adasum_of_pipelines(comm, num_stages) -> None:
     """Pipelines combined by Adasum, stage by stage: each its own mean gradient, combined leaf by leaf."""
     shares = [24, 16]
-    step, state, batch = make(comm, num_stages, "untied", "1f1b", 1, 2, Combine(by="adasum"), shares)
+    step, state, batch = make(comm, num_stages, "untied", "1f1b", 1, 2, Synchronisation(by="adasum"), shares)
     state, _ = step(state, batch)
     alone = None
     if comm.rank < 2:

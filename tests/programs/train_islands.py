@@ -16,7 +16,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
@@ -62,9 +62,9 @@ def lose_the_last(name: str, other: str) -> None:
     ISLANDS.all_gather_islands(f"{other} is there", None)
 
 
-def interrupted(name: str, combine: Combine):
+def interrupted(name: str, synchronisation: Synchronisation):
     """Six steps at once, and four and two: the same bits in everything that an island has."""
-    strategy = dataclasses.replace(RUN.strategy, combine=combine)
+    strategy = dataclasses.replace(RUN.strategy, synchronisation=synchronisation)
     whole, _ = run(f"{name}-whole", strategy=strategy)
     lose_the_last(f"{name}-whole", f"{name}-parts")
     parts, text = run(f"{name}-parts", strategy=strategy)
@@ -78,7 +78,7 @@ def interrupted(name: str, combine: Combine):
 
 run("mean")
 if ISLANDS is not None:
-    own = Combine(by="int8+adasum", on="deltas", local_steps=2)
+    own = Synchronisation(by="int8+adasum", on="deltas", every=2)
     state = interrupted("own", own)
     # each island has an optimizer of its own, and all have the same parameters
     digest = [[x.hex() for x in bits(tree)] for tree in (state.params, state.opt_state)]

@@ -11,7 +11,7 @@ import pytest
 import shardtrain
 import shardtrain.combine
 from shardtrain.checkpoints.differences import differences
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.trainer.config import MOST_CHARACTERS, Run, Strategy, describe, run_text
 
 
@@ -69,7 +69,7 @@ def test_every_type_that_a_field_of_a_run_takes_is_public():
                         missing.add(f"{owner.__name__} takes {kind.__module__}.{kind.__name__}")
                     queue += [kind] if dataclasses.is_dataclass(kind) else []
     assert not missing
-    assert {Strategy, Combine} <= seen
+    assert {Strategy, Synchronisation} <= seen
 
 
 PUBLIC = (shardtrain, shardtrain.combine)

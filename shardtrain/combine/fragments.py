@@ -1,0 +1,113 @@
+"""Fragments: parts of the parameters that replicas combine in turn, so that less is sent at a time.
+
+Stacked layers are dealt out to the fragments one by one, so that each has some of every depth.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardtrain.functional.model import path_text
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A part of a tree of arrays.
+
+    Args:
+      rows: path of each array of the fragment -> the rows of its first dim, None for the whole array.
+    """
+
+    rows: Mapping[str, tuple[int, ...] | None]
+
+    def take(self, tree: Any, lead: int = 0) -> dict[str, Any]:
+        """Return path -> this fragment's part of each of its arrays.
+
+        Args:
+          tree: the whole tree, of arrays or shapes.
+          lead: number of dims before the arrays' own, such as one of replicas.
+        """
+        found = by_path(tree)
+        return {
+            path: found[path] if rows is None else _rows(found[path], rows, lead)
+            for path, rows in self.rows.items()
+        }
+
+    def select(self, specs: Any) -> dict[str, PartitionSpec]:
+        """Return path -> the PartitionSpec of this fragment's part, which is that of the whole array."""
+        found = by_path(specs)
+        return {path: found[path] for path in self.rows}
+
+    def put(self, tree: Any, parts: Mapping[str, Any], lead: int = 0) -> Any:
+        """Return the tree with this fragment's parts replaced, see `take`."""
+
+        def leaf(path: Any, x: Any) -> Any:
+            name = path_text(path)
+            if name not in self.rows:
+                return x
+            rows, part = self.rows[name], parts[name].astype(x.dtype)
+            return part if rows is None else x.at[(slice(None),) * lead + (np.array(rows),)].set(part)
+
+        return jax.tree.map_with_path(leaf, tree)
+
+
+def _rows(x: Any, rows: tuple[int, ...], lead: int) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*x.shape[:lead], len(rows), *x.shape[lead + 1 :]), x.dtype)
+    return jnp.take(x, np.array(rows), axis=lead)
+
+
+def make_fragments(tree: Any, stacked: frozenset[str], number: int) -> tuple[Fragment, ...]:
+    """Divide a tree into fragments.
+
+    Args:
+      tree: arrays or shapes.
+      stacked: paths of the arrays whose first dim counts layers, see `replicas.stacked_paths`.
+      number: of fragments; 1 is the whole tree.
+
+    Raises:
+      ValueError: there are fewer layers and other arrays than fragments.
+
+    >>> arrays = {"up": jnp.ones((3, 8)), "table": jnp.ones(4)}
+    >>> [dict(each.rows) for each in make_fragments(arrays, frozenset({"up"}), 2)]
+    [{'up': (0, 2)}, {'up': (1,), 'table': None}]
+    """
+    leaves = by_path(tree)
+    if number == 1:
+        return (Fragment(dict.fromkeys(leaves)),)
+    rows: list[dict[str, tuple[int, ...] | None]] = [{} for _ in range(number)]
+    sizes = [0] * number
+    for path in stacked & leaves.keys():
+        depth = leaves[path].shape[0]
+        for fragment in range(min(number, depth)):
+            rows[fragment][path] = tuple(range(fragment, depth, number))
+            sizes[fragment] += leaves[path].size // depth * len(range(fragment, depth, number))
+    # the largest array first, each to the fragment with the fewest elements
+    for path in sorted(leaves.keys() - stacked, key=lambda path: (-leaves[path].size, path)):
+        smallest = sizes.index(min(sizes))
+        rows[smallest][path] = None
+        sizes[smallest] += leaves[path].size
+    if not all(rows):
+        most = sum(map(bool, rows))
+        raise ValueError(
+            f"fragments is {number}, but the model has only enough layers and other arrays for {most}; use"
+            f" --fragments {most} or fewer"
+        )
+    # the same order on every rank
+    return tuple(Fragment({path: found[path] for path in leaves if path in found}) for found in rows)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree of arrays, shapes or PartitionSpecs by their paths."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return {path_text(path): leaf for path, leaf in leaves}
+
+
+def like_paths(tree: Any, found: Mapping[str, Any]) -> Any:
+    """Return a tree of the same structure with the leaves found at its paths."""
+    return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)

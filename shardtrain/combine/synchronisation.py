@@ -1,0 +1,179 @@
+"""The options of how replicas are synchronised: when, what is combined, by which combiner, and then what.
+
+Next: `replicas.py`, which runs a combiner on a mesh; `train_step/local_steps.py`, the arithmetic.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import optax
+
+from shardtrain.combine import Combiner, make_combiner
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import near, problems_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """The outer optimizer: SGD on the combined delta, whose negative it takes as the gradient.
+
+    The defaults add the combined delta to the parameters as it is.
+
+    Args:
+      learning_rate: factor of the combined delta.
+      momentum: of earlier combined deltas; 0 keeps none.
+      nesterov: look ahead along the momentum, as DiLoCo does.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+    """
+
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self)
+        if not self.learning_rate > 0:
+            problems.append(f"learning_rate is {self.learning_rate}; use a number above 0, such as 0.7")
+        if not 0 <= self.momentum < 1:
+            problems.append(f"momentum is {self.momentum}; use 0 or more and less than 1, such as 0.9")
+        if self.nesterov and self.momentum == 0:
+            problems.append("nesterov is True, but momentum is 0; give a momentum, such as 0.9")
+        if problems:
+            raise problems_error("this outer optimizer cannot be used", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronisation:
+    """How the replicas of a run are synchronised.
+
+    Replicas are the islands if there are several (each the mean or sum over its own devices), else the
+    indices of the mesh's data axis.
+
+    Args:
+      by: a combiner by name, such as "mean", "adasum", "int8+adasum" (see `combine.make_combiner`), or
+        any `combine.Combiner`.
+      on: what is combined: "gradients", or "deltas", the parameter changes that each replica's own optimizer
+        computes (Horovod's Adasum, local SGD). Each replica then has its own optimizer state.
+      every: number of local steps of a replica before its delta is combined; more than 1 needs deltas.
+      inside: how an island reduces its own devices' gradients before they are sent to other islands: to
+        their mean, or to their sum, the mean times the number of its replicas.
+      outer: what is done with a combined delta: options of SGD, or in Python any optax transformation.
+      fragments: number of parts of the parameters that are combined in turn, each every `every` steps, so
+        that less is sent at a time (streaming DiLoCo); layers are dealt out to the fragments one by one.
+
+    Short form: the name of a preset, such as "diloco" (see `PRESETS`), or a value of `by`.
+
+    Raises:
+      ValueError: lists every value of a wrong type, and combinations that are not possible.
+    """
+
+    by: str | Combiner = "mean"
+    on: Literal["gradients", "deltas"] = "gradients"
+    every: int = 1
+    inside: Literal["mean", "sum"] = "mean"
+    outer: Outer | optax.GradientTransformation = Outer()
+    fragments: int = 1
+
+    @staticmethod
+    def short(value: Any) -> dict[str, Any] | None:
+        """Return the fields that a short form sets; None if the value is not a short form."""
+        if isinstance(value, str) and value in PRESETS:
+            preset = PRESETS[value]
+            return {field.name: getattr(preset, field.name) for field in fields(preset)}
+        return {"by": value} if isinstance(value, str | Combiner) else None
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self)
+        problems += [
+            f"{name} is {number}; use 1 or more"
+            for name in ("every", "fragments")
+            if (number := getattr(self, name)) < 1
+        ]
+        if self.every > 1 and self.on == "gradients":
+            problems.append(
+                f"every is {self.every}, but gradients are combined in every step; use deltas"
+                " (--combine-on deltas)"
+            )
+        if self.fragments > self.every >= 1:
+            problems.append(
+                f"fragments is {self.fragments}, one combined at a time, and every is {self.every};"
+                f" use {self.every} fragments or fewer"
+            )
+        if self.outer != Outer() and self.on == "gradients":
+            problems.append(
+                "an outer optimizer takes combined deltas, and gradients are combined; use deltas"
+                " (--combine-on deltas)"
+            )
+        if self.inside == "sum" and self.on == "deltas":
+            problems.append("inside is 'sum', but deltas are of an island's own mean gradient; use mean")
+        if problems:
+            raise problems_error("replicas cannot be synchronised like this", problems)
+        if isinstance(self.by, str):
+            make_combiner(self.by)
+
+    @property
+    def combiner(self) -> Combiner:
+        """The combiner itself."""
+        return make_combiner(self.by) if isinstance(self.by, str) else self.by
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether this is ordinary data parallelism: one gradient, the mean over all examples."""
+        return self.by == "mean" and self.on == "gradients"
+
+    @property
+    def on_deltas(self) -> bool:
+        """Whether each replica has an optimizer of its own."""
+        return self.on == "deltas"
+
+    @property
+    def outer_optimizer(self) -> optax.GradientTransformation | None:
+        """The outer optimizer as an optax transformation; None if combined deltas are added as they are."""
+        if not isinstance(self.outer, Outer):
+            return self.outer
+        if self.outer == Outer():
+            return None
+        return optax.sgd(self.outer.learning_rate, self.outer.momentum or None, self.outer.nesterov)
+
+    def due(self, step: int) -> list[int]:
+        """Return the fragments that are combined at the end of a step, counted from 1.
+
+        >>> due = Synchronisation(on="deltas", every=4, fragments=2).due
+        >>> [due(step) for step in range(1, 9)]
+        [[], [0], [], [1], [], [0], [], [1]]
+        """
+        return [f for f in range(self.fragments) if step % self.every == self.phase(f)]
+
+    def phase(self, fragment: int) -> int:
+        """Return the steps modulo `every` after which a fragment is combined; they are spread evenly."""
+        return (fragment + 1) * self.every // self.fragments % self.every
+
+
+_DILOCO = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
+
+PRESETS = {
+    "every-step": Synchronisation(),
+    "local-sgd": Synchronisation(on="deltas", every=16),
+    "diloco": Synchronisation(on="deltas", every=30, outer=_DILOCO),
+    "streaming-diloco": Synchronisation(on="deltas", every=30, outer=_DILOCO, fragments=4),
+    "adasum-deltas": Synchronisation(by="adasum", on="deltas"),
+    "hierarchical": Synchronisation(on="deltas", every=4),
+}
+"""Name -> a way to synchronise. "every-step": the mean gradient in each step. "local-sgd": replicas take 16
+steps alone, then their changes are averaged (Stich 2019). "diloco": 30 steps alone, and Nesterov momentum
+over the averages (Douillard et al. 2023, which takes 500). "streaming-diloco": the same in 4 parts, one at a
+time (Douillard et al. 2025, without its overlap). "adasum-deltas": Horovod's Adasum, in each step.
+"hierarchical": for several islands, whose devices average in every step and which meet every 4 steps."""
+
+
+def preset(name: str) -> Synchronisation:
+    """Return a preset by its name.
+
+    Raises:
+      ValueError: there is none of this name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"synchronisation is {name!r}; {near(name, list(PRESETS))}")
+    return PRESETS[name]

@@ -1,0 +1,84 @@
+"""The part of a state that each replica has of its own, before the first step.
+
+Next: `local_steps.py`, which changes it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardtrain import axes
+from shardtrain.combine.fragments import Fragment, make_fragments
+from shardtrain.combine.replicas import shard_shapes, split_layers, stacked_paths
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.sharding.array_dims import Named
+from shardtrain.train_step.state import Local, State
+
+
+def with_replicas(
+    state: State,
+    synchronisation: Synchronisation,
+    sizes: Mapping[str, int],
+    arrays: Mapping[str, Named],
+    sharded: Any,
+) -> State:
+    """Return the state with the arrays that each replica of a mesh has of its own.
+
+    Args:
+      state: arrays or, inside `jax.eval_shape`, shapes.
+      synchronisation: how the replicas are synchronised; ordinary data parallelism needs no such arrays.
+      sizes: axis -> size.
+      arrays: path -> dims and shape of each parameter.
+      sharded: like params, the PartitionSpec of a gradient.
+    """
+    if synchronisation.is_mean:
+        return state
+    num_replicas = sizes[axes.DATA]
+
+    def replicated(tree: Any, copies: int) -> Any:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
+
+    # the combiner works layer by layer, on each device's shard
+    stacked = stacked_paths(arrays, sharded)
+    fragments = make_fragments(state.params, stacked, synchronisation.fragments)
+    shards = shard_shapes(state.params, sharded, sizes)
+    combine_state = tuple(
+        synchronisation.combiner.init(split_layers(each.take(shards), stacked)) for each in fragments
+    )
+    state = state._replace(combine_state=replicated(combine_state, math.prod(sizes.values())))
+    if synchronisation.on_deltas:
+        state = state._replace(
+            opt_state=replicated(state.opt_state, num_replicas),
+            outer_state=init_outer(fragments, synchronisation.outer_optimizer, state.params),
+        )
+    if synchronisation.every > 1:
+        state = state._replace(local=init_local(state.params, len(fragments), lead=(num_replicas,)))
+    return state
+
+
+def init_local(params: Any, fragments: int, sums: Any = (), lead: tuple[int, ...] = ()) -> Local:
+    """Return the `Local` of a replica that has changed nothing.
+
+    Args:
+      params: the common parameters, arrays or shapes.
+      fragments: number of fragments.
+      sums: what is added up until the next merge, zeros.
+      lead: dims before each array's own, such as one of replicas.
+    """
+    drift = jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), jnp.float32), params)
+    return Local(drift, jnp.zeros((*lead, fragments)), sums)
+
+
+def init_outer(fragments: Sequence[Fragment], outer: optax.GradientTransformation | None, params: Any) -> Any:
+    """Return the outer optimizer's state, fragment by fragment; () without an outer optimizer."""
+    return () if outer is None else tuple(outer.init(each.take(params)) for each in fragments)
+
+
+def fragments_of(synchronisation: Synchronisation, specs: Any) -> tuple[Fragment, ...]:
+    """Return the fragments of a model's parameters, by its `placement.Specs`."""
+    stacked = stacked_paths(specs.arrays, specs.sharded)
+    return make_fragments(specs.abstract.params, stacked, synchronisation.fragments)
