@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.checkpointer import Checkpoints
     from shardtrain.checkpoints.differences import Allow
     from shardtrain.checkpoints.policy import CheckpointPolicy
-    from shardtrain.combine.synchronisation import Synchronisation
+    from shardtrain.combine.synchronisation import Outer, Synchronisation
     from shardtrain.data import Batches, MaskedTokens, Source, Text, Tokens, place
     from shardtrain.functional.linen_model import from_linen
     from shardtrain.functional.loss import (
@@ -39,16 +39,18 @@ if TYPE_CHECKING:
     from shardtrain.train_step.initial_state import init_state, restorable_state
     from shardtrain.train_step.placement import make_placement
     from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
-    from shardtrain.trainer.config import Run, StartFrom, Strategy
+    from shardtrain.trainer.config import Run, StartFrom
     from shardtrain.trainer.hooks import Hook
     from shardtrain.trainer.recovery import Recovery
+    from shardtrain.trainer.strategy import Strategy, read_strategy
     from shardtrain.trainer.train import Trained, train
     from shardtrain.trainer.trained_model import build, load
 
 _MODULES = {
     "checkpoints.checkpointer": ("Checkpoints",),
     "checkpoints.policy": ("CheckpointPolicy",),
-    "trainer.config": ("Run", "StartFrom", "Strategy"),
+    "trainer.config": ("Run", "StartFrom"),
+    "trainer.strategy": ("Strategy", "read_strategy"),
     "data": ("Batches", "MaskedTokens", "Source", "Text", "Tokens", "place"),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
@@ -74,7 +76,7 @@ _MODULES = {
     "optim.scaling": ("Scaling",),
     "trainer.hooks": ("Hook",),
     "trainer.recovery": ("Recovery",),
-    "combine.synchronisation": ("Synchronisation",),
+    "combine.synchronisation": ("Outer", "Synchronisation"),
     "checkpoints.differences": ("Allow",),
     "train_step.initial_state": ("init_state", "restorable_state"),
     "train_step.placement": ("make_placement",),
@@ -96,6 +98,7 @@ __all__ = [
     "Metric",
     "Model",
     "Optimizer",
+    "Outer",
     "Pipeline",
     "Recovery",
     "Run",
@@ -127,6 +130,7 @@ __all__ = [
     "next_token_loss",
     "place",
     "read_layout",
+    "read_strategy",
     "restorable_state",
     "train",
     "translation_loss",

@@ -30,7 +30,8 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import state_specs
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
 """Upper limits: no machine has more devices, and larger schedules would take hours to draw."""

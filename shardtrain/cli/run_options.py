@@ -11,12 +11,14 @@ from typing import Any
 from shardtrain.cli.field_options import FieldOption, field_options, parse_options, with_fields
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
+from shardtrain.combine.synchronisation import preset
 from shardtrain.report.sinks import SINKS
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.sharding.shares import parse_weights
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import read_strategy
 
 LAYOUT, SYNCHRONISATION, ACROSS, PIPELINE = (
     f"strategy.{name}." for name in ("layout", "synchronisation", "across", "pipeline")
@@ -37,6 +39,10 @@ SHORT = {
     f"{SYNCHRONISATION}on": "combine_on",
     f"{SYNCHRONISATION}every": "local_steps",
     f"{SYNCHRONISATION}inside": "inside",
+    f"{SYNCHRONISATION}fragments": "fragments",
+    f"{SYNCHRONISATION}outer.learning_rate": "outer_rate",
+    f"{SYNCHRONISATION}outer.momentum": "outer_momentum",
+    f"{SYNCHRONISATION}outer.nesterov": "outer_nesterov",
     f"{ACROSS}axis": "across",
     f"{ACROSS}partitions": "partitions",
     f"{ACROSS}shares": "shares",
@@ -61,8 +67,8 @@ HEADINGS = {
     "data": ("data.",),
     "optimizer": ("optimizer.",),
     "training": ("nonfinite", "evaluate_with", "unit", "sinks", "hook_errors"),
-    "layout": (LAYOUT,),
-    "replicas": (SYNCHRONISATION,),
+    "layout": ("strategy", LAYOUT),
+    "replicas": ("synchronisation", SYNCHRONISATION),
     "islands": (ACROSS,),
     "pipeline": (PIPELINE,),
     "scaling": ("scaling.",),
@@ -104,6 +110,20 @@ class DeviceOptions:
     cpu_devices: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Options that replace values of the run file, before all others change single fields.
+
+    Args:
+      strategy: a strategy file, such as the strategy.toml of a run folder.
+      synchronisation: a way to synchronise replicas, by name: every-step, local-sgd, diloco,
+        streaming-diloco, adasum-deltas or hierarchical; its fields are the options beside it.
+    """
+
+    strategy: Path | None = None
+    synchronisation: str | None = None
+
+
 def parse_run(command: str, arguments: Sequence[str], extra: type | None = None) -> tuple[Run, Any]:
     """Load the run that the command line names, and apply its options.
 
@@ -132,13 +152,16 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
             raise SystemExit(0)
         raise ValueError(f"RUN is missing\n{text}")
     source, *words = arguments
-    run = _with_mesh_file(load_run(source), words)
+    run = _with_mesh_file(_with_strategy(load_run(source), words), words)
     own = None if extra is None else extra()
     options = list(run_options(run))
     command_options = [] if own is None else list(field_options(own))
-    groups = grouped([*field_options(DeviceOptions()), *options, *command_options])
+    groups = grouped(
+        [*field_options(DeviceOptions()), *field_options(StrategyOptions()), *options, *command_options]
+    )
     changes = parse_options(groups, words, DESCRIPTIONS, f"{usage} {source}")
-    changes.pop("cpu_devices", None)
+    for name in ("cpu_devices", "strategy", "synchronisation"):  # these are applied already
+        changes.pop(name, None)
     own_paths = {option.path for option in command_options}
     run_changes = {path: _from_text(path, new) for path, new in changes.items() if path not in own_paths}
     own_changes = {path: new for path, new in changes.items() if path in own_paths}
@@ -172,16 +195,29 @@ def _heading(path: str) -> str:
 
 def _with_mesh_file(run: Run, words: Sequence[str]) -> Run:
     """Replace the layout by that of `--mesh FILE`, so that other options change the file's values."""
-    names = ("--mesh", "--strategy.layout.mesh")
-    given = [
+    given = _given(words, "--mesh", "--strategy.layout.mesh")
+    if given and _is_file(given[-1]):
+        return with_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
+    return run
+
+
+def _with_strategy(run: Run, words: Sequence[str]) -> Run:
+    """Replace the strategy by that of `--strategy FILE`, and its synchronisation by a preset."""
+    if given := _given(words, "--strategy"):
+        run = with_fields(run, {"strategy": read_strategy(Path(given[-1]))})
+    if given := _given(words, "--synchronisation"):
+        run = with_fields(run, {"strategy.synchronisation": preset(given[-1])})
+    return run
+
+
+def _given(words: Sequence[str], *names: str) -> list[str]:
+    """Return the values of an option on the command line."""
+    return [
         value if equals else next(iter(words[number + 1 :]), "")
         for number, word in enumerate(words)
         for name, equals, value in [word.partition("=")]
         if name in names
     ]
-    if given and _is_file(given[-1]):
-        return with_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
-    return run
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

@@ -17,48 +17,16 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import Loss, next_token_loss
-from shardtrain.islands.options import Across
 from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
-from shardtrain.pipeline.options import Pipeline
 from shardtrain.report.sinks import DEFAULT_SINKS, sink_problems
-from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.hooks import Hook, HookErrors
 from shardtrain.trainer.recovery import Recovery
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """The parallelism of a run: plain data that can be printed, compared and saved.
-
-    Args:
-      layout: sizes of the mesh axes, and the rules that shard arrays over them.
-      accumulate: number of microbatches in a step; their gradients are added up.
-      synchronisation: when replicas are synchronised, and how.
-      across: what islands exchange, if several were launched.
-      pipeline: how a pipeline is partitioned and scheduled; its microbatches are those of `accumulate`.
-
-    Raises:
-      ValueError: lists every value of a wrong type or out of range.
-    """
-
-    layout: Layout = Layout()
-    accumulate: int = 1
-    synchronisation: Synchronisation = Synchronisation()
-    across: Across = Across()
-    pipeline: Pipeline = Pipeline()
-
-    def __post_init__(self) -> None:
-        problems = wrong_types(self)
-        if self.accumulate < 1:
-            problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
-        if problems:
-            raise problems_error("this strategy cannot be used", problems)
+from shardtrain.trainer.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

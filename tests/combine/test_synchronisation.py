@@ -142,11 +142,11 @@ def test_any_optax_transformation_is_an_outer_optimizer():
 
 
 def test_presets_are_found_by_name():
-    assert Synchronisation.short("diloco")["every"] == 30
+    assert (Synchronisation.short("diloco") or {})["every"] == 30
     assert preset("streaming-diloco").fragments == 4
     assert Synchronisation.short("int8+adasum") == {"by": "int8+adasum"}
     assert len(PRESETS) == 6
-    with pytest.raises(ValueError, match="'dilocco' .did you mean 'diloco'"):
+    with pytest.raises(ValueError, match="did you mean 'diloco'"):
         preset("dilocco")
 
 

@@ -22,8 +22,9 @@ from shardtrain.optim.scaling import Scaling
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run, StartFrom, Strategy
+from shardtrain.trainer.config import Run, StartFrom
 from shardtrain.trainer.recovery import Recovery
+from shardtrain.trainer.strategy import Strategy
 
 
 def make_run(**changes: Any) -> Run:

@@ -71,7 +71,8 @@ from pathlib import Path
 import optax
 from flax import nnx
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
 from shardtrain.data import Text
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.recovery import Recovery

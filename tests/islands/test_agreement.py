@@ -28,7 +28,8 @@ from shardtrain.islands.rank_facts import (
 )
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run, Strategy, describe
+from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.strategy import Strategy
 
 THREE = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]
 

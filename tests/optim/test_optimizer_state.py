@@ -29,8 +29,9 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import make_setup, missing_text
+from shardtrain.trainer.strategy import Strategy
 
 EMBED, MLP, ROWS = 8, 4, 16
 DIMS = {"bias": ("mlp",), "w": ("embed", "mlp")}

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from local_sgd import local_sgd
+from tiny_language_model import TinyConfig
 
 from shardtrain.combine import mean
-from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.combine.fragments import by_path
+from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.data import place
-from shardtrain.functional.loss import classification_loss
+from shardtrain.functional.loss import classification_loss, next_token_loss
 from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
@@ -22,10 +25,11 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_step import make_island_step
 from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.step import make_step
 
 ROWS = 12
@@ -119,6 +123,8 @@ def main() -> None:
     if num_islands == 2:
         one_bad_island(comm, Transfer(mesh, groups["all_reduce"]), placement, batch, start)
         an_empty_island(comm, Transfer(mesh, groups["all_reduce"]), layout, mesh, batch, start)
+    if num_islands in (2, 3):
+        local_steps(comm, Transfer(mesh, groups["all_reduce"], 3000, 1000), layout, mesh)
     sys.stdout.write("done\n")
 
 
@@ -164,6 +170,70 @@ def an_empty_island(comm, transfer, layout, mesh, batch, start) -> None:
     assert max(np.abs(x).max() for x in jax.tree.leaves(change)) < 2e-2
     bits = [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(jax.device_get(state.params))]
     assert Control(comm).all_gather("bits", bits) == [bits] * comm.size
+
+
+WAYS = {
+    "every step, momentum": Synchronisation(on="deltas", outer=Outer(learning_rate=0.5, momentum=0.5)),
+    "every 2": Synchronisation(on="deltas", every=2),
+    "nesterov, fragments": Synchronisation(
+        on="deltas", every=4, fragments=2, outer=Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
+    ),
+}
+
+
+def local_steps(comm, transfer, layout, mesh) -> None:
+    """Local steps and merges are those of each island in float64; the state alone says what comes next."""
+    model = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=3))
+    random, rate, num_steps = np.random.default_rng(2), 0.5, 5
+    units, shares = mesh.size, {2: [4, 8], 3: [4, 0, 8]}[comm.size]
+    tokens = random.integers(0, 16, (num_steps, sum(shares), 5), np.int32)
+    first = sum(shares[: comm.rank])
+    rows = np.resize(np.arange(first, first + shares[comm.rank]), max(shares[comm.rank], units))
+    weights = np.full(len(rows), min(shares[comm.rank], 1), np.float32)
+    optimizer = optax.sgd(rate)
+    placement = make_placement(model, optimizer, layout, mesh)
+    batches = [place({"tokens": each[rows], "weights": weights}, mesh, layout.batch_axes) for each in tokens]
+
+    @jax.jit
+    def gradient(params, tokens):
+        def loss(params):
+            apply = lambda x: model.apply(params, {}, jax.random.key(0), True, x)[0]  # noqa: E731
+            total, count, *_ = next_token_loss(apply, {"tokens": tokens, "weights": jnp.ones(len(tokens))})
+            return total / count
+
+        return jax.grad(loss)(params)
+
+    def plain(params, replica, step):
+        start = sum(shares[:replica])
+        return gradient(params, tokens[step - 1, start : start + shares[replica]])
+
+    for name, way in WAYS.items():
+        step = make_island_step(
+            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, start_row=first
+        )
+        state = step.begin(init_state(model, optimizer, placement, 7), batches[0])
+        fragments = fragments_of(way, placement.specs)
+        params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
+        expected = local_sgd(plain, params, shares, num_steps, way, rate, fragments)
+        saved, counted = [], 0.0
+        for number, batch in enumerate(batches):
+            saved.append(jax.device_get(state))
+            state, metrics = step(state, batch)
+            counted += float(metrics["count"])
+            for path, x in by_path(jax.device_get(state.params)).items():
+                case = f"{name}, step {number + 1}: {path}"
+                np.testing.assert_allclose(x, expected[number][path], 1e-5, 2e-6, err_msg=case)
+        # the loss of a step is told once, with the merge that ends its round
+        assert counted == sum(shares) * 4 * (num_steps // way.every * way.every), (name, counted)
+        # another step that gets a state from between two merges goes on with the same bits
+        again = make_island_step(
+            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, start_row=first
+        )
+        wanted = again.wanted(restorable_state(placement), batches[0])
+        other = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), saved[3], wanted)
+        for batch in batches[3:]:
+            other, _ = again(other, batch)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(state))
 
 
 main()

@@ -22,8 +22,9 @@ from shardtrain.islands.membership import join
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
 from shardtrain.trainer.recovery import Recovery
+from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
 FOLDER = Path(sys.argv[1])

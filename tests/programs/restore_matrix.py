@@ -31,13 +31,14 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer import setup as setup_module
-from shardtrain.trainer.config import Run, Strategy, describe
+from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.prepared_run import PreparedRun, make_loader, prepare_run
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.strategy import Strategy
 
 FULL = sys.argv[1] == "full"
 FOLDER, *SOURCES = map(Path, sys.argv[2:])

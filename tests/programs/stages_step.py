@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.combine.fragments import Fragment, by_path, like_paths
+from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
 from shardtrain.functional.model import path_text
@@ -105,7 +107,8 @@ def model(name):
                 remat="none",
             )
         )
-    tiny = TinyConfig(vocab=VOCAB, embed=32, num_layers=7, mlp=64, dropout=0.3, tied=name == "tied")
+    dropout = 0.0 if name == "plain" else 0.3
+    tiny = TinyConfig(vocab=VOCAB, embed=32, num_layers=7, mlp=64, dropout=dropout, tied=name == "tied")
     return from_nnx(Skips if name == "skips" else tiny)
 
 
@@ -149,9 +152,18 @@ def one_device(name, microbatches):
 
 
 def make(
-    comm, num_stages, name, schedule, chunks, microbatches, synchronisation=Synchronisation(), shares=None
+    comm,
+    num_stages,
+    name,
+    schedule,
+    chunks,
+    microbatches,
+    synchronisation=Synchronisation(),
+    shares=None,
+    optimizer=None,
 ):
     """(step, state, batch) of this rank."""
+    optimizer = optimizer or gradients_as_state()
     seats = Seats(num_islands=comm.size, num_stages=num_stages, island=comm.rank)
     sizes, zero = LAYOUTS[seats.stage]
     if name == "skips" and "data" in sizes:
@@ -171,14 +183,14 @@ def make(
     stages = make_partition(model(name), pipeline, num_stages, loss, microbatch)
     traced = Traced(model(name), loss, microbatch)
     stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
-    placement = make_placement(stage_model.as_model(), gradients_as_state(), layout, mesh)
+    placement = make_placement(stage_model.as_model(), optimizer, layout, mesh)
     same_stage = comm.Split(seats.stage, comm.rank)
     step = StageStep(
         stage_model=stage_model,
         flow=stage_model.flow(microbatch),
         table=make_table(schedule, num_stages, microbatches, chunks),
         evaluation_table=forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
-        optimizer=gradients_as_state(),
+        optimizer=optimizer,
         clip=None,
         placement=placement,
         transfer=Transfer(mesh, [MpiGroup(same_stage)]),
@@ -190,7 +202,7 @@ def make(
         synchronisation=synchronisation,
         start_row=start,
     )
-    state = init_state(stage_model.as_model(), gradients_as_state(), placement, 7)
+    state = init_state(stage_model.as_model(), optimizer, placement, 7)
     batch = place(rows, mesh, layout.batch_axes, microbatches)
     return step, step.begin(state, batch), batch
 
@@ -263,8 +275,38 @@ def adasum_of_pipelines(comm, num_stages) -> None:
     step.close()
 
 
-def by_path(tree):
-    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+def local_steps_of_pipelines(comm, num_stages) -> None:
+    """Pipelines that meet every second step: what each changes alone, in float64, merged stage by stage."""
+    shares, rate = [24, 16], 0.5
+    outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
+    way = Synchronisation(on="deltas", every=2, outer=outer)
+    step, state, batch = make(comm, num_stages, "plain", "1f1b", 1, 2, way, shares, optimizer=optax.sgd(rate))
+    whole = make_alone("plain", 0, ROWS)[1].params
+    loss, rows = data("plain")
+
+    @jax.jit
+    def gradient(params, rows):
+        def mean_loss(params):
+            apply = lambda x: model("plain").apply(params, {}, jax.random.key(0), True, x)[0]  # noqa: E731
+            total, count, *_ = loss(apply, jax.tree.map(jnp.asarray, rows))
+            return total / count
+
+        return jax.grad(mean_loss)(params)
+
+    def plain(params, replica, number):
+        start = sum(shares[:replica])
+        return gradient(params, {name: x[start : start + shares[replica]] for name, x in rows.items()})
+
+    counts = [rows["weights"][:24].sum(), rows["weights"][24:].sum()]
+    fragments = [Fragment(dict.fromkeys(by_path(whole)))]
+    expected = local_sgd(plain, whole, counts, 4, way, rate, fragments)
+    for number in range(4):
+        state, metrics = step(state, batch)
+        assert metrics["count"] == sum(counts) * SEQ
+        reference = by_path(step.stage_model.own(like_paths(whole, expected[number])))
+        for path, x in by_path(jax.device_get(state.params)).items():
+            np.testing.assert_allclose(x, reference[path], 2e-5, 5e-6, err_msg=f"step {number + 1}: {path}")
+    step.close()
 
 
 def make_alone(name, start, number):
@@ -308,6 +350,7 @@ def main() -> None:
         the_plain_step(comm, num_stages, *case)
     if comm.size == 4:
         adasum_of_pipelines(comm, num_stages)
+        local_steps_of_pipelines(comm, num_stages)
     if comm.size == 2:
         a_bad_gradient(comm, num_stages)
     sys.stdout.write("done\n")

@@ -23,7 +23,8 @@ from shardtrain.islands.options import Across
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
 TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])

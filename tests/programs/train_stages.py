@@ -19,7 +19,8 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
 TEXT, FOLDER, NUM_STAGES = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])

@@ -12,7 +12,8 @@ import shardtrain
 import shardtrain.combine
 from shardtrain.checkpoints.differences import differences
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.trainer.config import MOST_CHARACTERS, Run, Strategy, describe, run_text
+from shardtrain.trainer.config import MOST_CHARACTERS, Run, describe, run_text
+from shardtrain.trainer.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer import loop_setup
-from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.config import Run
 from shardtrain.trainer.fingerprints import Divergence
 from shardtrain.trainer.recovery import Recovery, RollBack, Rollbacks, Spikes
+from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
 SEQ, BATCH, SAMPLES = 8, 8, 400

@@ -28,7 +28,8 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.trainer import loop_setup
-from shardtrain.trainer.config import Run, StartFrom, Strategy
+from shardtrain.trainer.config import Run, StartFrom
+from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
 SEQ = 8
