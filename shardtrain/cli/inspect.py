@@ -25,11 +25,12 @@ from shardtrain.plan.traffic import parameter_traffic, weights
 from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
-from shardtrain.report.traffic import figures_text, traffic_text
+from shardtrain.report.traffic import figures_text, synchronisation_text, traffic_text
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import state_specs
+from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 
@@ -90,7 +91,15 @@ def main(arguments: Sequence[str]) -> int:
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)
     terminal.out(sharding_text(specs, sizes) + "\n")
     found = weights(specs.arrays, layout.sharded_rules)
-    terminal.out(traffic_text(parameter_traffic(found, layout, sizes, run.strategy.accumulate)))
+    traffic = parameter_traffic(found, layout, sizes, run.strategy.accumulate)
+    synchronisation = run.strategy.synchronisation
+    if synchronisation.on_deltas:
+        # the replicas of `data` meet in merges alone
+        traffic = {key: sent for key, sent in traffic.items() if axes.DATA not in key.axes}
+    terminal.out(traffic_text(traffic))
+    fragments = [each.take(specs.abstract.params) for each in fragments_of(synchronisation, specs)]
+    sizes_of_fragments = [sum(x.size for x in each.values()) for each in fragments]
+    terminal.out(synchronisation_text(synchronisation, sizes_of_fragments) + "\n")
     asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)

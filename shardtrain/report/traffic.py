@@ -4,7 +4,9 @@ From `plan.traffic` (theory) or `plan.compile` (a compiled program).
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
+from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import Collective, table
 from shardtrain.plan.traffic import Traffic
@@ -30,6 +32,39 @@ def traffic_text(traffic: Traffic) -> str:
     rows.append(("total", "", bytes_text(round(sum(sums.values())))))
     title = "communication of parameters and gradients, by theory"
     return table_text(("collective", "over axes", "sent per device and step"), rows, title=title)
+
+
+def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequence[int]) -> str:
+    """Say when replicas are synchronised, and what each gives to the combiner then.
+
+    Args:
+      synchronisation: how replicas are synchronised.
+      num_elements: number of parameters of each fragment.
+
+    >>> print(synchronisation_text(Synchronisation(on="deltas", every=4, fragments=2), [300, 212]))
+    replicas: deltas by mean, each of 2 fragments every 4 steps; outer optimizer: none
+    a replica gives float32 to the combiner: 1.2 KiB a merge at most, 512 B a step on average
+    """
+    by = synchronisation.by if isinstance(synchronisation.by, str) else "a combiner of one's own"
+    whole = sum(num_elements) * 4
+    if not synchronisation.on_deltas:
+        return f"replicas: gradients by {by} in every step, {bytes_text(whole)} of float32 from each"
+    outer = "none"
+    if isinstance(synchronisation.outer, Outer):
+        sgd = synchronisation.outer
+        if sgd != Outer():
+            momentum = (
+                f", {'Nesterov ' if sgd.nesterov else ''}momentum {sgd.momentum}" if sgd.momentum else ""
+            )
+            outer = f"SGD with rate {sgd.learning_rate}{momentum}"
+    else:
+        outer = "given in Python"
+    each = f"each of {len(num_elements)} fragments " if len(num_elements) > 1 else ""
+    return (
+        f"replicas: deltas by {by}, {each}every {synchronisation.every} steps; outer optimizer: {outer}\n"
+        f"a replica gives float32 to the combiner: {bytes_text(max(num_elements) * 4)} a merge at most,"
+        f" {bytes_text(whole // synchronisation.every)} a step on average"
+    )
 
 
 def figures_text(found: Figures, kind: str) -> str:

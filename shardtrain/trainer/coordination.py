@@ -147,23 +147,23 @@ class Coordination:
             control = self.islands.control
             check_agreement(control.all_gather, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
-    def vote(self, step: int, own: StepVote, local_steps: int = 1) -> tuple[StepVote, str | None]:
+    def vote(self, step: int, own: StepVote, *, meets: bool = True) -> tuple[StepVote, str | None]:
         """All-gather the votes of all ranks after a step.
 
         Args:
           step: steps done.
           own: vote of this rank.
-          local_steps: replicas are combined after so many steps; in between nothing is exchanged.
+          meets: whether islands exchange anything after this step; one island votes after each.
 
         Returns:
           The vote of all: stop if any rank asks to, save if rank 0 does, the newest step that all have saved,
           the first bad step. And a message about slow islands, or None.
         """
-        if step % local_steps:
-            # saves and bad steps wait for the next step that combines
-            return StepVote(stop=0, save=False), None
         if self.islands is None:
             return own, None
+        if not meets:
+            # saves and bad steps wait for the next step after which islands meet
+            return StepVote(stop=0, save=False), None
         mine = [own, self.timer.take()]
         gathered = self.islands.control.all_gather(f"after step {step}", mine, LONG_SECONDS)
         self.timer.begin()

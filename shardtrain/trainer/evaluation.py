@@ -65,8 +65,8 @@ def make_evaluation(
     def values(state: State) -> dict[str, float]:
         state = state._replace(params=select(state))
         if coordination.transfer is not None:
-            # the state of a combiner across islands is not placed on the mesh
-            state = state._replace(combine_state=())
+            # what an island has for the exchange with the others is no part of the evaluation's program
+            state = state._replace(combine_state=(), local=(), outer_state=())
         # start all batches of all sets before waiting for the first result
         metrics = {}
         for prefix, loader in loaders.items():

@@ -19,6 +19,7 @@ from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.recovery import RollBack, Spikes
 from shardtrain.trainer.resume import StartPoint
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.strategy import strategy_text
 from shardtrain.trainer.synchronisation import faulty_copies, synchronise
 
 
@@ -36,9 +37,11 @@ def make_loop_parts(
         run.strategy.synchronisation.every,
     )
 
-    # after each step all ranks vote; who is slow is reported here
+    # all ranks vote after each step, or after those that merge or save; who is slow is reported here
     def vote(step: int, own: StepVote) -> StepVote:
-        result, slow = coordination.vote(step, own, local_steps)
+        saves = run.checkpoints.every_steps
+        meets = step % local_steps == 0 or (saves is not None and step % saves == 0)
+        result, slow = coordination.vote(step, own, meets=meets)
         if slow is not None:
             output.note(f"WARNING: {slow}")
         return result
@@ -56,7 +59,7 @@ def make_loop_parts(
         policy=run.checkpoints,
         sink=Sinks(),
         progress=output,
-        extra={"run": prepared.description},
+        extra={"run": prepared.description, "strategy": strategy_text(run.strategy)},
         vote=vote,
         any_rank=coordination.any_rank,
         before_save=before_save,

@@ -3,7 +3,7 @@
 Metrics are written by `report/metrics.py`. Next: `run_checkpoints.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -41,12 +41,13 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def write_run_file(folder: Path, text: str, output: RunConsole) -> None:
-    """Write the description of the run; the run continues if that fails."""
-    try:
-        replace_file(folder / RUN_FILE, text.encode())
-    except OSError as error:
-        output.note(f"WARNING: {folder / RUN_FILE} cannot be written: {error}; the run continues")
+def write_run_files(folder: Path, texts: Mapping[str, str], output: RunConsole) -> None:
+    """Write files that describe the run, by name; the run continues if that fails."""
+    for name, text in texts.items():
+        try:
+            replace_file(folder / name, text.encode())
+        except OSError as error:
+            output.note(f"WARNING: {folder / name} cannot be written: {error}; the run continues")
 
 
 def draw_curve(folder: Path, output: RunConsole) -> None:

@@ -50,7 +50,7 @@ class Strategy:
             raise problems_error("this strategy cannot be used", problems)
 
 
-FILE = "strategy.toml"
+STRATEGY_FILE = "strategy.toml"
 """Name of the file in the folder of a run."""
 
 

@@ -28,9 +28,10 @@ from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.run_folder import draw_curve, exclusive_folder, write_run_file
+from shardtrain.trainer.run_folder import RUN_FILE, draw_curve, exclusive_folder, write_run_files
 from shardtrain.trainer.run_totals import RunTotals
 from shardtrain.trainer.sample import sample_text
+from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,8 @@ def _train_segment(
         # The first process writes the description of the run, and its metrics.
         sinks, last_step = Sinks(), None
         if is_first:
-            write_run_file(folder, run_text(prepared.description), output)
+            texts = {RUN_FILE: run_text(prepared.description), STRATEGY_FILE: strategy_text(run.strategy)}
+            write_run_files(folder, texts, output)
             sinks, last_step = open_sinks(folder, start.step or None, output.note, run.sinks)
         stack.callback(sinks.close)
         if start.step >= run.steps:

@@ -16,7 +16,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
@@ -79,7 +79,9 @@ def interrupted(name: str, synchronisation: Synchronisation):
 
 run("mean")
 if ISLANDS is not None:
-    own = Synchronisation(by="int8+adasum", on="deltas", every=2)
+    # saved at step 4, between the merges of steps 3 and 6
+    outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
+    own = Synchronisation(by="int8+adasum", on="deltas", every=3, outer=outer)
     state = interrupted("own", own)
     # each island has an optimizer of its own, and all have the same parameters
     digest = [[x.hex() for x in bits(tree)] for tree in (state.params, state.opt_state)]
