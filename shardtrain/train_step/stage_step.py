@@ -16,26 +16,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.combine.fragments import by_path, like_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.flow import Flow
-from shardtrain.pipeline.stage_model import StageModel, nested
-from shardtrain.pipeline.sums import Sums
+from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
-from shardtrain.train_step.gradients import Gradients, merge_replicas, sum_replicas
-from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
+from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import IslandMerge
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.local_steps import make_local_update, own_params
-from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import StagePrograms
+from shardtrain.train_step.stage_update import make_gradient_programs, make_own_update, make_update
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
+from shardtrain.train_step.step import Metrics
 
 if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
@@ -85,7 +83,7 @@ class StageStep:
         observe: Observe | None = None,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
-        self._clip, self._all_gather = clip, all_gather
+        self._all_gather = all_gather
         self._placement, self._transfer = placement, transfer
         # tags of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
@@ -105,7 +103,14 @@ class StageStep:
         self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer)
         exchange = self._merge or self._combiner
         self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
-        self._compile(optimizer, learning_rate)
+        # one program for each stretch between two messages, in the order of `__call__`
+        self._gradient_programs = make_gradient_programs(placement)
+        self._update = make_update(optimizer, clip, placement, learning_rate)
+        if self._merge is not None:
+            shardings = self._merge.shardings(placement.state)._replace(combine_state=())
+            self._own_params, self._own_update = make_own_update(
+                optimizer, clip, placement, learning_rate, shardings
+            )
 
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with what this stage needs for the exchange, see `IslandStep`."""
@@ -118,116 +123,6 @@ class StageStep:
         if self._merge is None:
             return state._replace(combine_state=[self._combiner.wanted()])
         return self._merge.wanted(state)
-
-    def _compile(self, optimizer: Any, learning_rate: Any) -> None:
-        whole = NamedSharding(self._placement.mesh, PartitionSpec())
-        sharded = jax.tree.map(
-            lambda spec: NamedSharding(self._placement.mesh, spec),
-            self._placement.specs.sharded,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
-        # one program for each stretch between two messages, in the order of `__call__`
-        self._compile_gradients(whole, sharded)
-        self._merge_model_state = jax.jit(
-            lambda state, weights: jax.tree.map(lambda x: merge_replicas(x, weights), state),
-            out_shardings=whole,
-        )
-        self._compile_update(optimizer, learning_rate, whole, sharded)
-
-    def _compile_gradients(self, whole: NamedSharding, sharded: Any) -> None:
-        """Compile the programs on the sums of the tasks, and on the gradients made of them."""
-        mesh, specs = self._placement.mesh, self._placement.specs
-        replica_axes = self._placement.layout.replica_axes
-        # the sums have gradients of borrowed parameters, too, which are returned to their owners
-        owned = {path_text(path) for path, _ in jax.tree.leaves_with_path(specs.abstract.params)}
-
-        def reduced(sums: Sums) -> tuple[Tree, dict[str, jax.Array], dict[str, Any]]:
-            """Sum over this island's replicas: (gradients of owned parameters, of borrowed ones, losses)."""
-            found = by_path(sums.grads)
-            own = nested({path: g for path, g in found.items() if path in owned})
-            own = jax.tree.map(lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), own, specs.sharded)
-            borrowed = {path: g.sum(0) for path, g in found.items() if path not in owned}
-            return own, borrowed, _loss_sums(sums)
-
-        def scaled(grads: Tree, returned: list[dict[str, jax.Array]], count: jax.Array) -> Tree:
-            """Add the gradients that borrowers returned, and divide by the count of the whole batch."""
-
-            def scale(path: Any, g: jax.Array) -> jax.Array:
-                more = [found[path_text(path)] for found in returned if path_text(path) in found]
-                return sum(more, g) / jnp.where(count > 0, count, 1)
-
-            return jax.tree.map_with_path(scale, grads)
-
-        self._reduced = jax.jit(reduced, out_shardings=(sharded, whole, whole))
-        self._scaled = jax.jit(scaled, out_shardings=sharded, donate_argnums=0)
-        self._squares = jax.jit(lambda grads: optax.tree.norm(grads, squared=True))
-        self._loss_sums = jax.jit(_loss_sums)
-
-    def _compile_update(self, optimizer: Any, learning_rate: Any, whole: NamedSharding, sharded: Any) -> None:
-        """Compile the update of the parameters that this stage owns."""
-        placement = self._placement
-
-        def clipped(grads: Tree, norm: jax.Array) -> Tree:
-            """As optax.clip_by_global_norm, with the norm of all stages."""
-            if (clip := self._clip) is None:
-                return grads
-            return jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), grads)
-
-        def update(
-            state: State,
-            grads: Tree,
-            model_state: Tree,
-            totals: Any,
-            squares: jax.Array,
-            combine_state: Any,
-            combine_metrics: Any,
-        ) -> tuple[State, Metrics]:
-            norm = jnp.sqrt(squares)
-            found = Gradients(grads=clipped(grads, norm), model_state=model_state, **totals)
-            new, metrics = apply_gradients(optimizer, placement, state, found)
-            new = new._replace(combine_state=combine_state)
-            metrics = {**metrics, "grad_norm": norm, **joined_metrics(combine_metrics)}
-            return unless_skipped(state, new, metrics, learning_rate)
-
-        own_update = make_local_update(optimizer)
-
-        def local_update(
-            state: State, grads: Tree, model_state: Tree, totals: Any, squares: jax.Array, count: jax.Array
-        ) -> tuple[State, Metrics]:
-            """The update of this pipeline's own parameters, which are merged later."""
-            norm, local = jnp.sqrt(squares), state.local
-            opt_state, drift = own_update(
-                constrain(state.params, placement.specs.sharded, placement.mesh),
-                local.drift,
-                state.opt_state,
-                clipped(grads, norm),
-                count,
-                totals["loss_sum"] / jnp.where(totals["count"] > 0, totals["count"], 1),
-            )
-            local = local._replace(drift=drift, count=local.count + count)
-            new = state._replace(model_state=model_state, opt_state=opt_state, local=local)
-            metrics = {**totals["metrics"], "loss_sum": totals["loss_sum"], "count": totals["count"]}
-            return unless_skipped(state, new, {**metrics, "grad_norm": norm}, learning_rate)
-
-        # the state is donated: parameters and optimizer state are updated in place
-        if self._merge is not None:
-            own = self._merge.shardings(placement.state)._replace(combine_state=())
-            self._own_params = jax.jit(
-                lambda state: own_params(state.params, state.local.drift), out_shardings=own.params
-            )
-            self._local_update = jax.jit(
-                local_update,
-                in_shardings=(own, sharded, whole, whole, whole, whole),
-                out_shardings=(own, whole),
-                donate_argnums=0,
-            )
-        state = placement.state._replace(combine_state=whole)
-        self._update = jax.jit(
-            update,
-            in_shardings=(state, sharded, whole, whole, whole, whole, whole),
-            out_shardings=(state, whole),
-            donate_argnums=0,
-        )
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
@@ -243,18 +138,18 @@ class StageStep:
         self._train_executor.run(programs)
         # 2. gradients: of this island's replicas, then of the stages that borrowed, for the mean loss of the
         # batch, whose count the last stage knows
-        grads, borrowed, loss_sums = self._reduced(programs.take_sums())
+        grads, borrowed, loss_sums = self._gradient_programs.reduced(programs.take_sums())
         self._borrowed.return_gradients(borrowed)
         losses = self._gather_losses("losses", loss_sums)
         count = np.float32(losses[seats.replica]["count"])
-        grads = self._scaled(grads, self._borrowed.receive_gradients(), count)
+        grads = self._gradient_programs.scaled(grads, self._borrowed.receive_gradients(), count)
         model_state = self._merged_state(programs.model_state, batch)
         totals = _sum_losses(losses)
         # 3. an update of this pipeline's own, and at the end of some steps a merge with the others
         if self._merge is not None:
             number = self._merge.steps_done(state) + 1
             squares = self._gather_squares(grads)
-            state, metrics = self._local_update(state, grads, model_state, totals, squares, count)
+            state, metrics = self._own_update(state, grads, model_state, totals, squares, count)
             state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
             return state, {**metrics, **(found or {})}
         # 4. or gradients combined with the same stage of the other pipelines, and one update for all
@@ -280,7 +175,9 @@ class StageStep:
         params = self._borrowed.exchange(state.params)
         programs.begin(params, state.model_state, jax.random.key(0), batch)
         self._evaluation_executor.run(programs)
-        totals = _sum_losses(self._gather_losses("held-out losses", self._loss_sums(programs.take_sums())))
+        totals = _sum_losses(
+            self._gather_losses("held-out losses", self._gradient_programs.loss_sums(programs.take_sums()))
+        )
         return {**totals.pop("metrics"), **totals}
 
     def close(self) -> None:
@@ -289,7 +186,7 @@ class StageStep:
 
     def _gather_squares(self, grads: Tree) -> np.float32:
         """Return the square of the norm of the gradient of all stages of this pipeline."""
-        squares = self._all_gather("gradient norms", float(self._squares(grads)))
+        squares = self._all_gather("gradient norms", float(self._gradient_programs.squares(grads)))
         return np.float32(np.sum(self.seats.of_replica(squares)))
 
     def _gather_losses(self, name: str, loss_sums: dict[str, Any]) -> list[dict[str, Any]]:
@@ -322,13 +219,7 @@ class StageStep:
             batch["weights"].reshape(len(batch["weights"]), self._train_programs.num_replicas, -1).sum((0, 2))
         )
         weights = jnp.where(real.sum() > 0, real / real.sum(), 1 / len(real))
-        return self._merge_model_state(model_state, weights)
-
-
-def _loss_sums(sums: Sums) -> dict[str, Any]:
-    """Return the sums of the loss, over this island's replicas."""
-    found = {"loss_sum": sums.loss_sum, "count": sums.count, "metrics": sums.metrics}
-    return jax.tree.map(lambda x: x.sum(0), found)
+        return self._gradient_programs.merged_state(model_state, weights)
 
 
 def _sum_losses(by_replica: list[dict[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
 from shardtrain.optim.optimizer_state import stored
 from shardtrain.pipeline.stacking import Partition
 
+Metrics = dict[str, Any]
+"""Name -> float32 scalar, or (sum, count), or (L,) of a combiner."""
+
 
 class State(NamedTuple):
     """Everything that a step changes, and that a checkpoint holds.

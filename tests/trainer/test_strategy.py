@@ -1,0 +1,131 @@
+"""Strategies as files: what is written reads back to the same; what cannot be read is refused by name."""
+
+import io
+from pathlib import Path
+
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.cli.run_options import parse_run
+from shardtrain.combine import mean
+from shardtrain.combine.synchronisation import PRESETS, Outer, Synchronisation, preset
+from shardtrain.data import Text
+from shardtrain.islands.options import Across
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
+from shardtrain.trainer.train import train
+
+STRATEGIES = st.builds(
+    Strategy,
+    layout=st.builds(
+        Layout,
+        mesh=st.dictionaries(st.sampled_from(["data", "fsdp", "tensor"]), st.integers(1, 8), min_size=1),
+        zero=st.sampled_from([1, 2, 3]),
+        sequence_sharded=st.booleans(),
+        parameters=st.sampled_from([{}, {"embed": ("fsdp",)}, {"we.ird name": ()}]),
+    ),
+    accumulate=st.integers(1, 64),
+    synchronisation=st.sampled_from([*PRESETS.values(), Synchronisation(by="int8+adasum", inside="sum")]),
+    across=st.sampled_from([Across(), Across(shares=(1.0, 2.5), reduce="root"), Across(axis="pipeline")]),
+    pipeline=st.sampled_from([Pipeline(), Pipeline(schedule="zb_v", virtual_stages=2, stages="1,2,3,2")]),
+)
+
+
+@given(STRATEGIES)
+def test_what_is_written_reads_back_to_the_same(tmp_path_factory, strategy):
+    path = tmp_path_factory.getbasetemp() / "strategy.toml"
+    path.write_text(strategy_text(strategy))
+    assert read_strategy(path) == strategy
+
+
+def test_what_is_no_plain_value_is_left_out_and_named(tmp_path):
+    given = Synchronisation(by=mean(), on="deltas", every=7, outer=optax.adam(1e-3))
+    text = strategy_text(Strategy(synchronisation=given))
+    assert "# synchronisation.by was given in Python" in text
+    assert "# synchronisation.outer was given in Python" in text
+    path = tmp_path / "strategy.toml"
+    path.write_text(text)
+    assert read_strategy(path).synchronisation == Synchronisation(on="deltas", every=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("accumulat = 2", ["unknown key 'accumulat' (did you mean 'accumulate'?)"]),
+        ("[synchronisation]\nevry = 2", ["unknown key 'evry' (did you mean 'every'?) in [synchronisation]"]),
+        ("[synchronisation.outer]\nrate = 2", ["unknown key 'rate'", "in [synchronisation.outer]"]),
+        ("accumulate = 0", ["accumulate is 0 microbatches; use 1 or more"]),
+        ("[synchronisation]\nevery = 3", ["every is 3, but gradients are combined in every step"]),
+        ("layout = 3", ["layout is 3"]),
+        ("accumulate = ", ["is not a strategy in TOML"]),
+        ("[" * 70000, ["is not a strategy in TOML"]),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong(text, problems, tmp_path):
+    path = tmp_path / "strategy.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_strategy(path)
+    assert str(path) in str(error.value)
+    for problem in problems:
+        assert problem in str(error.value)
+    with pytest.raises(ValueError, match="there is no strategy file"):
+        read_strategy(tmp_path / "none.toml")
+
+
+RUN_FILE = """
+from shardtrain import Run, Text
+from tiny_language_model import TinyConfig
+
+def run():
+    return Run(model=TinyConfig(), data=Text(seq=8), batch=8)
+"""
+
+
+def parsed(tmp_path: Path, *options: str) -> Run:
+    (tmp_path / "run.py").write_text(RUN_FILE)
+    return parse_run("train", [str(tmp_path / "run.py"), *options])[0]
+
+
+def test_a_run_leaves_its_strategy_and_another_takes_it(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"shardtrain" * 40)
+    strategy = Strategy(
+        layout=Layout(mesh={"data": 4, "tensor": 2}),
+        synchronisation=Synchronisation(on="deltas", every=2, outer=Outer(learning_rate=0.5)),
+    )
+    run = Run(
+        model=TinyConfig(),
+        data=Text(paths=(text,), seq=8),
+        strategy=strategy,
+        batch=8,
+        steps=2,
+        run_dir=tmp_path / "run",
+    )
+    train(run, Console(file=io.StringIO()))
+    file = tmp_path / "run" / "strategy.toml"
+    assert read_strategy(file) == strategy
+    manifest = next((tmp_path / "run" / "checkpoints").glob("step_*/manifest.json"))
+    assert "every = 2" in manifest.read_text()
+    # options change single fields of the file's, and a preset its synchronisation
+    changed = parsed(tmp_path, "--strategy", str(file), "--local-steps", "5", "--mesh", "data=8").strategy
+    assert changed.synchronisation == Synchronisation(on="deltas", every=5, outer=Outer(learning_rate=0.5))
+    assert changed.layout.mesh == {"data": 8}
+    changed = parsed(tmp_path, "--strategy", str(file), "--synchronisation=diloco").strategy
+    assert changed.synchronisation == preset("diloco")
+    assert changed.layout == strategy.layout
+
+
+def test_a_preset_and_its_fields(tmp_path):
+    options = ["--synchronisation", "streaming-diloco", "--fragments", "2", "--outer-momentum", "0.8"]
+    found = parsed(tmp_path, *options, "--combine", "int8+mean").strategy.synchronisation
+    outer = Outer(learning_rate=0.7, momentum=0.8, nesterov=True)
+    assert found == Synchronisation(by="int8+mean", on="deltas", every=30, fragments=2, outer=outer)
+    with pytest.raises(ValueError, match="did you mean 'diloco'"):
+        parsed(tmp_path, "--synchronisation", "dilocco")
