@@ -174,7 +174,7 @@ OPTIONS = {
     "--combine nope.py:x": "nope.py",
     "--combine own_combiner.py:x": "no combiner by the name 'x' (known: mine) | shardtrain.combine.Combiner",
     "--combine-on weights": "'weights' | 'gradients', 'deltas'",
-    "--local-steps 0": "local_steps is 0; use 1 or more",
+    "--local-steps 0": "every (--local-steps) is 0; use 1 or more",
     "--local-steps 4": "gradients are combined in every step; use deltas",
     "--combine-on deltas --local-steps 7 --steps 20 --mesh data=8": "20 % 7 = 6. Use 14 or 21",
     "--inside max": "'max' | 'mean', 'sum'",

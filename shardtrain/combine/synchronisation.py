@@ -88,12 +88,12 @@ class Synchronisation:
         problems = wrong_types(self)
         problems += [
             f"{name} is {number}; use 1 or more"
-            for name in ("every", "fragments")
-            if (number := getattr(self, name)) < 1
+            for name, number in (("every (--local-steps)", self.every), ("fragments", self.fragments))
+            if number < 1
         ]
         if self.every > 1 and self.on == "gradients":
             problems.append(
-                f"every is {self.every}, but gradients are combined in every step; use deltas"
+                f"every (--local-steps) is {self.every}, but gradients are combined in every step; use deltas"
                 " (--combine-on deltas)"
             )
         if self.fragments > self.every >= 1:

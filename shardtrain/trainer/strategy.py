@@ -81,7 +81,9 @@ def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
             found[field.name] = _plain(item, name, left_out)
         elif isinstance(item, Mapping):
             found[field.name] = {key: _item(each) for key, each in item.items()}
-        elif isinstance(item, str | bool | int | float | list | tuple | Path):
+        elif isinstance(item, str | bool | int | float | list | tuple | Path) and not hasattr(
+            item, "_fields"
+        ):
             found[field.name] = _item(item)
         elif item is not None:
             left_out.append(name)

@@ -175,7 +175,10 @@ def test_a_mistake_ends_all_islands_with_one_message(options, text, folder):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--local-steps", "2"], "local_steps is 2, but gradients are combined in every step; use deltas"),
+        (
+            ["--local-steps", "2"],
+            "every (--local-steps) is 2, but gradients are combined in every step; use deltas",
+        ),
         (
             ["--local-steps", "4", "--combine-on", "deltas", "--steps", "6"],
             "steps is 6, and replicas are combined every 4 steps: 6 % 4 = 2. Use 4 or 8.",

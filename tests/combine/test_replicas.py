@@ -243,7 +243,7 @@ def test_what_does_not_fit_together_is_refused():
     assert str(error.value).count("\n  ") == 3
     with pytest.raises(ValueError, match="adasum"):
         Synchronisation(by="adasun")
-    with pytest.raises(ValueError, match="every is 2, but gradients are combined in every step"):
+    with pytest.raises(ValueError, match="is 2, but gradients are combined in every step"):
         Synchronisation(by="adasum", every=2)
     layout = Layout(mesh={"data": 2}, parameters={"embed": ("data",)})
     with pytest.raises(ValueError, match="use fsdp for that") as error:

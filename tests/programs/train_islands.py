@@ -23,6 +23,7 @@ from shardtrain.islands.options import Across
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
+from shardtrain.trainer import prepared_run
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -77,6 +78,15 @@ def interrupted(name: str, synchronisation: Synchronisation):
     return whole.state
 
 
+if ISLANDS is not None and ISLANDS.seat.island:
+    # islands that begin with other parameters are made equal to island 0 by the broadcast at the start
+    same_everywhere = prepared_run.init_state
+
+    def other_parameters(*arguments):
+        state = same_everywhere(*arguments)
+        return state._replace(params=jax.tree.map(lambda x: x + 1, state.params))
+
+    prepared_run.init_state = other_parameters
 run("mean")
 if ISLANDS is not None:
     # saved at step 4, between the merges of steps 3 and 6
