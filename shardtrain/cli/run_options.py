@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.cli.field_options import FieldOption, field_options, parse_options, with_fields
+from shardtrain.cli.option_files import StrategyOptions, is_layout_file, with_files
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
-from shardtrain.combine.synchronisation import preset
 from shardtrain.report.sinks import SINKS
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.sharding.shares import parse_weights
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.strategy import read_strategy
 
 LAYOUT, SYNCHRONISATION, ACROSS, PIPELINE = (
     f"strategy.{name}." for name in ("layout", "synchronisation", "across", "pipeline")
@@ -110,20 +109,6 @@ class DeviceOptions:
     cpu_devices: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StrategyOptions:
-    """Options that replace values of the run file, before all others change single fields.
-
-    Args:
-      strategy: a strategy file, such as the strategy.toml of a run folder.
-      synchronisation: a way to synchronise replicas, by name: every-step, local-sgd, diloco,
-        streaming-diloco, adasum-deltas or hierarchical; its fields are the options beside it.
-    """
-
-    strategy: Path | None = None
-    synchronisation: str | None = None
-
-
 def parse_run(command: str, arguments: Sequence[str], extra: type | None = None) -> tuple[Run, Any]:
     """Load the run that the command line names, and apply its options.
 
@@ -152,7 +137,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
             raise SystemExit(0)
         raise ValueError(f"RUN is missing\n{text}")
     source, *words = arguments
-    run = _with_mesh_file(_with_strategy(load_run(source), words), words)
+    run = with_files(load_run(source), words)
     own = None if extra is None else extra()
     options = list(run_options(run))
     command_options = [] if own is None else list(field_options(own))
@@ -193,43 +178,12 @@ def _heading(path: str) -> str:
     return "command"
 
 
-def _with_mesh_file(run: Run, words: Sequence[str]) -> Run:
-    """Replace the layout by that of `--mesh FILE`, so that other options change the file's values."""
-    given = _given(words, "--mesh", "--strategy.layout.mesh")
-    if given and _is_file(given[-1]):
-        return with_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
-    return run
-
-
-def _with_strategy(run: Run, words: Sequence[str]) -> Run:
-    """Replace the strategy by that of `--strategy FILE`, and its synchronisation by a preset."""
-    if given := _given(words, "--strategy"):
-        run = with_fields(run, {"strategy": read_strategy(Path(given[-1]))})
-    if given := _given(words, "--synchronisation"):
-        run = with_fields(run, {"strategy.synchronisation": preset(given[-1])})
-    return run
-
-
-def _given(words: Sequence[str], *names: str) -> list[str]:
-    """Return the values of an option on the command line."""
-    return [
-        value if equals else next(iter(words[number + 1 :]), "")
-        for number, word in enumerate(words)
-        for name, equals, value in [word.partition("=")]
-        if name in names
-    ]
-
-
 def _mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def _read_mesh(text: str) -> Mapping[str, int]:
-    return read_layout(Path(text)).mesh if _is_file(text) else parse_mesh(text)
-
-
-def _is_file(mesh: str) -> bool:
-    return mesh.endswith(".toml") or Path(mesh).is_file()
+    return read_layout(Path(text)).mesh if is_layout_file(text) else parse_mesh(text)
 
 
 def _combiner_help() -> str:

@@ -93,7 +93,7 @@ def make_loop_options(run: Run) -> LoopOptions:
     # evaluate only after steps that combine: in between, replicas have different parameters
     every = run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
     # with deltas each replica clips its own gradient, and the norm in the metrics is a mean over them
-    optimizer = None if run.strategy.combine.on_deltas else run.optimizer
+    optimizer = None if run.strategy.synchronisation.on_deltas else run.optimizer
     return LoopOptions(
         steps=run.steps,
         log_every=run.log_every,

@@ -10,7 +10,6 @@ from pathlib import Path
 from shardtrain.report.plots import figure
 from shardtrain.report.plots.loss_curve import loss_curve
 from shardtrain.report.sinks.json_lines import METRICS
-from shardtrain.report.sinks.sink import RUN_FILE
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.run_lock import Locked, locked
 from shardtrain.trainer.console import RunConsole

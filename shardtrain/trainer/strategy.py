@@ -81,11 +81,9 @@ def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
             found[field.name] = _plain(item, name, left_out)
         elif isinstance(item, Mapping):
             found[field.name] = {key: _item(each) for key, each in item.items()}
-        elif isinstance(item, str | bool | int | float | list | tuple | Path) and not hasattr(
-            item, "_fields"
-        ):
+        elif isinstance(item, str | bool | int | float | Path) or type(item) in (list, tuple):
             found[field.name] = _item(item)
-        elif item is not None:
+        elif item is not None:  # such as an optax transformation, which is a tuple of functions
             left_out.append(name)
     return found
 

@@ -14,7 +14,7 @@ from shardtrain.islands.membership import Islands
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.progress import progress
 from shardtrain.report.sinks import open_sinks
-from shardtrain.report.sinks.sink import Sinks
+from shardtrain.report.sinks.sink import RUN_FILE, Sinks
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
@@ -28,7 +28,7 @@ from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.run_folder import RUN_FILE, draw_curve, exclusive_folder, write_run_files
+from shardtrain.trainer.run_folder import draw_curve, exclusive_folder, write_run_files
 from shardtrain.trainer.run_totals import RunTotals
 from shardtrain.trainer.sample import sample_text
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text

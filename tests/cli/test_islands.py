@@ -177,7 +177,7 @@ def test_a_mistake_ends_all_islands_with_one_message(options, text, folder):
     [
         (
             ["--local-steps", "2"],
-            "every (--local-steps) is 2, but gradients are combined in every step; use deltas",
+            "is 2, but gradients are combined in every step; use deltas",
         ),
         (
             ["--local-steps", "4", "--combine-on", "deltas", "--steps", "6"],

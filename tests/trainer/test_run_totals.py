@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.options import Combine
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.sinks.json_lines import read_jsonl
@@ -66,6 +66,8 @@ def test_the_share_is_over_the_updates_since_the_last_line(run):
 
 
 def test_with_deltas_each_replica_clips_and_no_share_is_known(run):
-    strategy = Strategy(layout=Layout(mesh={"data": 2, "fsdp": -1}), combine=Combine(on="deltas"))
+    strategy = Strategy(
+        layout=Layout(mesh={"data": 2, "fsdp": -1}), synchronisation=Synchronisation(on="deltas")
+    )
     lines, _ = train(replace(run, strategy=strategy))
     assert all("clipped" not in line for line in lines)

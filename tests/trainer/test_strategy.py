@@ -63,7 +63,7 @@ def test_what_is_no_plain_value_is_left_out_and_named(tmp_path):
         ("accumulate = 0", ["accumulate is 0 microbatches; use 1 or more"]),
         (
             "[synchronisation]\nevery = 3",
-            ["every (--local-steps) is 3, but gradients are combined in every step"],
+            ["is 3, but gradients are combined in every step"],
         ),
         ("layout = 3", ["layout is 3"]),
         ("accumulate = ", ["is not a strategy in TOML"]),
