@@ -75,7 +75,7 @@ def make_fragments(tree: Any, stacked: frozenset[str], number: int) -> tuple[Fra
 
     >>> arrays = {"up": jnp.ones((3, 8)), "table": jnp.ones(4)}
     >>> [dict(each.rows) for each in make_fragments(arrays, frozenset({"up"}), 2)]
-    [{'up': (0, 2)}, {'up': (1,), 'table': None}]
+    [{'up': (0, 2)}, {'table': None, 'up': (1,)}]
     """
     leaves = by_path(tree)
     if number == 1:

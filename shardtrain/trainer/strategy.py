@@ -74,16 +74,17 @@ def strategy_text(strategy: Strategy) -> str:
 def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
     """Return the fields of a dataclass as TOML has them; None, which it has not, is left out."""
     found: dict[str, Any] = {}
+    default = type(value)()
     for field in fields(value):
         item = getattr(value, field.name)
         name = f"{path}.{field.name}" if path else field.name
-        if is_dataclass(item) and not callable(item):
+        if is_dataclass(item) and type(item) is type(getattr(default, field.name)):
             found[field.name] = _plain(item, name, left_out)
         elif isinstance(item, Mapping):
             found[field.name] = {key: _item(each) for key, each in item.items()}
         elif isinstance(item, str | bool | int | float | Path) or type(item) in (list, tuple):
             found[field.name] = _item(item)
-        elif item is not None:  # such as an optax transformation, which is a tuple of functions
+        elif item is not None:  # such as a combiner, or an optax transformation, a tuple of functions
             left_out.append(name)
     return found
 
