@@ -169,6 +169,15 @@ class _NoCheckpoints:
     def save(self, *_: Any) -> None:
         pass
 
+    def complete(self, by_all: int | None) -> int | None:
+        return None
+
+    def is_best(self, values: Any) -> bool:
+        return False
+
+    def evaluated(self, *_: Any) -> None:
+        pass
+
     def confirm(self, step: int | None) -> None:
         pass
 

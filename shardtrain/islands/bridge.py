@@ -196,7 +196,7 @@ class Control:
         sent = [self._comm.Isend(message, rank, tag) for rank in range(self.size) if rank != self.rank]
         found: dict[int, Any] = {self.rank: [name, json.loads(message)[1]]}
         self.activity.num_collectives += 1
-        with self.activity.at(name, waits=True):
+        with self.activity.at(name, waits=True, kind="islands"):
             self._receive(name, tag, found, patience)
         # ranks that run different code join different all-gathers: name both, do not mix their values
         elsewhere = {rank: there for rank, (there, _) in sorted(found.items()) if there != name}
@@ -204,7 +204,7 @@ class Control:
             others = ", ".join(f"{self.names[rank]} at {there!r}" for rank, there in elsewhere.items())
             here = _values(name, found)
             raise RankTimeout(f"{self.names[self.rank]} is at {name!r}, but {others}", list(elsewhere), here)
-        with self.activity.at(f"{name}: sending", waits=True):
+        with self.activity.at(f"{name}: sending", waits=True, kind="islands"):
             MPI.Request.Waitall(sent)
         self.activity.last_collective = name
         return [found[rank][1] for rank in range(self.size)]

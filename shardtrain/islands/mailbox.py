@@ -85,7 +85,8 @@ class Mailbox:
           RankTimeout: it did not arrive in time.
           RuntimeError: an array to be sent from here could not be computed or sent.
         """
-        with self._activity.at(what, waits=True, waits_for=self._ranks[source : source + 1]):
+        ranks = self._ranks[source : source + 1]
+        with self._activity.at(what, waits=True, waits_for=ranks, kind="stages"):
             return self._wait_and_receive(shape, dtype, source, tag, what)
 
     def _wait_and_receive(

@@ -53,6 +53,9 @@ class Transfer:
       first_bytes: the same of the first bucket, which should be sent early.
       on_device: MPI is given device memory; otherwise arrays are copied to the host's first.
       activity: the activity record of this process; every bucket is recorded there.
+
+    Attributes:
+      num_bytes: bytes of the arrays that this process has given to MPI so far.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Transfer:
         self._is_one_process = len({d.process_index for d in devices}) == 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bridge")
         self._programs: dict[Any, Any] = {}
+        self.num_bytes = 0
 
     def buckets(self, leaves: Sequence[Any], units: Sequence[Hashable] | None = None) -> list[list[int]]:
         """Assign arrays to buckets, in the order of their transfer.
@@ -122,8 +126,14 @@ class Transfer:
             mine = jax.device_put(mine, bucket_device.mpi_device)
         # 3. the thread runs pack, MPI and unpack, one bucket after the other, while the caller continues
         compiled = self._compiled(program, bucket_device.group)
+        self.num_bytes += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(mine))
         what = f"bucket {number} ({getattr(program, '__name__', 'program').strip('_').replace('_', ' ')})"
         return self._thread.submit(lambda: self._run_program(what, compiled, mine))
+
+    def result(self, number: int, started: Future[Any]) -> Any:
+        """Wait for a bucket that was started, and return its outputs."""
+        with self._activity.at(f"bucket {number}", waits=True, kind="islands"):
+            return started.result()
 
     def _run_program(self, what: str, compiled: Any, arrays: Any) -> Any:
         with self._activity.on_bridge(what):
@@ -154,7 +164,7 @@ class Transfer:
         # start all buckets before waiting for the first, so that packing and MPI overlap
         started = [self.start(n, program, [leaves[i] for i in b]) for n, b in enumerate(buckets)]
         for number, (bucket, future) in enumerate(zip(buckets, started, strict=True)):
-            landed = self.land(number, future.result(), [leaves[i] for i in bucket])
+            landed = self.land(number, self.result(number, future), [leaves[i] for i in bucket])
             for i, leaf in zip(bucket, landed, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves)

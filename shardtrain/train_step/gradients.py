@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
 
 def make_gradients(
     model: Model, loss: Loss, placement: Placement, start_row: int = 0
-) -> Callable[[Any, Any, jax.Array, Batch], Gradients]:
+) -> Callable[..., Gradients]:
     """Make a function that computes the gradient of the mean loss of a batch, for use inside jit.
 
     Args:
@@ -51,13 +51,20 @@ def make_gradients(
 
     Returns:
       (params, model_state, key, batch) -> `Gradients`; every array of the batch has shape
-      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says.
+      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says. A last
+      argument, a uint32 scalar, takes the place of `start_row`.
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
     replica_sums = make_replica_sums(model, loss, placement, start_row)
 
-    def gradients(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> Gradients:
-        sums = replica_sums(params, model_state, key, batch, ())
+    def gradients(
+        params: Any,
+        model_state: Any,
+        key: jax.Array,
+        batch: Batch,
+        first_row: jax.Array | int = start_row,
+    ) -> Gradients:
+        sums = replica_sums(params, model_state, key, batch, (), first_row)
         loss_sum, count, metrics, model_state = _totals(sums)
         grads = jax.tree.map(
             lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), sums.grads, specs.sharded

@@ -123,7 +123,8 @@ class IslandCombiner:
         combined = CombinedIslands({}, [], [])
         for bucket, future in zip(self._buckets, started, strict=True):
             like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics)
-            value, state, metrics = self._transfer.land(bucket.number, future.result(), like)
+            found = self._transfer.result(bucket.number, future)
+            value, state, metrics = self._transfer.land(bucket.number, found, like)
             combined.value.update(value)
             combined.state.append(state)
             combined.metrics.append(metrics)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -93,7 +94,8 @@ def make_island_step(
     assert placement.synchronisation.is_mean
     kind = DeltaIslandStep if synchronisation.on_deltas else GradientIslandStep
     return kind(
-        gradients=make_gradients(model, loss, placement, start_row),
+        gradients=make_gradients(model, loss, placement),
+        first_row=start_row,
         optimizer=optimizer,
         placement=placement,
         transfer=transfer,
@@ -110,6 +112,7 @@ class GradientIslandStep:
         self,
         *,
         gradients: Callable[..., Gradients],
+        first_row: int,
         optimizer: optax.GradientTransformation,
         placement: Placement,
         transfer: Transfer,
@@ -118,6 +121,7 @@ class GradientIslandStep:
         barrier: Callable[[str], None],
     ) -> None:
         self._transfer, self._barrier = transfer, barrier
+        self._first_row = np.uint32(first_row)
         self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer)
         self.labels, self.keeps_state = self._combiner.labels, self._combiner.keeps_state
         mesh = placement.mesh
@@ -125,8 +129,9 @@ class GradientIslandStep:
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
         factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
 
-        def local(state: State, batch: Batch) -> Gradients:
-            found = gradients(state.params, state.model_state, step_key(state.seed, state.step), batch)
+        def local(state: State, batch: Batch, first_row: jax.Array) -> Gradients:
+            key = step_key(state.seed, state.step)
+            found = gradients(state.params, state.model_state, key, batch, first_row)
             return found._replace(grads=jax.tree.map(lambda g: g * factor, found.grads))
 
         def update(state: State, found: Gradients, combine_state: Any, extra: Any) -> tuple[State, Metrics]:
@@ -143,7 +148,7 @@ class GradientIslandStep:
         )
         state = placement.state._replace(combine_state=whole)
         shardings = Gradients._make([whole] * len(Gradients._fields))._replace(grads=sharded)
-        self._local = jax.jit(local, in_shardings=(state, placement.batch), out_shardings=shardings)
+        self._local = jax.jit(local, in_shardings=(state, placement.batch, whole), out_shardings=shardings)
         self._update = jax.jit(
             update,
             in_shardings=(state, shardings, whole, whole),
@@ -162,7 +167,7 @@ class GradientIslandStep:
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
         # computed before the barrier, so that a slow island is one that arrives late there
-        found = jax.block_until_ready(self._local(state, batch))
+        found = jax.block_until_ready(self._local(state, batch, self._first_row))
         grads = by_path(found.grads)
         self._barrier("combine gradients")
         # the sums and the model state are reduced while buckets of gradients are under way
@@ -184,6 +189,7 @@ class DeltaIslandStep:
         self,
         *,
         gradients: Callable[..., Gradients],
+        first_row: int,
         optimizer: optax.GradientTransformation,
         placement: Placement,
         transfer: Transfer,
@@ -191,16 +197,17 @@ class DeltaIslandStep:
         learning_rate: optax.Schedule | None,
         barrier: Callable[[str], None],
     ) -> None:
-        self._gradients = gradients
+        self._gradients, self._first_row = gradients, np.uint32(first_row)
         self._merge = IslandMerge(synchronisation, placement, transfer, barrier)
         self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
         specs, mesh = placement.specs, placement.mesh
+        whole = NamedSharding(mesh, PartitionSpec())
         own_update = make_local_update(optimizer)
 
-        def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
             local = state.local
             own = constrain(own_params(state.params, local.drift), specs.params, mesh)
-            found = gradients(own, state.model_state, step_key(state.seed, state.step), batch)
+            found = gradients(own, state.model_state, step_key(state.seed, state.step), batch, first_row)
             params = constrain(state.params, specs.sharded, mesh)
             opt_state, drift = own_update(
                 params, local.drift, state.opt_state, found.grads, found.count, mean_loss(found)
@@ -222,7 +229,7 @@ class DeltaIslandStep:
             shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())
             return jax.lax.with_sharding_constraint(new, shardings), metrics
 
-        self._step = jax.jit(step, in_shardings=(None, placement.batch), donate_argnums=0)
+        self._step = jax.jit(step, in_shardings=(None, placement.batch, whole), donate_argnums=0)
 
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with what this island changes alone, see `IslandStep`."""
@@ -249,7 +256,7 @@ class DeltaIslandStep:
         number = self._merge.steps_done(state) + 1
         # the combiner's state is no part of the local step's program
         combine_state, state = state.combine_state, state._replace(combine_state=())
-        state, metrics = self._step(state, batch)
+        state, metrics = self._step(state, batch, self._first_row)
         state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
         if merged is None:
             return state, {**metrics, **loss_metrics(jax.tree.map(jnp.zeros_like, state.local.sums))}

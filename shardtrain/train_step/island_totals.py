@@ -51,7 +51,8 @@ def all_reduce_totals(transfer: Transfer, totals: Totals, count: jax.Array) -> T
       totals: the totals of this island.
       count: float32 scalar, this island's examples.
     """
-    return transfer.land(0, transfer.start(0, _reduce, (totals, count)).result(), totals)
+    started = transfer.start(0, _reduce, (totals, count))
+    return transfer.land(0, transfer.result(0, started), totals)
 
 
 def average_model_state(transfer: Transfer, model_state: Any, count: jax.Array) -> Any:

@@ -88,7 +88,8 @@ def make_replica_sums(
     Returns:
       (params, model_state, key, batch, drift) -> `ReplicaSums`, without any collective over replicas. The
       drift is each replica's difference from params, with a leading dim over `data`, where replicas take
-      several local steps; else it is not read.
+      several local steps; else it is not read. A last argument takes the place of `start_row`: then
+      all islands have one program.
     """
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
@@ -103,7 +104,14 @@ def make_replica_sums(
     make = _make_scan if placement.stages is None else _make_pipeline
     compute = make(model, loss, placement, rules, replica_specs)
 
-    def sums(params: Any, model_state: Any, key: jax.Array, batch: Batch, drift: Any) -> ReplicaSums:
+    def sums(
+        params: Any,
+        model_state: Any,
+        key: jax.Array,
+        batch: Batch,
+        drift: Any,
+        first_row: jax.Array | int = start_row,
+    ) -> ReplicaSums:
         if local_params:
             # drift is over `data` alone: the replicas of the other axes start from the same parameters
             params = constrain(jax.tree.map(jnp.add, params, drift), local_specs, mesh)
@@ -118,7 +126,7 @@ def make_replica_sums(
 
         # random keys follow the number of a row in the whole batch, so they do not depend on the mesh
         first_rows = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32)
-        first_rows = start_row + first_rows * (num_rows // num_replicas)
+        first_rows = first_row + first_rows * (num_rows // num_replicas)
         first_rows = first_rows.reshape(num_microbatches, num_replicas)
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
         return compute(params, model_state, key, first_rows, batch)

@@ -90,7 +90,7 @@ class _Loop:
             if result.save and not (never_trained and not self._any_step_trained()):
                 self._save_and_continue()
             if evaluates:
-                with self.parts.activity.at("the evaluation", waits=True, long=True):
+                with self.parts.activity.at("the evaluation", waits=True, long=True, kind="evaluation"):
                     heldout = self.log.evaluate(self._evaluate, self.state)
                 self._save_if_best(heldout)
             if result.stop:
@@ -101,10 +101,11 @@ class _Loop:
         """Read a batch and do a step; its metrics are read later."""
         parts = self.parts
         parts.activity.begin_step(self.done + 1)
-        with parts.activity.at("reading a batch"):
+        with parts.activity.at("reading a batch", kind="input"):
             batch, self.position = next(parts.batches)
         # the first step is compiled, which may take long
-        with parts.activity.at("the step", waits=True, long=self.done == self.first_step):
+        is_first = self.done == self.first_step
+        with parts.activity.at("the step", waits=True, long=is_first, kind="step"):
             self.state, metrics = parts.step(self.state, batch)
         self.done += 1
         self.stop.can_save = True
@@ -139,7 +140,7 @@ class _Loop:
 
     def _save_and_continue(self) -> None:
         self.saved_seconds, self.save_is_due = time.monotonic(), False
-        with self.parts.activity.at("saving", long=True):
+        with self.parts.activity.at("saving", long=True, kind="save"):
             self.state = self.parts.before_save(self.state)
             self._save(self.log.unlogged)
 
@@ -184,7 +185,7 @@ class _Loop:
                 f"WARNING: every step from {self.first_step + 1} was skipped: {log.why_skipped}"
             )
         # save the last step unless that is done; all ranks take part in synchronising the state before
-        with parts.activity.at("saving the last step", long=True):
+        with parts.activity.at("saving the last step", long=True, kind="save"):
             _wait(parts)
             unsaved = parts.checkpoints.latest() != self.done
             if parts.any_rank("the last step is not saved", unsaved):
@@ -252,7 +253,7 @@ def finish_evaluation(parts: LoopParts, step: int, state: State, unlogged: Mappi
     """
     if not parts.any_rank("an evaluation was cut short", unlogged is not None):
         return
-    with parts.activity.at("the evaluation", waits=True, long=True):
+    with parts.activity.at("the evaluation", waits=True, long=True, kind="evaluation"):
         heldout = parts.evaluate(state)
         parts.checkpoints.evaluated(step, heldout)
     if unlogged is not None:

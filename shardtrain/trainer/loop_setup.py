@@ -3,9 +3,12 @@
 What the parts mean is in `loop_parts.py`. Next: `loop.py`.
 """
 
+from collections.abc import Callable
+
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.sinks.sink import Sinks
+from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import combined_labels, make_step
 from shardtrain.trainer.config import Run
@@ -19,6 +22,7 @@ from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.recovery import RollBack, Spikes
 from shardtrain.trainer.resume import StartPoint
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.spent import Spent
 from shardtrain.trainer.strategy import strategy_text
 from shardtrain.trainer.synchronisation import faulty_copies, synchronise
 
@@ -65,9 +69,22 @@ def make_loop_parts(
         before_save=before_save,
         labels=island_step.labels if island_step else combined_labels(placement),
         activity=activity,
+        spent=_make_spent(prepared, activity),
         hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
         check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
     )
+
+
+def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
+    """Make what tells where the time goes, and what this rank sends over each link."""
+    transfer, island_step = prepared.coordination.transfer, prepared.island_step
+    sent: dict[str, Callable[[], int]] = {}
+    if transfer is not None:
+        sent["islands"] = lambda: transfer.num_bytes
+    if isinstance(island_step, StageStep):
+        sent["stages"] = lambda: island_step.mailbox.num_bytes
+    stragglers = prepared.coordination.stragglers
+    return Spent(activity, sent, dict if stragglers is None else stragglers.medians)
 
 
 def _make_check(prepared: PreparedRun):

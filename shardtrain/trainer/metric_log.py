@@ -84,7 +84,7 @@ class MetricLog:
 
     def _read(self, *, always: bool = False, keep: bool = False) -> None:
         step, metrics = self._pending.popleft()
-        with self._parts.activity.at(f"the metrics of step {step}", waits=True):
+        with self._parts.activity.at(f"the metrics of step {step}", waits=True, kind="step"):
             values = jax.device_get(metrics)
         count = float(values.pop("count"))
         skipped = bool(values.pop("skipped"))
@@ -137,6 +137,7 @@ class MetricLog:
         if self._clipped.value is not None:
             line["clipped"] = self._clipped.value
         line["wall_seconds"] = self._parts.totals.wall_seconds()
+        line |= self._parts.spent()
         self._means, self._clipped = {}, Mean()
         return line
 

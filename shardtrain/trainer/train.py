@@ -101,6 +101,7 @@ def train(
             # Draw the curve, and show a sample.
             with activity.at("the end", long=True):
                 output.say(totals.summary(step))
+                output.say(parts.spent.summary())
                 sample = _end(prepared, state, step, output, stop)
     return Trained(
         state=state,
@@ -197,6 +198,7 @@ def _train_segment(
         )
         # Metrics that wait for an evaluation which the run before did not finish are written first.
         unlogged = start.unlogged if is_first and last_step != start.step else None
+        parts.spent.begin()
         with parts.activity.at("the training loop"):
             finish_evaluation(parts, start.step, start.state, unlogged)
             return run_loop(start.state, start.step, parts, make_loop_options(run), stop)

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from shardtrain.report.sinks.json_lines import read_jsonl
@@ -39,7 +40,10 @@ def listening(pid):
 
 
 def sockets(pid):
-    names = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    names = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            names.append(str(link.readlink()))
     return {match[1] for name in names if (match := re.fullmatch(r"socket:\[(\d+)\]", name))}
 
 

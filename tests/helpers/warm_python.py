@@ -116,10 +116,38 @@ def become(asked: dict) -> None:
     os.chdir(asked["folder"])
 
 
+def share_compiled_programs() -> None:
+    """Let ranks that need the same program at the same time wait for the first one to compile it.
+
+    jax's cache serves who comes later; ranks of one run come together.
+    """
+    import fcntl
+
+    from jax._src import compilation_cache, compiler
+
+    plain = compiler._compile_and_write_cache
+
+    def shared(backend, computation, devices, options, callbacks, name, key):
+        folder = f"{os.environ['JAX_COMPILATION_CACHE_DIR']}/locks"
+        os.makedirs(folder, exist_ok=True)
+        with open(f"{folder}/{key}", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                found, _ = compilation_cache.get_executable_and_time(key, options, backend, devices)
+                if found is not None:
+                    return found
+            return plain(backend, computation, devices, options, callbacks, name, key)
+
+    compiler._compile_and_write_cache = shared
+
+
 def run(words: list[str]) -> None:
     """What `python WORDS` does."""
     import runpy
 
+    share_compiled_programs()
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, os.getcwd())

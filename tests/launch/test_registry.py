@@ -246,7 +246,10 @@ VARIABLE = re.compile(r"(SLURMD?|PMIX?|OMPI_COMM_WORLD|MV2_COMM_WORLD|FLUX_(TASK
 
 
 def test_variables_of_launchers_stand_in_one_list():
-    """No other module reads one by its name: quotes around nothing but a variable, outside of docstrings."""
+    """No other module reads one by its name: quotes around nothing but a variable, outside of docstrings.
+
+    But for the allow list of those that are written to files, from which nothing is decided.
+    """
     quoted = re.compile(rf"[\"']{VARIABLE.pattern}[\"']")
     found = {
         path.relative_to(ROOT).as_posix()
@@ -254,4 +257,4 @@ def test_variables_of_launchers_stand_in_one_list():
         for line in path.read_text().splitlines()
         if quoted.search(line) and ">>>" not in line
     }
-    assert found == {"shardtrain/islands/launcher_variables.py"}
+    assert found == {"shardtrain/islands/launcher_variables.py", "shardtrain/system/shown_variables.py"}

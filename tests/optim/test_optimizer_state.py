@@ -253,7 +253,7 @@ def test_runs_with_missing_arguments_or_parameters_are_refused():
         run = {"model": make_model(), "data": Text(), "loss": loss, "strategy": Strategy(layout=LAYOUT)}
         return Run(**{**run, **changes})
 
-    adasum = Strategy(layout=LAYOUT, combine="adasum")  # type: ignore[arg-type]
+    adasum = Strategy(layout=LAYOUT, synchronisation="adasum")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"needs value_fn in every update"):
         make_setup(make_run(optimizer=optax.lbfgs(), strategy=adasum))
     with pytest.raises(ValueError, match=r"evaluate_with is 'ema', and the optimizer keeps no such"):

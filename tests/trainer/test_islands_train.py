@@ -47,6 +47,16 @@ def test_islands_train_as_one_device_does_and_resume(processes, devices, text, a
     start = json.loads((tmp_path / "mean" / "environment.jsonl").read_text().splitlines()[0])
     assert [rank["rank"] for rank in start["ranks"]] == list(range(num_ranks))
     assert start["mpi"]["threads"] == "multiple"
-    metrics = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")[-1]
+    lines = read_jsonl(tmp_path / "mean" / "metrics.jsonl")
+    num_parameters = 256 * 8 + 2 * 2 * 8 * 16
+    for line in lines:
+        # gradients in float32, and a few sums
+        assert 4 * num_parameters < line["bytes/islands"] < 4 * num_parameters + 100
+        assert line["seconds/step"] > 0
+        assert line["seconds/islands"] > 0
+    lines = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")
+    # merges at steps 3 and 6 alone
+    assert [line["bytes/islands"] > 0 for line in lines] == [False, False, True, False, False, True]
+    metrics = lines[-1]
     assert 0 < metrics["orthogonality"] < 1.5
     assert "orthogonality/blocks/up/1" in metrics

@@ -1,17 +1,21 @@
 """The current activity of this process, by name: set before operations that may hang, read by the watchdog's
-thread.
+thread; and the seconds that went to each kind of activity, for the metrics.
 
 Recording is one assignment of a tuple, cheap enough for every wait of every step. Next: `diagnosis.py`.
 """
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardtrain.islands.watchdog.step_file import STEP_FILE, StepFile
+
+Kind = Literal["input", "step", "islands", "stages", "save", "evaluation", "other"]
+"""On what time is spent: waiting for a batch, the step's own work, waiting for other islands, or for other
+stages, saving, evaluating."""
 
 
 class Activity(NamedTuple):
@@ -23,6 +27,7 @@ class Activity(NamedTuple):
       waits: for other ranks or a device, which may be the cause if it takes long.
       long: whether it may take hours, such as compiling, saving or evaluating.
       waits_for: the ranks that are known to be missing.
+      kind: on what its seconds are spent.
     """
 
     operation: str
@@ -30,6 +35,7 @@ class Activity(NamedTuple):
     waits: bool = False
     long: bool = False
     waits_for: tuple[int, ...] = ()
+    kind: Kind = "other"
 
 
 class ActivityRecord:
@@ -37,6 +43,7 @@ class ActivityRecord:
 
     Args:
       step_file: records every step, for a launcher that reads it after this process has ended.
+      clock: monotonic, in seconds.
 
     >>> activity = ActivityRecord()
     >>> with activity.at("reading a batch"):
@@ -46,8 +53,12 @@ class ActivityRecord:
     'setting up'
     """
 
-    def __init__(self, step_file: StepFile | None = None) -> None:
-        self.step_file = step_file
+    def __init__(
+        self, step_file: StepFile | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.step_file, self._clock = step_file, clock
+        self._seconds: dict[Kind, float] = {}
+        self._charged_seconds = clock()
         self.step = 0
         self.num_collectives = 0
         self.last_collective = "nothing yet"
@@ -63,11 +74,21 @@ class ActivityRecord:
 
     @contextmanager
     def at(
-        self, operation: str, *, waits: bool = False, long: bool = False, waits_for: tuple[int, ...] = ()
+        self,
+        operation: str,
+        *,
+        waits: bool = False,
+        long: bool = False,
+        waits_for: tuple[int, ...] = (),
+        kind: Kind | None = None,
     ) -> Iterator[None]:
-        """Record an operation of the main thread while the context is entered, see `Activity`."""
+        """Record an operation of the main thread while the context is entered, see `Activity`.
+
+        Its kind is by default that of the operation around it.
+        """
         before = self.main
-        self.main = Activity(operation, time.monotonic(), waits, long, waits_for)
+        self._charge(before.kind)
+        self.main = Activity(operation, time.monotonic(), waits, long, waits_for, kind or before.kind)
         try:
             yield
         except BaseException:
@@ -75,8 +96,33 @@ class ActivityRecord:
             self.failed_at = self.failed_at or operation
             raise
         finally:
+            self._charge(self.main.kind)
             # the operation around it has made progress: its time starts again
             self.main = before._replace(since_seconds=time.monotonic())
+
+    def _charge(self, kind: Kind) -> None:
+        """Add the seconds since the last call to those of a kind."""
+        now_seconds = self._clock()
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + now_seconds - self._charged_seconds
+        self._charged_seconds = now_seconds
+
+    def take_seconds(self) -> dict[Kind, float]:
+        """Return the seconds that the main thread spent on each kind since the last call.
+
+        The seconds of an operation inside another one are its own, and not those of the other.
+
+        >>> now = [0.0]
+        >>> activity = ActivityRecord(clock=lambda: now[0])
+        >>> with activity.at("the step", kind="step"):
+        ...     now[0] += 2.0
+        ...     with activity.at("gradients of rank 1", kind="islands"):
+        ...         now[0] += 5.0
+        >>> activity.take_seconds()
+        {'other': 0.0, 'step': 2.0, 'islands': 5.0}
+        """
+        self._charge(self.main.kind)
+        found, self._seconds = self._seconds, {}
+        return found
 
     @contextmanager
     def on_bridge(self, operation: str) -> Iterator[None]:

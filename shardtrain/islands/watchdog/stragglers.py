@@ -83,6 +83,12 @@ smaller share of the rows (--shares), or look at its host'
             f"{'; '.join(lines)}; give its island a smaller share of the rows (--shares), or look at its host"
         )
 
+    def medians(self) -> dict[str, float]:
+        """Return rank, by name -> median seconds of its own work in a step; {} before the first step."""
+        if not self._steps:
+            return {}
+        return {name: median(step[rank] for step in self._steps) for rank, name in enumerate(self._names)}
+
     def _is_slow(self, rank: int, each: Sequence[float]) -> bool:
         others = median(x for other, x in enumerate(each) if other != rank)
         return each[rank] > max(self._factor * others, others + LEAST_SECONDS)

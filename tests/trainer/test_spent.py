@@ -1,0 +1,61 @@
+"""Where the time of a run goes: each kind of waiting is charged to itself, and all of it is charged."""
+
+import io
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+
+SECONDS = 0.05
+
+
+class Slow:
+    """Samples of which each takes a while."""
+
+    fingerprint = "slow"
+
+    def train(self, folder):
+        return self
+
+    def heldout(self, folder):
+        return None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        time.sleep(SECONDS)
+        return {"tokens": np.arange(index, index + 9, dtype=np.int32)}
+
+
+def test_slow_data_is_charged_to_the_input(tmp_path):
+    run = Run(
+        model=TinyConfig(),
+        data=Slow(),
+        strategy=Strategy(layout=Layout(mesh={"data": 1, "fsdp": 4, "tensor": 2})),
+        batch=4,
+        steps=4,
+        log_every=1,
+        run_dir=tmp_path,
+    )
+    output = io.StringIO()
+    train(run, Console(file=output, width=200))
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    kinds = {name for line in lines for name in line if name.startswith("seconds/")}
+    assert {"seconds/input", "seconds/step", "seconds/other"} <= kinds
+    # four samples a batch, loaded ahead by one thread or more: the loop waits for most of them
+    assert sum(line["seconds/input"] for line in lines) > 2 * SECONDS
+    seconds = [sum(x for name, x in line.items() if name.startswith("seconds/")) for line in lines]
+    walls = [line["wall_seconds"] for line in lines]
+    # nothing is left out, and nothing counted twice
+    assert sum(seconds[1:]) == pytest.approx(walls[-1] - walls[0], abs=0.05)
+    assert "time of this start: " in output.getvalue()
+    assert not any(name.startswith(("bytes/", "own_seconds/")) for line in lines for name in line)
