@@ -43,6 +43,9 @@ class MpiGroup:
       comm: duplicated; its ranks are those of the group.
       mode: how `all_reduce` over the whole group is done, see `options.Across.reduce`.
       hosts: rank -> host, for the hierarchical mode; by default as MPI finds them.
+
+    Attributes:
+      traced_bytes: bytes of the arrays that this rank gives to MPI, over all calls traced so far.
     """
 
     def __init__(self, comm: MPI.Comm, mode: str = "all_reduce", hosts: Sequence[Any] | None = None) -> None:
@@ -53,6 +56,7 @@ class MpiGroup:
         self._blocks: dict[int, MPI.Comm] = {}
         self.size: int = comm.size
         self.index: int = comm.rank
+        self.traced_bytes = 0
         if mode == "hierarchical":
             _ = self._levels  # communicators are made here, where all ranks are, not while one traces
 
@@ -66,6 +70,7 @@ class MpiGroup:
         span = self.size if span is None else span
         if span == 1 or x.size == 0:
             return x
+        self.traced_bytes += x.nbytes
         if span < self.size:
             return mpi4jax.allreduce(x, op=MPI.SUM, comm=self._block(span))
         if self._mode == "root":
@@ -89,6 +94,7 @@ class MpiGroup:
         source, dest = sources[self.index], list(sources).index(self.index)
         if source == self.index or x.size == 0:
             return x
+        self.traced_bytes += x.nbytes
         bits = _as_bits(x)
         got = mpi4jax.sendrecv(bits, bits, source=source, dest=dest, comm=self._comm)
         return _from_bits(got, x.dtype)
@@ -97,12 +103,14 @@ class MpiGroup:
         """Return the arrays of all ranks, stacked to (size, ...)."""
         if self.size == 1 or x.size == 0:
             return jnp.broadcast_to(x, (self.size, *x.shape))
+        self.traced_bytes += x.nbytes
         return _from_bits(mpi4jax.allgather(_as_bits(x), comm=self._comm), x.dtype)
 
     def broadcast(self, x: jax.Array, root: int = 0) -> jax.Array:
         """Return the array of rank `root` on every rank."""
         if self.size == 1 or x.size == 0:
             return x
+        self.traced_bytes += x.nbytes
         return _from_bits(mpi4jax.bcast(_as_bits(x), root, comm=self._comm), x.dtype)
 
     def whole(self, x: jax.Array, op: Literal["sum", "max"] = "sum") -> jax.Array:

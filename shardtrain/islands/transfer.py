@@ -55,7 +55,7 @@ class Transfer:
       activity: the activity record of this process; every bucket is recorded there.
 
     Attributes:
-      num_bytes: bytes of the arrays that this process has given to MPI so far.
+      num_bytes: bytes of the arrays that this process has given to MPI so far, as a codec left them.
     """
 
     def __init__(
@@ -126,7 +126,6 @@ class Transfer:
             mine = jax.device_put(mine, bucket_device.mpi_device)
         # 3. the thread runs pack, MPI and unpack, one bucket after the other, while the caller continues
         compiled = self._compiled(program, bucket_device.group)
-        self.num_bytes += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(mine))
         what = f"bucket {number} ({getattr(program, '__name__', 'program').strip('_').replace('_', ' ')})"
         return self._thread.submit(lambda: self._run_program(what, compiled, mine))
 
@@ -135,9 +134,11 @@ class Transfer:
         with self._activity.at(f"bucket {number}", waits=True, kind="islands"):
             return started.result()
 
-    def _run_program(self, what: str, compiled: Any, arrays: Any) -> Any:
+    def _run_program(self, what: str, compiled: "_Program", arrays: Any) -> Any:
         with self._activity.on_bridge(what):
-            return jax.block_until_ready(compiled(arrays))
+            found, num_bytes = compiled(arrays)
+            self.num_bytes += num_bytes
+            return found
 
     def land(self, number: int, arrays: Any, like: Any) -> Any:
         """Place the outputs of a bucket device on the mesh.
@@ -176,10 +177,10 @@ class Transfer:
     def _bucket_device(self, number: int) -> _BucketDevice:
         return self._bucket_devices[number % len(self._bucket_devices)]
 
-    def _compiled(self, program: BucketProgram, group: "MpiGroup") -> Any:
+    def _compiled(self, program: BucketProgram, group: "MpiGroup") -> "_Program":
         key = (program, id(group))
         if key not in self._programs:
-            self._programs[key] = jax.jit(lambda arrays: program(arrays, group))
+            self._programs[key] = _Program(program, group)
         return self._programs[key]
 
     def _replicate(self, arrays: Any) -> Any:
@@ -221,6 +222,31 @@ class Transfer:
 
             self._programs[key] = jax.jit(add, out_shardings=shardings)
         return self._programs[key](stacks)
+
+
+class _Program:
+    """A bucket program for one group, compiled once per shape, that knows what it gives to MPI."""
+
+    def __init__(self, program: BucketProgram, group: "MpiGroup") -> None:
+        self._program, self._group = program, group
+        self._num_bytes: dict[Any, int] = {}
+        self._compiled = jax.jit(self._trace)
+
+    def __call__(self, arrays: Any) -> tuple[Any, int]:
+        """Return the outputs, when they are there, and the bytes that were given to MPI."""
+        found = jax.block_until_ready(self._compiled(arrays))
+        return found, self._num_bytes[_shapes(arrays)]
+
+    def _trace(self, arrays: Any) -> Any:
+        before = self._group.traced_bytes
+        found = self._program(arrays, self._group)
+        self._num_bytes[_shapes(arrays)] = self._group.traced_bytes - before
+        return found
+
+
+def _shapes(arrays: Any) -> Hashable:
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _bits(x: jax.Array, bits: Any) -> jax.Array:

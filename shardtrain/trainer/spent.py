@@ -22,8 +22,8 @@ class Spent:
     >>> with activity.at("the step", kind="step"):
     ...     now[0] += 3.0
     >>> now[0], sent[0] = 4.0, 100
-    >>> spent()
-    {'seconds/other': 1.0, 'seconds/step': 3.0, 'bytes/islands': 100}
+    >>> {name: x for name, x in spent().items() if x}
+    {'seconds/step': 3.0, 'seconds/other': 1.0, 'bytes/islands': 100}
     >>> spent.summary()
     'time of this start: step 75%, other 25%'
     """
@@ -46,7 +46,9 @@ class Spent:
 
     def __call__(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        seconds = self._activity.take_seconds()
+        # every line has the same names
+        kinds = ("input", "step", *self._sent, "save", "evaluation", "other")
+        seconds = {**dict.fromkeys(kinds, 0.0), **self._activity.take_seconds()}
         for kind, each in seconds.items():
             self._seconds[kind] = self._seconds.get(kind, 0.0) + each
         sent = {link: count() for link, count in self._sent.items()}

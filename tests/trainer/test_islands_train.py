@@ -49,14 +49,16 @@ def test_islands_train_as_one_device_does_and_resume(processes, devices, text, a
     assert start["mpi"]["threads"] == "multiple"
     lines = read_jsonl(tmp_path / "mean" / "metrics.jsonl")
     num_parameters = 256 * 8 + 2 * 2 * 8 * 16
-    for line in lines:
-        # gradients in float32, and a few sums
-        assert 4 * num_parameters < line["bytes/islands"] < 4 * num_parameters + 100
-        assert line["seconds/step"] > 0
-        assert line["seconds/islands"] > 0
+    # in each of six steps gradients in float32, and a few sums
+    assert (
+        6 * 4 * num_parameters < sum(line["bytes/islands"] for line in lines) < 6 * (4 * num_parameters + 100)
+    )
+    assert sum(line["seconds/step"] for line in lines) > 0
+    assert sum(line["seconds/islands"] for line in lines) > 0
     lines = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")
-    # merges at steps 3 and 6 alone
-    assert [line["bytes/islands"] > 0 for line in lines] == [False, False, True, False, False, True]
+    # two merges in int8, a byte a parameter: halves and their scales, and the norms of every layer
+    sent = sum(line["bytes/islands"] for line in lines)
+    assert 2 * num_parameters < sent < 2 * 1.1 * num_parameters
     metrics = lines[-1]
     assert 0 < metrics["orthogonality"] < 1.5
     assert "orthogonality/blocks/up/1" in metrics
