@@ -19,6 +19,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.optim.optimizer import Optimizer
@@ -191,6 +192,24 @@ def test_interrupted_and_resumed_is_bitwise_the_same(whole, text, tmp_path, afte
     keep = [line for line in lines(tmp_path) if line["step"] != stopped.step]
     assert keep == [line for line in lines(folder) if line["step"] != stopped.step]
     assert [line["train/loss"] for line in lines(tmp_path)] == [line["train/loss"] for line in lines(folder)]
+
+
+def test_the_factors_of_power_sgd_resume_bitwise(text, tmp_path):
+    synchronisation = Synchronisation(by="power_sgd:2+mean")
+    layout = Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})
+    strategy = Strategy(layout=layout, synchronisation=synchronisation)
+    policy = CheckpointPolicy(every_steps=2, keep=2)
+    run = make_run(text, tmp_path / "whole", strategy=strategy, steps=4, checkpoints=policy)
+    whole, _ = start(run)
+    lost = shutil.ignore_patterns("step_00000004*")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts", ignore=lost)
+    resumed, printed = start(dataclasses.replace(run, run_dir=tmp_path / "parts"))
+    assert "resumed from step 2" in printed
+    assert "dropped" not in printed
+    factors = [x for x in jax.tree.leaves(whole.state.combine_state) if x.shape[-1] == 2]
+    assert len(factors) == 5  # of the table, and of each layer's two matrices
+    for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(
