@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardtrain.islands.chunks import MOST_ELEMENTS, in_chunks
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.islands.mpi_library import library_environment, not_loaded_text, vendor
 from shardtrain.islands.options import REDUCE
@@ -43,13 +44,21 @@ class MpiGroup:
       comm: duplicated; its ranks are those of the group.
       mode: how `all_reduce` over the whole group is done, see `options.Across.reduce`.
       hosts: rank -> host, for the hierarchical mode; by default as MPI finds them.
+      most_elements: the largest number of elements of one MPI call; larger arrays are sent in chunks.
 
     Attributes:
       traced_bytes: bytes of the arrays that this rank gives to MPI, over all calls traced so far.
     """
 
-    def __init__(self, comm: MPI.Comm, mode: str = "all_reduce", hosts: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        mode: str = "all_reduce",
+        hosts: Sequence[Any] | None = None,
+        most_elements: int = MOST_ELEMENTS,
+    ) -> None:
         assert mode in REDUCE, mode
+        self._most_elements = most_elements
         self._comm = comm.Dup()
         self._mode = mode
         self._hosts = hosts
@@ -71,6 +80,9 @@ class MpiGroup:
         if span == 1 or x.size == 0:
             return x
         self.traced_bytes += x.nbytes
+        return in_chunks(lambda chunk: self._sum(chunk, span), x, self._most_elements)
+
+    def _sum(self, x: jax.Array, span: int) -> jax.Array:
         if span < self.size:
             return mpi4jax.allreduce(x, op=MPI.SUM, comm=self._block(span))
         if self._mode == "root":
@@ -95,27 +107,33 @@ class MpiGroup:
         if source == self.index or x.size == 0:
             return x
         self.traced_bytes += x.nbytes
-        bits = _as_bits(x)
-        got = mpi4jax.sendrecv(bits, bits, source=source, dest=dest, comm=self._comm)
-        return _from_bits(got, x.dtype)
+        return self._of_bits(
+            lambda bits: mpi4jax.sendrecv(bits, bits, source=source, dest=dest, comm=self._comm), x
+        )
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """Return the arrays of all ranks, stacked to (size, ...)."""
         if self.size == 1 or x.size == 0:
             return jnp.broadcast_to(x, (self.size, *x.shape))
         self.traced_bytes += x.nbytes
-        return _from_bits(mpi4jax.allgather(_as_bits(x), comm=self._comm), x.dtype)
+        return self._of_bits(lambda bits: mpi4jax.allgather(bits, comm=self._comm), x)
 
     def broadcast(self, x: jax.Array, root: int = 0) -> jax.Array:
         """Return the array of rank `root` on every rank."""
         if self.size == 1 or x.size == 0:
             return x
         self.traced_bytes += x.nbytes
-        return _from_bits(mpi4jax.bcast(_as_bits(x), root, comm=self._comm), x.dtype)
+        return self._of_bits(lambda bits: mpi4jax.bcast(bits, root, comm=self._comm), x)
 
     def whole(self, x: jax.Array, op: Literal["sum", "max"] = "sum") -> jax.Array:
         """Return `x` unchanged: arrays are transferred whole, so partial values are already complete."""
         return x
+
+    def _of_bits(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """Move an array without arithmetic, 16-bit floats as integers: mpi4jax has no such dtypes."""
+        bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+        found = in_chunks(move, bits, self._most_elements)
+        return lax.bitcast_convert_type(found, x.dtype) if found.dtype != x.dtype else found
 
     @cached_property
     def _levels(self) -> tuple[MPI.Comm, MPI.Comm]:
@@ -129,15 +147,6 @@ class MpiGroup:
         if span not in self._blocks:
             self._blocks[span] = self._comm.Split(self.index // span, self.index)
         return self._blocks[span]
-
-
-def _as_bits(x: jax.Array) -> jax.Array:
-    """Reinterpret 16-bit floats as integers, because mpi4jax has no such dtypes."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
 
 
 KNOWN_SECONDS = 1.0

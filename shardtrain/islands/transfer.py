@@ -13,14 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.errors.messages import problems_error
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buckets
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 if TYPE_CHECKING:
     from shardtrain.islands.bridge import MpiGroup  # importing it starts MPI
-
-MOST_ELEMENTS = 2**31 - 1
 
 BucketProgram = Callable[[Any, Any], Any]
 """(arrays, group) -> outputs: what is done with a bucket, in a jit over its bucket device."""
@@ -89,13 +86,6 @@ class Transfer:
           units: a label per array; arrays of one label stay together. By default each is its own.
         """
         labels = range(len(leaves)) if units is None else units
-        # refuse what MPI cannot count, before any rank waits for it
-        if too_long := [str(leaf.shape) for leaf in leaves if leaf.size > MOST_ELEMENTS]:
-            raise problems_error(
-                f"arrays of more than {MOST_ELEMENTS} elements cannot be transferred: an MPI count is a C"
-                " int; cut them, by layers for example",
-                too_long,
-            )
         described = [
             Leaf(num_bytes=leaf.size * leaf.dtype.itemsize, dtype=str(leaf.dtype), unit=label)
             for leaf, label in zip(leaves, labels, strict=True)

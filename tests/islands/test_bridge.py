@@ -27,6 +27,25 @@ for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32, jnp.u
     assert (got[0] == jnp.full((3, 2), (rank + 1) % size + 1, dtype)).all()
     assert (got[1] == jnp.stack([jnp.full((3, 2), r + 1, dtype) for r in range(size)])).all()
     assert (got[2] == jnp.full((3, 2), size, dtype)).all()
+# chunks of at most 7 elements: the same bits as whole arrays, however many chunks there are
+random = np.random.default_rng(rank)
+
+def every(x, group):
+    found = [group.all_reduce(x, span) for span in spans]
+    for y in (x, x.astype(jnp.bfloat16)):
+        found += [group.exchange(y, sources), group.all_gather(y), group.broadcast(y, size - 1)]
+    return found
+
+for mode in REDUCE:
+    whole, chunked = (MpiGroup(comm, mode, most_elements=most) for most in (2**31 - 1, 7))
+    for shape in ((7,), (3, 5), (2, 2, 7)):
+        x = jnp.asarray(random.normal(size=shape), jnp.float32)
+        expected, found = (jax.jit(lambda x, group=group: every(x, group))(x) for group in (whole, chunked))
+        for a, b in zip(found, expected, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_array_equal(a, b)
+calls = str(jax.make_jaxpr(chunked.all_gather)(np.zeros((2, 2, 7)))).count("allgather_mpi")
+assert calls == (4 if size > 1 else 0), calls
 control = Control(comm, [f"island {r}" for r in range(size)])
 assert control.all_gather("hello", {"rank": rank}) == [{"rank": r} for r in range(size)]
 print("done")
