@@ -210,8 +210,8 @@ def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_by
 class OneByOne(Transfer):
     """A transfer that waits for each bucket before it starts the next."""
 
-    def start(self, number: int, program: Any, arrays: Any) -> Any:
-        future = super().start(number, program, arrays)
+    def start(self, number: int, program: Any, arrays: Any, *, timed: bool = False) -> Any:
+        future = super().start(number, program, arrays, timed=timed)
         future.result()
         return future
 

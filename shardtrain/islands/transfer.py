@@ -4,6 +4,7 @@ The arrays of a bucket are sent whole, from one local device (the bucket device)
 pack, MPI, unpack. One thread makes all MPI calls, so their order is the same on every rank.
 """
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardtrain.islands.bucket_times import BucketTimes
 from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buckets
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
@@ -53,6 +55,7 @@ class Transfer:
 
     Attributes:
       num_bytes: bytes of the arrays that this process has given to MPI so far, as a codec left them.
+      bucket_times: the buckets of combiners, and how long those of this process's devices take.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Transfer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bridge")
         self._programs: dict[Any, Any] = {}
         self.num_bytes = 0
+        self.bucket_times = BucketTimes()
 
     def buckets(self, leaves: Sequence[Any], units: Sequence[Hashable] | None = None) -> list[list[int]]:
         """Assign arrays to buckets, in the order of their transfer.
@@ -92,13 +96,14 @@ class Transfer:
         ]
         return assign_buckets(described, *self._caps)
 
-    def start(self, number: int, program: BucketProgram, arrays: Any) -> Future[Any]:
+    def start(self, number: int, program: BucketProgram, arrays: Any, *, timed: bool = False) -> Future[Any]:
         """Start the transfer of a bucket and return at once.
 
         Args:
           number: the number of the bucket; buckets take turns on the bucket devices.
           program: the same function object in all calls of a kind: it is compiled once per shape.
           arrays: a tree of arrays on the mesh, sharded in any way.
+          timed: the number is one of `bucket_times`, where its seconds are recorded.
 
         Returns:
           The future of the program's outputs, on the bucket device; of None if that is another process's.
@@ -117,18 +122,23 @@ class Transfer:
         # 3. the thread runs pack, MPI and unpack, one bucket after the other, while the caller continues
         compiled = self._compiled(program, bucket_device.group)
         what = f"bucket {number} ({getattr(program, '__name__', 'program').strip('_').replace('_', ' ')})"
-        return self._thread.submit(lambda: self._run_program(what, compiled, mine))
+        timed_number = number if timed else None
+        return self._thread.submit(lambda: self._run_program(what, compiled, mine, timed_number))
 
     def result(self, number: int, started: Future[Any]) -> Any:
         """Wait for a bucket that was started, and return its outputs."""
         with self._activity.at(f"bucket {number}", waits=True, kind="islands"):
             return started.result()
 
-    def _run_program(self, what: str, compiled: "_Program", arrays: Any) -> Any:
+    def _run_program(self, what: str, compiled: "_Program", arrays: Any, timed_number: int | None) -> Any:
+        is_compiled, start_seconds = compiled.knows(arrays), time.monotonic()
         with self._activity.on_bridge(what):
             found, num_bytes = compiled(arrays)
-            self.num_bytes += num_bytes
-            return found
+        self.num_bytes += num_bytes
+        # the first call compiles, which would be most of its time
+        if timed_number is not None and is_compiled:
+            self.bucket_times.record(timed_number, time.monotonic() - start_seconds)
+        return found
 
     def land(self, number: int, arrays: Any, like: Any) -> Any:
         """Place the outputs of a bucket device on the mesh.
@@ -221,6 +231,10 @@ class _Program:
         self._program, self._group = program, group
         self._num_bytes: dict[Any, int] = {}
         self._compiled = jax.jit(self._trace)
+
+    def knows(self, arrays: Any) -> bool:
+        """Return whether the program is compiled for arrays of these shapes."""
+        return _shapes(arrays) in self._num_bytes
 
     def __call__(self, arrays: Any) -> tuple[Any, int]:
         """Return the outputs, when they are there, and the bytes that were given to MPI."""

@@ -1,9 +1,13 @@
-"""The table of ranks that is printed at the start: island, host, process, devices and cores."""
+"""What is printed of islands at the start of a run: the table of ranks, and the buckets between them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
+
+MOST_BUCKETS = 16
+"""The sizes of so many buckets are shown."""
 
 
 def binding_text(ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -29,3 +33,24 @@ def binding_text(ranks: Sequence[Mapping[str, Any]]) -> str:
         for row in ranks
     ]
     return table_text(("rank", "island", "host", "pid", "devices", "cores"), lines)
+
+
+def buckets_text(sizes_bytes: Sequence[int]) -> str:
+    """Format the buckets that an island sends to the others, in the order of sending.
+
+    Args:
+      sizes_bytes: bytes of each bucket's arrays, before a codec.
+
+    >>> buckets_text([1 << 20, 25 << 20, 9000])
+    'bridge: 3 buckets of 25.0 MiB at most, in the order of sending: 1.0 MiB, 25.0 MiB, 8.8 KiB'
+    >>> buckets_text([500])
+    'bridge: 1 bucket of 500 B'
+    """
+    if len(sizes_bytes) < 2:
+        return f"bridge: {len(sizes_bytes)} bucket of {bytes_text(sum(sizes_bytes))}"
+    shown = [bytes_text(each) for each in sizes_bytes[:MOST_BUCKETS]]
+    shown += ["..."] if len(sizes_bytes) > MOST_BUCKETS else []
+    return (
+        f"bridge: {len(sizes_bytes)} buckets of {bytes_text(max(sizes_bytes))} at most, in the order of"
+        f" sending: {', '.join(shown)}"
+    )

@@ -69,7 +69,10 @@ class IslandCombiner:
         # leaves of one unit are sent in one bucket
         units = ["all"] * len(leaves) if combiner.across_leaves else None
         self._buckets = []
-        for number, bucket in enumerate(transfer.buckets([leaf for _, leaf in leaves], units)):
+        buckets = transfer.buckets([leaf for _, leaf in leaves], units)
+        sizes_bytes = [sum(4 * leaves[i][1].size for i in bucket) for bucket in buckets]
+        first_number = transfer.bucket_times.add(sizes_bytes)
+        for number, bucket in enumerate(buckets, first_number):
             like = dict(leaves[i] for i in bucket)
             shapes = _state_and_metrics(combiner, split_layers(like, self._stacked))
             state, metrics = jax.tree.map(
@@ -109,7 +112,9 @@ class IslandCombiner:
           One future a bucket, for `finish`.
         """
         return [
-            self._transfer.start(b.number, self._combine, ({p: tree[p] for p in b.like}, count, own))
+            self._transfer.start(
+                b.number, self._combine, ({p: tree[p] for p in b.like}, count, own), timed=True
+            )
             for b, own in zip(self._buckets, state, strict=True)
         ]
 

@@ -99,9 +99,12 @@ class StageStep:
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
         # gradients are combined in each step, or what pipelines changed in some: one of these is not used
-        self._merge = IslandMerge(synchronisation, placement, transfer) if synchronisation.on_deltas else None
-        self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer)
-        exchange = self._merge or self._combiner
+        exchange: IslandMerge | IslandCombiner
+        self._merge: IslandMerge | None = None
+        if synchronisation.on_deltas:
+            self._merge = exchange = IslandMerge(synchronisation, placement, transfer)
+        else:
+            self._combiner = exchange = IslandCombiner(synchronisation.combiner, placement, transfer)
         self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
         # one program for each stretch between two messages, in the order of `__call__`
         self._gradient_programs = make_gradient_programs(placement)

@@ -84,7 +84,12 @@ def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
     if isinstance(island_step, StageStep):
         sent["stages"] = lambda: island_step.mailbox.num_bytes
     stragglers = prepared.coordination.stragglers
-    return Spent(activity, sent, dict if stragglers is None else stragglers.medians)
+    return Spent(
+        activity,
+        sent,
+        dict if stragglers is None else stragglers.medians,
+        dict if transfer is None else transfer.bucket_times.take,
+    )
 
 
 def _make_check(prepared: PreparedRun):

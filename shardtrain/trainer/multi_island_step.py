@@ -10,6 +10,7 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.report.islands import buckets_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.island_step import IslandStep, make_island_step
 from shardtrain.train_step.stage_step import StageStep
@@ -28,6 +29,14 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
     found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
     return f"{heading(table)}; blocks {','.join(map(str, stages.counts))}\n{found}"
+
+
+def bridge_text(coordination: Coordination) -> str | None:
+    """Return how many buckets are sent between islands, and their sizes; None where nothing is sent."""
+    seats, transfer = coordination.seats, coordination.transfer
+    if transfer is None or (seats is not None and seats.num_replicas == 1):
+        return None
+    return buckets_text(transfer.bucket_times.sizes_bytes)
 
 
 def make_multi_island_step(

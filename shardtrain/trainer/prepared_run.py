@@ -38,7 +38,7 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
-from shardtrain.trainer.multi_island_step import make_multi_island_step, pipeline_text
+from shardtrain.trainer.multi_island_step import bridge_text, make_multi_island_step, pipeline_text
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of
 
 
@@ -125,6 +125,8 @@ def prepare_run(
     island_step = make_multi_island_step(run, setup, coordination, loader)
     if isinstance(island_step, StageStep):
         stack.callback(island_step.close)
+    if text := bridge_text(coordination):
+        output.note(text)
     wanted = restorable_state(setup.placement)
 
     def init() -> State:

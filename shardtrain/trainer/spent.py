@@ -7,6 +7,9 @@ from shardtrain.islands.watchdog.activity import ActivityRecord
 MOST_RANKS = 16
 """Up to so many ranks have a metric each of the seconds of their own work in a step."""
 
+MOST_BUCKETS = 16
+"""The first so many buckets have a metric each of their seconds."""
+
 
 class Spent:
     """The seconds and bytes of this rank since the last line of metrics, and the seconds of all lines.
@@ -15,6 +18,7 @@ class Spent:
       activity: the activity record of this process.
       sent: link -> returns the bytes that this process has given to it so far.
       own_seconds: returns rank -> median seconds of its own work in a step; {} where that is not known.
+      bucket_seconds: returns bucket -> mean seconds that it took since the last call.
 
     >>> now, sent = [0.0], [0]
     >>> activity = ActivityRecord(clock=lambda: now[0])
@@ -33,8 +37,10 @@ class Spent:
         activity: ActivityRecord,
         sent: Mapping[str, Callable[[], int]] = {},
         own_seconds: Callable[[], Mapping[str, float]] = dict,
+        bucket_seconds: Callable[[], Mapping[int, float]] = dict,
     ) -> None:
-        self._activity, self._sent, self._own_seconds = activity, sent, own_seconds
+        self._activity, self._sent = activity, sent
+        self._own_seconds, self._bucket_seconds = own_seconds, bucket_seconds
         self._before: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self.begin()
@@ -42,6 +48,7 @@ class Spent:
     def begin(self) -> None:
         """Forget what was before: a segment of the run begins."""
         self._activity.take_seconds()
+        self._bucket_seconds()
         self._before = {link: count() for link, count in self._sent.items()}
 
     def __call__(self) -> dict[str, float]:
@@ -56,7 +63,12 @@ class Spent:
         self._before = sent
         own = self._own_seconds()
         each = {f"own_seconds/{rank}": x for rank, x in own.items()} if len(own) <= MOST_RANKS else {}
-        return {**{f"seconds/{kind}": x for kind, x in seconds.items()}, **num_bytes, **each}
+        buckets = {
+            f"bucket_seconds/{number}": x
+            for number, x in self._bucket_seconds().items()
+            if number < MOST_BUCKETS
+        }
+        return {**{f"seconds/{kind}": x for kind, x in seconds.items()}, **num_bytes, **each, **buckets}
 
     def summary(self) -> str:
         """Return the parts of the time of all lines, the largest first."""

@@ -87,7 +87,9 @@ if ISLANDS is not None and ISLANDS.seat.island:
         return state._replace(params=jax.tree.map(lambda x: x + 1, state.params))
 
     prepared_run.init_state = other_parameters
-run("mean")
+_, printed = run("mean")
+if ISLANDS is None or ISLANDS.is_first:
+    (FOLDER / "mean.txt").write_text(printed)
 if ISLANDS is not None:
     # saved at step 4, between the merges of steps 3 and 6
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)

@@ -55,6 +55,12 @@ def test_islands_train_as_one_device_does_and_resume(processes, devices, text, a
     )
     assert sum(line["seconds/step"] for line in lines) > 0
     assert sum(line["seconds/islands"] for line in lines) > 0
+    # the table is larger than a bucket of 3000 bytes, and its gradient is sent first
+    printed = (tmp_path / "mean.txt").read_text()
+    assert "bridge: 2 buckets of 8.0 KiB at most, in the order of sending: 8.0 KiB, 2.0 KiB" in printed
+    seconds = [item for line in lines for item in line.items() if item[0].startswith("bucket_seconds/")]
+    assert {name for name, _ in seconds} == {"bucket_seconds/0", "bucket_seconds/1"}
+    assert all(x > 0 for _, x in seconds)
     lines = read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")
     # two merges in int8, a byte a parameter: halves and their scales, and the norms of every layer
     sent = sum(line["bytes/islands"] for line in lines)
