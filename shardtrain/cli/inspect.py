@@ -44,6 +44,7 @@ class InspectOptions:
 
     Args:
       devices: number of devices; by default the product of --mesh, or the devices of this machine.
+      unused: list the parameters that the loss does not depend on; the run's data is prepared for it.
       compile: compile the step for these devices (cpu with --cpu-devices, or h100 or a100, which this machine
         need not have), and show the bytes that it moves and the memory that it needs.
       pipeline_stages: number of stages in the timeline; by default the size of the mesh axis pipeline, or 4.
@@ -54,6 +55,7 @@ class InspectOptions:
     """
 
     devices: int | None = None
+    unused: bool = False
     compile: str | None = None
     pipeline_stages: int | None = None
     microbatches: int | None = None
@@ -75,7 +77,7 @@ class InspectOptions:
     @property
     def of_schedule(self) -> bool:
         """Whether an option of the timeline was given."""
-        others = ("devices", "compile")
+        others = ("devices", "unused", "compile")
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
 
 
@@ -104,9 +106,20 @@ def main(arguments: Sequence[str]) -> int:
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
+    if options.unused:
+        terminal.out(_unused(run, model) + "\n")
     if options.compile is not None:
         terminal.out("\n" + _compiled(run, options.compile, sizes))
     return 0
+
+
+def _unused(run: Run, model: Model) -> str:
+    """Name the parameters that the loss does not depend on; the data is prepared in a temporary folder."""
+    from shardtrain.trainer.setup import find_unused, microbatch_of, unused_text
+
+    with TemporaryDirectory() as folder:
+        found = find_unused(run, model, microbatch_of(run, run.data.train(Path(folder))))
+    return unused_text(found, run.optimizer) if found else "every parameter can change the loss"
 
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:

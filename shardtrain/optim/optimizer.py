@@ -3,17 +3,19 @@
 A new one is a function and a line in `OPTIMIZERS`. Next: `train_step/step.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import muon
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.model import Tree
+from shardtrain.functional.model import Tree, path_text
 from shardtrain.optim.matrices import decayed, muon_dims
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
@@ -99,6 +101,7 @@ class Optimizer:
         Muon for the matrices of the blocks, AdamW for all other parameters).
       learning_rate: its schedule; a number is a constant rate, a function maps the step to the rate.
       weight_decay: decoupled; applied to arrays of two or more dims, not counting `layers`.
+      decay_unused: also decay parameters that the loss does not depend on, whose gradient is always zero.
       b1: decay of the first moment; the momentum of sgd and muon.
       b2: decay of the second moment (adamw, lamb, lion, muon's AdamW).
       eps: added to the denominator (adamw, lamb, muon's AdamW).
@@ -115,6 +118,7 @@ class Optimizer:
     name: OptimizerName = "adamw"
     learning_rate: Schedule = Schedule()
     weight_decay: float = 0.1
+    decay_unused: bool = True
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -144,7 +148,10 @@ class Optimizer:
 
 
 def make_optimizer(
-    optimizer: Optimizer | optax.GradientTransformation, steps: int, dims: Tree
+    optimizer: Optimizer | optax.GradientTransformation,
+    steps: int,
+    dims: Tree,
+    unused: Collection[str] = (),
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
     """Return the optax transformation of a run, and its learning-rate schedule if known.
 
@@ -152,6 +159,7 @@ def make_optimizer(
       optimizer: options, or an optax transformation, which is used unchanged.
       steps: number of steps of the run, for the schedule.
       dims: the dim names of the model; weight decay and Muon tell matrices from vectors by them.
+      unused: paths of the parameters that the loss does not depend on, for `decay_unused`.
 
     Returns:
       The transformation; the schedule, None for an optax transformation.
@@ -160,7 +168,26 @@ def make_optimizer(
         return optimizer, None
     rate = make_schedule(optimizer.learning_rate, steps)
     update = OPTIMIZERS[optimizer.name](optimizer, rate, dims)
+    if unused and not optimizer.decay_unused:
+        update = _unchanged(update, frozenset(unused))
     # an identity if there is no clipping: the paths of the state in a checkpoint stay the same
     clip = optax.identity() if optimizer.clip is None else optax.clip_by_global_norm(optimizer.clip)
     average = () if optimizer.ema is None else (parameter_average(optimizer.ema),)
     return optax.chain(clip, update, *average), rate
+
+
+def _unchanged(update: optax.GradientTransformation, paths: Collection[str]) -> optax.GradientTransformation:
+    """Return a transformation that leaves the parameters of some paths as they are; its state is the same.
+
+    Without a gradient the decay is all that would change them.
+    """
+    inner = optax.with_extra_args_support(update)
+
+    def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        found, state = inner.update(updates, state, params, **extra)
+        found = jax.tree.map_with_path(
+            lambda path, x: jnp.zeros_like(x) if path_text(path) in paths else x, found
+        )
+        return found, state
+
+    return optax.GradientTransformationExtraArgs(inner.init, apply)

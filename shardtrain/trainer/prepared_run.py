@@ -39,7 +39,7 @@ from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.multi_island_step import bridge_text, make_multi_island_step, pipeline_text
-from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of
+from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
 
 
 class PreparedRun(NamedTuple):
@@ -149,9 +149,11 @@ def prepare_run(
 
 
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
-    """Make the setup of this island, and warn of batch statistics that islands do not exchange."""
+    """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
     num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
     setup = make_setup(run, num_islands, microbatch_of(run, source), island)
+    if setup.unused:
+        output.note(unused_text(setup.unused, run.optimizer))
     if num_islands > 1 and (name := setup.whole_model.axis_name):
         output.note(
             f"WARNING: batch statistics over the axis {name!r} are those of each island: islands do not"

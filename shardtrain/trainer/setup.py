@@ -3,6 +3,7 @@
 The step across islands is made of them in `multi_island_step.py`. Next: `prepared_run.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from shardtrain.data import Batch, Batches, Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
 from shardtrain.optim.separable import coupling_problems
@@ -26,8 +28,12 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.first_batch import ONE
 
 FIRST_POSITION = Position(epoch=0, index=0)
+
+MOST_UNUSED = 8
+"""So many parameters that the loss does not depend on are named."""
 
 
 class RunSetup(NamedTuple):
@@ -41,6 +47,7 @@ class RunSetup(NamedTuple):
       placement: the placement of the state on the mesh.
       stage_model: the stage that this island holds; None where it holds the whole model.
       seats: the stage and replica of each island; None if each has the whole model.
+      unused: paths of the parameters of the whole model that the loss does not depend on.
     """
 
     model: Model
@@ -50,6 +57,7 @@ class RunSetup(NamedTuple):
     placement: Placement
     stage_model: StageModel | None = None
     seats: Seats | None = None
+    unused: tuple[str, ...] = ()
 
     @property
     def whole_model(self) -> Model:
@@ -69,7 +77,8 @@ def make_setup(
     Args:
       run: the run.
       num_islands: number of islands; if several, each is one replica and averages over its own devices.
-      microbatch: a batch as the loss receives it, arrays or shapes; needed for a pipeline.
+      microbatch: a batch as the loss receives it, arrays or shapes; needed for a pipeline, and to find
+        parameters that the loss does not depend on.
       island: number of this island.
       mesh: the mesh of the run's layout; by default over all devices of this island.
 
@@ -78,13 +87,15 @@ def make_setup(
     """
     model = as_model(run.model, run.names)
     mesh = mesh or make_mesh(run.strategy.layout)
+    unused = () if microbatch is None else find_unused(run, model, microbatch)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
-        return _make_stage_setup(run, model, mesh, num_islands, island, microbatch)
+        setup = _make_stage_setup(run, model, mesh, num_islands, island, microbatch, unused)
+        return setup._replace(unused=unused)
     if run.strategy.across.axis == "pipeline":
         # a single island: refuse partitions that need several
         Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
-    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims)
+    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused)
     synchronisation = run.strategy.synchronisation if num_islands == 1 else Synchronisation()
     # a pipeline inside the mesh needs the partition of the blocks
     num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
@@ -108,11 +119,40 @@ def make_setup(
         schedule=pipeline.schedule,
     )
     _check_evaluated(run, placement)
-    return RunSetup(model, optimizer, learning_rate, mesh, placement)
+    return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
+
+
+def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
+    """Return the paths of the parameters that the loss does not depend on."""
+    rows = {name: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for name, x in microbatch.items()}
+    with jax.sharding.use_abstract_mesh(ONE):
+        return unused_parameters(model, run.loss, rows)
+
+
+def unused_text(unused: Sequence[str], optimizer: Any) -> str:
+    """Say which parameters the loss does not depend on, and what weight decay does to them.
+
+    >>> unused_text(["bias", "kernel"], Optimizer(weight_decay=0))
+    '2 parameters cannot change the loss, their gradient is always zero: bias, kernel'
+    """
+    shown = [*unused[:MOST_UNUSED], *(["..."] if len(unused) > MOST_UNUSED else [])]
+    number, their = (f"{len(unused)} parameters", "their") if len(unused) > 1 else ("1 parameter", "its")
+    text = f"{number} cannot change the loss, {their} gradient is always zero: {', '.join(shown)}"
+    if not isinstance(optimizer, Optimizer) or not optimizer.weight_decay:
+        return text
+    if optimizer.decay_unused:
+        return f"{text}; weight decay shrinks matrices all the same (not with --optimizer.no-decay-unused)"
+    return f"{text}; not decayed"
 
 
 def _make_stage_setup(
-    run: Run, model: Model, mesh: Mesh, num_islands: int, island: int, microbatch: Batch
+    run: Run,
+    model: Model,
+    mesh: Mesh,
+    num_islands: int,
+    island: int,
+    microbatch: Batch,
+    unused: tuple[str, ...],
 ) -> RunSetup:
     """Make the setup of the stage of this island."""
     strategy = run.strategy
@@ -143,7 +183,7 @@ def _make_stage_setup(
             " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
             problems,
         )
-    optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims)
+    optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused)
     own_params = jax.eval_shape(stage.init, jax.random.key(0))[0]
     if missing := missing_arguments(optimizer, own_params, line_search=False):
         raise ValueError(missing_text(missing))

@@ -35,6 +35,11 @@ def inspected(capsys, monkeypatch):
     return run
 
 
+def test_unused_parameters_are_listed_if_asked_for(inspected):
+    assert "every parameter can change the loss" in inspected("--unused", *TINY)
+    assert "can change" not in inspected(*TINY)
+
+
 def test_without_a_schedule_there_is_no_timeline(inspected):
     assert "stage" not in inspected("--mesh", "data=1")
 

@@ -1,0 +1,47 @@
+"""Find the parameters that a loss does not depend on: their gradient is zero whatever the values are.
+
+The only file that uses jax's dead code elimination. Next: `optim/optimizer.py`, whose `decay_unused` says
+whether they are decayed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.model import Model, path_text
+
+
+def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the paths of the parameters whose change cannot change the loss in training.
+
+    Nothing is computed: the derivative of the loss along all parameters is traced, and then reduced to what
+    its result needs. A parameter of stacked layers counts as used if any layer uses it. What a function
+    with a derivative of its own (`jax.custom_vjp`) is given counts as used.
+
+    Args:
+      model: the whole model.
+      loss: returns (sum, count), see `loss.Loss`.
+      batch: arrays or shapes of a few rows.
+
+    Raises:
+      ValueError: the loss returns something else.
+    """
+    params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+
+    def derivative(tangents: Any, params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
+        def loss_sum(params: Any) -> jax.Array:
+            return checked(
+                loss(lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0], batch)
+            )[0]
+
+        return jax.jvp(loss_sum, (params,), (tangents,))[1]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    traced = jax.make_jaxpr(derivative)(params, params, model_state, key, batch).jaxpr
+    # the tangents come first among the inputs, in the order of the parameters
+    _, is_used = partial_eval.dce_jaxpr(traced, [True])
+    paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
+    return tuple(path for path, used in zip(paths, is_used, strict=False) if not used)
