@@ -105,6 +105,14 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_tests_of_the_features_of_a_step_are_there():
+    page = (ROOT / "docs/step_features.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 15
+    missing = [(path, name) for path, name in named if f"\ndef {name}(" not in (ROOT / path).read_text()]
+    assert missing == []
+
+
 def test_the_files_and_names_of_the_recipes_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Recipes")[2]
     recipes = dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL))
