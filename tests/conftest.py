@@ -1,6 +1,7 @@
 """8 simulated CPU devices for every test, and compiled programs that are kept between runs."""
 
 import difflib
+import gc
 import os
 import shutil
 import signal
@@ -48,6 +49,8 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), DEVICES, *FLAGS])
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# ten frames of Python at every operation would be copied at each step of a compilation
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 sys.path.insert(0, HELPERS)
 os.environ["PYTHONPATH"] = os.pathsep.join([HELPERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 # a rank of MPICH that waits sleeps between its looks: it leaves its core to those that work
@@ -63,7 +66,9 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from compiled_programs import keep_every_program
 
+keep_every_program()
 # how long an example takes says nothing where other work shares the cores
 hypothesis.settings.register_profile(
     "shared cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -96,6 +101,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     slowest = {name: number for number, name in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: slowest.get(item.path.relative_to(TESTS).as_posix(), len(slowest)))
+
+
+def pytest_collection_finish(session):
+    """Collect garbage rarely, and nothing of what was imported: it was a fifteenth of all time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 RTOL, ATOL = 1e-5, 1e-6
@@ -132,6 +144,12 @@ def warm_python(tmp_path_factory) -> Iterator[list[str]]:
         time.sleep(0.05)
     yield [sys.executable, "-S", "-I", program, address]
     server.communicate()
+
+
+@pytest.fixture(scope="session")
+def warm_shardtrain(warm_python) -> list[str]:
+    """Words that stand for `python -m shardtrain`: it, and all ranks that it launches, start so."""
+    return [*warm_python, str(TESTS / "helpers" / "warm_launch.py"), warm_python[-1]]
 
 
 REDIRECT = """

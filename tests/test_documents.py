@@ -31,14 +31,14 @@ PIPELINES = (ROOT / "docs/pipeline.md").read_text()
 RUNS = sorted(path.name for path in (ROOT / "examples").glob("*.py") if "def run()" in path.read_text())
 
 
-def test_the_loop_of_the_readme_is_the_example_and_runs(tmp_path):
+def test_the_loop_of_the_readme_is_the_example_and_runs(tmp_path, warm_python):
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None
     example = (ROOT / "examples/own_loop.py").read_text()
     assert example.endswith(code[1])
     script = tmp_path / "loop.py"
     script.write_text(code[1])
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm_python, script], cwd=tmp_path, capture_output=True, text=True, check=True)
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
     assert losses[-1] < losses[0] < 5.6
 

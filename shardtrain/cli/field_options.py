@@ -164,8 +164,9 @@ def parse_options(
     parsed = tyro.cli(
         dataclasses.make_dataclass("Options", members, kw_only=True),
         args=_spelled(options, words),
-        # of a union, show the type that the run has; fields that only Python can set are not shown
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
+        # Of a union, show the type that the run has; fields that only Python can set are not shown. These
+        # classes have no source to look for comments in: the search takes as long as all else.
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed, tyro.conf.HelptextFromCommentsOff),
         prog=prog,
         description=descriptions[first],
     )

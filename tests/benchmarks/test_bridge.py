@@ -14,16 +14,16 @@ ABOVE_AN_ARENA = 80 << 20
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
-    """Run a benchmark on some ranks: what it prints, and its figures."""
+def launch(tmp_path_factory, warm_python):
+    """Run a benchmark on some ranks: what it prints, and its figures. Forked ranks share pages at first."""
 
-    def launch(num_ranks, script, *arguments):
+    def launch(num_ranks, script, *arguments, python=warm_python):
         path = tmp_path_factory.mktemp("figures") / "figures.json"
         command = shutil.which(
             "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         )
         assert command is not None
-        words = [command, "-n", str(num_ranks), sys.executable, str(FOLDER / script), "--json", str(path)]
+        words = [command, "-n", str(num_ranks), *python, str(FOLDER / script), "--json", str(path)]
         done = subprocess.run(
             [*words, *map(str, arguments)],
             env={**os.environ, "MPI4JAX_NO_WARN_JAX_VERSION": "1"},
@@ -40,7 +40,7 @@ def launch(tmp_path_factory):
 
 def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
     sizes = [4096, ABOVE_AN_ARENA]
-    printed, rows = launch(2, "bridge.py", "--rounds", 2, "--num-bytes", *sizes)
+    printed, rows = launch(2, "bridge.py", "--rounds", 2, "--num-bytes", *sizes, python=[sys.executable])
     sides = ["MPI", "MPI into new memory", "one jit", "bridge", "bridge, as mean"]
     assert [(row["what"], row["side"]) for row in rows] == [
         (f"{size >> 10:,} KB", side) for size in sizes for side in sides

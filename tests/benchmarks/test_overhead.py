@@ -6,7 +6,6 @@ Nothing here looks at a time.
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +26,13 @@ def overhead():
 
 
 @pytest.fixture(scope="module")
-def printed_and_figures(tmp_path_factory):
+def printed_and_figures(tmp_path_factory, warm_python):
     """What a GPU runs but for its size and for bfloat16, in which the losses differ by its rounding."""
     path = tmp_path_factory.mktemp("overhead") / "figures.json"
     options = {"model": "tiny", "dtype": "float32", "batch": 6, "seq": 8, "steps": 4, "rounds": 2}
     options |= {"compare": COMPARED, "json": path}
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
+    done = subprocess.run([*warm_python, str(SCRIPT), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text())
 

@@ -1,16 +1,15 @@
 """The benchmark of memory, run as people run it, small."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "pipeline_memory.py"
 SIZES = "--stages 2 --microbatches 2 6 --rows 1 --embed 16 --num-layers 3 --seq 8 --vocab 16 --cut 1,2"
 
 
-def test_it_prints_what_each_schedule_holds():
+def test_it_prints_what_each_schedule_holds(warm_python):
     words = ["--schedules", "1f1b", "accumulate", *SIZES.split()]
-    done = subprocess.run([sys.executable, PROGRAM, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm_python, PROGRAM, *words], capture_output=True, text=True, check=True)
     first, _, _, _, *lines = done.stdout.splitlines()
     assert first == "the activations between two stages have 0.00 MB"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]

@@ -40,9 +40,11 @@ def test_alone_and_quick_every_check_but_the_measurements_is_in_the_table(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_under_mpiexec_there_is_one_table_of_all_ranks_with_measurements(tmp_path):
+def test_under_mpiexec_there_is_one_table_of_all_ranks_with_measurements(tmp_path, warm_python):
     words = ["--json", "--only", "names,ports,binding,files,rates,links", "--cpu-devices", "2"]
-    code, out, err = run(tmp_path, *words, before=mpiexec(2))
+    code, out, err = run(
+        tmp_path, *words, before=mpiexec(2), after=[*warm_python, "-m", "shardtrain", "doctor"]
+    )
     assert code == 0, err
     data = json.loads(out)
     assert len(data["ranks"]) == len(data["facts"]["rates"]) == 2
@@ -56,20 +58,9 @@ def test_under_mpiexec_there_is_one_table_of_all_ranks_with_measurements(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_launched_islands_end_together_with_the_code_of_what_is_wrong(tmp_path):
+def test_launched_islands_end_together_with_the_code_of_what_is_wrong(tmp_path, warm_shardtrain):
     (tmp_path / "file").touch()
-    launch = [
-        sys.executable,
-        "-m",
-        "shardtrain",
-        "launch",
-        "--islands",
-        "2",
-        "--logs",
-        "logs",
-        "--",
-        "doctor",
-    ]
+    launch = [*warm_shardtrain, "launch", "--islands", "2", "--logs", "logs", "--", "doctor"]
     code, out, err = run(tmp_path, "--only", "files", "--run-dir", "file", "--quick", after=launch)
     assert code == 1
     assert out.count("what to do") == 1

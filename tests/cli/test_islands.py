@@ -51,12 +51,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def start(*options, **environment):
-    """Two islands of one device each; what they print goes to the files `out` and `err`."""
-    words = [sys.executable, "-m", "shardtrain", "launch", "--islands", "2", "--logs", "logs", "--"]
-    words += ["train", "tiny.py", "--cpu-devices", "1", *options]
-    with Path("out").open("w") as out, Path("err").open("w") as err:
-        return subprocess.Popen(words, stdout=out, stderr=err, env={**os.environ, **environment})
+@pytest.fixture
+def start(warm_shardtrain):
+    """Start two islands of one device each; what they print goes to the files `out` and `err`."""
+
+    def start(*options, shardtrain=warm_shardtrain, **environment):
+        words = [*shardtrain, "launch", "--islands", "2", "--logs", "logs", "--"]
+        words += ["train", "tiny.py", "--cpu-devices", "1", *options]
+        with Path("out").open("w") as out, Path("err").open("w") as err:
+            return subprocess.Popen(words, stdout=out, stderr=err, env={**os.environ, **environment})
+
+    return start
 
 
 def ended(process, seconds=LONG_SECONDS):
@@ -89,7 +94,7 @@ def alive(pid):
         return False
 
 
-def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(folder):
+def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(folder, start):
     process = start()
     until_steps(process)
     process.send_signal(signal.SIGTERM)
@@ -116,9 +121,10 @@ def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(fold
     assert last["orthogonality"] == pytest.approx(1)
 
 
-def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder):
-    """It is over when the first step is done."""
-    code, out, err = ended(start("--time-limit", "0:2", "--time-margin", "1"))
+def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder, start):
+    """It is over when the first step is done. These ranks start as a user's do."""
+    plain = [sys.executable, "-m", "shardtrain"]
+    code, out, err = ended(start("--time-limit", "0:2", "--time-margin", "1", shardtrain=plain))
     assert code == COME_AGAIN, err
     assert err.endswith("stopped by the time limit: islands 0, 1\n")
     (saved,) = Path("run/checkpoints").glob("step_*")
@@ -130,7 +136,7 @@ def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder):
     )
 
 
-def test_a_killed_rank_is_named_and_the_others_end(folder):
+def test_a_killed_rank_is_named_and_the_others_end(folder, start):
     process = start()
     until_steps(process)
     before = pids(Path("out").read_text())
@@ -142,7 +148,7 @@ def test_a_killed_rank_is_named_and_the_others_end(folder):
     assert not any(map(alive, before.values()))
 
 
-def test_islands_that_differ_are_told_apart_before_anything_is_saved(folder):
+def test_islands_that_differ_are_told_apart_before_anything_is_saved(folder, start):
     code, out, err = ended(start(WIDER="8"))
     assert code == cli.USER_ERROR
     assert (out + err).count("islands do not agree, so nothing was started:\n") == 1
@@ -161,7 +167,7 @@ def test_islands_that_differ_are_told_apart_before_anything_is_saved(folder):
         (["--combine", "adasun"], "combiner 'adasun' (did you mean 'adasum'?)"),
     ],
 )
-def test_a_mistake_ends_all_islands_with_one_message(options, text, folder):
+def test_a_mistake_ends_all_islands_with_one_message(options, text, folder, start):
     code, out, err = ended(start(*options))
     assert code == cli.USER_ERROR
     headline, _, rest = err.partition(" ===\nshardtrain train: ")

@@ -144,8 +144,8 @@ def test_one_command_runs_on_two_islands(tmp_path):
     assert first == second == logs[0].splitlines()
 
 
-def test_a_mistake_behind_the_dashes_is_the_code_of_the_launch():
-    words = [sys.executable, "-m", "shardtrain", "launch", "--islands", "2", "--", "inspect", "nope.py"]
+def test_a_mistake_behind_the_dashes_is_the_code_of_the_launch(warm_shardtrain):
+    words = [*warm_shardtrain, "launch", "--islands", "2", "--", "inspect", "nope.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert re.search(r"=== island [01] failed first: rank [01] on .*, exit code 2, ", done.stderr)

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 WARM = (
+    "compiled_programs",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "tensorboardX",
@@ -50,6 +51,7 @@ def serve(address: str) -> dict:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen(64)
@@ -116,38 +118,13 @@ def become(asked: dict) -> None:
     os.chdir(asked["folder"])
 
 
-def share_compiled_programs() -> None:
-    """Let ranks that need the same program at the same time wait for the first one to compile it.
-
-    jax's cache serves who comes later; ranks of one run come together.
-    """
-    import fcntl
-
-    from jax._src import compilation_cache, compiler
-
-    plain = compiler._compile_and_write_cache
-
-    def shared(backend, computation, devices, options, callbacks, name, key):
-        folder = f"{os.environ['JAX_COMPILATION_CACHE_DIR']}/locks"
-        os.makedirs(folder, exist_ok=True)
-        with open(f"{folder}/{key}", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                found, _ = compilation_cache.get_executable_and_time(key, options, backend, devices)
-                if found is not None:
-                    return found
-            return plain(backend, computation, devices, options, callbacks, name, key)
-
-    compiler._compile_and_write_cache = shared
-
-
 def run(words: list[str]) -> None:
     """What `python WORDS` does."""
     import runpy
 
-    share_compiled_programs()
+    from compiled_programs import keep_every_program
+
+    keep_every_program()
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, os.getcwd())
@@ -162,7 +139,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         code = request(sys.argv[1], sys.argv[2:])
         if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
+            with suppress(OSError):  # SIGKILL has no handler
+                signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         sys.exit(code)
     here = serve(sys.argv[1])
