@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import subprocess
-import sys
 from functools import cache
 from typing import Any
 
@@ -94,17 +93,46 @@ def plain(framework):
     return jax.tree.map(np.asarray, {"loss": value, **grads})
 
 
-def half(grid) -> list[Any]:
-    """Cases of a grid: every second one is marked `full`; the others have every pair of two values."""
-    cases = []
-    for numbers in itertools.product(*(range(len(values)) for values in grid)):
-        case = [values[number] for values, number in zip(grid, numbers, strict=True)]
-        name = "-".join("x".join(map(str, v.values())) if isinstance(v, dict) else str(v) for v in case)
-        cases.append(pytest.param(*case, marks=[pytest.mark.full] * (sum(numbers) % 2), id=name))
-    return cases
+# meshes of the same axes, such as 1x2x4 and 1x4x2, share the pairs of their axes with the other two
+EVERY_PAIR = [
+    "1x1x8-1-nnx",
+    "1x1x8-4-linen",
+    "1x2x4-1-linen",
+    "1x4x2-4-nnx",
+    "1x8x1-1-nnx",
+    "1x8x1-4-linen",
+    "2x1x4-1-linen",
+    "4x1x2-4-nnx",
+    "2x2x2-1-linen",
+    "2x2x2-4-nnx",
+    "2x4x1-1-nnx",
+    "4x2x1-4-linen",
+    "8x1x1-1-linen",
+    "8x1x1-4-nnx",
+]
 
 
-@pytest.mark.parametrize(("mesh", "microbatches", "framework"), half((MESHES, (1, 4), ("nnx", "linen"))))
+def cases() -> list[Any]:
+    """A mesh, a number of microbatches and a framework each; what adds no pair is marked `full`."""
+    found = []
+    for mesh, microbatches, framework in itertools.product(MESHES, (1, 4), ("nnx", "linen")):
+        name = f"{'x'.join(map(str, mesh.values()))}-{microbatches}-{framework}"
+        marks = [] if name in EVERY_PAIR else [pytest.mark.full]
+        found.append(pytest.param(mesh, microbatches, framework, marks=marks, id=name))
+    return found
+
+
+def test_the_cases_have_every_pair():
+    found = [name.split("-") for name in EVERY_PAIR]
+    axes = {mesh: tuple(size != "1" for size in mesh.split("x")) for mesh, *_ in found}
+    assert set(axes) == {"x".join(map(str, mesh.values())) for mesh in MESHES}
+    for other in (1, 2):
+        pairs = {(axes[case[0]], case[other]) for case in found}
+        assert len(pairs) == len(set(axes.values())) * 2
+    assert len({(microbatches, framework) for _, microbatches, framework in found}) == 4
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "framework"), cases())
 def test_every_mesh_gives_the_plain_step(mesh, microbatches, framework, assert_same):
     got = sharded(models(CONFIG)[framework], Layout(mesh=mesh), microbatches=microbatches)
     assert_same(got, plain(framework))
@@ -132,10 +160,10 @@ def test_dropout_is_the_same_on_any_mesh(framework, assert_same):
     assert_same(got, one_device)
 
 
-def test_the_law_holds_at_the_default_optimization_level_of_xla(pytestconfig):
+def test_the_law_holds_at_the_default_optimization_level_of_xla(pytestconfig, warm_python):
     """All other tests compile at level 0; one central test compiles here as a run does, `--full`: all."""
-    chosen, passed = ("not default", 48) if pytestconfig.getoption("--full") else ("2x2x2-4-nnx", 1)
-    command = [sys.executable, "-m", "pytest", "-q", "--numprocesses=0", __file__, "-k", chosen]
+    chosen, passed = ("not default", 49) if pytestconfig.getoption("--full") else ("2x2x2-4-nnx", 1)
+    command = [*warm_python, "-m", "pytest", "-q", "--numprocesses=0", __file__, "-k", chosen]
     command += ["--full"] * (passed > 1)
     environment = {**os.environ, "DEFAULT_OPTIMIZATION": "1", "XLA_FLAGS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

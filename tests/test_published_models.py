@@ -61,8 +61,18 @@ NUM_SHARDED = {"gemma": 18, "lm1b": 17, "resnet": 0, "plain": 3}
 """Parameters that are not whole on every device of the mesh."""
 
 
-@pytest.mark.parametrize("sizes", [{"data": 1}, MESH], ids=["one device", "mesh"])
-@pytest.mark.parametrize("name", NUM_SHARDED)
+# one device is also what each of the two islands below is
+CASES = [
+    *(pytest.param(name, MESH, id=f"{name}-mesh") for name in NUM_SHARDED),
+    pytest.param("plain", {"data": 1}, id="plain-one device"),
+    *(
+        pytest.param(name, {"data": 1}, id=f"{name}-one device", marks=pytest.mark.full)
+        for name in ("gemma", "lm1b", "resnet")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_gradients_are_those_of_a_plain_loop(name, sizes, published, assert_same):
     # replicas of the mesh have batch statistics of their own
     groups = 2 if name == "resnet" and sizes == MESH else 1
