@@ -9,9 +9,14 @@ from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh
 
+from shardtrain.axes import AXES
 from shardtrain.functional.loss import Batch, Loss, checked
 from shardtrain.functional.model import Model, path_text
+
+ONE = AbstractMesh((1,) * len(AXES), AXES)
+"""A mesh of axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
 
 
 def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -40,7 +45,9 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
         return jax.jvp(loss_sum, (params,), (tangents,))[1]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    traced = jax.make_jaxpr(derivative)(params, params, model_state, key, batch).jaxpr
+    # not around `init`, where linen would take names of dims for axes of the mesh
+    with jax.sharding.use_abstract_mesh(ONE):
+        traced = jax.make_jaxpr(derivative)(params, params, model_state, key, batch).jaxpr
     # the tangents come first among the inputs, in the order of the parameters
     _, is_used = partial_eval.dce_jaxpr(traced, [True])
     paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]

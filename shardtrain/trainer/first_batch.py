@@ -10,19 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 
-from shardtrain.axes import AXES
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.loss import CLASSES, Loss, checked
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
+from shardtrain.functional.unused_parameters import ONE
 
 MOST_ELEMENTS = 1 << 24
 """Largest size of the model's outputs for one row; above it only counts are computed, without outputs."""
-
-ONE = AbstractMesh((1,) * len(AXES), AXES)
-"""A mesh of axes of size 1: one or two rows could not be sharded over the axes of the run's mesh."""
 
 SHOWN = 3
 """Number of wrong values that a message lists for each array."""

@@ -28,7 +28,6 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.first_batch import ONE
 
 FIRST_POSITION = Position(epoch=0, index=0)
 
@@ -125,8 +124,7 @@ def make_setup(
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
     """Return the paths of the parameters that the loss does not depend on."""
     rows = {name: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for name, x in microbatch.items()}
-    with jax.sharding.use_abstract_mesh(ONE):
-        return unused_parameters(model, run.loss, rows)
+    return unused_parameters(model, run.loss, rows)
 
 
 def unused_text(unused: Sequence[str], optimizer: Any) -> str:

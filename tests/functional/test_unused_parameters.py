@@ -74,7 +74,8 @@ class Linen(nn.Module):
 
     @nn.compact
     def __call__(self, image, train=False):
-        nn.Dense(3, name="spare")(image)
+        named = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "classes"))
+        nn.Dense(3, kernel_init=named, name="spare")(image)
         return nn.Dense(3, name="used")(nn.Dropout(0.5, deterministic=not train)(image))
 
 
