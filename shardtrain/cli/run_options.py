@@ -39,6 +39,8 @@ SHORT = {
     f"{SYNCHRONISATION}every": "local_steps",
     f"{SYNCHRONISATION}inside": "inside",
     f"{SYNCHRONISATION}fragments": "fragments",
+    f"{SYNCHRONISATION}overlap": "overlap",
+    f"{SYNCHRONISATION}when": "meet_when",
     f"{SYNCHRONISATION}outer.learning_rate": "outer_rate",
     f"{SYNCHRONISATION}outer.momentum": "outer_momentum",
     f"{SYNCHRONISATION}outer.nesterov": "outer_nesterov",

@@ -95,8 +95,8 @@ def make_fragments(tree: Any, stacked: frozenset[str], number: int) -> tuple[Fra
     if not all(rows):
         most = sum(map(bool, rows))
         raise ValueError(
-            f"fragments is {number}, but the model has only enough layers and other arrays for {most}; use"
-            f" --fragments {most} or fewer"
+            f"fragments is {number}, but there are only enough layers and other arrays for {most}"
+            f" (of a pipeline: in this stage); use --fragments {most} or fewer"
         )
     # the same order on every rank
     return tuple(Fragment({path: found[path] for path in leaves if path in found}) for found in rows)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import optax
 
 from shardtrain.combine import Combiner, make_combiner
+from shardtrain.combine.meeting import ALWAYS, MeetingRule, make_meeting_rule
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 
@@ -62,6 +63,11 @@ class Synchronisation:
       outer: what is done with a combined delta: options of SGD, or in Python any optax transformation.
       fragments: number of parts of the parameters that are combined in turn, each every `every` steps, so
         that less is sent at a time (streaming DiLoCo); layers are dealt out to the fragments one by one.
+      overlap: number of steps that replicas go on while deltas are under way; the result is then added to
+        what they have changed since. At most `every`.
+      when: whether replicas meet where `every` lets them: "always", or a rule with its number, such as
+        "moved:0.01": if one has moved from the common parameters by more than 1 % of their norm. After the
+        last step of a run they meet in any case.
 
     Short form: the name of a preset, such as "diloco" (see `PRESETS`), or a value of `by`.
 
@@ -75,6 +81,8 @@ class Synchronisation:
     inside: Literal["mean", "sum"] = "mean"
     outer: Outer | optax.GradientTransformation = Outer()
     fragments: int = 1
+    overlap: int = 0
+    when: str = ALWAYS
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
@@ -106,12 +114,23 @@ class Synchronisation:
                 "an outer optimizer takes combined deltas, and gradients are combined; use deltas"
                 " (--combine-on deltas)"
             )
+        if not 0 <= self.overlap <= self.every:
+            problems.append(
+                f"overlap is {self.overlap} steps, and every (--local-steps) is {self.every}; use 0 to"
+                f" {self.every}, as deltas must have arrived when the next ones are sent"
+            )
+        problems += [
+            f"{name} is {value!r}, and gradients are combined in every step; use deltas (--combine-on deltas)"
+            for name, value, plain in (("overlap", self.overlap, 0), ("when", self.when, ALWAYS))
+            if value != plain and self.on == "gradients"
+        ]
         if self.inside == "sum" and self.on == "deltas":
             problems.append("inside is 'sum', but deltas are of an island's own mean gradient; use mean")
         if problems:
             raise problems_error("replicas cannot be synchronised like this", problems)
         if isinstance(self.by, str):
             make_combiner(self.by)
+        make_meeting_rule(self.when)
 
     @property
     def combiner(self) -> Combiner:
@@ -137,18 +156,36 @@ class Synchronisation:
             return None
         return optax.sgd(self.outer.learning_rate, self.outer.momentum or None, self.outer.nesterov)
 
-    def due(self, step: int) -> list[int]:
-        """Return the fragments that are combined at the end of a step, counted from 1.
+    @property
+    def rule(self) -> MeetingRule | None:
+        """The rule of `when`; None if replicas always meet."""
+        return make_meeting_rule(self.when)
 
-        >>> due = Synchronisation(on="deltas", every=4, fragments=2).due
-        >>> [due(step) for step in range(1, 9)]
+    @property
+    def keeps_drift(self) -> bool:
+        """Whether replicas have parameters of their own after some steps."""
+        return self.every > 1 or self.overlap > 0 or self.when != ALWAYS
+
+    def is_sent(self, fragment: int, step: Any, last_step: int = -1) -> Any:
+        """Return whether replicas may send a fragment's deltas at the end of a step.
+
+        Args:
+          fragment: its number.
+          step: counted from 1; also an array inside jit.
+          last_step: the last step of the run, after which nothing is left unsent.
+
+        >>> is_sent = Synchronisation(on="deltas", every=4, fragments=2).is_sent
+        >>> [[f for f in (0, 1) if is_sent(f, step)] for step in range(1, 9)]
         [[], [0], [], [1], [], [0], [], [1]]
         """
-        return [f for f in range(self.fragments) if step % self.every == self.phase(f)]
+        # the fragments are spread evenly over the steps of a round, and the last one ends it
+        phase = (fragment + 1) * self.every // self.fragments
+        return ((step - phase) % self.every == 0) | (step == last_step)
 
-    def phase(self, fragment: int) -> int:
-        """Return the steps modulo `every` after which a fragment is combined; they are spread evenly."""
-        return (fragment + 1) * self.every // self.fragments % self.every
+    def is_due(self, fragment: int, step: Any, last_step: int = -1) -> Any:
+        """Return whether what was sent of a fragment is combined at the end of a step, see `is_sent`."""
+        phase = (fragment + 1) * self.every // self.fragments + self.overlap
+        return ((step - phase) % self.every == 0) | (step == last_step)
 
 
 _DILOCO = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)

@@ -170,9 +170,13 @@ class Transfer:
                 leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves)
 
-    def close(self) -> None:
-        """End the thread without waiting for it: after an error it may be blocked in MPI."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def close(self, failed: bool = False) -> None:
+        """End the thread, when all that was started has been sent: other islands wait for their part of it.
+
+        Args:
+          failed: end at once, because after an error the thread may be blocked in MPI.
+        """
+        self._thread.shutdown(wait=not failed, cancel_futures=failed)
 
     def _bucket_device(self, number: int) -> _BucketDevice:
         return self._bucket_devices[number % len(self._bucket_devices)]

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.stage_compute import StageCompute
-from shardtrain.pipeline.sums import Sums
 
 
 class Branches:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardtrain.functional.sums import Sums, add_block_grads, add_grads, add_loss
 from shardtrain.pipeline.activations import Activations, get, put
 from shardtrain.pipeline.mesh_branches import Branches
 from shardtrain.pipeline.stage_compute import StageCompute
-from shardtrain.pipeline.sums import Sums, add_block_grads, add_grads, add_loss
 from shardtrain.pipeline.tick_arrays import NONE
 
 

@@ -6,6 +6,7 @@ From `plan.traffic` (theory) or `plan.compile` (a compiled program).
 from collections import defaultdict
 from collections.abc import Sequence
 
+from shardtrain.combine.meeting import ALWAYS
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import Collective, table
@@ -41,8 +42,10 @@ def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequenc
       synchronisation: how replicas are synchronised.
       num_elements: number of parameters of each fragment.
 
-    >>> print(synchronisation_text(Synchronisation(on="deltas", every=4, fragments=2), [300, 212]))
-    replicas: deltas by mean, each of 2 fragments every 4 steps; outer optimizer: none
+    >>> way = Synchronisation(on="deltas", every=4, fragments=2, overlap=2, when="moved:0.01")
+    >>> print(synchronisation_text(way, [300, 212]).replace(", combined", "\\n  combined"))
+    replicas: deltas by mean, each of 2 fragments every 4 steps at most, when moved:0.01
+      combined 2 steps later; outer optimizer: none
     a replica gives float32 to the combiner: 1.2 KiB a merge at most, 512 B a step on average
     """
     by = synchronisation.by if isinstance(synchronisation.by, str) else "a combiner of one's own"
@@ -60,8 +63,12 @@ def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequenc
     else:
         outer = "given in Python"
     each = f"each of {len(num_elements)} fragments " if len(num_elements) > 1 else ""
+    when = "" if synchronisation.when == ALWAYS else f" at most, when {synchronisation.when}"
+    overlap = synchronisation.overlap
+    later = f", combined {overlap} step{'s' * (overlap > 1)} later" if overlap else ""
     return (
-        f"replicas: deltas by {by}, {each}every {synchronisation.every} steps; outer optimizer: {outer}\n"
+        f"replicas: deltas by {by}, {each}every {synchronisation.every} steps{when}{later};"
+        f" outer optimizer: {outer}\n"
         f"a replica gives float32 to the combiner: {bytes_text(max(num_elements) * 4)} a merge at most,"
         f" {bytes_text(whole // synchronisation.every)} a step on average"
     )

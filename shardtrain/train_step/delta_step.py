@@ -17,18 +17,23 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.gradients import make_replica_means
-from shardtrain.train_step.local_steps import make_local_update, merged, next_round
+from shardtrain.train_step.local_steps import make_local_update, merged, next_round, send, to_combine
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_state import fragments_of, init_local
-from shardtrain.train_step.state import Local, Metrics, State
+from shardtrain.train_step.state import Metrics, State
 
 
 def make_delta_update(
-    model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
+    model: Model,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    start_row: int,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """Make the step in which each replica has its own optimizer, and deltas are combined.
+    """Make the update of each replica by an optimizer of its own.
 
-    With Adasum this is Horovod's `_DistributedAdasumOptimizer`.
+    If replicas meet in every step, it combines their deltas too: with Adasum this is Horovod's
+    `_DistributedAdasumOptimizer`. Else `make_merge` does that.
     """
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, synchronisation = placement.specs, placement.mesh, placement.synchronisation
@@ -38,45 +43,51 @@ def make_delta_update(
         make_local_update(optimizer), in_axes=(None, 0, 0, 0, 0, 0), spmd_axis_name=axes.DATA
     )
     num_replicas = mesh.shape[axes.DATA]
-    merge = _make_merge(placement)
+    merge = make_merge(placement, -1)
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
         found, means, counts, values = replica_means(state, batch)
         params = constrain(state.params, specs.sharded, mesh)
         local = state.local
-        if synchronisation.every == 1:
-            local = init_local(params, 1, lead=(num_replicas,))
+        if not synchronisation.keeps_drift:
+            local = init_local(params, synchronisation, lead=(num_replicas,))
         drift = constrain(local.drift, own_specs, mesh)
         opt_state, drift = own_update(params, drift, state.opt_state, means, counts, values)
-        local = Local(constrain(drift, own_specs, mesh), local.count + counts[:, None])
+        local = local._replace(drift=constrain(drift, own_specs, mesh), count=local.count + counts[:, None])
         state = state._replace(params=params, model_state=found.model_state, opt_state=opt_state, local=local)
-        state, extra = merge(state)
-        if synchronisation.every == 1:
+        extra: Metrics = {}
+        if not synchronisation.keeps_drift:
+            state, extra = merge(state)
             state = state._replace(local=())
         # there is no common gradient: log the mean over the replicas' own
         squares = sum((m.astype(jnp.float32) ** 2).sum() for m in jax.tree.leaves(means)) / num_replicas
-        metrics = {"loss_sum": found.loss_sum, "count": found.count, "grad_norm": jnp.sqrt(squares)}
-        return state, {**found.metrics, **metrics, **extra}
+        return state, {**found.logged, "grad_norm": jnp.sqrt(squares), **extra}
 
     return update
 
 
-def _make_merge(placement: Placement) -> Callable[[State], tuple[State, Metrics]]:
-    """Make the function that combines the drifts of the fragments that are due at the end of a step.
+def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[State, Metrics]]:
+    """Make the function that combines the changes of the fragments that are due at the end of a step.
 
-    It returns the state after combining, and the combiner's metrics, NaN where nothing was combined.
+    It gets the state after the step, and returns the state after combining, and the combiner's metrics, NaN
+    where nothing was combined.
+
+    Args:
+      placement: the placement of the state.
+      last_step: see `step.make_step`.
     """
     specs, synchronisation = placement.specs, placement.synchronisation
     stacked = stacked_paths(specs.arrays, specs.sharded)
     fragments = fragments_of(synchronisation, specs)
-    outer = synchronisation.outer_optimizer
+    outer, rule = synchronisation.outer_optimizer, synchronisation.rule
 
     def merge_fragment(number: int, state: State) -> tuple[State, Metrics]:
         fragment = fragments[number]
+        deltas, counts = to_combine(fragment, number, state.local, lead=1)
         combined, combine_state, extra = combine_replicas(
             synchronisation.combiner,
-            fragment.take(state.local.drift, lead=1),
-            state.local.count[:, number],
+            deltas,
+            counts,
             state.combine_state[number],
             specs=fragment.select(specs.sharded),
             stacked=stacked & fragment.rows.keys(),
@@ -94,22 +105,49 @@ def _make_merge(placement: Placement) -> Callable[[State], tuple[State, Metrics]
         whole = len(fragments) == 1
         return state, {name: x for name, x in extra.items() if whole or not x.ndim}
 
+    def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
+        return jax.lax.cond(
+            due,
+            lambda state, _: merge_fragment(number, state),
+            lambda state, metrics: (state, metrics),
+            state,
+            metrics,
+        )
+
+    def is_sent(number: int, state: State) -> jax.Array:
+        may = synchronisation.is_sent(number, state.step, last_step)
+        if rule is None:
+            return may
+        params = fragments[number].take(state.params)
+        deltas = fragments[number].take(state.local.drift, lead=1)
+        values = jax.vmap(rule.measure, in_axes=(0, None))(deltas, params)
+        return may & (rule.is_due(values) | (state.step == last_step))
+
     def merge(state: State) -> tuple[State, Metrics]:
-        if synchronisation.every == 1:
+        if not synchronisation.keeps_drift:
             return merge_fragment(0, state)
         metrics = jax.tree.map(
             lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
             jax.eval_shape(partial(merge_fragment, 0), state)[1],
         )
         for number in range(len(fragments)):
-            due = (state.step + 1) % synchronisation.every == synchronisation.phase(number)
-            state, metrics = jax.lax.cond(
-                due,
-                lambda state, _, number=number: merge_fragment(number, state),
-                lambda state, metrics: (state, metrics),
-                state,
-                metrics,
+            if not synchronisation.overlap:
+                state, metrics = merge_if(is_sent(number, state), number, state, metrics)
+                continue
+            # first what is under way arrives, then what was changed since is sent
+            under_way = state.local.sent_count.max(0)[number] >= 0
+            due = synchronisation.is_due(number, state.step, last_step)
+            state, metrics = merge_if(due & under_way, number, state, metrics)
+            local = jax.lax.cond(
+                is_sent(number, state),
+                partial(send, fragments[number], number, lead=1),
+                lambda local: local,
+                state.local,
             )
+            state = state._replace(local=local)
+            # nothing stays under way after the last step
+            if last_step >= 0:
+                state, metrics = merge_if(state.step == last_step, number, state, metrics)
         return state, metrics
 
     return merge

@@ -4,7 +4,7 @@ Each replica's sums come from `replica_sums.py`; here they are reduced, once a s
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +15,13 @@ from shardtrain import axes
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
+from shardtrain.functional.sums import Sums
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_sums import ReplicaSums, make_replica_sums
+from shardtrain.train_step.replica_sums import make_replica_sums
 from shardtrain.train_step.state import State
 
 
-class Gradients(NamedTuple):
-    """The gradients of one batch, and what was computed on the way.
-
-    Args:
-      loss_sum: float32 scalar.
-      count: float32 scalar, examples or tokens.
-      grads: like params, float32; of loss_sum / count.
-      model_state: the model's state after the batch.
-      metrics: name -> (sum, count), of the loss's own metrics.
-    """
-
-    loss_sum: jax.Array
-    count: jax.Array
-    grads: Any
-    model_state: Any
-    metrics: dict[str, tuple[jax.Array, jax.Array]]
-
-
-def make_gradients(
-    model: Model, loss: Loss, placement: Placement, start_row: int = 0
-) -> Callable[..., Gradients]:
+def make_gradients(model: Model, loss: Loss, placement: Placement, start_row: int = 0) -> Callable[..., Sums]:
     """Make a function that computes the gradient of the mean loss of a batch, for use inside jit.
 
     Args:
@@ -50,8 +31,8 @@ def make_gradients(
       start_row: the index of the batch's first row if it is a part of a larger batch.
 
     Returns:
-      (params, model_state, key, batch) -> `Gradients`; every array of the batch has shape
-      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says. A last
+      (params, model_state, key, batch) -> `Sums` of all replicas; every array of the batch has shape
+      (microbatches, rows, ...). Gradients are those of the mean loss, sharded as `Specs.sharded` says. A last
       argument, a uint32 scalar, takes the place of `start_row`.
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
@@ -63,40 +44,38 @@ def make_gradients(
         key: jax.Array,
         batch: Batch,
         first_row: jax.Array | int = start_row,
-    ) -> Gradients:
+    ) -> Sums:
         sums = replica_sums(params, model_state, key, batch, (), first_row)
-        loss_sum, count, metrics, model_state = _totals(sums)
+        total = _without_grads(sums)
         grads = jax.tree.map(
             lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), sums.grads, specs.sharded
         )
-        grads = jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1), grads)
-        return Gradients(loss_sum, count, grads, model_state, metrics)
+        divisor = jnp.where(total.count > 0, total.count, 1)
+        return total._replace(grads=jax.tree.map(lambda g: g / divisor, grads))
 
     return gradients
 
 
 def make_replica_means(
     model: Model, loss: Loss, placement: Placement, start_row: int
-) -> Callable[[State, Batch], tuple[Gradients, Any, jax.Array, jax.Array]]:
+) -> Callable[[State, Batch], tuple[Sums, Any, jax.Array, jax.Array]]:
     """Make a function that computes the mean gradient of each index of `data`, for a combiner.
 
     Args:
       model, loss, placement, start_row: see `make_gradients`.
 
     Returns:
-      (state, batch) -> (`Gradients` without grads; the mean gradients, like params with a leading dim over
-      `data`; their counts and mean losses, float32 (data,)).
+      (state, batch) -> (`Sums` of all replicas without grads; the mean gradients, like params with a
+      leading dim over `data`; their counts and mean losses, float32 (data,)).
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
     replica_sums = make_replica_sums(model, loss, placement, start_row)
     num_replicas = mesh.shape[axes.DATA]
 
-    def replica_means(state: State, batch: Batch) -> tuple[Gradients, Any, jax.Array, jax.Array]:
-        drift = state.local.drift if placement.synchronisation.every > 1 else ()
+    def replica_means(state: State, batch: Batch) -> tuple[Sums, Any, jax.Array, jax.Array]:
+        drift = state.local.drift if placement.synchronisation.keeps_drift else ()
         key = step_key(state.seed, state.step)
         sums = replica_sums(state.params, state.model_state, key, batch, drift)
-        loss_sum, count, metrics, model_state = _totals(sums)
-
         # of the replica axes `data` is the slowest: the others, such as fsdp at ZeRO-1, are summed
         counts, losses = (x.reshape(num_replicas, -1).sum(1) for x in (sums.count, sums.loss_sum))
         divisors = jnp.where(counts > 0, counts, 1)
@@ -106,16 +85,16 @@ def make_replica_means(
             return grads / expand_dims_like(divisors, grads)
 
         means = jax.tree.map(mean, sums.grads, specs.sharded)
-        return Gradients(loss_sum, count, None, model_state, metrics), means, counts, losses / divisors
+        return _without_grads(sums), means, counts, losses / divisors
 
     return replica_means
 
 
-def _totals(sums: ReplicaSums) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """Return (loss_sum, count, metrics, model_state) of all replicas."""
-    loss_sum, count, metrics = jax.tree.map(lambda x: x.sum(0), (sums.loss_sum, sums.count, sums.metrics))
-    weights = jnp.where(count > 0, sums.count / count, 1 / len(sums.count))
-    return loss_sum, count, metrics, jax.tree.map(lambda x: merge_replicas(x, weights), sums.model_state)
+def _without_grads(sums: Sums) -> Sums:
+    """Sum over replicas, without gradients, and merge their model states by their counts."""
+    total = jax.tree.map(lambda x: x.sum(0), sums._replace(grads={}, model_state=()))
+    weights = jnp.where(total.count > 0, sums.count / total.count, 1 / len(sums.count))
+    return total._replace(model_state=jax.tree.map(lambda x: merge_replicas(x, weights), sums.model_state))
 
 
 def sum_replicas(

@@ -1,12 +1,14 @@
 """Merge what islands changed in their local steps, fragment by fragment, and start the next round from it.
 
-Islands here are replicas: whole ones, or the same stage of several pipelines. Next: `local_steps.py` (the
-arithmetic), `island_combiner.py` (the exchange).
+Islands here are replicas: whole ones, or the same stage of several pipelines. With overlap the exchange of a
+merge takes place while the next steps are computed. Next: `local_steps.py` (the arithmetic),
+`island_combiner.py` (the exchange).
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,34 @@ from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
-from shardtrain.train_step.island_totals import Totals, all_reduce_totals, average_model_state
-from shardtrain.train_step.local_steps import merged, next_round
+from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
+from shardtrain.train_step.local_steps import merged, next_round, send, to_combine
 from shardtrain.train_step.placement import Placement, outer_specs
-from shardtrain.train_step.replica_state import fragments_of, init_local, init_outer
+from shardtrain.train_step.replica_state import fragments_of, init_local, init_outer, local_layout
 from shardtrain.train_step.state import Local, State
 from shardtrain.train_step.step import Metrics
+
+AllGather = Callable[[str, Any], list[Any]]
+"""(name, value of this rank) -> every rank's."""
+
+
+def alone(name: str, value: Any = None) -> list[Any]:
+    """Return the value of the only rank there is."""
+    return [value]
+
+
+class _Started(NamedTuple):
+    """A merge whose buckets are under way.
+
+    Args:
+      deltas: path -> what is sent.
+      count: float32 scalar, examples.
+      buckets: the futures of the buckets, see `IslandCombiner.start`.
+    """
+
+    deltas: dict[str, jax.Array]
+    count: jax.Array
+    buckets: list[Future[Any]]
 
 
 class IslandMerge:
@@ -32,7 +56,8 @@ class IslandMerge:
       synchronisation: when, by which combiner, with which outer optimizer.
       placement: the placement of the parameters on this island.
       transfer: to the other islands.
-      barrier: called with a name before each exchange.
+      all_gather: called with a name before islands exchange something; it can say which rank is missing.
+      last_step: the last step of the run, after which nothing is left to merge; -1 if there is none.
     """
 
     def __init__(
@@ -40,10 +65,11 @@ class IslandMerge:
         synchronisation: Synchronisation,
         placement: Placement,
         transfer: Transfer,
-        barrier: Callable[[str], None] = lambda name: None,
+        all_gather: AllGather = alone,
+        last_step: int = -1,
     ) -> None:
         self._synchronisation, self._placement = synchronisation, placement
-        self._transfer, self._barrier = transfer, barrier
+        self._transfer, self._all_gather, self._last_step = transfer, all_gather, last_step
         self._fragments = fragments_of(synchronisation, placement.specs)
         params = placement.specs.abstract.params
         self._combiners = [
@@ -52,12 +78,23 @@ class IslandMerge:
         ]
         outer = synchronisation.outer_optimizer
         found = self.shardings(placement.state)
-        of_state = (found.params, found.local.drift, found.local.count, found.outer_state)
-        self._take = [jax.jit(partial(_take, each, number)) for number, each in enumerate(self._fragments)]
-        self._merge = [
-            jax.jit(partial(_merge, each, number, outer), out_shardings=of_state)
-            for number, each in enumerate(self._fragments)
+        found = found._replace(local=_of_programs(found.local))
+        # one program for each fragment: what is sent, that it is under way, its merge, how far it has moved
+        numbered = list(enumerate(self._fragments))
+        self._to_combine = [jax.jit(partial(to_combine, each, number)) for number, each in numbered]
+        self._sent = [
+            jax.jit(partial(send, each, number), out_shardings=found.local) for number, each in numbered
         ]
+        self._merged = [
+            jax.jit(
+                partial(_merged, each, number, outer),
+                out_shardings=(found.params, found.local, found.outer_state),
+            )
+            for number, each in numbered
+        ]
+        self._measure = [jax.jit(partial(_measured, each, synchronisation)) for each in self._fragments]
+        # a cache: what is under way is in the state, and can be sent again from there
+        self._started: dict[int, _Started] = {}
         self._last: tuple[Any, int] = (None, 0)
 
     @property
@@ -79,10 +116,10 @@ class IslandMerge:
         """
         shardings = self.shardings(state, sums)
         create = jax.jit(
-            lambda params: self._create(params, sums),
+            lambda params, model_state: self._create(params, model_state, sums),
             out_shardings=(shardings.local, shardings.outer_state),
         )
-        local, outer_state = create(state.params)
+        local, outer_state = create(state.params, state.model_state)
         combine_state = [combiner.init() for combiner in self._combiners]
         return state._replace(combine_state=combine_state, local=local, outer_state=outer_state)
 
@@ -91,16 +128,21 @@ class IslandMerge:
         shardings = self.shardings(state, sums)
         local, outer_state = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(lambda params: self._create(params, sums), state.params),
+            jax.eval_shape(
+                lambda params, model_state: self._create(params, model_state, sums),
+                state.params,
+                state.model_state,
+            ),
             (shardings.local, shardings.outer_state),
         )
         combine_state = [combiner.wanted() for combiner in self._combiners]
         return state._replace(combine_state=combine_state, local=local, outer_state=outer_state)
 
-    def _create(self, params: Any, sums: Any) -> tuple[Local, Any]:
+    def _create(self, params: Any, model_state: Any, sums: Any) -> tuple[Local, Any]:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
         outer_state = init_outer(self._fragments, self._synchronisation.outer_optimizer, params)
-        return init_local(params, len(self._fragments), zeros), outer_state
+        local = init_local(params, self._synchronisation, zeros)
+        return local._replace(model_state=jax.tree.map(jnp.copy, model_state)), outer_state
 
     def shardings(self, state: State, sums: Any = ()) -> State:
         """Return the shardings of a state with what `begin` adds."""
@@ -113,13 +155,17 @@ class IslandMerge:
             )
             for tree in (specs.sharded, outer)
         )
-        local = Local(drift, whole, jax.tree.map(lambda _: whole, sums))
+        local = local_layout(self._synchronisation, drift, whole, jax.tree.map(lambda _: whole, sums))
+        local = local._replace(model_state=jax.tree.map(lambda _: whole, state.model_state))
         return state._replace(combine_state=whole, local=local, outer_state=outer)
 
     def steps_done(self, state: State) -> int:
         """Return the steps done; waits for the device only if the state is not the one returned last."""
         step, number = self._last
-        return number if state.step is step else int(state.step)
+        if state.step is step:
+            return number
+        self._started.clear()
+        return int(state.step)
 
     def merge(self, state: State, number: int) -> tuple[State, Metrics | None]:
         """Combine the fragments that are due after a step, and give the result to the outer optimizer.
@@ -132,68 +178,116 @@ class IslandMerge:
           (the state after the merges, the metrics); the metrics are None unless a round of all fragments
           has ended: then they have the sums over all islands under "sums".
         """
+        synchronisation, last_step = self._synchronisation, self._last_step
+        fragments, is_last = range(len(self._fragments)), number == last_step
+        does = (synchronisation.is_due, synchronisation.is_sent)
+        if not any(is_now(each, number, last_step) for each in fragments for is_now in does):
+            self._last = (state.step, number)
+            return state, None
+        # own work is done before islands meet, so that a slow island is one that arrives late there
+        jax.block_until_ready(state.local)
+        self._all_gather("merge", None)
         metrics: Metrics | None = None
-        for fragment in self._synchronisation.due(number):
-            combiner = self._combiners[fragment]
-            local = state.local
-            deltas, count = jax.block_until_ready(self._take[fragment](local.drift, local.count))
-            self._barrier("combine deltas")
-            started = combiner.start(deltas, count, state.combine_state[fragment])
-            if fragment == len(self._fragments) - 1:
-                metrics, state = self._round_totals(state)
-            combined = combiner.finish(deltas, started)
-            combine_state = [*state.combine_state]
-            combine_state[fragment] = combined.state
-            params, drift, counts, outer_state = self._merge[fragment](
-                state.params, local.drift, local.count, state.outer_state, combined.value
-            )
-            state = state._replace(
-                params=params,
-                local=state.local._replace(drift=drift, count=counts),
-                outer_state=outer_state,
-                combine_state=combine_state,
-            )
-            if metrics is not None:
-                found = joined_metrics(combined.metrics)
-                whole = len(self._fragments) == 1
-                metrics |= {name: x for name, x in found.items() if whole or not x.ndim}
+        if synchronisation.is_due(fragments[-1], number, last_step):
+            metrics, state = self._round_totals(state)
+        found: Metrics = {}
+        for fragment in fragments:
+            is_sent = synchronisation.is_sent(fragment, number, last_step)
+            if not synchronisation.overlap:
+                if is_sent and self._meets(fragment, state, is_last):
+                    state, found = self._finish(fragment, state, self._start(fragment, state))
+                continue
+            # first what is under way arrives, then what was changed since is sent
+            is_due = synchronisation.is_due(fragment, number, last_step)
+            if is_due and self._is_under_way(fragment, state):
+                started = self._started.pop(fragment, None) or self._start(fragment, state)
+                state, found = self._finish(fragment, state, started)
+            if is_sent and self._meets(fragment, state, is_last):
+                state = _with_local(state, self._sent[fragment](_of_programs(state.local)))
+                self._started[fragment] = self._start(fragment, state)
+            # nothing stays under way after the last step
+            if is_last:
+                state, found = self._finish(fragment, state, self._started.pop(fragment))
         self._last = (state.step, number)
+        if metrics is not None:
+            whole = len(fragments) == 1
+            metrics |= {name: x for name, x in found.items() if whole or not x.ndim}
         return state, metrics
 
+    def _meets(self, fragment: int, state: State, is_last: bool) -> bool:
+        """Return whether islands send the fragment's deltas now, where the synchronisation lets them."""
+        rule = self._synchronisation.rule
+        if rule is None or is_last:
+            return True
+        value = float(self._measure[fragment](state.local.drift, state.params))
+        return bool(rule.is_due(jnp.array(self._all_gather("whether to meet", value))))
+
+    def _is_under_way(self, fragment: int, state: State) -> bool:
+        return fragment in self._started or float(state.local.sent_count[fragment]) >= 0
+
+    def _start(self, fragment: int, state: State) -> _Started:
+        """Start to send deltas in the background."""
+        deltas, count = self._to_combine[fragment](_of_programs(state.local))
+        if self._synchronisation.overlap:
+            # the next step takes the memory of the state over, so what is under way needs its own
+            deltas, count = jax.tree.map(jnp.copy, (deltas, count))
+        started = self._combiners[fragment].start(deltas, count, state.combine_state[fragment])
+        return _Started(deltas, count, started)
+
+    def _finish(self, fragment: int, state: State, started: _Started) -> tuple[State, Metrics]:
+        """Wait for the combined deltas, and give them to the outer optimizer: (state, combiner's metrics)."""
+        combined = self._combiners[fragment].finish(started.deltas, started.buckets)
+        combine_state = [*state.combine_state]
+        combine_state[fragment] = combined.state
+        params, local, outer_state = self._merged[fragment](
+            state.params, _of_programs(state.local), state.outer_state, combined.value
+        )
+        state = state._replace(params=params, outer_state=outer_state, combine_state=combine_state)
+        state = _with_local(state, local)
+        # the last fragment ends a round: the model's state is averaged by the same examples
+        if fragment == len(self._fragments) - 1:
+            found = average_model_state(self._transfer, state.local.model_state, started.count)
+            own = jax.tree.map(jnp.copy, found)
+            state = state._replace(model_state=found, local=state.local._replace(model_state=own))
+        return state, joined_metrics(combined.metrics)
+
     def _round_totals(self, state: State) -> tuple[Metrics, State]:
-        """Add up the sums of all islands, average their model states, and begin the sums anew."""
-        sums = state.local.sums
-        if not jax.tree.leaves(sums):
-            count = state.local.count[-1]
-            return {}, state._replace(
-                model_state=average_model_state(self._transfer, state.model_state, count)
-            )
-        totals = all_reduce_totals(self._transfer, Totals(sums, state.model_state), sums["count"])
-        local = state.local._replace(sums=jax.tree.map(jnp.zeros_like, sums))
-        return {"sums": totals.sums}, state._replace(model_state=totals.model_state, local=local)
+        """Add up the sums of all islands, and begin them anew."""
+        local = state.local
+        if not jax.tree.leaves(local.sums):
+            return {}, state
+        sums, _ = all_reduce_totals(self._transfer, local.sums, (), local.sums["count"])
+        local = local._replace(sums=jax.tree.map(jnp.zeros_like, local.sums))
+        return {"sums": sums}, state._replace(local=local)
 
 
-def _take(
-    fragment: Fragment, number: int, drift: Any, count: jax.Array
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return what a replica has changed of a fragment, and the number of examples since its last merge."""
-    return fragment.take(drift), count[number]
+def _of_programs(local: Local) -> Local:
+    """Return the `Local` without what the programs of a merge do not need."""
+    return local._replace(sums=(), model_state=())
 
 
-def _merge(
+def _with_local(state: State, local: Local) -> State:
+    """Return the state with what a program made of `_of_programs`."""
+    return state._replace(local=local._replace(sums=state.local.sums, model_state=state.local.model_state))
+
+
+def _merged(
     fragment: Fragment,
     number: int,
     outer: optax.GradientTransformation | None,
     params: Any,
-    drift: Any,
-    count: jax.Array,
+    local: Local,
     outer_state: Any,
     combined: Any,
-) -> tuple[Any, ...]:
-    """Return (params, drift, count, outer state of all fragments) after a fragment was combined."""
+) -> tuple[Any, Local, Any]:
+    """Return (params, local, outer state of all fragments) after a fragment was combined."""
     own = outer_state[number] if outer is not None else ()
     params, own = merged(fragment, outer, params, combined, own)
-    local = next_round(fragment, number, Local(drift, count))
     if outer is not None:
         outer_state = (*outer_state[:number], own, *outer_state[number + 1 :])
-    return params, local.drift, local.count, outer_state
+    return params, next_round(fragment, number, local), outer_state
+
+
+def _measured(fragment: Fragment, synchronisation: Synchronisation, drift: Any, params: Any) -> jax.Array:
+    assert synchronisation.rule is not None
+    return synchronisation.rule.measure(fragment.take(drift), fragment.take(params))

@@ -19,15 +19,16 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
+from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
-from shardtrain.train_step.gradients import Gradients, make_gradients
+from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
-from shardtrain.train_step.island_merge import IslandMerge
-from shardtrain.train_step.island_totals import Totals, all_reduce_totals
+from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
+from shardtrain.train_step.island_totals import all_reduce_totals
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, mean_loss, unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
 
 
 class IslandStep(Protocol):
@@ -69,7 +70,8 @@ def make_island_step(
     synchronisation: Synchronisation = Synchronisation(),
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
-    barrier: Callable[[str], None] = lambda name: None,
+    last_step: int = -1,
+    all_gather: AllGather = alone,
 ) -> IslandStep:
     """Make the training step of one island among several.
 
@@ -82,8 +84,9 @@ def make_island_step(
       synchronisation: how islands are synchronised.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the number of this island's first row in the whole batch.
-      barrier: called with a name before each collective over islands; it can say which rank is missing, which
-        MPI in a compiled program cannot.
+      last_step: the last step of the run, see `step.make_step`.
+      all_gather: gathers a value of every rank, by name, before each collective over islands; it can say
+        which rank is missing, which MPI in a compiled program cannot.
 
     Returns:
       (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. With
@@ -92,16 +95,25 @@ def make_island_step(
       `init_state` after `begin`.
     """
     assert placement.synchronisation.is_mean
-    kind = DeltaIslandStep if synchronisation.on_deltas else GradientIslandStep
-    return kind(
-        gradients=make_gradients(model, loss, placement),
+    gradients = make_gradients(model, loss, placement)
+    if synchronisation.on_deltas:
+        return DeltaIslandStep(
+            gradients=gradients,
+            first_row=start_row,
+            optimizer=optimizer,
+            placement=placement,
+            merge=IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
+            learning_rate=learning_rate,
+        )
+    return GradientIslandStep(
+        gradients=gradients,
         first_row=start_row,
         optimizer=optimizer,
         placement=placement,
         transfer=transfer,
         synchronisation=synchronisation,
         learning_rate=learning_rate,
-        barrier=barrier,
+        all_gather=all_gather,
     )
 
 
@@ -111,16 +123,16 @@ class GradientIslandStep:
     def __init__(
         self,
         *,
-        gradients: Callable[..., Gradients],
+        gradients: Callable[..., Sums],
         first_row: int,
         optimizer: optax.GradientTransformation,
         placement: Placement,
         transfer: Transfer,
         synchronisation: Synchronisation,
         learning_rate: optax.Schedule | None,
-        barrier: Callable[[str], None],
+        all_gather: AllGather,
     ) -> None:
-        self._transfer, self._barrier = transfer, barrier
+        self._transfer, self._all_gather = transfer, all_gather
         self._first_row = np.uint32(first_row)
         self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer)
         self.labels, self.keeps_state = self._combiner.labels, self._combiner.keeps_state
@@ -129,12 +141,12 @@ class GradientIslandStep:
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
         factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
 
-        def local(state: State, batch: Batch, first_row: jax.Array) -> Gradients:
+        def local(state: State, batch: Batch, first_row: jax.Array) -> Sums:
             key = step_key(state.seed, state.step)
             found = gradients(state.params, state.model_state, key, batch, first_row)
             return found._replace(grads=jax.tree.map(lambda g: g * factor, found.grads))
 
-        def update(state: State, found: Gradients, combine_state: Any, extra: Any) -> tuple[State, Metrics]:
+        def update(state: State, found: Sums, combine_state: Any, extra: Any) -> tuple[State, Metrics]:
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
             return unless_skipped(state, new, {**metrics, **joined_metrics(extra)}, learning_rate)
@@ -147,7 +159,7 @@ class GradientIslandStep:
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         state = placement.state._replace(combine_state=whole)
-        shardings = Gradients._make([whole] * len(Gradients._fields))._replace(grads=sharded)
+        shardings = Sums._make([whole, whole, whole, sharded, whole])
         self._local = jax.jit(local, in_shardings=(state, placement.batch, whole), out_shardings=shardings)
         self._update = jax.jit(
             update,
@@ -166,19 +178,16 @@ class GradientIslandStep:
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
-        # computed before the barrier, so that a slow island is one that arrives late there
+        # computed before islands meet, so that a slow island is one that arrives late there
         found = jax.block_until_ready(self._local(state, batch, self._first_row))
         grads = by_path(found.grads)
-        self._barrier("combine gradients")
+        self._all_gather("combine gradients", None)
         # the sums and the model state are reduced while buckets of gradients are under way
         started = self._combiner.start(grads, found.count, state.combine_state[0])
-        sums = {"loss_sum": found.loss_sum, "count": found.count, "metrics": found.metrics}
-        totals = all_reduce_totals(self._transfer, Totals(sums, found.model_state), found.count)
+        sums, model_state = all_reduce_totals(self._transfer, found.of_loss, found.model_state, found.count)
         combined = self._combiner.finish(grads, started)
         # every island makes the same update
-        found = Gradients(
-            grads=like_paths(found.grads, combined.value), model_state=totals.model_state, **totals.sums
-        )
+        found = Sums(grads=like_paths(found.grads, combined.value), model_state=model_state, **sums)
         return self._update(state, found, [combined.state], combined.metrics)
 
 
@@ -188,17 +197,14 @@ class DeltaIslandStep:
     def __init__(
         self,
         *,
-        gradients: Callable[..., Gradients],
+        gradients: Callable[..., Sums],
         first_row: int,
         optimizer: optax.GradientTransformation,
         placement: Placement,
-        transfer: Transfer,
-        synchronisation: Synchronisation,
+        merge: IslandMerge,
         learning_rate: optax.Schedule | None,
-        barrier: Callable[[str], None],
     ) -> None:
-        self._gradients, self._first_row = gradients, np.uint32(first_row)
-        self._merge = IslandMerge(synchronisation, placement, transfer, barrier)
+        self._gradients, self._first_row, self._merge = gradients, np.uint32(first_row), merge
         self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
         specs, mesh = placement.specs, placement.mesh
         whole = NamedSharding(mesh, PartitionSpec())
@@ -207,22 +213,18 @@ class DeltaIslandStep:
         def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
             local = state.local
             own = constrain(own_params(state.params, local.drift), specs.params, mesh)
-            found = gradients(own, state.model_state, step_key(state.seed, state.step), batch, first_row)
+            found = gradients(own, local.model_state, step_key(state.seed, state.step), batch, first_row)
             params = constrain(state.params, specs.sharded, mesh)
             opt_state, drift = own_update(
-                params, local.drift, state.opt_state, found.grads, found.count, mean_loss(found)
+                params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
             )
             new = state._replace(
-                model_state=found.model_state,
                 opt_state=opt_state,
-                local=local._replace(drift=drift, count=local.count + found.count),
+                local=local._replace(
+                    drift=drift, count=local.count + found.count, model_state=found.model_state
+                ),
             )
-            metrics = {
-                **found.metrics,
-                "loss_sum": found.loss_sum,
-                "count": found.count,
-                "grad_norm": optax.tree.norm(found.grads),
-            }
+            metrics = {**found.logged, "grad_norm": optax.tree.norm(found.grads)}
             new, metrics = unless_skipped(state, new, metrics, learning_rate)
             sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
             new = new._replace(local=new.local._replace(sums=sums))

@@ -1,6 +1,6 @@
 """Sums of the loss and the model state, reduced over islands. Next: `island_step.py`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,26 +10,14 @@ from shardtrain.functional.model import path_text
 from shardtrain.islands.transfer import Transfer
 
 
-class Totals(NamedTuple):
-    """The values that islands reduce beside gradients.
-
-    Args:
-      sums: tree of float32 scalars, added up.
-      model_state: averaged by the number of examples.
-    """
-
-    sums: dict[str, Any]
-    model_state: Any
-
-
 def _reduce(arrays: Any, group: Any) -> Any:
     """Add up the sums, and average the model state by count; integers are those of island 0."""
-    totals, count = arrays
-    leaves, structure = jax.tree.flatten(totals.sums)
-    sums = group.all_reduce(jnp.stack(leaves))
+    sums, model_state, count = arrays
+    leaves, structure = jax.tree.flatten(sums)
+    added = group.all_reduce(jnp.stack(leaves))
     floats = {
         path_text(path): x
-        for path, x in jax.tree.leaves_with_path(totals.model_state)
+        for path, x in jax.tree.leaves_with_path(model_state)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     }
     merged = make_combiner("mean").combine(floats, count, (), group).value if floats else {}
@@ -39,24 +27,28 @@ def _reduce(arrays: Any, group: Any) -> Any:
         found = merged.get(path_text(path))
         return group.broadcast(x) if found is None else jnp.where(group.all_reduce(count) > 0, found, x)
 
-    model_state = jax.tree.map_with_path(merge, totals.model_state)
-    return Totals(jax.tree.unflatten(structure, list(sums)), model_state)
+    model_state = jax.tree.map_with_path(merge, model_state)
+    return jax.tree.unflatten(structure, list(added)), model_state
 
 
-def all_reduce_totals(transfer: Transfer, totals: Totals, count: jax.Array) -> Totals:
-    """All-reduce the totals over islands.
+def all_reduce_totals(transfer: Transfer, sums: Any, model_state: Any, count: jax.Array) -> tuple[Any, Any]:
+    """Reduce over islands what is reduced beside gradients.
 
     Args:
       transfer: to the other islands.
-      totals: the totals of this island.
+      sums: tree of float32 scalars, added up.
+      model_state: averaged by the number of examples.
       count: float32 scalar, this island's examples.
+
+    Returns:
+      (sums, model_state) of all islands.
     """
-    started = transfer.start(0, _reduce, (totals, count))
-    return transfer.land(0, transfer.result(0, started), totals)
+    started = transfer.start(0, _reduce, (sums, model_state, count))
+    return transfer.land(0, transfer.result(0, started), (sums, model_state))
 
 
 def average_model_state(transfer: Transfer, model_state: Any, count: jax.Array) -> Any:
     """Average the model states of all islands by count; integers are those of island 0."""
     if not jax.tree.leaves(model_state):
         return model_state
-    return all_reduce_totals(transfer, Totals({"count": count}, model_state), count).model_state
+    return all_reduce_totals(transfer, count, model_state, count)[1]

@@ -3,7 +3,7 @@
 Every replica has an optimizer of its own. Its parameters are the common ones plus its drift, what it has
 changed since they were last combined. A merge combines the drifts, gives the result to the outer optimizer
 and starts the next round from there. All functions are pure, for use inside jit, and the same in a mesh
-(`step.py`), on islands (`island_step.py`) and in stages (`stage_step.py`).
+(`delta_step.py`), on islands (`island_step.py`) and in stages (`stage_step.py`).
 """
 
 from collections.abc import Callable
@@ -75,8 +75,45 @@ def merged(
     return fragment.put(params, after), outer_state
 
 
+def send(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
+    """Return the `Local` of a replica whose changes of a fragment, of this number, are under way from now on.
+
+    Args:
+      fragment: the part of the parameters.
+      number: of the fragment.
+      local: of a synchronisation with overlap.
+      lead: dims before each array's own, such as one of replicas.
+    """
+    return local._replace(
+        count=local.count.at[..., number].set(0),
+        sent=fragment.put(local.sent, fragment.take(local.drift, lead), lead),
+        sent_count=local.sent_count.at[..., number].set(local.count[..., number]),
+    )
+
+
+def to_combine(
+    fragment: Fragment, number: int, local: Local, lead: int = 0
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Return the changes of a fragment that are combined next, by path, and their number of examples.
+
+    They are those that were sent, and without overlap all. See `send` for the arguments.
+    """
+    if not jax.tree.leaves(local.sent):
+        return fragment.take(local.drift, lead), local.count[..., number]
+    return fragment.take(local.sent, lead), jnp.maximum(local.sent_count[..., number], 0)
+
+
 def next_round(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
-    """Return what a replica has changed after a fragment, of this number, was combined: nothing of it."""
-    zeros = {path: jnp.zeros_like(x) for path, x in fragment.take(local.drift, lead).items()}
-    count = local.count.at[..., number].set(0)
-    return local._replace(drift=fragment.put(local.drift, zeros, lead), count=count)
+    """Return what a replica has changed beside what was combined of a fragment, see `send`."""
+    drift = fragment.take(local.drift, lead)
+    if not jax.tree.leaves(local.sent):
+        rest = jax.tree.map(jnp.zeros_like, drift)
+        count = local.count.at[..., number].set(0)
+        return local._replace(drift=fragment.put(local.drift, rest, lead), count=count)
+    sent = fragment.take(local.sent, lead)
+    rest = jax.tree.map(jnp.subtract, drift, sent)
+    return local._replace(
+        drift=fragment.put(local.drift, rest, lead),
+        sent=fragment.put(local.sent, jax.tree.map(jnp.zeros_like, sent), lead),
+        sent_count=local.sent_count.at[..., number].set(-1),
+    )

@@ -24,8 +24,8 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.resolve import completed, unplaced_text
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, spec_axes, with_leading_dim
-from shardtrain.train_step.replica_state import init_outer, with_replicas
-from shardtrain.train_step.state import Local, State, abstract_state
+from shardtrain.train_step.replica_state import init_outer, local_layout, with_replicas
+from shardtrain.train_step.state import State, abstract_state
 
 
 class Specs(NamedTuple):
@@ -211,7 +211,9 @@ def state_specs(
         model_state=jax.tree.map(lambda _: whole, abstract.model_state),
         opt_state=with_leading_dim(like_params, axes.DATA) if synchronisation.on_deltas else like_params,
         combine_state=jax.tree.map(lambda _: PartitionSpec(tuple(sizes)), abstract.combine_state),
-        local=Local(with_leading_dim(sharded, axes.DATA), by_replica) if abstract.local else (),
+        local=local_layout(synchronisation, with_leading_dim(sharded, axes.DATA), by_replica)
+        if abstract.local
+        else (),
         outer_state=_outer_specs(fragments, synchronisation, abstract.params, sharded),
     )
     return Specs(abstract, arrays, params, sharded, state, layout, unplaced)

@@ -55,22 +55,55 @@ def with_replicas(
             opt_state=replicated(state.opt_state, num_replicas),
             outer_state=init_outer(fragments, synchronisation.outer_optimizer, state.params),
         )
-    if synchronisation.every > 1:
-        state = state._replace(local=init_local(state.params, len(fragments), lead=(num_replicas,)))
+    if synchronisation.keeps_drift:
+        state = state._replace(local=init_local(state.params, synchronisation, lead=(num_replicas,)))
     return state
 
 
-def init_local(params: Any, fragments: int, sums: Any = (), lead: tuple[int, ...] = ()) -> Local:
+def init_local(
+    params: Any, synchronisation: Synchronisation, sums: Any = (), lead: tuple[int, ...] = ()
+) -> Local:
     """Return the `Local` of a replica that has changed nothing.
 
     Args:
       params: the common parameters, arrays or shapes.
-      fragments: number of fragments.
+      synchronisation: how replicas are synchronised.
       sums: what is added up until the next merge, zeros.
       lead: dims before each array's own, such as one of replicas.
     """
     drift = jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), jnp.float32), params)
-    return Local(drift, jnp.zeros((*lead, fragments)), sums)
+    count = jnp.zeros((*lead, synchronisation.fragments))
+    if not synchronisation.overlap:
+        return Local(drift, count, sums)
+    return Local(drift, count, sums, jax.tree.map(jnp.zeros_like, drift), jnp.full_like(count, -1))
+
+
+def restarted(local: Local, model_state: Any) -> Local:
+    """Return the `Local` of an island that has changed nothing yet.
+
+    Args:
+      local: any, for the shapes and shardings.
+      model_state: the common one.
+    """
+    zeros = jax.tree.map(jnp.zeros_like, local)
+    return zeros._replace(
+        sent_count=jax.tree.map(lambda x: jnp.full_like(x, -1), local.sent_count),
+        model_state=jax.tree.map(jnp.copy, model_state),
+    )
+
+
+def local_layout(synchronisation: Synchronisation, like_params: Any, whole: Any, sums: Any = ()) -> Local:
+    """Return the specs or shardings of a `Local`.
+
+    Args:
+      synchronisation: how replicas are synchronised.
+      like_params: those of what a replica changed.
+      whole: that of its counts.
+      sums: those of the sums.
+    """
+    if not synchronisation.overlap:
+        return Local(like_params, whole, sums)
+    return Local(like_params, whole, sums, like_params, whole)
 
 
 def init_outer(fragments: Sequence[Fragment], outer: optax.GradientTransformation | None, params: Any) -> Any:

@@ -8,7 +8,7 @@ axes and made by vmap. So adding up microbatches needs no collective over replic
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,35 +19,16 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.loss import Batch, Loss, checked
 from shardtrain.functional.model import BLOCKS, Model
 from shardtrain.functional.rng import row_key
+from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.mesh_pipeline import pipeline_sums
 from shardtrain.pipeline.schedule import forward_only, make_table
-from shardtrain.pipeline.sums import Sums
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.placement import Placement, constrain
 
-
-class ReplicaSums(NamedTuple):
-    """The sums of each replica over its share of a batch; every array begins with a dim of replicas, R.
-
-    Args:
-      loss_sum: float32 (R,).
-      count: float32 (R,), examples or tokens.
-      metrics: name -> (sums, counts), float32 (R,) each.
-      grads: like params with the leading dim, float32; of loss_sum.
-      model_state: the model's state after the batch.
-    """
-
-    loss_sum: jax.Array
-    count: jax.Array
-    metrics: dict[str, tuple[jax.Array, jax.Array]]
-    grads: Any
-    model_state: Any
-
-
-_Compute = Callable[..., ReplicaSums]
-"""(params, model_state, key, first rows (M, R), batch (M, R, rows, ...)) -> `ReplicaSums`."""
+_Compute = Callable[..., Sums]
+"""(params, model_state, key, first rows (M, R), batch (M, R, rows, ...)) -> `Sums` of each replica."""
 
 
 class BoundModel:
@@ -74,9 +55,7 @@ class BoundModel:
         return outputs
 
 
-def make_replica_sums(
-    model: Model, loss: Loss, placement: Placement, start_row: int
-) -> Callable[..., ReplicaSums]:
+def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row: int) -> Callable[..., Sums]:
     """Make a function that computes the sums of each replica, for use inside jit.
 
     Args:
@@ -86,17 +65,17 @@ def make_replica_sums(
       start_row: the index of the batch's first row if it is a part of a larger batch.
 
     Returns:
-      (params, model_state, key, batch, drift) -> `ReplicaSums`, without any collective over replicas. The
-      drift is each replica's difference from params, with a leading dim over `data`, where replicas take
-      several local steps; else it is not read. A last argument takes the place of `start_row`: then
-      all islands have one program.
+      (params, model_state, key, batch, drift) -> `Sums` of each replica, without collectives over
+      replicas. The drift is each replica's difference from params, with a leading dim over `data`, where
+      replicas take several local steps; else it is not read. A last argument takes the place of
+      `start_row`: then all islands have one program.
     """
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
     rules = layout.rules_of_replica()
     row_axes = rules[axes.BATCH]
-    local_params = placement.synchronisation.every > 1
+    local_params = placement.synchronisation.keeps_drift
 
     # a leading dim over all replica axes; or over `data` alone, for what only its replicas have of their own
     replica_specs = with_leading_dim(specs.params, replica_axes)
@@ -111,7 +90,7 @@ def make_replica_sums(
         batch: Batch,
         drift: Any,
         first_row: jax.Array | int = start_row,
-    ) -> ReplicaSums:
+    ) -> Sums:
         if local_params:
             # drift is over `data` alone: the replicas of the other axes start from the same parameters
             params = constrain(jax.tree.map(jnp.add, params, drift), local_specs, mesh)
@@ -153,14 +132,12 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
     # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
     grad = jax.vmap(
         jax.value_and_grad(replica_loss, has_aux=True),
-        in_axes=(0 if placement.synchronisation.every > 1 else None, 0, None, 0, 0),
+        in_axes=(0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0),
         axis_name=model.axis_name,
         spmd_axis_name=replica_axes or None,
     )
 
-    def compute(
-        params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch
-    ) -> ReplicaSums:
+    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
         def microbatch(carry: Any, inputs: Any) -> tuple[Any, None]:
             model_state, sums = carry
             (loss_sum, (count, metrics, model_state)), grads = grad(params, model_state, key, *inputs)
@@ -178,7 +155,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
             zeros = (*zeros[:3], constrain(zeros[3], specs, mesh))
             (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
         loss_sum, count, metrics, grads = sums
-        return ReplicaSums(loss_sum, count, metrics, grads, model_state)
+        return Sums(loss_sum, count, metrics, grads, model_state)
 
     return compute
 
@@ -188,9 +165,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     stages, replica_axes = placement.stages, placement.layout.replica_axes
     assert stages is not None
 
-    def compute(
-        params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch
-    ) -> ReplicaSums:
+    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
         # the schedule needs the number of microbatches, which the batch has
         num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
         table = make_table(
@@ -211,7 +186,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
 
         sums = _over_stages(run, placement.mesh, params, grads_dim=1)(params, key, first_rows, batch)
         grads = constrain(sums.grads, specs, placement.mesh)
-        return ReplicaSums(sums.loss_sum, sums.count, sums.metrics, grads, model_state)
+        return sums._replace(grads=grads, model_state=model_state)
 
     return compute
 
@@ -285,6 +260,6 @@ def _over_stages(
         mesh=mesh,
         axis_names={axes.PIPELINE},
         in_specs=(specs(0), *[replicated] * (len(arguments) - 1)),
-        out_specs=Sums._make([replicated, replicated, replicated, grads]),
+        out_specs=Sums._make([replicated, replicated, replicated, grads, ()]),
         check_vma=False,
     )(*arguments)

@@ -19,9 +19,9 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import row_key
+from shardtrain.functional.sums import Sums, add_loss
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.pipeline.sums import Sums, add_loss
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.placement import Placement, constrain
 
@@ -242,7 +242,7 @@ class StageFunctions:
         if not loss:
             return sums
         sums = add_loss(sums, *loss)
-        return Sums(*self._by_rows(sums[:3]), grads=sums.grads)
+        return sums._replace(**self._by_rows(sums.of_loss))
 
     def _constrain_grads(self, grads: Tree) -> Tree:
         specs = with_leading_dim(self.placement.specs.params, self.replica_axes)

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
+from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.flow import Value
-from shardtrain.pipeline.sums import Sums
 from shardtrain.train_step.stage_executor import Arrays
 from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs
 

@@ -4,7 +4,6 @@ All stages execute the same table, replicas combine gradients stage by stage, an
 parameters that it owns. Losses and the gradient's norm are all-gathered. Next: `stage_executor.py`.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +23,7 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.island_combiner import IslandCombiner
-from shardtrain.train_step.island_merge import IslandMerge
+from shardtrain.train_step.island_merge import AllGather, IslandMerge
 from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
@@ -37,9 +36,6 @@ from shardtrain.train_step.step import Metrics
 
 if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
-
-AllGather = Callable[[str, Any], list[Any]]
-"""(name, value of this rank) -> every rank's."""
 
 
 class StageStep:
@@ -60,6 +56,7 @@ class StageStep:
       synchronisation: how pipelines are synchronised, stage by stage.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the first row of this pipeline in the whole batch.
+      last_step: the last step of the run, see `step.make_step`.
       observe: called after each task, see `StageExecutor`.
     """
 
@@ -80,11 +77,12 @@ class StageStep:
         synchronisation: Synchronisation = Synchronisation(),
         learning_rate: optax.Schedule | None = None,
         start_row: int = 0,
+        last_step: int = -1,
         observe: Observe | None = None,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._all_gather = all_gather
-        self._placement, self._transfer = placement, transfer
+        self.placement, self._transfer = placement, transfer
         # tags of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag)
@@ -102,7 +100,9 @@ class StageStep:
         exchange: IslandMerge | IslandCombiner
         self._merge: IslandMerge | None = None
         if synchronisation.on_deltas:
-            self._merge = exchange = IslandMerge(synchronisation, placement, transfer)
+            self._merge = exchange = IslandMerge(
+                synchronisation, placement, transfer, all_gather, last_step
+            )
         else:
             self._combiner = exchange = IslandCombiner(synchronisation.combiner, placement, transfer)
         self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
@@ -134,10 +134,12 @@ class StageStep:
         combine_state = state.combine_state
         state = state if self._merge is None else state._replace(combine_state=())
         # 1. the tasks of all microbatches, which exchange activations and cotangents with the other stages
-        own = state.params if self._merge is None else self._own_params(state)
+        own, own_state = state.params, state.model_state
+        if self._merge is not None:
+            own, own_state = self._own_params(state), state.local.model_state
         params = self._borrowed.exchange(own)
         key = step_key(state.seed, state.step)
-        programs.begin(params, state.model_state, key, batch, self._table.has_weight)
+        programs.begin(params, own_state, key, batch, self._table.has_weight)
         self._train_executor.run(programs)
         # 2. gradients: of this island's replicas, then of the stages that borrowed, for the mean loss of the
         # batch, whose count the last stage knows
@@ -158,10 +160,10 @@ class StageStep:
         # 4. or gradients combined with the same stage of the other pipelines, and one update for all
         combine_metrics: Any = []
         if seats.num_replicas > 1:
-            grads, own_state, combine_metrics, model_state = self._combined(
+            grads, own_combine_state, combine_metrics, model_state = self._combined(
                 grads, combine_state[0], count, model_state
             )
-            combine_state = [own_state]
+            combine_state = [own_combine_state]
         squares = self._gather_squares(grads)
         return self._update(state, grads, model_state, totals, squares, combine_state, combine_metrics)
 
@@ -205,7 +207,7 @@ class StageStep:
         self, grads: Tree, combine_state: Any, count: np.float32, model_state: Tree
     ) -> tuple[Any, ...]:
         """Combine with the same stage of all pipelines: (gradients, combiner state, metrics, model state)."""
-        mesh = self._placement.mesh
+        mesh = self.placement.mesh
         on_mesh = jax.device_put(count, NamedSharding(mesh, PartitionSpec()))
         sent = by_path(grads)
         # the model state is averaged while buckets of gradients are under way

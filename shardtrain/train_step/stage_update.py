@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.fragments import by_path
 from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.stage_model import nested
-from shardtrain.pipeline.sums import Sums
-from shardtrain.train_step.gradients import Gradients, merge_replicas, sum_replicas
+from shardtrain.train_step.gradients import merge_replicas, sum_replicas
 from shardtrain.train_step.island_combiner import joined_metrics
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.placement import Placement, constrain
@@ -107,7 +107,7 @@ def make_update(
         combine_metrics: Any,
     ) -> tuple[State, Metrics]:
         norm = jnp.sqrt(squares)
-        found = Gradients(grads=_clipped(grads, norm, clip), model_state=model_state, **totals)
+        found = Sums(grads=_clipped(grads, norm, clip), model_state=model_state, **totals)
         new, metrics = apply_gradients(optimizer, placement, state, found)
         new = new._replace(combine_state=combine_state)
         metrics = {**metrics, "grad_norm": norm, **joined_metrics(combine_metrics)}
@@ -152,8 +152,8 @@ def make_own_update(
             count,
             totals["loss_sum"] / jnp.where(totals["count"] > 0, totals["count"], 1),
         )
-        local = local._replace(drift=drift, count=local.count + count)
-        new = state._replace(model_state=model_state, opt_state=opt_state, local=local)
+        local = local._replace(drift=drift, count=local.count + count, model_state=model_state)
+        new = state._replace(opt_state=opt_state, local=local)
         metrics = {**totals["metrics"], "loss_sum": totals["loss_sum"], "count": totals["count"]}
         return unless_skipped(state, new, {**metrics, "grad_norm": norm}, learning_rate)
 
@@ -179,8 +179,7 @@ def _shardings(placement: Placement) -> tuple[NamedSharding, Any]:
 
 def _loss_sums(sums: Sums) -> dict[str, Any]:
     """Return the sums of the loss, over this island's replicas."""
-    found = {"loss_sum": sums.loss_sum, "count": sums.count, "metrics": sums.metrics}
-    return jax.tree.map(lambda x: x.sum(0), found)
+    return jax.tree.map(lambda x: x.sum(0), sums.of_loss)
 
 
 def _clipped(grads: Tree, norm: jax.Array, clip: float | None) -> Tree:

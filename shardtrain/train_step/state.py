@@ -51,13 +51,20 @@ class Local(NamedTuple):
 
     Args:
       drift: like params, float32: a replica's parameters minus the common ones.
-      count: float32 (..., fragments), examples or tokens since each fragment was combined.
+      count: float32 (..., fragments), examples or tokens since each fragment was sent.
       sums: of islands: sums of the loss and the like since the last merge, which are reported then.
+      sent: like drift, where merges overlap with steps: the part of it that was sent and has not been
+        combined yet, else zeros; () without overlap.
+      sent_count: like count, of what was sent; -1 where nothing is under way.
+      model_state: of islands: the model's state of this one; the common one is that of the last merge.
     """
 
     drift: Any
     count: Any
     sums: Any = ()
+    sent: Any = ()
+    sent_count: Any = ()
+    model_state: Any = ()
 
 
 def abstract_state(

@@ -17,9 +17,10 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.loss import Batch, Loss, checked
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
+from shardtrain.functional.sums import Sums
 from shardtrain.optim.optimizer_state import stored, value_function
-from shardtrain.train_step.delta_step import make_delta_update
-from shardtrain.train_step.gradients import Gradients, make_gradients, make_replica_means
+from shardtrain.train_step.delta_step import make_delta_update, make_merge
+from shardtrain.train_step.gradients import make_gradients, make_replica_means
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
 from shardtrain.train_step.state import Metrics, State
@@ -34,6 +35,7 @@ def make_step(
     placement: Placement,
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
+    last_step: int = -1,
 ) -> Step:
     """Make the training step as one compiled program.
 
@@ -44,20 +46,29 @@ def make_step(
       placement: the shardings of this model's and optimizer's state, and how replicas are combined.
       learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
       start_row: the index of the batch's first row if it is a part of a larger batch.
+      last_step: the last step of the run: replicas with local steps combine all that they have changed in
+        it; -1 if there is none.
 
     Returns:
       (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every array of
       the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32 scalars on the
       device: loss_sum, count, grad_norm (before clipping; with deltas the root mean square of the
       replicas' norms), skipped (1 if loss or gradient is not finite: then only the step counter
-      changes), the loss's own as (sum, count), and the combiner's, (L,) by `combined_labels`.
+      changes, and what replicas changed before is combined if it is due), the loss's own as (sum, count),
+      and the combiner's, (L,) by `combined_labels`.
     """
     make = make_delta_update if placement.synchronisation.on_deltas else _make_gradient_update
     compute = make(model, loss, optimizer, placement, start_row)
+    # what replicas changed in other steps is combined also if this one is skipped
+    merge = make_merge(placement, last_step) if placement.synchronisation.keeps_drift else None
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         new, metrics = compute(state, batch)
-        return unless_skipped(state, new, metrics, learning_rate)
+        state, metrics = unless_skipped(state, new, metrics, learning_rate)
+        if merge is None:
+            return state, metrics
+        state, found = merge(state)
+        return state, {**metrics, **found}
 
     return compiled(step, placement)
 
@@ -91,8 +102,8 @@ def apply_gradients(
     optimizer: optax.GradientTransformation,
     placement: Placement,
     state: State,
-    found: Gradients,
-    compute: Callable[[Any], Gradients] | None = None,
+    found: Sums,
+    compute: Callable[[Any], Sums] | None = None,
 ) -> tuple[State, Metrics]:
     """Return the state after an update and the step's metrics, for use inside jit.
 
@@ -107,25 +118,20 @@ def apply_gradients(
     # the update is computed in shards, even if parameters are replicated (ZeRO-1 and 2)
     grads = constrain(found.grads, specs.sharded, mesh)
     params = constrain(state.params, specs.sharded, mesh)
-    extra: dict[str, Any] = {"value": mean_loss(found), "grad": grads}
+    extra: dict[str, Any] = {"value": found.mean_loss, "grad": grads}
     # line searches evaluate the loss at other parameters
     if compute is not None:
 
         def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
             other = compute(params)
-            return mean_loss(other), constrain(other.grads, specs.sharded, mesh)
+            return other.mean_loss, constrain(other.grads, specs.sharded, mesh)
 
         extra["value_fn"] = value_function(value_and_grad, state.params)
     updates, opt_state = stored(optimizer).update(grads, state.opt_state, params, **extra)
     params = optax.apply_updates(params, updates)
     new = state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
     norm = optax.tree.norm(found.grads)
-    return new, {**found.metrics, "loss_sum": found.loss_sum, "count": found.count, "grad_norm": norm}
-
-
-def mean_loss(found: Gradients) -> jax.Array:
-    """Return the mean loss of a batch; 0 if no example counts."""
-    return found.loss_sum / jnp.where(found.count > 0, found.count, 1)
+    return new, {**found.logged, "grad_norm": norm}
 
 
 def _make_gradient_update(
@@ -139,7 +145,7 @@ def _make_gradient_update(
         def update(state: State, batch: Batch) -> tuple[State, Metrics]:
             key = step_key(state.seed, state.step)
 
-            def compute(params: Any) -> Gradients:
+            def compute(params: Any) -> Sums:
                 return gradients(params, state.model_state, key, batch)
 
             return apply_gradients(optimizer, placement, state, compute(state.params), compute)
@@ -183,8 +189,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
     mesh, layout = placement.mesh, placement.layout
 
     def evaluate_stages(state: State, batch: Batch) -> Metrics:
-        found = make_pipeline_losses(model, loss, placement)(state.params, batch)
-        return {**found.metrics, "loss_sum": found.loss_sum, "count": found.count}
+        return make_pipeline_losses(model, loss, placement)(state.params, batch).logged
 
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:

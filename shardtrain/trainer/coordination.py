@@ -132,10 +132,18 @@ class Coordination:
         return any(self.islands.control.all_gather(question, answer, LONG_SECONDS))
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks before a compiled program with MPI, which could not name a missing rank."""
-        if self.islands is not None:
-            self.timer.end()
-            self.islands.control.all_gather(name, timeout_seconds=LONG_SECONDS)
+        """Wait for all ranks."""
+        self.meet(name)
+
+    def meet(self, name: str, value: Any = None) -> list[Any]:
+        """Gather the values of all ranks when each has done its own work of a step.
+
+        It is called before a compiled program with MPI, which could not name a missing rank.
+        """
+        if self.islands is None:
+            return [value]
+        self.timer.end()
+        return self.islands.control.all_gather(name, value, LONG_SECONDS)
 
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Compare the facts of all ranks, see `agreement.facts`.
@@ -200,7 +208,7 @@ class Coordination:
             control.all_gather(f"{name}: turn {turn}", timeout_seconds=LONG_SECONDS)
         return result
 
-    def close(self) -> None:
-        """End the threads of the transfer."""
+    def close(self, failed: bool = False) -> None:
+        """End the thread of the transfer, see `Transfer.close`."""
         if self.transfer is not None:
-            self.transfer.close()
+            self.transfer.close(failed)

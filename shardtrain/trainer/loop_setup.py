@@ -44,7 +44,7 @@ def make_loop_parts(
     # all ranks vote after each step, or after those that merge or save; who is slow is reported here
     def vote(step: int, own: StepVote) -> StepVote:
         saves = run.checkpoints.every_steps
-        meets = step % local_steps == 0 or (saves is not None and step % saves == 0)
+        meets = step % local_steps == 0 or step == run.steps or (saves is not None and step % saves == 0)
         result, slow = coordination.vote(step, own, meets=meets)
         if slow is not None:
             output.note(f"WARNING: {slow}")
@@ -56,7 +56,10 @@ def make_loop_parts(
 
     # batches and sinks differ in each segment: `train._train_segment` sets them
     return LoopParts(
-        step=island_step or make_step(setup.model, run.loss, setup.optimizer, placement, setup.learning_rate),
+        step=island_step
+        or make_step(
+            setup.model, run.loss, setup.optimizer, placement, setup.learning_rate, last_step=run.steps
+        ),
         batches=iter(()),
         evaluate=make_evaluation(run, setup, coordination, prepared.heldout, island_step),
         checkpoints=checkpoints,
@@ -94,17 +97,15 @@ def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
 
 def _make_check(prepared: PreparedRun):
     """Make the function that raises `RollBack` where copies of the parameters are not the same bits."""
-    setup, local_steps = prepared.setup, prepared.run.strategy.synchronisation.every
+    setup = prepared.setup
     find = make_find_divergence(setup.mesh, setup.placement.state.params)
     kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {dict(setup.mesh.shape)}"
 
     def check(step: int, state: State) -> None:
-        # between the steps that combine, replicas have different parameters
-        if step % local_steps == 0:
-            found = find(state.params)
-            problem = divergence_text(step, found) if found else ""
-            if text := faulty_copies(prepared.coordination, step, problem, kind, state.params):
-                raise RollBack(step, text)
+        found = find(state.params)
+        problem = divergence_text(step, found) if found else ""
+        if text := faulty_copies(prepared.coordination, step, problem, kind, state.params):
+            raise RollBack(step, text)
 
     return check
 
@@ -112,7 +113,7 @@ def _make_check(prepared: PreparedRun):
 def make_loop_options(run: Run) -> LoopOptions:
     """Make the options of the loop."""
     local_steps = run.strategy.synchronisation.every
-    # evaluate only after steps that combine: in between, replicas have different parameters
+    # evaluate only where replicas meet: in between, the common parameters do not change
     every = run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
     # with deltas each replica clips its own gradient, and the norm in the metrics is a mean over them
     optimizer = None if run.strategy.synchronisation.on_deltas else run.optimizer

@@ -63,7 +63,8 @@ def make_multi_island_step(
         synchronisation=run.strategy.synchronisation,
         learning_rate=setup.learning_rate,
         start_row=loader.shard.start,
-        barrier=coordination.barrier,
+        last_step=run.steps,
+        all_gather=coordination.meet,
     )
 
 
@@ -98,4 +99,5 @@ def _make_stage_step(
         synchronisation=run.strategy.synchronisation,
         learning_rate=setup.learning_rate,
         start_row=loader.shard.start,
+        last_step=run.steps,
     )

@@ -98,7 +98,7 @@ def prepare_run(
     source, heldout = Coordination(islands).in_turn("data", lambda: _open_sources(run, folder))
     setup = _make_setup(run, source, islands, output)
     coordination = _make_coordination(run, setup, islands)
-    stack.callback(coordination.close)
+    stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
     # Compare what all islands must have in common.
     description["data.fingerprint"] = getattr(source, "fingerprint", None)
     coordination.check_agreement(_facts(run, setup, description))
@@ -221,7 +221,7 @@ def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     """Return the run scaled to the number of replicas, see `scaling.scaled`.
 
     Raises:
-      ValueError: replicas would not be combined after the last step.
+      ValueError: there is one island, and its gradients are to be a sum over islands.
     """
     sizes = axis_sizes(run.strategy.layout.mesh, jax.device_count())
     own = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
@@ -234,15 +234,6 @@ def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     found = scaled(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
     for line in found.notes:
         output.note(line)
-    steps, each = found.run.steps, run.strategy.synchronisation.every
-    if rest := steps % each:
-        below = steps - rest
-        use = f"{below} or {below + each}" if below else f"{each}"
-        scaled_text = "" if steps == run.steps else " when scaled"
-        raise ValueError(
-            f"steps is {steps}{scaled_text}, and replicas are combined every {each} steps:"
-            f" {steps} % {each} = {rest}. Use {use}."
-        )
     if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
     return found.run

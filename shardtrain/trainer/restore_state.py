@@ -15,6 +15,7 @@ from shardtrain.checkpoints.origins import OF_LAYOUT, state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.model import path_text
+from shardtrain.train_step.replica_state import restarted
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
@@ -116,6 +117,7 @@ def synchronise_restored(
     lost = coordination.all_gather("own state", is_lost)
     own_optimizers = run.strategy.synchronisation.on_deltas and not any(lost)
     state = broadcast_state(coordination, state, own_optimizers)
+    state = _same_round(checkpoints, state, arrays)
     if wrong := differing_arrays(coordination, state, own_optimizers):
         raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
     if any(lost):
@@ -124,6 +126,22 @@ def synchronise_restored(
             " all continue with the optimizer's state of island 0"
         )
     return state
+
+
+def _same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array]) -> State:
+    """Begin a round anew on all islands, unless each of them has read what it changed in its own."""
+    if checkpoints.coordination.transfer is None or not state.local:
+        return state
+    has_read = checkpoints.coordination.all_gather(
+        "local steps", any(path.startswith("local/") for path in arrays)
+    )
+    if all(has_read):
+        return state
+    if any(has_read):
+        checkpoints.note(
+            "not all islands found what they had changed since the last merge: it is dropped on all of them"
+        )
+    return state._replace(local=restarted(state.local, state.model_state))
 
 
 def _readable(
@@ -142,8 +160,7 @@ def _readable(
         "local": "what each replica changed since the last merge is",
         "outer_state": "the outer optimizer's state is",
     }.items():
-        is_saved = any(path.startswith(f"{name}/") for path in reader.stored_arrays)
-        if is_saved and jax.tree.leaves(getattr(wanted, name)):
+        if any(path.startswith(f"{name}/") for path in reader.stored_arrays):
             checkpoints.note(
                 f"{what} dropped: that depends on the buckets, devices and synchronisation of the layout that"
                 " was saved, and this layout differs"

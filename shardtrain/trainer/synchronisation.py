@@ -35,7 +35,8 @@ def synchronise(
         f"{len(paths)} parameters were not the same bits on all islands, {paths[0]} among them;"
         " all continue with those of island 0"
     )
-    return broadcast_state(coordination, state, own_optimizers)
+    # the step is equal everywhere, and as the same array it says that this is the state of the last step
+    return broadcast_state(coordination, state, own_optimizers)._replace(step=state.step)
 
 
 def broadcast_state(coordination: Coordination, state: State, own_optimizers: bool) -> State:

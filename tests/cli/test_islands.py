@@ -178,20 +178,7 @@ def test_a_mistake_ends_all_islands_with_one_message(options, text, folder, star
     assert not Path("run/checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            ["--local-steps", "2"],
-            "is 2, but gradients are combined in every step; use deltas",
-        ),
-        (
-            ["--local-steps", "4", "--combine-on", "deltas", "--steps", "6"],
-            "steps is 6, and replicas are combined every 4 steps: 6 % 4 = 2. Use 4 or 8.",
-        ),
-    ],
-)
-def test_local_steps_that_do_not_fit_are_refused(options, text, folder, capsys):
-    assert cli.main(["train", "tiny.py", *options]) == cli.USER_ERROR
-    assert text in capsys.readouterr().err
+def test_local_steps_without_deltas_are_refused(folder, capsys):
+    assert cli.main(["train", "tiny.py", "--local-steps", "2"]) == cli.USER_ERROR
+    assert "is 2, but gradients are combined in every step; use deltas" in capsys.readouterr().err
     assert not Path("run").exists()

@@ -1,90 +1,25 @@
 """Every way to synchronise the replicas of a mesh gives the arithmetic of its replicas, in float64."""
 
 import itertools
-import math
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from local_sgd import local_sgd
-from tiny_language_model import TinyConfig
+from mesh_local_sgd import MESHES, MODEL, NESTEROV, RATE, STEPS, batches, expected, same, steps
 
 from shardtrain.combine.fragments import by_path, make_fragments
-from shardtrain.combine.replicas import stacked_paths
 from shardtrain.combine.synchronisation import PRESETS, Outer, Synchronisation, preset
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
-MODEL = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=3))
-ROWS, SEQ, RATE, STEPS = 16, 4, 0.5, 5
-NESTEROV = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
 OUTERS = {"none": Outer(), "momentum": Outer(learning_rate=0.5, momentum=0.5), "nesterov": NESTEROV}
-MESHES = {"data": {"data": 4}, "data+fsdp": {"data": 4, "fsdp": 2}, "data+tensor": {"data": 2, "tensor": 2}}
-
-
-@cache
-def batches():
-    random = np.random.default_rng(1)
-    weights = np.ones(ROWS, np.float32)
-    weights[-3:] = 0  # of four replicas the last one has a single example
-    tokens = random.integers(0, 16, (STEPS, ROWS, SEQ + 1), np.int32)
-    return [{"tokens": each, "weights": weights} for each in tokens]
-
-
-def part(batch, replica, num_replicas):
-    rows = ROWS // num_replicas
-    return {name: x[replica * rows : (replica + 1) * rows] for name, x in batch.items()}
-
-
-@jax.jit
-def plain_gradient(params, batch):
-    def loss(params):
-        apply = lambda *inputs: MODEL.apply(params, {}, jax.random.key(0), True, *inputs)[0]  # noqa: E731
-        total, count, *_ = next_token_loss(apply, jax.tree.map(jnp.asarray, batch))
-        return total / count
-
-    return jax.grad(loss)(params)
-
-
-def steps(synchronisation, mesh, num_steps=STEPS, optimizer=None, state=None, first=0):
-    """The states after each step, on the host; and the placement."""
-    optimizer = optimizer or optax.sgd(RATE)
-    layout = Layout(mesh=mesh)
-    jax_mesh = make_mesh(layout, jax.devices()[: math.prod(mesh.values())])
-    placement = make_placement(MODEL, optimizer, layout, jax_mesh, synchronisation=synchronisation)
-    step = make_step(MODEL, next_token_loss, optimizer, placement)
-    state = init_state(MODEL, optimizer, placement, 3) if state is None else state
-    found = [jax.device_get(state)]
-    state = jax.device_put(state, placement.state)
-    for batch in batches()[first:num_steps]:
-        state, metrics = step(state, place(batch, jax_mesh, layout.batch_axes))
-        assert metrics["skipped"] == 0
-        found.append(jax.device_get(state))
-    return found, placement
-
-
-def expected(synchronisation, num_replicas, params, placement):
-    specs = placement.specs
-    counts = [part(batches()[0], r, num_replicas)["weights"].sum() * SEQ for r in range(num_replicas)]
-    gradient = lambda params, r, step: plain_gradient(params, part(batches()[step - 1], r, num_replicas))  # noqa: E731
-    fragments = make_fragments(params, stacked_paths(specs.arrays, specs.sharded), synchronisation.fragments)
-    return local_sgd(gradient, params, counts, STEPS, synchronisation, RATE, fragments)
-
-
-def same(params, reference, name):
-    for path, x in by_path(params).items():
-        np.testing.assert_allclose(x, reference[path], 1e-5, 2e-6, err_msg=f"{name}: {path}")
-
-
 GRID = list(itertools.product(MESHES, (1, 2, 4), OUTERS))
 
 
@@ -106,13 +41,57 @@ def test_local_steps_and_merges_are_those_of_each_replica(mesh, every, outer):
 @pytest.mark.parametrize("mesh", ["data+fsdp", "data+tensor"])
 def test_fragments_are_merged_in_turn(mesh):
     synchronisation = Synchronisation(on="deltas", every=4, fragments=2, outer=NESTEROV)
-    states, placement = steps(synchronisation, MESHES[mesh])
-    reference = expected(synchronisation, MESHES[mesh]["data"], states[0].params, placement)
+    states, placement = steps(synchronisation, MESHES[mesh], last_step=STEPS)
+    replicas = MESHES[mesh]["data"]
+    reference = expected(synchronisation, replicas, states[0].params, placement, last_step=STEPS)
     for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
         same(state.params, params, f"step {number}")
+    # nothing is left after the last step, which is in the middle of a round
+    assert not any(x.any() for x in jax.tree.leaves(states[-1].local))
     # after two steps some layers have moved, and the others have not
     moved = (states[2].params["blocks"]["up"] != states[0].params["blocks"]["up"]).any((1, 2))
     assert moved.tolist() == [True, False, True]
+
+
+OVERLAPPED = {
+    "a whole round": Synchronisation(on="deltas", every=2, overlap=2),
+    "each step, one late": Synchronisation(on="deltas", overlap=1),
+    "fragments": Synchronisation(on="deltas", every=2, overlap=1, fragments=2, outer=NESTEROV),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_a_merge_arrives_some_steps_after_it_was_sent(name):
+    states, placement = steps(OVERLAPPED[name], MESHES["data"], last_step=STEPS)
+    reference = expected(OVERLAPPED[name], 4, states[0].params, placement, last_step=STEPS)
+    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
+        same(state.params, params, f"step {number}")
+    # after the last step nothing is under way or left to send
+    local = states[-1].local
+    assert not any(x.any() for x in jax.tree.leaves((local.drift, local.sent, local.count)))
+    assert (local.sent_count == -1).all()
+
+
+def test_a_skipped_step_combines_what_was_changed_before():
+    synchronisation = Synchronisation(on="deltas", every=3)
+    layout = Layout(mesh=MESHES["data"])
+    mesh = make_mesh(layout, jax.devices()[:4])
+    placement = make_placement(MODEL, optax.sgd(RATE), layout, mesh, synchronisation=synchronisation)
+    step = make_step(MODEL, next_token_loss, optax.sgd(RATE), placement)
+    state = init_state(MODEL, optax.sgd(RATE), placement, 3)
+    states = [jax.device_get(state)]
+    for number, batch in enumerate(batches()[:3], 1):
+        weights = batch["weights"] * (np.nan if number == 3 else 1)
+        state, metrics = step(state, place({**batch, "weights": weights}, mesh, layout.batch_axes))
+        assert metrics["skipped"] == (number == 3)
+        states.append(jax.device_get(state))
+    # step 3 adds nothing of its own, and the mean of what the replicas changed in the two before
+    shares = states[2].local.count[:, 0] / states[2].local.count.sum()
+    expected = jax.tree.map(
+        lambda p, d: p + np.tensordot(shares, d, 1), states[2].params, states[2].local.drift
+    )
+    same(states[3].params, by_path(expected), "skipped")
+    assert not any(x.any() for x in jax.tree.leaves(states[3].local))
 
 
 def test_a_merge_in_every_step_at_rate_one_is_the_plain_step():
@@ -122,8 +101,11 @@ def test_a_merge_in_every_step_at_rate_one_is_the_plain_step():
         same(a.params, by_path(b.params), "plain")
 
 
-def test_a_state_between_merges_goes_on_with_the_same_bits():
-    synchronisation = Synchronisation(by="int8+mean", on="deltas", every=4, fragments=2, outer=NESTEROV)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_state_between_merges_goes_on_with_the_same_bits(overlap):
+    synchronisation = Synchronisation(
+        by="int8+mean", on="deltas", every=4, fragments=2, overlap=overlap, outer=NESTEROV
+    )
     whole, _ = steps(synchronisation, MESHES["data"], optimizer=optax.adam(1e-2))
     for number in range(1, STEPS):
         state = jax.tree.map(jnp.asarray, whole[number])
@@ -155,6 +137,10 @@ def test_presets_are_found_by_name():
     [
         ({"fragments": 3, "every": 2, "on": "deltas"}, "use 2 fragments or fewer"),
         ({"outer": NESTEROV}, "use deltas (--combine-on deltas)"),
+        ({"overlap": 3, "every": 2, "on": "deltas"}, "use 0 to 2"),
+        ({"overlap": 1}, "overlap is 1, and gradients are combined in every step; use deltas"),
+        ({"when": "moved:0.1"}, "when is 'moved:0.1', and gradients are combined in every step"),
+        ({"when": "mved:0.1", "on": "deltas"}, "did you mean 'moved'"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(given, text):

@@ -6,7 +6,17 @@ import numpy as np
 from shardtrain.combine.fragments import by_path, like_paths
 
 
-def local_sgd(gradient, params, counts, num_steps, synchronisation, rate, fragments):
+def local_sgd(
+    gradient,
+    params,
+    counts,
+    num_steps,
+    synchronisation,
+    rate,
+    fragments,
+    last_step=-1,
+    meets=lambda deltas, common: True,
+):
     """The common parameters after each step, path -> float64; replicas are averaged by their counts.
 
     Args:
@@ -17,12 +27,30 @@ def local_sgd(gradient, params, counts, num_steps, synchronisation, rate, fragme
       synchronisation: on deltas, by "mean".
       rate: of the replicas' own plain SGD.
       fragments: which rows of which array are merged together.
+      last_step: in which all that was changed is combined.
+      meets: (path -> each replica's deltas, path -> common parameters) -> whether a fragment is sent.
     """
-    outer = synchronisation.outer
+    every, overlap, outer = synchronisation.every, synchronisation.overlap, synchronisation.outer
     common = {path: np.asarray(x, np.float64) for path, x in by_path(params).items()}
     own = [{path: x.copy() for path, x in common.items()} for _ in counts]
     velocity = {path: np.zeros_like(x) for path, x in common.items()}
     shares = np.asarray(counts, np.float64) / sum(counts)
+    under_way = {}
+
+    def rows_of(fragment):
+        return {path: slice(None) if rows is None else np.array(rows) for path, rows in fragment.rows.items()}
+
+    def arrive(number, fragment):
+        sent = under_way.pop(number)
+        for path, at in rows_of(fragment).items():
+            delta = sum(share * x for share, x in zip(shares, sent[path], strict=True))
+            v = velocity[path][at] = outer.momentum * velocity[path][at] + delta
+            before = common[path][at].copy()
+            common[path][at] += outer.learning_rate * (delta + outer.momentum * v if outer.nesterov else v)
+            for x, own_delta in zip(own, sent[path], strict=True):
+                # what it changed since it sent stays its own
+                x[path][at] = common[path][at] + (x[path][at] - before - own_delta)
+
     found = []
     for step in range(1, num_steps + 1):
         for replica, count in enumerate(counts):
@@ -30,20 +58,18 @@ def local_sgd(gradient, params, counts, num_steps, synchronisation, rate, fragme
                 at = like_paths(params, {p: x.astype(np.float32) for p, x in own[replica].items()})
                 for path, g in by_path(jax.device_get(gradient(at, replica, step))).items():
                     own[replica][path] -= rate * np.asarray(g, np.float64)
+        is_last = step == last_step
         for number, fragment in enumerate(fragments):
-            if step % synchronisation.every != (number + 1) * synchronisation.every // len(fragments) % (
-                synchronisation.every
-            ):
+            since = step - (number + 1) * every // len(fragments)
+            if number in under_way and ((since - overlap) % every == 0 or is_last):
+                arrive(number, fragment)
+            if since % every and not is_last:
                 continue
-            for path, rows in fragment.rows.items():
-                at = slice(None) if rows is None else np.array(rows)
-                delta = sum(
-                    share * (x[path][at] - common[path][at]) for share, x in zip(shares, own, strict=True)
-                )
-                v = velocity[path][at] = outer.momentum * velocity[path][at] + delta
-                moved = delta + outer.momentum * v if outer.nesterov else v
-                common[path][at] += outer.learning_rate * moved
-                for x in own:
-                    x[path][at] = common[path][at]
+            rows = rows_of(fragment).items()
+            deltas = {path: [x[path][at] - common[path][at] for x in own] for path, at in rows}
+            if is_last or meets(deltas, {path: common[path][at] for path, at in rows}):
+                under_way[number] = deltas
+                if is_last or not overlap:
+                    arrive(number, fragment)
         found.append({path: x.copy() for path, x in common.items()})
     return found

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
@@ -123,6 +124,7 @@ def main() -> None:
     if num_islands == 2:
         one_bad_island(comm, Transfer(mesh, groups["all_reduce"]), placement, batch, start)
         an_empty_island(comm, Transfer(mesh, groups["all_reduce"]), layout, mesh, batch, start)
+        own_statistics(comm, Transfer(mesh, groups["all_reduce"]), layout, mesh, batch, start)
     if num_islands in (2, 3):
         local_steps(comm, Transfer(mesh, groups["all_reduce"], 3000, 1000), layout, mesh)
     sys.stdout.write("done\n")
@@ -172,13 +174,62 @@ def an_empty_island(comm, transfer, layout, mesh, batch, start) -> None:
     assert Control(comm).all_gather("bits", bits) == [bits] * comm.size
 
 
+class Normed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(16, momentum=0.75, rngs=rngs)
+        self.head = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.norm(x.reshape(len(x), -1)))
+
+
+def own_statistics(comm, transfer, layout, mesh, batch, start) -> None:
+    """Between merges each island has running statistics of its own; a merge averages them by examples."""
+    model, optimizer = from_nnx(Normed), optax.sgd(0.1)
+    placement = make_placement(model, optimizer, layout, mesh)
+    found = {}
+    for every in (2, 4):
+        way = Synchronisation(on="deltas", every=every)
+        step = make_island_step(
+            model, classification_loss, optimizer, placement, transfer, synchronisation=way, start_row=start
+        )
+        state = step.begin(init_state(model, optimizer, placement, 7), batch)
+        before = jax.device_get(state.model_state)
+        state, _ = step(state, batch)
+        # what is saved and evaluated is still that of the last merge
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), before)
+        state, _ = step(state, batch)
+        found[every] = jax.device_get(state)
+    own = found[4].local.model_state
+    by_island = comm.allgather((own, float(batch["weights"].sum())))
+    assert any((a != b).any() for a, b in zip(*(jax.tree.leaves(x) for x, _ in by_island), strict=True))
+    counts = np.array([count for _, count in by_island])
+    expected = jax.tree.map(
+        lambda *x: np.tensordot(counts / counts.sum(), np.stack(x), 1), *(x for x, _ in by_island)
+    )
+    for got in (found[2].model_state, found[2].local.model_state):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-6), got, expected)
+
+
 WAYS = {
     "every step, momentum": Synchronisation(on="deltas", outer=Outer(learning_rate=0.5, momentum=0.5)),
     "every 2": Synchronisation(on="deltas", every=2),
     "nesterov, fragments": Synchronisation(
         on="deltas", every=4, fragments=2, outer=Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
     ),
+    "overlap": Synchronisation(on="deltas", every=2, overlap=1, fragments=2, outer=Outer(learning_rate=0.5)),
+    "rule": Synchronisation(on="deltas", when="moved:0.03"),
 }
+
+
+def meets_at(part):
+    """The rule "moved", in float64."""
+
+    def meets(deltas, common):
+        far = np.sqrt(sum((np.stack(x) ** 2).reshape(len(x), -1).sum(1) for x in deltas.values())).max()
+        return far > part * np.sqrt(sum((x**2).sum() for x in common.values()))
+
+    return meets
 
 
 def local_steps(comm, transfer, layout, mesh) -> None:
@@ -207,14 +258,19 @@ def local_steps(comm, transfer, layout, mesh) -> None:
         start = sum(shares[:replica])
         return gradient(params, tokens[step - 1, start : start + shares[replica]])
 
+    gather = Control(comm).all_gather
+    rows_and_end = {"start_row": first, "last_step": num_steps, "all_gather": gather}
     for name, way in WAYS.items():
+        moved_3_percent = meets_at(0.03) if way.when != "always" else lambda deltas, common: True
         step = make_island_step(
-            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, start_row=first
+            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
         )
         state = step.begin(init_state(model, optimizer, placement, 7), batches[0])
         fragments = fragments_of(way, placement.specs)
         params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
-        expected = local_sgd(plain, params, shares, num_steps, way, rate, fragments)
+        expected = local_sgd(
+            plain, params, shares, num_steps, way, rate, fragments, last_step=num_steps, meets=moved_3_percent
+        )
         saved, counted = [], 0.0
         for number, batch in enumerate(batches):
             saved.append(jax.device_get(state))
@@ -224,10 +280,10 @@ def local_steps(comm, transfer, layout, mesh) -> None:
                 case = f"{name}, step {number + 1}: {path}"
                 np.testing.assert_allclose(x, expected[number][path], 1e-5, 2e-6, err_msg=case)
         # the loss of a step is told once, with the merge that ends its round
-        assert counted == sum(shares) * 4 * (num_steps // way.every * way.every), (name, counted)
+        assert counted == sum(shares) * 4 * num_steps, (name, counted)
         # another step that gets a state from between two merges goes on with the same bits
         again = make_island_step(
-            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, start_row=first
+            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
         )
         wanted = again.wanted(restorable_state(placement), batches[0])
         other = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), saved[3], wanted)

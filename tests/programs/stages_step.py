@@ -32,6 +32,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.step import make_evaluate, make_step
@@ -161,6 +162,7 @@ def make(
     synchronisation=Synchronisation(),
     shares=None,
     optimizer=None,
+    last_step=-1,
 ):
     """(step, state, batch) of this rank."""
     optimizer = optimizer or gradients_as_state()
@@ -201,6 +203,7 @@ def make(
         all_gather=Control(comm).all_gather,
         synchronisation=synchronisation,
         start_row=start,
+        last_step=last_step,
     )
     state = init_state(stage_model.as_model(), optimizer, placement, 7)
     batch = place(rows, mesh, layout.batch_axes, microbatches)
@@ -275,12 +278,30 @@ def adasum_of_pipelines(comm, num_stages) -> None:
     step.close()
 
 
+def whole_fragments(comm, step, way):
+    """The fragments of all stages, as rows of the whole model's arrays."""
+    blocks = np.array(step.stage_model.block_numbers)
+    own = [
+        {path: rows if rows is None else tuple(blocks[list(rows)]) for path, rows in each.rows.items()}
+        for each in fragments_of(way, step.placement.specs)
+    ]
+    by_rank = comm.allgather(own)[: step.seats.num_stages]
+    found = []
+    for number in range(way.fragments):
+        whole = {}
+        for stage in by_rank:
+            for path, rows in stage[number].items():
+                whole[path] = rows if rows is None else (*whole.get(path, ()), *rows)
+        found.append(Fragment(whole))
+    return found
+
+
 def local_steps_of_pipelines(comm, num_stages) -> None:
     """Pipelines that meet every second step: what each changes alone, in float64, merged stage by stage."""
     shares, rate = [24, 16], 0.5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
-    way = Synchronisation(on="deltas", every=2, outer=outer)
-    step, state, batch = make(comm, num_stages, "plain", "1f1b", 1, 2, way, shares, optimizer=optax.sgd(rate))
+    way = Synchronisation(on="deltas", every=2, fragments=2, overlap=1, outer=outer)
+    step, state, batch = make(comm, num_stages, "plain", "1f1b", 1, 2, way, shares, optax.sgd(rate), 4)
     whole = make_alone("plain", 0, ROWS)[1].params
     loss, rows = data("plain")
 
@@ -298,8 +319,7 @@ def local_steps_of_pipelines(comm, num_stages) -> None:
         return gradient(params, {name: x[start : start + shares[replica]] for name, x in rows.items()})
 
     counts = [rows["weights"][:24].sum(), rows["weights"][24:].sum()]
-    fragments = [Fragment(dict.fromkeys(by_path(whole)))]
-    expected = local_sgd(plain, whole, counts, 4, way, rate, fragments)
+    expected = local_sgd(plain, whole, counts, 4, way, rate, whole_fragments(comm, step, way), last_step=4)
     for number in range(4):
         state, metrics = step(state, batch)
         assert metrics["count"] == sum(counts) * SEQ

@@ -91,9 +91,9 @@ _, printed = run("mean")
 if ISLANDS is None or ISLANDS.is_first:
     (FOLDER / "mean.txt").write_text(printed)
 if ISLANDS is not None:
-    # saved at step 4, between the merges of steps 3 and 6
+    # saved at step 4, between two merges: what was sent after step 3 is under way until step 5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
-    own = Synchronisation(by="int8+adasum", on="deltas", every=3, outer=outer)
+    own = Synchronisation(by="int8+adasum", on="deltas", every=3, overlap=2, outer=outer)
     state = interrupted("own", own)
     # each island has an optimizer of its own, and all have the same parameters
     digest = [[x.hex() for x in bits(tree)] for tree in (state.params, state.opt_state)]

@@ -93,7 +93,7 @@ def assert_equal(a, b):
 
 @cache
 def word_gradients(mesh=EIGHT, loss=next_token_loss, **options):
-    """batch, microbatches -> `Gradients` on the host; compiled once for each mesh and shape."""
+    """batch, microbatches -> `Sums` on the host; compiled once for each mesh and shape."""
     placement = placed(WORDS, SGD, dict(mesh), **options)
     state = init_state(WORDS, SGD, placement)
     compiled = jax.jit(make_gradients(WORDS, loss, placement))

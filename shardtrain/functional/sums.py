@@ -1,6 +1,7 @@
-"""Sums over the microbatches of a batch: the loss, its metrics, and gradients.
+"""What is computed of a batch: sums of the loss and its metrics, gradients, and the model's state.
 
-Next: `mesh_pipeline.py`, and `train_step/stage_programs.py` across islands.
+One type for a microbatch, a replica, a stage and a whole step. Next: `train_step/replica_sums.py`,
+`pipeline/mesh_pipeline.py`, `train_step/stage_programs.py`.
 """
 
 from typing import Any, NamedTuple
@@ -13,25 +14,44 @@ from shardtrain.functional.model import BLOCKS
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches. Across islands every array begins with a dim of the island's replicas, R.
+    """What is computed of a batch, summed over its microbatches.
+
+    Where several replicas have one, every array begins with a dim of replicas, R.
 
     Args:
       loss_sum: float32 scalar.
-      count: float32 scalar.
-      metrics: name -> (sum, count).
-      grads: like params, float32, of loss_sum; {} without a backward pass.
+      count: float32 scalar, examples or tokens.
+      metrics: name -> (sum, count), of the loss's own metrics.
+      grads: like params, float32: of loss_sum, or of the mean loss once it is divided; {} without a
+        backward pass.
+      model_state: the model's state after the batch; () where it is kept elsewhere.
     """
 
     loss_sum: jax.Array
     count: jax.Array
     metrics: dict[str, tuple[jax.Array, jax.Array]]
     grads: Any
+    model_state: Any = ()
+
+    @property
+    def mean_loss(self) -> jax.Array:
+        """The mean loss; 0 if no example counts."""
+        return self.loss_sum / jnp.where(self.count > 0, self.count, 1)
+
+    @property
+    def of_loss(self) -> dict[str, Any]:
+        """The sums of the loss by name, without gradients and state."""
+        return {"loss_sum": self.loss_sum, "count": self.count, "metrics": self.metrics}
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        """The metrics of a step: the loss's own beside its sum and count."""
+        return {**self.metrics, "loss_sum": self.loss_sum, "count": self.count}
 
 
 def add_loss(sums: Sums, loss_sum: Any, count: Any, metrics: Any) -> Sums:
     """Return the sums with the loss of a microbatch added."""
-    total = {"loss_sum": sums.loss_sum, "count": sums.count, "metrics": sums.metrics}
-    return sums._replace(**_add(total, {"loss_sum": loss_sum, "count": count, "metrics": metrics}))
+    return sums._replace(**_add(sums.of_loss, {"loss_sum": loss_sum, "count": count, "metrics": metrics}))
 
 
 def add_grads(sums: Sums, grads: dict[str, Any]) -> Sums:

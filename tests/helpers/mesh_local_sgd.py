@@ -1,0 +1,82 @@
+"""Replicas of a small mesh that take local steps, beside the float64 reference of the same."""
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from local_sgd import local_sgd
+from tiny_language_model import TinyConfig
+
+from shardtrain.combine.fragments import by_path, make_fragments
+from shardtrain.combine.replicas import stacked_paths
+from shardtrain.combine.synchronisation import Outer
+from shardtrain.data import place
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.step import make_step
+
+MODEL = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=3))
+ROWS, SEQ, RATE, STEPS = 16, 4, 0.5, 5
+NESTEROV = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
+MESHES = {"data": {"data": 4}, "data+fsdp": {"data": 4, "fsdp": 2}, "data+tensor": {"data": 2, "tensor": 2}}
+
+
+@cache
+def batches():
+    random = np.random.default_rng(1)
+    weights = np.ones(ROWS, np.float32)
+    weights[-3:] = 0  # of four replicas the last one has a single example
+    tokens = random.integers(0, 16, (STEPS, ROWS, SEQ + 1), np.int32)
+    return [{"tokens": each, "weights": weights} for each in tokens]
+
+
+def part(batch, replica, num_replicas):
+    rows = ROWS // num_replicas
+    return {name: x[replica * rows : (replica + 1) * rows] for name, x in batch.items()}
+
+
+@jax.jit
+def plain_gradient(params, batch):
+    def loss(params):
+        apply = lambda *inputs: MODEL.apply(params, {}, jax.random.key(0), True, *inputs)[0]  # noqa: E731
+        total, count, *_ = next_token_loss(apply, jax.tree.map(jnp.asarray, batch))
+        return total / count
+
+    return jax.grad(loss)(params)
+
+
+def steps(synchronisation, mesh, num_steps=STEPS, optimizer=None, state=None, first=0, last_step=-1):
+    """The states after each step, on the host; and the placement."""
+    optimizer = optimizer or optax.sgd(RATE)
+    layout = Layout(mesh=mesh)
+    jax_mesh = make_mesh(layout, jax.devices()[: math.prod(mesh.values())])
+    placement = make_placement(MODEL, optimizer, layout, jax_mesh, synchronisation=synchronisation)
+    step = make_step(MODEL, next_token_loss, optimizer, placement, last_step=last_step)
+    state = init_state(MODEL, optimizer, placement, 3) if state is None else state
+    found = [jax.device_get(state)]
+    state = jax.device_put(state, placement.state)
+    for batch in batches()[first:num_steps]:
+        state, metrics = step(state, place(batch, jax_mesh, layout.batch_axes))
+        assert metrics["skipped"] == 0
+        found.append(jax.device_get(state))
+    return found, placement
+
+
+def expected(synchronisation, num_replicas, params, placement, **changes):
+    specs = placement.specs
+    counts = [part(batches()[0], r, num_replicas)["weights"].sum() * SEQ for r in range(num_replicas)]
+    gradient = lambda params, r, step: plain_gradient(params, part(batches()[step - 1], r, num_replicas))  # noqa: E731
+    fragments = make_fragments(params, stacked_paths(specs.arrays, specs.sharded), synchronisation.fragments)
+    return local_sgd(gradient, params, counts, STEPS, synchronisation, RATE, fragments, **changes)
+
+
+def same(params, reference, name):
+    for path, x in by_path(params).items():
+        np.testing.assert_allclose(x, reference[path], 1e-5, 2e-6, err_msg=f"{name}: {path}")
