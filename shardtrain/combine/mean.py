@@ -21,13 +21,17 @@ from shardtrain.combine.slices import (
     unpack_messages,
 )
 
+LARGE = 1 << 18
+"""Elements of a float32 leaf from which a message of its own costs less than copies into and out of one."""
+
 
 def mean() -> Combiner:
     """The mean over all examples: sum_r count_r x_r / sum_r count_r, zeros if there are none.
 
-    Sums are float32. float32 leaves are sent in one all-reduce, with the counts: 4 (n + P) bytes in the
-    buffer, so a ring sends 8 (n + P) (P - 1) / P per rank. Leaves of 16 bits are sent as such, in slices: a
-    reduce-scatter, whose sums are float32, then an all-gather, 4 n (P - 1) / P bytes sent per rank.
+    Sums are float32. float32 leaves are sent in one all-reduce, with the counts, and those of `LARGE`
+    elements or more in one each: 4 (n + P) bytes altogether, so a ring sends 8 (n + P) (P - 1) / P per rank.
+    Leaves of 16 bits are sent as such, in slices: a reduce-scatter, whose sums are float32, then an
+    all-gather, 4 n (P - 1) / P bytes sent per rank.
 
     Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce, section 3 (reduce-scatter, all-gather).
 
@@ -62,13 +66,19 @@ def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -
     for i, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(i)
     wide = by_dtype.pop(jnp.dtype(jnp.float32), [])
-    sums, counts = _sums([leaves[i] for i in wide], count, group)
+    packed = [i for i in wide if leaves[i].size < LARGE]
+    sums, counts = _sums([leaves[i] for i in packed], count, group)
     # the weighted mean, or that times the number of replicas with examples
-    factor = jnp.where(summed, jnp.sum(counts != 0), 1) / jnp.where(counts.sum() == 0, 1, counts.sum())
+    num_means = jnp.where(summed, jnp.sum(counts != 0), 1)
+    total = jnp.where(counts.sum() == 0, 1, counts.sum())
+    factor = num_means / total
     values: list[Any] = [None] * len(leaves)
     residual: list[Any] = [jnp.zeros(leaf.shape) for leaf in leaves]
-    for i, x in zip(wide, sums, strict=True):
+    for i, x in zip(packed, sums, strict=True):
         values[i] = x * factor
+    # the counts are known by now, so a large leaf is weighted once, and its sum is the result
+    for i in (i for i in wide if leaves[i].size >= LARGE):
+        values[i] = group.all_reduce(contribution(leaves[i], count) * (num_means * count / total))
     for which in by_dtype.values():
         found, rounded_off = _combine_narrow([leaves[i] for i in which], counts, factor, group)
         for i, x, off in zip(which, found, rounded_off, strict=True):

@@ -62,7 +62,8 @@ class IslandCombiner:
     ) -> None:
         specs = placement.specs
         self._combiner, self._transfer = combiner, transfer
-        self._stacked = stacked_paths(specs.arrays, specs.sharded)
+        # a weighted sum is the same for a stack of layers as for each of them
+        self._stacked = frozenset() if combiner.linear else stacked_paths(specs.arrays, specs.sharded)
         self._whole = whole = NamedSharding(transfer.mesh, PartitionSpec())
         params = by_path(specs.abstract.params) if params is None else params
         leaves = [(path, jax.ShapeDtypeStruct(leaf.shape, jnp.float32)) for path, leaf in params.items()]

@@ -116,6 +116,12 @@ def test_mean_sends_what_its_docstring_says(size):
     assert with_scales.bytes("exchange") == group.bytes("exchange")
 
 
+def test_mean_sends_large_leaves_without_a_copy():
+    shapes = [((10,), jnp.float32), ((512, 512), jnp.float32), ((7,), jnp.float32)]
+    assert [n for _, n, _ in sent("mean", 2, shapes).sent] == [4 * (17 + 2), 4 * 512**2]
+    assert [n for _, n, _ in sent("mean", 2, shapes[1:2]).sent] == [4 * 2, 4 * 512**2]
+
+
 @pytest.mark.parametrize("combiner", ["mean", "adasum"])
 def test_codecs_gather_small_payloads(combiner):
     shapes = [((30, 20), jnp.float32), ((50,), jnp.float32)]

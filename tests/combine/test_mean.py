@@ -1,0 +1,33 @@
+"""The mean of leaves that are sent by themselves: the values of those that share a message."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardtrain.combine import MeshGroup, make_combiner
+
+MEAN = importlib.import_module("shardtrain.combine.mean")
+
+
+@pytest.mark.parametrize("name", ["mean", "sum"])
+@pytest.mark.parametrize("large", [0, 4, 100])
+@pytest.mark.parametrize("counts", [[3, 1, 4], [3, 0, 4], [0, 0, 0]])
+def test_large_leaves_have_the_values_of_packed_ones(name, large, counts, monkeypatch):
+    monkeypatch.setattr(MEAN, "LARGE", large)
+    generator = np.random.default_rng(0)
+    tree = [generator.normal(size=(3, *shape)).astype(np.float32) for shape in ((2, 3), (3,), ())]
+    for leaf in tree:
+        leaf[np.array(counts) == 0] = np.nan
+    group = MeshGroup("data", 3)
+
+    def combine(tree, count):
+        return make_combiner(name).combine(tree, count, (), group).value
+
+    found = jax.vmap(combine, axis_name="data")(tree, jnp.array(counts, jnp.float32))
+    total, means = max(sum(counts), 1), np.count_nonzero(counts) if name == "sum" else 1
+    for leaf, ours in zip(tree, found, strict=True):
+        expected = sum(n * leaf[i] for i, n in enumerate(counts) if n) * means / total
+        np.testing.assert_allclose(ours, np.broadcast_to(expected, leaf.shape), rtol=1e-6, atol=1e-7)
