@@ -1,7 +1,8 @@
 """Hosts as network namespaces: as a program it makes N of them, joined by a bridge, until its input ends.
 
 It prints the process that holds each host's namespaces. Then it does what it reads, a line each: `down 1`
-cuts the link of host 1, `up 1` joins it again. `Hosts` is the same for a test.
+cuts the link of host 1, `up 1` joins it again, `limit 1 100` lets 100 Mbit/s through to host 1. `Hosts` is
+the same for a test, and for benchmarks/slow_link.py.
 """
 
 import ctypes
@@ -58,8 +59,8 @@ def main(num_hosts):
         assert os.read(ready, 1) == b".", pid
     print("ready", *children, flush=True)
     for line in sys.stdin:
-        what, host = line.split()
-        switches(int(host), what)
+        what, host, *megabits = line.split()
+        switches(int(host), what, *map(int, megabits))
         print("done", flush=True)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
@@ -92,7 +93,7 @@ def own_address(host):
 
 
 def switch(children):
-    """A bridge with a link to each host; returns (host, "up" or "down") -> None."""
+    """A bridge with a link to each host; returns (host, "up", "down" or "limit", megabits) -> None."""
     from pyroute2 import IPRoute
 
     route: Any = IPRoute()
@@ -105,8 +106,13 @@ def switch(children):
         index = route.link_lookup(ifname=f"host{host}")[0]
         route.link("set", index=index, master=bridge, state="up")
 
-    def turn(host, state):
-        route.link("set", index=route.link_lookup(ifname=f"host{host}")[0], state=state)
+    def turn(host, what, megabits=0):
+        index = route.link_lookup(ifname=f"host{host}")[0]
+        if what == "limit":
+            # a packet of the host's own stack has up to 64 KB
+            route.tc("add", "tbf", index, rate=f"{megabits}mbit", latency="100ms", burst=1 << 17)
+        else:
+            route.link("set", index=index, state=what)
 
     return turn
 
@@ -154,10 +160,10 @@ class Hosts:
         """What runs a command on a host."""
         return [sys.executable, __file__, "enter", self.pids[host], *words]
 
-    def turn(self, host, state):
-        """Cut a host's link ("down"), or join it ("up")."""
+    def turn(self, host, state, megabits=""):
+        """Cut a host's link ("down"), join it ("up"), or "limit" what comes to it to megabits a second."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{state} {host}\n")
+        self._process.stdin.write(f"{state} {host} {megabits}\n")
         self._process.stdin.flush()
         assert self._line() == "done\n"
 
