@@ -100,9 +100,7 @@ class StageStep:
         exchange: IslandMerge | IslandCombiner
         self._merge: IslandMerge | None = None
         if synchronisation.on_deltas:
-            self._merge = exchange = IslandMerge(
-                synchronisation, placement, transfer, all_gather, last_step
-            )
+            self._merge = exchange = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
         else:
             self._combiner = exchange = IslandCombiner(synchronisation.combiner, placement, transfer)
         self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
