@@ -117,7 +117,7 @@ def synchronise_restored(
     lost = coordination.all_gather("own state", is_lost)
     own_optimizers = run.strategy.synchronisation.on_deltas and not any(lost)
     state = broadcast_state(coordination, state, own_optimizers)
-    state = _same_round(checkpoints, state, arrays)
+    state = same_round(checkpoints, state, arrays)
     if wrong := differing_arrays(coordination, state, own_optimizers):
         raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
     if any(lost):
@@ -128,7 +128,7 @@ def synchronise_restored(
     return state
 
 
-def _same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array]) -> State:
+def same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array]) -> State:
     """Begin a round anew on all islands, unless each of them has read what it changed in its own."""
     if checkpoints.coordination.transfer is None or not state.local:
         return state
