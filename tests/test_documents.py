@@ -116,7 +116,15 @@ def test_the_tests_of_the_features_of_a_step_are_there():
 def test_the_files_and_names_of_the_recipes_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Recipes")[2]
     recipes = dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL))
-    kinds = ("combiner", "schedule", "launcher", "metric sink", "evaluation metric", "mesh axis")
+    kinds = (
+        "combiner",
+        "meeting rule",
+        "schedule",
+        "launcher",
+        "metric sink",
+        "evaluation metric",
+        "mesh axis",
+    )
     assert [heading.split(maxsplit=1)[1] for heading in recipes] == list(kinds)
     for heading, recipe in recipes.items():
         paths = re.findall(r"`((?:shardtrain|tests|docs)/[\w/.]+)`", recipe)
