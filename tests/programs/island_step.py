@@ -1,5 +1,6 @@
 """One island of several: the island step gives loss and gradients of the plain one-device step."""
 
+import dataclasses
 import itertools
 import sys
 
@@ -186,6 +187,7 @@ class Normed(nnx.Module):
 def own_statistics(comm, transfer, layout, mesh, batch, start) -> None:
     """Between merges each island has running statistics of its own; a merge averages them by examples."""
     model, optimizer = from_nnx(Normed), optax.sgd(0.1)
+    layout = dataclasses.replace(layout, unnamed="replicate")
     placement = make_placement(model, optimizer, layout, mesh)
     found = {}
     for every in (2, 4):
