@@ -177,7 +177,7 @@ def mpiexec(warm_python, tmp_path_factory) -> Callable[..., list[str]]:
     command = shutil.which("mpiexec", path=beside)
     assert command is not None, "no mpiexec: run `uv sync`"
 
-    def run(num_ranks, program, *arguments, devices=1, timeout=180):
+    def run(num_ranks, program, *arguments, devices=1, timeout=400):
         number = len(list(folder.iterdir()))
         if not isinstance(program, Path):
             (folder / f"program{number}.py").write_text(program)

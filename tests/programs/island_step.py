@@ -215,7 +215,6 @@ def own_statistics(comm, transfer, layout, mesh, batch, start) -> None:
 
 WAYS = {
     "every step, momentum": Synchronisation(on="deltas", outer=Outer(learning_rate=0.5, momentum=0.5)),
-    "every 2": Synchronisation(on="deltas", every=2),
     "nesterov, fragments": Synchronisation(
         on="deltas", every=4, fragments=2, outer=Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
     ),
@@ -283,6 +282,8 @@ def local_steps(comm, transfer, layout, mesh) -> None:
                 np.testing.assert_allclose(x, expected[number][path], 1e-5, 2e-6, err_msg=case)
         # the loss of a step is told once, with the merge that ends its round
         assert counted == sum(shares) * 4 * num_steps, (name, counted)
+        if not way.overlap:
+            continue
         # another step that gets a state from between two merges goes on with the same bits
         again = make_island_step(
             model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
