@@ -176,7 +176,6 @@ OPTIONS = {
     "--combine-on weights": "'weights' | 'gradients', 'deltas'",
     "--local-steps 0": "every (--local-steps) is 0; use 1 or more",
     "--local-steps 4": "gradients are combined in every step; use deltas",
-    "--combine-on deltas --local-steps 7 --steps 20 --mesh data=8": "20 % 7 = 6. Use 14 or 21",
     "--inside max": "'max' | 'mean', 'sum'",
     "--inside sum": "inside is 'sum', but there is one island | use mean",
     "--across tensor": "'tensor' | 'data', 'pipeline'",

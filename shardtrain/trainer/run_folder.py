@@ -10,7 +10,7 @@ from pathlib import Path
 from shardtrain.report.plots import figure
 from shardtrain.report.plots.loss_curve import loss_curve
 from shardtrain.report.sinks.json_lines import METRICS
-from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.run_lock import Locked, locked
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS
@@ -41,7 +41,11 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
 
 
 def write_run_files(folder: Path, texts: Mapping[str, str], output: RunConsole) -> None:
-    """Write files that describe the run, by name; the run continues if that fails."""
+    """Write files that describe the run, by name; the run continues if that fails.
+
+    Temporary files of processes that were killed are deleted from the folder.
+    """
+    clear_parts(folder, "*")
     for name, text in texts.items():
         try:
             replace_file(folder / name, text.encode())

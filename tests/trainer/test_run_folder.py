@@ -1,0 +1,19 @@
+"""The files in a run folder that describe the run."""
+
+from rich.console import Console
+
+from shardtrain.system.atomic_write import _part_of
+from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.run_folder import write_run_files
+
+
+def test_temporary_files_of_killed_processes_are_deleted_and_those_of_living_ones_stay(tmp_path):
+    abandoned = tmp_path / f".strategy.toml.{'0' * 16}.part"
+    abandoned.write_text("every = ")
+    living, handle = _part_of(tmp_path / "metrics.jsonl", 0o644)
+    with handle:
+        write_run_files(
+            tmp_path, {"run.txt": "batch = 8\n", "strategy.toml": "every = 2\n"}, RunConsole(Console(), None)
+        )
+        assert {path.name for path in tmp_path.iterdir()} == {"run.txt", "strategy.toml", living.name}
+    assert (tmp_path / "strategy.toml").read_text() == "every = 2\n"
