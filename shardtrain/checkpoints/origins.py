@@ -64,7 +64,7 @@ def array_origins(
         number, num_replicas = replica or island
         whose = ArrayOrigin(replica=number, num_replicas=num_replicas) if own else COMMON
         if in_mesh is not None and path.startswith("opt_state/"):
-            return ArrayOrigin(num_replicas=in_mesh)
+            whose, shape = ArrayOrigin(num_replicas=in_mesh), shape[1:]
         # the array belongs to a stacked parameter, even if it has fewer dims, as factored moments do
         keys = path.split("/")
         is_of_block = any("/".join(keys[start:]) in blocks for start in range(len(keys)))

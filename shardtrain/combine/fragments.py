@@ -62,13 +62,16 @@ def _rows(x: Any, rows: tuple[int, ...], lead: int) -> Any:
     return jnp.take(x, np.array(rows), axis=lead)
 
 
-def make_fragments(tree: Any, stacked: frozenset[str], number: int) -> tuple[Fragment, ...]:
+def make_fragments(
+    tree: Any, stacked: frozenset[str], number: int, num_stages: int = 1
+) -> tuple[Fragment, ...]:
     """Divide a tree into fragments.
 
     Args:
       tree: arrays or shapes.
       stacked: paths of the arrays whose first dim counts layers, see `replicas.stacked_paths`.
       number: of fragments; 1 is the whole tree.
+      num_stages: of a pipeline in the mesh: each has as many consecutive layers, and deals out its own.
 
     Raises:
       ValueError: there are fewer layers and other arrays than fragments.
@@ -83,10 +86,11 @@ def make_fragments(tree: Any, stacked: frozenset[str], number: int) -> tuple[Fra
     rows: list[dict[str, tuple[int, ...] | None]] = [{} for _ in range(number)]
     sizes = [0] * number
     for path in stacked & leaves.keys():
-        depth = leaves[path].shape[0]
+        depth = leaves[path].shape[0] // num_stages
         for fragment in range(min(number, depth)):
-            rows[fragment][path] = tuple(range(fragment, depth, number))
-            sizes[fragment] += leaves[path].size // depth * len(range(fragment, depth, number))
+            dealt = range(fragment, depth, number)
+            rows[fragment][path] = tuple(stage * depth + row for stage in range(num_stages) for row in dealt)
+            sizes[fragment] += leaves[path].size // depth * len(dealt)
     # the largest array first, each to the fragment with the fewest elements
     for path in sorted(leaves.keys() - stacked, key=lambda path: (-leaves[path].size, path)):
         smallest = sizes.index(min(sizes))

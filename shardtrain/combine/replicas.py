@@ -5,11 +5,12 @@ Next: `train_step/state.py` (what a replica keeps for itself), `train_step/step.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain import axes
@@ -20,9 +21,9 @@ from shardtrain.sharding.specs import spec_axes, with_leading_dim
 
 
 def stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
-    """Return the paths of arrays that stack layers along their first dim, unsharded along it.
+    """Return the paths of arrays that stack layers along their first dim.
 
-    The axis pipeline does not count: a mesh where it is above 1 has no combiner.
+    Along it they are unsharded, or sharded over the axis pipeline alone: then each stage has whole layers.
 
     Args:
       arrays: path -> dims and shape, in the order of the leaves of `specs`.
@@ -83,6 +84,52 @@ def _layers(name: str, number: int) -> list[str]:
     return [f"{name}/{i:0{len(str(max(number - 1, 0)))}d}" for i in range(number)]
 
 
+def stage_entries(
+    params: Any, stacked: frozenset[str], num_stages: int, stored_blocks: Sequence[int]
+) -> dict[str, int]:
+    """Return label -> its place in a metric (L,) that `combine_replicas` has of a pipeline, by label.
+
+    Args:
+      params: arrays or shapes, with blocks as the mesh stores them.
+      stacked: see `split_layers`.
+      num_stages: of the pipeline.
+      stored_blocks: the block at each stored position, -1 for padding, which has no label.
+
+    >>> table = {"up": jnp.ones((4, 8)), "wte": jnp.ones(4)}
+    >>> stage_entries(table, frozenset({"up"}), 2, (0, -1, 1, 2))
+    {'up/0': 0, 'up/1': 3, 'up/2': 4, 'wte': 2}
+    """
+    # label on a stage -> the array, and the row of the stage
+    places: dict[str, tuple[str, int | None]] = {}
+    depth = len(stored_blocks) // num_stages
+    for path, _ in jax.tree.leaves_with_path(params):
+        name = path_text(path)
+        rows = enumerate(_layers(name, depth)) if name in stacked else [(None, name)]
+        places |= {label: (name, row) for row, label in rows}
+    found = {}
+    for stage in range(num_stages):
+        for number, label in enumerate(sorted(places), stage * len(places)):
+            name, row = places[label]
+            if row is None:
+                found.setdefault(name, number)
+            elif (block := stored_blocks[stage * depth + row]) >= 0:
+                found[_layers(name, max(stored_blocks) + 1)[block]] = number
+    return dict(sorted(found.items()))
+
+
+def combined_entries(specs: Any) -> tuple[list[str], list[int] | None]:
+    """Return the labels of a combiner's metric (L,) in a mesh, and `entries` for `combine_replicas`.
+
+    Args:
+      specs: `placement.Specs`.
+    """
+    stacked, stages = stacked_paths(specs.arrays, specs.sharded), specs.stages
+    if stages is None:
+        return sorted(split_layers(specs.abstract.params, stacked)), None
+    found = stage_entries(specs.abstract.params, stacked, stages.num_stages, stages.stored_blocks)
+    return [*found], [*found.values()]
+
+
 def shard_shapes(abstract: Any, specs: Any, sizes: Mapping[str, int]) -> Any:
     """Return the shapes of the shards that one device holds.
 
@@ -109,6 +156,7 @@ def combine_replicas(
     specs: Any,
     stacked: frozenset[str],
     mesh: Mesh,
+    entries: Sequence[int] | None = None,
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """Combine over the data axis of a mesh, inside jit; each device combines its own shards.
 
@@ -119,16 +167,20 @@ def combine_replicas(
       state: the combiner's, each leaf (devices, ...).
       specs: the PartitionSpec of each leaf without its first dim; it may not name the data axis.
       stacked: see `split_layers`.
-      mesh: the mesh.
+      mesh: the mesh. On its axis pipeline each stage combines its own layers, and what all stages have, all
+        of them combine alike.
+      entries: of a pipeline: which entries of metrics (L,) are returned, see `stage_entries`.
 
     Returns:
       (the combined tree, without the first dim; the new state; the combiner's metrics, arrays (L,) in the
-      order of `sorted(split_layers(tree))`).
+      order of `sorted(split_layers(tree))`, or of a pipeline those at `entries`).
     """
     replica_specs = with_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
-    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too
-    shard_axes = {a: n for a, n in mesh.shape.items() if a != axes.DATA and n > 1}
+    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too, but
+    # not over stages, which have other layers or the same array
+    shard_axes = {a: n for a, n in mesh.shape.items() if a not in (axes.DATA, axes.PIPELINE) and n > 1}
+    num_stages = mesh.shape.get(axes.PIPELINE, 1)
     leaf_axes = {
         path_text(path): tuple(axis for axis in spec_axes(spec) if axis in shard_axes)
         for path, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -144,16 +196,21 @@ def combine_replicas(
         ]
         group = MeshGroup(axes.DATA, mesh.shape[axes.DATA], of_leaf, shard_axes)
         found = combiner.combine(layers, counts[0], state, group)
-        return (
-            stack_layers(found.value, tree, stacked),
-            jax.tree.map(lambda x: x[None], found.state),
-            found.metrics,
-        )
+        metrics = found.metrics if num_stages == 1 else jax.tree.map(of_stages, found.metrics)
+        return stack_layers(found.value, tree, stacked), jax.tree.map(lambda x: x[None], found.state), metrics
 
-    return jax.shard_map(
+    def of_stages(metric: jax.Array) -> jax.Array:
+        if metric.ndim:
+            return jax.lax.all_gather(metric, axes.PIPELINE, tiled=True)
+        return jax.lax.pmean(metric, axes.PIPELINE)
+
+    value, state, metrics = jax.shard_map(
         combine_shard,
         mesh=mesh,
         in_specs=(replica_specs, PartitionSpec(axes.DATA), by_device),
         out_specs=(specs, by_device, PartitionSpec()),
         check_vma=False,
     )(tree, counts, state)
+    if entries is not None:
+        metrics = {name: x[np.array(entries)] if x.ndim else x for name, x in metrics.items()}
+    return value, state, metrics

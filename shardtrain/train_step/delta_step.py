@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain import axes
-from shardtrain.combine.replicas import combine_replicas, stacked_paths
+from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.sharding.specs import with_leading_dim
@@ -79,6 +79,8 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
     specs, synchronisation = placement.specs, placement.synchronisation
     stacked = stacked_paths(specs.arrays, specs.sharded)
     fragments = fragments_of(synchronisation, specs)
+    # metrics (L,) of several fragments are not returned
+    entries = combined_entries(specs)[1] if len(fragments) == 1 else None
     outer, rule = synchronisation.outer_optimizer, synchronisation.rule
 
     def merge_fragment(number: int, state: State) -> tuple[State, Metrics]:
@@ -92,6 +94,7 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
             specs=fragment.select(specs.sharded),
             stacked=stacked & fragment.rows.keys(),
             mesh=placement.mesh,
+            entries=entries,
         )
         outer_state = state.outer_state[number] if outer is not None else ()
         params, outer_state = merged(fragment, outer, state.params, combined, outer_state)

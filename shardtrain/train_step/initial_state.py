@@ -44,7 +44,7 @@ def init_state(
 
     def create(seed: jax.Array) -> State:
         state = new_state(model, optimizer, seed, in_stage_order(placement.stages, whole))
-        return with_replicas(state, synchronisation, sizes, specs.arrays, specs.sharded)
+        return with_replicas(state, synchronisation, sizes, specs)
 
     return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
 

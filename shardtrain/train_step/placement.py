@@ -13,7 +13,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.combine.fragments import Fragment, make_fragments
+from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.replicas import stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import near, problems_error
@@ -24,7 +24,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.resolve import completed, unplaced_text
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, spec_axes, with_leading_dim
-from shardtrain.train_step.replica_state import init_outer, local_layout, with_replicas
+from shardtrain.train_step.replica_state import fragments_of, init_outer, local_layout, with_replicas
 from shardtrain.train_step.state import State, abstract_state
 
 
@@ -40,6 +40,7 @@ class Specs(NamedTuple):
       state: a `State` of PartitionSpec.
       layout: the layout, with a rule for every name of the model, see `resolve.completed`.
       unplaced: a line that lists the arrays replicated for lack of a name or a rule; None if there are none.
+      stages: the partition of the model's blocks into stages of this mesh; None without a pipeline.
     """
 
     abstract: State
@@ -49,6 +50,7 @@ class Specs(NamedTuple):
     state: State
     layout: Layout
     unplaced: str | None
+    stages: Partition | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,6 @@ class Placement:
       synchronisation: how the replicas of this mesh are synchronised.
       specs: the PartitionSpecs of the state.
       state: a `State` of NamedSharding.
-      stages: the partition of the model's blocks into stages of this mesh; None without a pipeline.
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
     """
 
@@ -70,8 +71,12 @@ class Placement:
     synchronisation: Synchronisation
     specs: Specs
     state: State
-    stages: Partition | None = None
     schedule: str = "1f1b"
+
+    @property
+    def stages(self) -> Partition | None:
+        """The partition of the model's blocks into stages of this mesh; None without a pipeline."""
+        return self.specs.stages
 
     @property
     def batch(self) -> NamedSharding:
@@ -114,7 +119,6 @@ def make_placement(
         synchronisation=synchronisation,
         specs=specs,
         state=state,
-        stages=stages,
         schedule=schedule,
     )
 
@@ -139,10 +143,10 @@ def _check_stages(
         return
     # all stages run one program in lock-step, which excludes some models and combiners
     problems = []
-    if not synchronisation.is_mean:
+    if synchronisation.combiner.across_leaves:
         problems.append(
-            f"it sums the gradients of its replicas, and these are combined by {synchronisation.by!r} on"
-            f" {synchronisation.on}; combine by 'mean', or join replicas as islands (--across)"
+            f"each stage combines its own layers, and {synchronisation.by!r} needs all of them at once; use"
+            " another combiner, such as 'adasum', or join replicas as islands (--across)"
         )
     if model.chain is None or not model.chain.stacked:
         problems.append(
@@ -198,12 +202,15 @@ def state_specs(
     )
     if not synchronisation.is_mean:
         _check_data_axis(sharded)
+        if stages is not None:
+            _check_layers(sharded, stacked_paths(arrays, sharded))
     whole, by_replica = PartitionSpec(), PartitionSpec(axes.DATA)
     like_params = _specs_like_params(abstract.opt_state, abstract.params, sharded)
 
     # 3. the whole state; what each replica has of its own gets a leading dim over data
-    fragments = make_fragments(abstract.params, stacked_paths(arrays, sharded), synchronisation.fragments)
-    abstract = jax.eval_shape(lambda s: with_replicas(s, synchronisation, sizes, arrays, sharded), abstract)
+    specs = Specs(abstract, arrays, params, sharded, abstract, layout, unplaced, stages)
+    fragments = fragments_of(synchronisation, specs)
+    abstract = jax.eval_shape(lambda s: with_replicas(s, synchronisation, sizes, specs), abstract)
     state = State(
         step=whole,
         seed=whole,
@@ -216,7 +223,7 @@ def state_specs(
         else (),
         outer_state=_outer_specs(fragments, synchronisation, abstract.params, sharded),
     )
-    return Specs(abstract, arrays, params, sharded, state, layout, unplaced)
+    return specs._replace(abstract=abstract, state=state)
 
 
 def _check_data_axis(sharded: Any) -> None:
@@ -230,6 +237,22 @@ def _check_data_axis(sharded: Any) -> None:
         raise problems_error(
             "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
             " use fsdp for that, or combine by 'mean'",
+            wrong,
+        )
+
+
+def _check_layers(sharded: Any, stacked: frozenset[str]) -> None:
+    """Check that stages have whole layers of all arrays that are sharded over the axis pipeline.
+
+    Raises:
+      ValueError: layers are sharded over another axis too.
+    """
+    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    paths = [path_text(path) for path, spec in specs if axes.PIPELINE in spec_axes(spec)]
+    if wrong := [path for path in paths if path not in stacked]:
+        raise problems_error(
+            f"a combiner in a pipeline joins whole layers, but the layout shards the dim {axes.LAYERS!r} over"
+            f" other axes too; give it the axis {axes.PIPELINE!r} alone, or combine by 'mean'",
             wrong,
         )
 

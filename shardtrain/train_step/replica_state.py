@@ -15,7 +15,6 @@ from shardtrain import axes
 from shardtrain.combine.fragments import Fragment, make_fragments
 from shardtrain.combine.replicas import shard_shapes, split_layers, stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.sharding.array_dims import Named
 from shardtrain.train_step.state import Local, State
 
 
@@ -23,8 +22,7 @@ def with_replicas(
     state: State,
     synchronisation: Synchronisation,
     sizes: Mapping[str, int],
-    arrays: Mapping[str, Named],
-    sharded: Any,
+    specs: Any,
 ) -> State:
     """Return the state with the arrays that each replica of a mesh has of its own.
 
@@ -32,8 +30,7 @@ def with_replicas(
       state: arrays or, inside `jax.eval_shape`, shapes.
       synchronisation: how the replicas are synchronised; ordinary data parallelism needs no such arrays.
       sizes: axis -> size.
-      arrays: path -> dims and shape of each parameter.
-      sharded: like params, the PartitionSpec of a gradient.
+      specs: `placement.Specs` of the state without these arrays.
     """
     if synchronisation.is_mean:
         return state
@@ -43,12 +40,12 @@ def with_replicas(
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
 
     # the combiner works layer by layer, on each device's shard
-    stacked = stacked_paths(arrays, sharded)
-    fragments = make_fragments(state.params, stacked, synchronisation.fragments)
-    shards = shard_shapes(state.params, sharded, sizes)
-    combine_state = tuple(
-        synchronisation.combiner.init(split_layers(each.take(shards), stacked)) for each in fragments
+    stacked, fragments = stacked_paths(specs.arrays, specs.sharded), fragments_of(synchronisation, specs)
+    shards = (
+        shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
+        for each in fragments
     )
+    combine_state = tuple(synchronisation.combiner.init(split_layers(each, stacked)) for each in shards)
     state = state._replace(combine_state=replicated(combine_state, math.prod(sizes.values())))
     if synchronisation.on_deltas:
         state = state._replace(
@@ -114,4 +111,5 @@ def init_outer(fragments: Sequence[Fragment], outer: optax.GradientTransformatio
 def fragments_of(synchronisation: Synchronisation, specs: Any) -> tuple[Fragment, ...]:
     """Return the fragments of a model's parameters, by its `placement.Specs`."""
     stacked = stacked_paths(specs.arrays, specs.sharded)
-    return make_fragments(specs.abstract.params, stacked, synchronisation.fragments)
+    num_stages = 1 if specs.stages is None else specs.stages.num_stages
+    return make_fragments(specs.abstract.params, stacked, synchronisation.fragments, num_stages)

@@ -164,6 +164,8 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     """Make the function that runs a pipeline of several stages; see `pipeline.mesh_pipeline`."""
     stages, replica_axes = placement.stages, placement.layout.replica_axes
     assert stages is not None
+    # after local steps each replica has parameters of its own, with a leading dim
+    has_own = placement.synchronisation.keeps_drift
 
     def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
         # the schedule needs the number of microbatches, which the batch has
@@ -179,12 +181,13 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
         # manual over `pipeline` outside, vmap over replicas inside
         def run(*arguments: Any) -> Sums:
             with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
-                in_axes = (None, None, 1, 1)
+                in_axes = (0 if has_own else None, None, 1, 1)
                 return jax.vmap(
                     replica, in_axes, axis_name=model.axis_name, spmd_axis_name=replica_axes or None
                 )(*arguments)
 
-        sums = _over_stages(run, placement.mesh, params, grads_dim=1)(params, key, first_rows, batch)
+        over_stages = _over_stages(run, placement.mesh, params, params_dim=int(has_own), grads_dim=1)
+        sums = over_stages(params, key, first_rows, batch)
         grads = constrain(sums.grads, specs, placement.mesh)
         return sums._replace(grads=grads, model_state=model_state)
 
@@ -215,7 +218,7 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
             with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
                 return run_stage(params, lambda number: jax.random.key(0), batch)
 
-        return _over_stages(run, placement.mesh, params, grads_dim=None)(params, batch)
+        return _over_stages(run, placement.mesh, params)(params, batch)
 
     return losses
 
@@ -238,7 +241,7 @@ def _stage_function(
 
 
 def _over_stages(
-    run: Callable[..., Sums], mesh: Mesh, params: Any, grads_dim: int | None
+    run: Callable[..., Sums], mesh: Mesh, params: Any, params_dim: int = 0, grads_dim: int | None = None
 ) -> Callable[..., Sums]:
     """Run a function of (params, ...) on every stage of a pipeline, each with its own blocks.
 
@@ -246,7 +249,8 @@ def _over_stages(
       run: called in a shard_map that is manual over the axis pipeline.
       mesh: the mesh.
       params: for their structure.
-      grads_dim: which dim of the gradients of blocks counts blocks; None where there are none.
+      params_dim: which dim of the parameters of blocks counts blocks.
+      grads_dim: the same of their gradients; None where there are none.
     """
     replicated = PartitionSpec()
 
@@ -259,7 +263,7 @@ def _over_stages(
         run,
         mesh=mesh,
         axis_names={axes.PIPELINE},
-        in_specs=(specs(0), *[replicated] * (len(arguments) - 1)),
+        in_specs=(specs(params_dim), *[replicated] * (len(arguments) - 1)),
         out_specs=Sums._make([replicated, replicated, replicated, grads, ()]),
         check_vma=False,
     )(*arguments)

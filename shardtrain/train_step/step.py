@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.replicas import combine_replicas, split_layers, stacked_paths
+from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.loss import Batch, Loss, checked
 from shardtrain.functional.model import Model
@@ -156,6 +156,7 @@ def _make_gradient_update(
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
     stacked = stacked_paths(specs.arrays, specs.sharded)
+    _, entries = combined_entries(specs)
 
     def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
         found, means, counts, _ = replica_means(state, batch)
@@ -167,6 +168,7 @@ def _make_gradient_update(
             specs=specs.sharded,
             stacked=stacked,
             mesh=mesh,
+            entries=entries,
         )
         new, metrics = apply_gradients(optimizer, placement, state, found._replace(grads=grads))
         return new._replace(combine_state=(combine_state,)), {**metrics, **extra}
@@ -176,8 +178,7 @@ def _make_gradient_update(
 
 def combined_labels(placement: Placement) -> list[str]:
     """Return the names of the entries of a combiner's metric (L,): parameters, or layers of stacked ones."""
-    specs = placement.specs
-    return sorted(split_layers(specs.abstract.params, stacked_paths(specs.arrays, specs.sharded)))
+    return combined_entries(placement.specs)[0]
 
 
 def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[State, Batch], Metrics]:

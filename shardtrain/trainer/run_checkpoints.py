@@ -174,7 +174,7 @@ def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str,
     facts = {
         "mesh": dict(placement.mesh.shape),
         "islands": num_islands,
-        "blocks": None if stages is None else list(stages.counts),
+        "blocks": None if stages is None else list(stages.stored_blocks),
         **describe(strategy.layout, "layout"),
         **describe(strategy.synchronisation, "synchronisation"),
         **{name: getattr(strategy.across, name) for name in ("axis", "partitions", "bucket_bytes")},

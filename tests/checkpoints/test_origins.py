@@ -129,6 +129,31 @@ def own_moments(num_replicas):
     return placement, jax.device_put(state._replace(opt_state=opt_state), placement.state)
 
 
+def test_replicas_of_a_pipeline_save_their_optimizers_in_the_models_order(tmp_path):
+    combine = Synchronisation(by="adasum", on="deltas")
+    stages = Partition(num_stages=2, counts=(2, 3))
+    staged, state = placed({"data": 2, "pipeline": 2}, stages, OPTIMIZER, combine)
+    whole, _ = placed({"data": 2}, None, OPTIMIZER, combine)
+
+    def numbered(path, x):
+        if x.ndim < 3:
+            return x
+        # replica r has 10 r + the number of the block
+        blocks = np.asarray(stages.stored_blocks).reshape(1, -1, *[1] * (x.ndim - 2))
+        own = 10 * np.arange(2).reshape(2, *[1] * (x.ndim - 1))
+        return jnp.where(blocks >= 0, own + blocks, 0).astype(x.dtype) + jnp.zeros_like(x)
+
+    blocks = lambda tree: {**tree, "blocks": jax.tree.map_with_path(numbered, tree["blocks"])}  # noqa: E731
+    adam, *rest = state.opt_state
+    opt_state = (adam._replace(mu=blocks(adam.mu)), *rest)
+    state = jax.device_put(state._replace(opt_state=opt_state), staged.state)
+    found = moved(tmp_path / "whole", staged, state, whole)
+    for x in jax.tree.leaves(found.opt_state[0].mu["blocks"]):
+        assert (np.asarray(x) == (10 * np.arange(2)[:, None] + np.arange(5))[..., None, None]).all()
+    again = moved(tmp_path / "again", whole, found, staged)
+    jax.tree.map(np.testing.assert_array_equal, again.opt_state, state.opt_state)
+
+
 @pytest.mark.parametrize("num_after", [1, 2, 3, 4, 8])
 def test_replicas_take_over_optimizers_by_their_number_modulo(num_after, tmp_path):
     before, state = own_moments(3)

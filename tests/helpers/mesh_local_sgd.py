@@ -10,22 +10,29 @@ import optax
 from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.fragments import by_path, make_fragments
-from shardtrain.combine.replicas import stacked_paths
+from shardtrain.combine.fragments import Fragment, by_path
 from shardtrain.combine.synchronisation import Outer
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.step import make_step
 
 MODEL = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=3))
 ROWS, SEQ, RATE, STEPS = 16, 4, 0.5, 5
 NESTEROV = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
-MESHES = {"data": {"data": 4}, "data+fsdp": {"data": 4, "fsdp": 2}, "data+tensor": {"data": 2, "tensor": 2}}
+MESHES = {
+    "data": {"data": 4},
+    "data+fsdp": {"data": 4, "fsdp": 2},
+    "data+tensor": {"data": 2, "tensor": 2},
+    "data+pipeline": {"data": 2, "pipeline": 2},
+}
+STAGES, MICROBATCHES = Partition(num_stages=2, counts=(1, 2)), 2  # stored with a row of padding
 
 
 @cache
@@ -42,6 +49,12 @@ def part(batch, replica, num_replicas):
     return {name: x[replica * rows : (replica + 1) * rows] for name, x in batch.items()}
 
 
+def by_microbatch(batch, num_replicas):
+    """The rows in the order of microbatches, in each of which a replica has some of its own rows."""
+    rows = np.arange(ROWS).reshape(num_replicas, MICROBATCHES, -1).swapaxes(0, 1).ravel()
+    return {name: x[rows] for name, x in batch.items()}
+
+
 @jax.jit
 def plain_gradient(params, batch):
     def loss(params):
@@ -52,31 +65,56 @@ def plain_gradient(params, batch):
     return jax.grad(loss)(params)
 
 
-def steps(synchronisation, mesh, num_steps=STEPS, optimizer=None, state=None, first=0, last_step=-1):
-    """The states after each step, on the host; and the placement."""
+def steps(
+    synchronisation, mesh, num_steps=STEPS, optimizer=None, state=None, first=0, last_step=-1, logged=None
+):
+    """The states after each step, on the host; and the placement. Metrics are appended to `logged`."""
     optimizer = optimizer or optax.sgd(RATE)
     layout = Layout(mesh=mesh)
     jax_mesh = make_mesh(layout, jax.devices()[: math.prod(mesh.values())])
-    placement = make_placement(MODEL, optimizer, layout, jax_mesh, synchronisation=synchronisation)
+    stages = STAGES if "pipeline" in mesh else None
+    placement = make_placement(
+        MODEL, optimizer, layout, jax_mesh, synchronisation=synchronisation, stages=stages
+    )
     step = make_step(MODEL, next_token_loss, optimizer, placement, last_step=last_step)
     state = init_state(MODEL, optimizer, placement, 3) if state is None else state
     found = [jax.device_get(state)]
     state = jax.device_put(state, placement.state)
     for batch in batches()[first:num_steps]:
-        state, metrics = step(state, place(batch, jax_mesh, layout.batch_axes))
+        if stages is not None:
+            batch = by_microbatch(batch, mesh["data"])
+        batch = place(batch, jax_mesh, layout.batch_axes, 1 if stages is None else MICROBATCHES)
+        state, metrics = step(state, batch)
         assert metrics["skipped"] == 0
+        if logged is not None:
+            logged.append(jax.device_get(metrics))
         found.append(jax.device_get(state))
     return found, placement
 
 
 def expected(synchronisation, num_replicas, params, placement, **changes):
-    specs = placement.specs
+    params = in_order(params, placement.stages)
     counts = [part(batches()[0], r, num_replicas)["weights"].sum() * SEQ for r in range(num_replicas)]
     gradient = lambda params, r, step: plain_gradient(params, part(batches()[step - 1], r, num_replicas))  # noqa: E731
-    fragments = make_fragments(params, stacked_paths(specs.arrays, specs.sharded), synchronisation.fragments)
+    fragments = [
+        Fragment({path: rows and _blocks(rows, placement.stages) for path, rows in each.rows.items()})
+        for each in fragments_of(synchronisation, placement.specs)
+    ]
     return local_sgd(gradient, params, counts, STEPS, synchronisation, RATE, fragments, **changes)
 
 
-def same(params, reference, name):
-    for path, x in by_path(params).items():
+def in_order(params, stages):
+    """The parameters with their blocks in the model's order."""
+    if stages is None:
+        return params
+    return {**params, "blocks": jax.tree.map(stages.in_order, params["blocks"])}
+
+
+def _blocks(rows, stages):
+    stored = rows if stages is None else [stages.stored_blocks[row] for row in rows]
+    return tuple(block for block in stored if block >= 0)
+
+
+def same(params, reference, name, stages=None):
+    for path, x in by_path(in_order(params, stages)).items():
         np.testing.assert_allclose(x, reference[path], 1e-5, 2e-6, err_msg=f"{name}: {path}")
