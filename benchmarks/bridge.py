@@ -22,7 +22,7 @@ import optax
 import tyro
 from paired import Spread, spread
 
-from shardtrain.combine import make_combiner
+from shardtrain.combine.mean import add_up
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
@@ -40,9 +40,11 @@ from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
 Side = Callable[[], Any]
-RAW, NEW, JIT, BRIDGE, MEAN = "MPI", "MPI into new memory", "one jit", "bridge", "bridge, as mean"
-ALONE, TOGETHER, ONE_BY_ONE, ONE_BUCKET = (
+RAW, NEW, JIT, BRIDGE = "MPI", "MPI into new memory", "one jit", "bridge"
+RAW_READ, BRIDGE_READ = "MPI, and a program that reads as much", "bridge, and a program that reads the mean"
+ALONE, BARRIER, TOGETHER, ONE_BY_ONE, ONE_BUCKET = (
     "alone",
+    "alone, and a barrier",
     "bridge",
     "bridge, bucket after bucket",
     "bridge, one bucket",
@@ -89,7 +91,7 @@ class Row:
       what: was done.
       side: by whom.
       seconds: median over rounds of the slowest rank's.
-      ratio: over the first side, round by round.
+      ratio: over another side, round by round.
       faults: median page faults of a call on rank 0.
     """
 
@@ -175,13 +177,8 @@ def bind() -> None:
 
 
 def all_reduced(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
-    """A program of the bucket device that sums every array over ranks."""
-    return [group.all_reduce(x) for x in arrays]
-
-
-def averaged(arrays: list[jax.Array], group: Any) -> list[jax.Array]:
-    """A program of the bucket device that takes the mean: it packs, weights, sums and unpacks arrays."""
-    return make_combiner("mean").combine(arrays, jnp.float32(1), (), group).value
+    """A program of the bucket device that sums every array over ranks, as a step does for a mean."""
+    return add_up(arrays, group)
 
 
 def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_bytes: int) -> dict[str, Side]:
@@ -195,15 +192,22 @@ def all_reduce_sides(comm: MPI.Comm, transfer: Transfer, group: MpiGroup, num_by
     def bridge(program: Any) -> jax.Array:
         return jax.block_until_ready(transfer.map(program, [array])[0])
 
+    # a mean is divided by the program that uses it, such as the update: here one that reads it
+    read = jax.jit(lambda total, count: jnp.vdot(total / count, total / count))
+
+    def raw_and_read() -> None:
+        comm.Allreduce(host, out)
+        jax.block_until_ready(read(array, comm.size))
+
     total = comm.size * (comm.size + 1) / 2
-    for program, expected in ((all_reduced, total), (averaged, total / comm.size)):
-        np.testing.assert_array_equal(np.asarray(bridge(program)), np.float32(expected))
+    np.testing.assert_array_equal(np.asarray(bridge(all_reduced)), np.float32(total))
     return {
         RAW: lambda: comm.Allreduce(host, out),
         NEW: lambda: comm.Allreduce(host, np.empty_like(host)),
         JIT: lambda: jax.block_until_ready(compiled(array)),
         BRIDGE: partial(bridge, all_reduced),
-        MEAN: partial(bridge, averaged),
+        RAW_READ: raw_and_read,
+        BRIDGE_READ: lambda: jax.block_until_ready(read(bridge(all_reduced), comm.size)),
     }
 
 
@@ -217,9 +221,23 @@ class OneByOne(Transfer):
 
 
 class Stepper:
-    """Steps of one island on its own rows, each with a state of its own: alone, or with a transfer."""
+    """Steps of one island on its own rows, each with a state of its own: alone, or with a transfer.
 
-    def __init__(self, options: Options, rank: int, transfer: Transfer | None) -> None:
+    Args:
+      options: what to measure.
+      rank: of this island.
+      transfer: to the others; None steps alone.
+      meet: called after each step, when it is computed; None computes on.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        rank: int,
+        transfer: Transfer | None,
+        meet: Callable[[], Any] | None = None,
+    ) -> None:
+        self._meet = meet
         config = DecoderConfig(
             vocab=256,
             seq=options.seq,
@@ -247,6 +265,9 @@ class Stepper:
         """Some steps, waited for at the end only, as a loop that reads its metrics late."""
         for _ in range(self._num_steps):
             self._state, metrics = self._step(self._state, self._batch)
+            if self._meet is not None:
+                jax.block_until_ready(metrics)
+                self._meet()
         jax.block_until_ready((self._state.params, metrics))
 
 
@@ -255,22 +276,27 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
     mesh = make_mesh(Layout(), jax.local_devices()[:1])
     caps = (options.bucket_bytes, min(options.bucket_bytes, FIRST_BYTES))
     transfers = {
-        ALONE: None,
         TOGETHER: Transfer(mesh, [MpiGroup(comm)], *caps),
         ONE_BY_ONE: OneByOne(mesh, [MpiGroup(comm)], *caps),
         ONE_BUCKET: Transfer(mesh, [MpiGroup(comm)], 1 << 40, 1 << 40),
     }
-    return {name: Stepper(options, comm.rank, transfer) for name, transfer in transfers.items()}
+    return {
+        ALONE: Stepper(options, comm.rank, None),
+        # what waiting for each other costs, if nothing is sent
+        BARRIER: Stepper(options, comm.rank, None, comm.Barrier),
+        **{name: Stepper(options, comm.rank, transfer) for name, transfer in transfers.items()},
+    }
 
 
 def summed_up(calls: Mapping[str, Sequence[Call]], base: str, what: str, num_steps: int = 1) -> list[Row]:
-    """Each side beside the base, round by round."""
+    """Each side beside the base, round by round; the bridge with a reader beside MPI with one."""
+    bases = {side: RAW_READ if side == BRIDGE_READ else base for side in calls}
     return [
         Row(
             what=what,
             side=side,
             seconds=median(call.seconds for call in found) / num_steps,
-            ratio=spread([a.seconds / b.seconds for a, b in zip(found, calls[base], strict=True)]),
+            ratio=spread([a.seconds / b.seconds for a, b in zip(found, calls[bases[side]], strict=True)]),
             faults=median(call.faults for call in found) / num_steps,
         )
         for side, found in calls.items()

@@ -16,11 +16,10 @@ from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
 from shardtrain.models import checks
 from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal
 from shardtrain.models.transformer import (
-    BLOCK_OUTPUT,
-    REMAT_POLICIES,
     STREAM,
     TABLE,
     Attention,

@@ -15,11 +15,11 @@ from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.layers import Attentions, Linear, at_use, coming_keys, normal, parameter
 from shardtrain.models.transformer import (
-    BLOCK_OUTPUT,
     STREAM,
     TABLE,
     Attention,

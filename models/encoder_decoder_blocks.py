@@ -14,10 +14,9 @@ from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
 from shardtrain.models.layers import attend
 from shardtrain.models.transformer import (
-    BLOCK_OUTPUT,
-    REMAT_POLICIES,
     STREAM,
     Attention,
     FeedForward,

@@ -24,12 +24,11 @@ from shardtrain.axes import (
     SEQ,
     VOCAB,
 )
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.layers import attend
 from shardtrain.models.transformer import (
-    BLOCK_OUTPUT,
-    REMAT_POLICIES,
     STREAM,
     to_stream,
     too_long,

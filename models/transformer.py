@@ -26,28 +26,12 @@ from shardtrain.axes import (
     SEQ,
     VOCAB,
 )
+from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.models.layers import Dims, Linear, Norm, attend, rotate
 from shardtrain.models.transformer_options import BlockOptions
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 TABLE = (VOCAB, EMBED)
-BLOCK_OUTPUT = "block_output"
-
-CHEAP = ("sharding_constraint", "convert_element_type", "concatenate", "stack", "reshape", "broadcast_in_dim")
-"""Steps between a stored weight and its use: what gathers, casts and joins."""
-
-
-def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in CHEAP
-
-
-REMAT_POLICIES: dict[str, Callable[..., bool]] = {
-    "weights": _not_gathered,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "outputs": jax.checkpoint_policies.save_only_these_names(BLOCK_OUTPUT),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-"""Value of the option `remat` -> what is kept for the backward pass; the rest is recomputed."""
 
 
 class Attention(nnx.Module):

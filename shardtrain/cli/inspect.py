@@ -14,7 +14,6 @@ from shardtrain.cli.run_options import parse_run
 from shardtrain.data import RowSplit
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model
-from shardtrain.functional.nnx_model import as_model
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.partition import counts, parse_stages
 from shardtrain.pipeline.schedule import make_table, read_table
@@ -31,7 +30,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import state_specs
 from shardtrain.train_step.replica_state import fragments_of
-from shardtrain.trainer.config import Run
+from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.strategy import Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     options.check()
     layout = run.strategy.layout
     sizes = axis_sizes(layout.mesh, options.devices or _devices_named(layout.mesh))
-    model = as_model(run.model, run.names)
+    model = model_of(run)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
     stages = _stages(run, model, sizes[axes.PIPELINE])
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)

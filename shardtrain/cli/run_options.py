@@ -30,6 +30,7 @@ SHORT = {
     "optimizer.learning_rate.peak": "learning_rate",
     "start_from.checkpoint": "start_from",
     "strategy.accumulate": "accumulate",
+    "strategy.remat": "remat",
     f"{LAYOUT}mesh": "mesh",
     f"{LAYOUT}zero": "zero",
     f"{LAYOUT}sequence_sharded": "sequence_sharded",

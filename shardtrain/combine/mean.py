@@ -3,6 +3,7 @@
 Next: `adasum.py`, for replicas that should not simply be averaged.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,6 +59,23 @@ def sum() -> Combiner:
     return Combiner(lambda tree: (), lambda *arguments: _combine(*arguments, summed=True), linear=True)
 
 
+def add_up(tree: Any, group: Group) -> Any:
+    """Return the sums over all ranks of a tree of float32 leaves.
+
+    The mean of sums that are weighted already, as gradients of a summed loss are, is their total over that of
+    the counts: so it costs no pass over memory. Small leaves are sent in one all-reduce, and those of `LARGE`
+    elements or more in one each.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    small = [i for i, leaf in enumerate(leaves) if leaf.size < LARGE]
+    found = [leaf if i in small else group.all_reduce(leaf) for i, leaf in enumerate(leaves)]
+    if small:
+        packed = group.all_reduce(jnp.concatenate([leaves[i].reshape(-1) for i in small]))
+        for i, x in zip(small, _unpacked(packed, [leaves[i] for i in small]), strict=True):
+            found[i] = x
+    return jax.tree.unflatten(structure, found)
+
+
 def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -> Combined:
     leaves, structure = flatten(tree)
     count = jnp.asarray(count, jnp.float32)
@@ -93,12 +111,17 @@ def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list
     # packed before it is weighed: a bare concatenation copies memory, one with arithmetic goes by elements
     packed = lax.optimization_barrier(jnp.concatenate([*(x.reshape(-1) for x in leaves), mark]))
     reduced = group.all_reduce(contribution(packed, count) * count)
+    num_values = reduced.size - group.size
+    return _unpacked(reduced[:num_values], leaves), reduced[num_values:]
+
+
+def _unpacked(packed: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the parts of a concatenation, in the shapes of the leaves."""
     ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
-    sums = [
-        reduced[first : first + leaf.size].reshape(leaf.shape)
+    return [
+        packed[first : first + leaf.size].reshape(leaf.shape)
         for first, leaf in zip(ends[:-1], leaves, strict=True)
     ]
-    return sums, reduced[ends[-1] :]
 
 
 def _combine_narrow(

@@ -39,6 +39,12 @@ class Sums(NamedTuple):
         return self.loss_sum / jnp.where(self.count > 0, self.count, 1)
 
     @property
+    def of_mean_loss(self) -> "Sums":
+        """The same with gradients of the mean loss, where they are of the sum; zeros if no example counts."""
+        divisor = jnp.where(self.count > 0, self.count, 1)
+        return self._replace(grads=jax.tree.map(lambda g: g / divisor, self.grads))
+
+    @property
     def of_loss(self) -> dict[str, Any]:
         """The sums of the loss by name, without gradients and state."""
         return {"loss_sum": self.loss_sum, "count": self.count, "metrics": self.metrics}

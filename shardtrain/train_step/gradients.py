@@ -21,7 +21,9 @@ from shardtrain.train_step.replica_sums import make_replica_sums
 from shardtrain.train_step.state import State
 
 
-def make_gradients(model: Model, loss: Loss, placement: Placement, start_row: int = 0) -> Callable[..., Sums]:
+def make_gradients(
+    model: Model, loss: Loss, placement: Placement, start_row: int = 0, *, mean: bool = True
+) -> Callable[..., Sums]:
     """Make a function that computes the gradient of the mean loss of a batch, for use inside jit.
 
     Args:
@@ -29,11 +31,12 @@ def make_gradients(model: Model, loss: Loss, placement: Placement, start_row: in
       loss: returns (sum, count), see `loss.Loss`.
       placement: the sharding of every array.
       start_row: the index of the batch's first row if it is a part of a larger batch.
+      mean: whether gradients are those of the mean loss, else of its sum.
 
     Returns:
       (params, model_state, key, batch) -> `Sums` of all replicas; every array of the batch has shape
-      (microbatches, rows, ...). Gradients are those of the mean loss, sharded as `Specs.sharded` says. A last
-      argument, a uint32 scalar, takes the place of `start_row`.
+      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says. A last argument, a uint32
+      scalar, takes the place of `start_row`.
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
     replica_sums = make_replica_sums(model, loss, placement, start_row)
@@ -50,8 +53,8 @@ def make_gradients(model: Model, loss: Loss, placement: Placement, start_row: in
         grads = jax.tree.map(
             lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), sums.grads, specs.sharded
         )
-        divisor = jnp.where(total.count > 0, total.count, 1)
-        return total._replace(grads=jax.tree.map(lambda g: g / divisor, grads))
+        total = total._replace(grads=grads)
+        return total.of_mean_loss if mean else total
 
     return gradients
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine import Combiner, MeshGroup
 from shardtrain.combine.fragments import by_path
+from shardtrain.combine.mean import add_up
 from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.placement import Placement
@@ -51,6 +52,7 @@ class IslandCombiner:
       placement: the placement of this island.
       transfer: to the other islands.
       params: path -> shape of what is combined; None: of all parameters.
+      of_sums: what is combined are sums over examples, for a mean; the result is their total.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class IslandCombiner:
         placement: Placement,
         transfer: Transfer,
         params: dict[str, jax.ShapeDtypeStruct] | None = None,
+        *,
+        of_sums: bool = False,
     ) -> None:
         specs = placement.specs
+        self._program = self._add_up if of_sums else self._combine
         self._combiner, self._transfer = combiner, transfer
         # a weighted sum is the same for a stack of layers as for each of them
         self._stacked = frozenset() if combiner.linear else stacked_paths(specs.arrays, specs.sharded)
@@ -105,7 +110,7 @@ class IslandCombiner:
         """Start to send and combine every bucket, in the background.
 
         Args:
-          tree: path -> float32 array on the mesh, the mean over this island's examples.
+          tree: path -> float32 array on the mesh, the mean over this island's examples, or their sum.
           count: float32 scalar on the mesh, how many examples.
           state: from `init`, or of the step before.
 
@@ -114,7 +119,7 @@ class IslandCombiner:
         """
         return [
             self._transfer.start(
-                b.number, self._combine, ({p: tree[p] for p in b.like}, count, own), timed=True
+                b.number, self._program, ({p: tree[p] for p in b.like}, count, own), timed=True
             )
             for b, own in zip(self._buckets, state, strict=True)
         ]
@@ -135,6 +140,10 @@ class IslandCombiner:
             combined.state.append(state)
             combined.metrics.append(metrics)
         return combined
+
+    def _add_up(self, arrays: Any, group: Any) -> Any:
+        tree, _, state = arrays
+        return add_up(tree, group), state, {}
 
     def _combine(self, arrays: Any, group: Any) -> Any:
         tree, count, state = arrays

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.combine.combiner import contribution
 from shardtrain.combine.fragments import by_path, like_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch, Loss
@@ -95,7 +96,7 @@ def make_island_step(
       `init_state` after `begin`.
     """
     assert placement.synchronisation.is_mean
-    gradients = make_gradients(model, loss, placement)
+    gradients = make_gradients(model, loss, placement, mean=not synchronisation.is_mean)
     if synchronisation.on_deltas:
         return DeltaIslandStep(
             gradients=gradients,
@@ -134,7 +135,9 @@ class GradientIslandStep:
     ) -> None:
         self._transfer, self._all_gather = transfer, all_gather
         self._first_row = np.uint32(first_row)
-        self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer)
+        # a mean sends sums over examples: they are weighted already, and divided where they are used
+        of_sums = synchronisation.is_mean
+        self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer, of_sums=of_sums)
         self.labels, self.keeps_state = self._combiner.labels, self._combiner.keeps_state
         mesh = placement.mesh
         # with inside "sum" an island sends the sum over its replicas: their mean times their number
@@ -144,9 +147,12 @@ class GradientIslandStep:
         def local(state: State, batch: Batch, first_row: jax.Array) -> Sums:
             key = step_key(state.seed, state.step)
             found = gradients(state.params, state.model_state, key, batch, first_row)
-            return found._replace(grads=jax.tree.map(lambda g: g * factor, found.grads))
+            # an island without examples adds nothing, whatever its gradients are
+            grads = jax.tree.map(lambda g: contribution(g * factor, found.count), found.grads)
+            return found._replace(grads=grads)
 
         def update(state: State, found: Sums, combine_state: Any, extra: Any) -> tuple[State, Metrics]:
+            found = found.of_mean_loss if of_sums else found
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
             return unless_skipped(state, new, {**metrics, **joined_metrics(extra)}, learning_rate)

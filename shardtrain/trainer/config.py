@@ -20,6 +20,9 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import Loss, next_token_loss
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat import with_remat
 from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
@@ -144,6 +147,15 @@ class Run:
             object.__setattr__(self, "optimizer", self.optimizer.gradient_transformation())
         if problems := [*wrong_types(self), *_wrong_values(self)]:
             raise problems_error("this run cannot be started", problems)
+
+
+def model_of(run: Run) -> Model:
+    """Return a run's model as pure functions, with the names and the remat that the run gives.
+
+    Raises:
+      ValueError: it is no model, or cannot be recomputed as the strategy says.
+    """
+    return as_model(with_remat(run.model, run.strategy.remat), run.names)
 
 
 COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")

@@ -17,7 +17,6 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model
-from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
@@ -27,7 +26,7 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
-from shardtrain.trainer.config import Run
+from shardtrain.trainer.config import Run, model_of
 
 FIRST_POSITION = Position(epoch=0, index=0)
 
@@ -84,7 +83,7 @@ def make_setup(
     Raises:
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
     """
-    model = as_model(run.model, run.names)
+    model = model_of(run)
     mesh = mesh or make_mesh(run.strategy.layout)
     unused = () if microbatch is None else find_unused(run, model, microbatch)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":

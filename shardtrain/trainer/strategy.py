@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -31,6 +31,10 @@ class Strategy:
       synchronisation: when replicas are synchronised, and how.
       across: what islands exchange, if several were launched.
       pipeline: how a pipeline is partitioned and scheduled; its microbatches are those of `accumulate`.
+      remat: what the backward pass of the model computes again, to keep less: none, weights (casts and
+        gathered weights), dots (all but the results of matrix products), outputs (all but the outputs of
+        blocks) or full (all but the inputs of blocks). The last two need a model with an option of that name.
+        None: what the model itself says.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -41,6 +45,7 @@ class Strategy:
     synchronisation: Synchronisation = Synchronisation()
     across: Across = Across()
     pipeline: Pipeline = Pipeline()
+    remat: Literal["none", "weights", "dots", "outputs", "full"] | None = None
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)

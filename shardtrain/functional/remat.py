@@ -1,0 +1,61 @@
+"""Make the backward pass of any model compute again what an option says, instead of keeping it.
+
+Next: `nnx_model.py`; `models/transformer.py`, whose blocks have the option themselves.
+"""
+
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import jax
+
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat_policies import REMAT_POLICIES
+
+OF_ANY_MODEL = ("none", "weights", "dots")
+"""Values that need nothing of a model: the others are about its blocks, which it must recompute itself."""
+
+
+def with_remat(model: Any, remat: str | None) -> Any:
+    """Return a model whose backward pass recomputes what an option says.
+
+    Args:
+      model: as for `as_model`. A dataclass with a field `remat` is given the value; of any other model the
+        forward pass is wrapped as a whole.
+      remat: none or one of `REMAT_POLICIES`; None leaves the model as it is.
+
+    Raises:
+      ValueError: the model cannot be recomputed like that.
+    """
+    if remat is None:
+        return model
+    if is_dataclass(model) and not isinstance(model, Model | type) and hasattr(model, "remat"):
+        own = getattr(model, "remat")  # noqa: B009
+        if not isinstance(own, bool):
+            return replace(model, remat=remat)  # type: ignore[type-var]
+        if remat not in ("none", "full"):
+            raise ValueError(f"remat is {remat!r}, and that of this model is on or off; use none or full")
+        return replace(model, remat=remat == "full")  # type: ignore[type-var]
+    if remat not in OF_ANY_MODEL:
+        raise ValueError(
+            f"remat is {remat!r}, and this model has no field remat to recompute its blocks by; use"
+            f" {', '.join(OF_ANY_MODEL)}, or jax.checkpoint (nnx.remat, nn.remat) around its blocks"
+        )
+    pure = as_model(model)
+    return pure if remat == "none" else replace(pure, apply=_recomputed(pure.apply, REMAT_POLICIES[remat]))
+
+
+def _recomputed(apply: Callable[..., Any], policy: Callable[..., bool]) -> Callable[..., Any]:
+    """Wrap `Model.apply`; evaluation has no backward pass."""
+
+    def call(params: Any, model_state: Any, rng: jax.Array, train: bool, *inputs: Any) -> Any:
+        if not train:
+            return apply(params, model_state, rng, train, *inputs)
+
+        def forward(params: Any, model_state: Any, rng: jax.Array, *inputs: Any) -> Any:
+            return apply(params, model_state, rng, True, *inputs)
+
+        return jax.checkpoint(forward, policy=policy)(params, model_state, rng, *inputs)
+
+    return call

@@ -1,0 +1,89 @@
+"""Checks that a mesh, a model and the way to combine replicas fit together.
+
+Next: `placement.py`, which calls them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardtrain import axes
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.model import Model, path_text
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.sharding.specs import spec_axes
+
+
+def check_stages(
+    model: Model, sizes: Mapping[str, int], synchronisation: Synchronisation, stages: Partition | None
+) -> None:
+    """Check that a pipeline inside the mesh can run this model and combiner.
+
+    Raises:
+      ValueError: the partition does not fit the mesh; or everything that such a pipeline cannot do.
+    """
+    # the mesh and the partition must be of the same number of stages
+    num_stages = sizes[axes.PIPELINE]
+    if (1 if stages is None else stages.num_stages) != num_stages:
+        raise ValueError(
+            f"the mesh has pipeline={num_stages}, and the model is cut into"
+            f" {'no stages' if stages is None else f'{stages.num_stages} stages'}; make them with"
+            f" pipeline.costs.make_partition(model, Pipeline(), {num_stages}, loss, microbatch)"
+        )
+    if stages is None:
+        return
+    # all stages run one program in lock-step, which excludes some models and combiners
+    problems = []
+    if synchronisation.combiner.across_leaves:
+        problems.append(
+            f"each stage combines its own layers, and {synchronisation.by!r} needs all of them at once; use"
+            " another combiner, such as 'adasum', or join replicas as islands (--across)"
+        )
+    if model.chain is None or not model.chain.stacked:
+        problems.append(
+            "all its stages run one program, so blocks must be alike, their parameters stacked along the dim"
+            f" {axes.LAYERS!r}, and this model's are not; stack them, or use --across pipeline"
+        )
+    # a microbatch does not wait for the model state of the one before it
+    state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
+    if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:
+        problems.append(
+            f"it does not update running statistics, and the model has {', '.join(kept)}; use a norm without"
+            " them, or --across pipeline"
+        )
+    if problems:
+        raise problems_error(f"pipeline={num_stages} inside a mesh cannot run this", problems)
+
+
+def check_data_axis(sharded: Any) -> None:
+    """Check that no parameter is sharded over the data axis: a combiner needs whole replicas.
+
+    Raises:
+      ValueError: parameters are sharded over the data axis.
+    """
+    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if wrong := [path_text(path) for path, spec in specs if axes.DATA in spec_axes(spec)]:
+        raise problems_error(
+            "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
+            " use fsdp for that, or combine by 'mean'",
+            wrong,
+        )
+
+
+def check_layers(sharded: Any, stacked: frozenset[str]) -> None:
+    """Check that stages have whole layers of all arrays that are sharded over the axis pipeline.
+
+    Raises:
+      ValueError: layers are sharded over another axis too.
+    """
+    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    paths = [path_text(path) for path, spec in specs if axes.PIPELINE in spec_axes(spec)]
+    if wrong := [path for path in paths if path not in stacked]:
+        raise problems_error(
+            f"a combiner in a pipeline joins whole layers, but the layout shards the dim {axes.LAYERS!r} over"
+            f" other axes too; give it the axis {axes.PIPELINE!r} alone, or combine by 'mean'",
+            wrong,
+        )

@@ -1,0 +1,73 @@
+"""The option `remat` of a strategy: the same gradients, and less kept for the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat import with_remat
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.resnet import ResNetConfig
+
+
+class Deep(nnx.Module):
+    """Layers whose elementwise results a backward pass may compute again."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.sin(jnp.tanh(self.dropout(layer(x))))
+        return x
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+
+
+def loss(model):
+    params, state = model.init(jax.random.key(0))
+    return params, lambda params: (model.apply(params, state, jax.random.key(1), True, X)[0] ** 2).sum()
+
+
+def kept_bytes(model):
+    params, of = loss(model)
+    kept = jax.eval_shape(lambda params: jax.vjp(of, params)[1], params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+
+
+def test_any_model_keeps_less_and_has_the_same_gradients():
+    plain, changed = as_model(Deep), with_remat(Deep, "dots")
+    params, of = loss(plain)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-6),
+        jax.grad(loss(changed)[1])(params),
+        jax.grad(of)(params),
+    )
+    assert kept_bytes(changed) < kept_bytes(plain)
+    # evaluation, and the names of dims, are as they were
+    assert changed.apply(params, {}, jax.random.key(1), False, X)[0].shape == X.shape
+    assert changed.dims == plain.dims
+
+
+def test_a_model_with_the_option_is_given_it():
+    assert with_remat(DecoderConfig(), "full") == DecoderConfig(remat="full")
+    assert with_remat(DecoderConfig(remat="dots"), None) == DecoderConfig(remat="dots")
+    assert with_remat(ResNetConfig(), "full").remat
+    assert not with_remat(ResNetConfig(remat=True), "none").remat
+
+
+@pytest.mark.parametrize(
+    ("model", "remat", "words"),
+    [
+        (Deep, "full", "no field remat to recompute its blocks by; use none, weights, dots"),
+        (ResNetConfig(), "dots", "is on or off; use none or full"),
+    ],
+    ids=["no blocks", "on or off"],
+)
+def test_what_a_model_cannot_recompute_is_refused(model, remat, words):
+    with pytest.raises(ValueError, match=words):
+        with_remat(model, remat)
