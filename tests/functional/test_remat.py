@@ -1,5 +1,7 @@
 """The option `remat` of a strategy: the same gradients, and less kept for the backward pass."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
+from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.strategy import Strategy
 
 
 class Deep(nnx.Module):
@@ -54,10 +58,19 @@ def test_any_model_keeps_less_and_has_the_same_gradients():
 
 
 def test_a_model_with_the_option_is_given_it():
-    assert with_remat(DecoderConfig(), "full") == DecoderConfig(remat="full")
-    assert with_remat(DecoderConfig(remat="dots"), None) == DecoderConfig(remat="dots")
+    sizes = {"vocab": 8, "seq": 4, "embed": 8, "num_layers": 2, "num_heads": 2}
+    assert with_remat(DecoderConfig(**sizes), "full") == DecoderConfig(**sizes, remat="full")
+    assert with_remat(DecoderConfig(**sizes, remat="dots"), None) == DecoderConfig(**sizes, remat="dots")
     assert with_remat(ResNetConfig(), "full").remat
     assert not with_remat(ResNetConfig(remat=True), "none").remat
+
+
+def test_the_strategy_of_a_run_says_it():
+    data = SimpleNamespace(train=list, heldout=list)
+    plain, changed = (
+        model_of(Run(model=Deep, data=data, strategy=Strategy(remat=remat))) for remat in (None, "dots")
+    )
+    assert kept_bytes(changed) < kept_bytes(plain)
 
 
 @pytest.mark.parametrize(
