@@ -73,8 +73,8 @@ def ways(every: int) -> dict[str, list[str]]:
         BASE: [],
         "int8+mean in every step": ["--combine", "int8+mean"],
         "diloco": ["--synchronisation", "diloco", *diloco],
-        # a fragment for each of the four layers, and one for the other arrays
-        "streaming-diloco": ["--synchronisation", "streaming-diloco", *diloco, "--fragments", "5"],
+        "diloco with overlap": ["--synchronisation", "diloco", *diloco, "--overlap", "2"],
+        "streaming-diloco": ["--synchronisation", "streaming-diloco", *diloco],
     }
 
 

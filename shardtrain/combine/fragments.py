@@ -1,6 +1,6 @@
 """Fragments: parts of the parameters that replicas combine in turn, so that less is sent at a time.
 
-Stacked layers are dealt out to the fragments one by one, so that each has some of every depth.
+Each layer of each array is dealt out on its own, the largest first, so that fragments become equally large.
 """
 
 from collections.abc import Mapping
@@ -83,27 +83,34 @@ def make_fragments(
     leaves = by_path(tree)
     if number == 1:
         return (Fragment(dict.fromkeys(leaves)),)
-    rows: list[dict[str, tuple[int, ...] | None]] = [{} for _ in range(number)]
-    sizes = [0] * number
+    # what is dealt out: (number of elements, path, layer of each stage); layer is None for a whole array
+    parts: list[tuple[int, str, int | None]] = [
+        (leaves[path].size, path, None) for path in leaves.keys() - stacked
+    ]
     for path in stacked & leaves.keys():
         depth = leaves[path].shape[0] // num_stages
-        for fragment in range(min(number, depth)):
-            dealt = range(fragment, depth, number)
-            rows[fragment][path] = tuple(stage * depth + row for stage in range(num_stages) for row in dealt)
-            sizes[fragment] += leaves[path].size // depth * len(dealt)
-    # the largest array first, each to the fragment with the fewest elements
-    for path in sorted(leaves.keys() - stacked, key=lambda path: (-leaves[path].size, path)):
-        smallest = sizes.index(min(sizes))
-        rows[smallest][path] = None
-        sizes[smallest] += leaves[path].size
-    if not all(rows):
-        most = sum(map(bool, rows))
+        parts += [(leaves[path].size // depth, path, layer) for layer in range(depth)]
+    if len(parts) < number:
         raise ValueError(
-            f"fragments is {number}, but there are only enough layers and other arrays for {most}"
-            f" (of a pipeline: in this stage); use --fragments {most} or fewer"
+            f"fragments is {number}, but there are only enough layers and other arrays for {len(parts)}"
+            f" (of a pipeline: in this stage); use --fragments {len(parts)} or fewer"
         )
+    # the largest first, each to the fragment with the fewest elements, so that fragments are equally large
+    layers: list[dict[str, list[int] | None]] = [{} for _ in range(number)]
+    sizes = [0] * number
+    for size, path, layer in sorted(parts, key=lambda part: (-part[0], part[1], part[2] or 0)):
+        smallest = min(range(number), key=lambda fragment: (sizes[fragment], len(layers[fragment])))
+        layers[smallest][path] = None if layer is None else [*(layers[smallest].get(path) or ()), layer]
+        sizes[smallest] += size
+
+    def rows(path: str, dealt: list[int] | None) -> tuple[int, ...] | None:
+        if dealt is None:
+            return None
+        depth = leaves[path].shape[0] // num_stages
+        return tuple(stage * depth + layer for stage in range(num_stages) for layer in dealt)
+
     # the same order on every rank
-    return tuple(Fragment({path: found[path] for path in leaves if path in found}) for found in rows)
+    return tuple(Fragment({path: rows(path, own[path]) for path in leaves if path in own}) for own in layers)
 
 
 def by_path(tree: Any) -> dict[str, Any]:

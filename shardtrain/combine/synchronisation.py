@@ -62,7 +62,8 @@ class Synchronisation:
         their mean, or to their sum, the mean times the number of its replicas.
       outer: what is done with a combined delta: options of SGD, or in Python any optax transformation.
       fragments: number of parts of the parameters that are combined in turn, each every `every` steps, so
-        that less is sent at a time (streaming DiLoCo); layers are dealt out to the fragments one by one.
+        that less is sent at a time (streaming DiLoCo); each layer of each array is dealt out on its own, so
+        that fragments become equally large.
       overlap: number of steps that replicas go on while deltas are under way; the result is then added to
         what they have changed since. At most `every`.
       when: whether replicas meet where `every` lets them: "always", or a rule with its number, such as
@@ -194,7 +195,7 @@ PRESETS = {
     "every-step": Synchronisation(),
     "local-sgd": Synchronisation(on="deltas", every=16),
     "diloco": Synchronisation(on="deltas", every=30, outer=_DILOCO),
-    "streaming-diloco": Synchronisation(on="deltas", every=30, outer=_DILOCO, fragments=4),
+    "streaming-diloco": Synchronisation(on="deltas", every=30, outer=_DILOCO, fragments=5),
     "adasum-deltas": Synchronisation(by="adasum", on="deltas"),
     "hierarchical": Synchronisation(on="deltas", every=4),
 }
