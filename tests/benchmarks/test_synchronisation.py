@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_language_model import TinyConfig
 
+import shardtrain
 from shardtrain.data import Text
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -46,7 +47,9 @@ def test_losses_stand_beside_every_step_seed_by_seed(plain):
     ]
 
 
-def test_bytes_of_the_ways_are_those_of_their_merges(plain, monkeypatch, tmp_path, capsys):
+def test_ways_continue_from_one_base_model_and_runs_of_a_folder_are_kept(
+    plain, monkeypatch, tmp_path, capsys
+):
     # main sets both for its own process
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -60,11 +63,21 @@ def test_bytes_of_the_ways_are_those_of_their_merges(plain, monkeypatch, tmp_pat
 
     monkeypatch.setattr(plain, "run_of", tiny)
     small = ["--replicas", "8", "--steps", "10", "--every", "5", "--seeds", "0", "--evaluate-batches", "1"]
-    assert plain.main([*small, "--warmup", "1", "--ways", "diloco"]) == 0
-    every_step, diloco = (row.split("|") for row in capsys.readouterr().out.splitlines()[2:])
+    small += ["--warmup", "1", "--base-steps", "4", "--ways", "diloco", "--folder", str(tmp_path / "runs")]
+    assert plain.main(small) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("base models: held-out loss ")
+    every_step, diloco = (row.split("|") for row in out.splitlines()[3:])
     assert float(every_step[4]) == 1
     assert 0.5 < float(diloco[4]) < 2
+    # bytes are those of the merges
     assert [cell.strip() for cell in (diloco[7], diloco[9])] == ["0.2000", "1.000"]
+    runs = tmp_path / "runs"
+    for name in ("every-step,_seed_0", "diloco,_8_replicas,_seed_0"):
+        assert f"{runs}/base,_seed_0" in (runs / name / "run.txt").read_text()
+    monkeypatch.setattr(shardtrain, "train", None)
+    assert plain.main(small) == 0
+    assert capsys.readouterr().out == out
 
 
 def lines(steps, step_seconds, waiting, num_bytes, loss):
