@@ -1,7 +1,7 @@
 """Held-out loss of ways to synchronise, at equal samples, beside what each replica gives to the combiner.
 
 uv run python benchmarks/synchronisation.py [--replicas 2] [--steps 600] [--every 20] [--seeds 0,1]
-    [--base-steps 800] [--folder runs/synchronisation]
+    [--base-steps 2000] [--folder runs/synchronisation]
 
 With --base-steps every way continues from one model, which every-step has trained at a constant rate, with
 samples in another order and a new inner optimizer, as Douillard et al. 2023 do; else from random parameters.
@@ -84,8 +84,9 @@ def measured(
     for seed in seeds_of(options):
         run = run_of(synchronisation, replicas, seed, options)
         if options.base_steps:
-            base = base_folder(folder, seed)
-            trained(base_run(replicas, seed, options), base)
+            base_seed = seed if options.base_seed is None else options.base_seed
+            base = folder / f"base,_seed_{base_seed}"
+            trained(base_run(replicas, base_seed, options), base)
             run = dataclasses.replace(run, seed=seed + OTHER_ORDER, start_from=StartFrom(checkpoint=base))
         losses.append(trained(run, folder / f"{label}, seed {seed}".replace(" ", "_")))
     run = run_of(synchronisation, replicas, 0, options)
@@ -132,11 +133,6 @@ def base_run(replicas: int, seed: int, options: argparse.Namespace) -> Any:
         optimizer=Optimizer(learning_rate=constant),
         steps=options.base_steps,
     )
-
-
-def base_folder(folder: Path, seed: int) -> Path:
-    """Return the run folder of a seed's base model."""
-    return folder / f"base,_seed_{seed}"
 
 
 def trained(run: Any, folder: Path) -> float:
@@ -197,6 +193,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate, of a cosine")
     parser.add_argument("--warmup", type=int, default=30, help="steps of rising learning rate")
     parser.add_argument("--base-steps", type=int, default=0, help="steps of a base model; 0: none")
+    parser.add_argument("--base-seed", type=int, help="of the base model of all seeds; default: each its own")
     parser.add_argument("--base-rate", type=float, default=3e-3, help="learning rate of the base model")
     parser.add_argument("--outer-rate", type=float, default=0.9, help="beside the presets' outer optimizer")
     parser.add_argument("--outer-momentum", type=float, default=0.5, help="the same")
@@ -215,11 +212,10 @@ def main(arguments: list[str]) -> int:
         rows = [
             measured(each, found[each], options.replicas, options, folder) for each in dict.fromkeys(names)
         ]
-        if options.base_steps:
-            bases = [
-                heldout_loss(base_folder(folder, each), options.base_steps) for each in seeds_of(options)
-            ]
-            sys.stdout.write(f"base models: held-out loss {', '.join(f'{each:.4f}' for each in bases)}\n")
+        losses = {each.name: heldout_loss(each, options.base_steps) for each in sorted(folder.glob("base,*"))}
+    for base, loss in losses.items():
+        if loss is not None:
+            sys.stdout.write(f"{base}: held-out loss {loss:.4f}\n")
     sys.stdout.write(table(rows) + "\n")
     return 0
 

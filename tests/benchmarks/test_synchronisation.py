@@ -63,10 +63,11 @@ def test_ways_continue_from_one_base_model_and_runs_of_a_folder_are_kept(
 
     monkeypatch.setattr(plain, "run_of", tiny)
     small = ["--replicas", "8", "--steps", "10", "--every", "5", "--seeds", "0", "--evaluate-batches", "1"]
-    small += ["--warmup", "1", "--base-steps", "4", "--ways", "diloco", "--folder", str(tmp_path / "runs")]
+    small += ["--warmup", "1", "--base-steps", "4", "--base-seed", "3", "--ways", "diloco"]
+    small += ["--folder", str(tmp_path / "runs")]
     assert plain.main(small) == 0
     out = capsys.readouterr().out
-    assert out.startswith("base models: held-out loss ")
+    assert out.startswith("base,_seed_3: held-out loss ")
     every_step, diloco = (row.split("|") for row in out.splitlines()[3:])
     assert float(every_step[4]) == 1
     assert 0.5 < float(diloco[4]) < 2
@@ -74,7 +75,7 @@ def test_ways_continue_from_one_base_model_and_runs_of_a_folder_are_kept(
     assert [cell.strip() for cell in (diloco[7], diloco[9])] == ["0.2000", "1.000"]
     runs = tmp_path / "runs"
     for name in ("every-step,_seed_0", "diloco,_8_replicas,_seed_0"):
-        assert f"{runs}/base,_seed_0" in (runs / name / "run.txt").read_text()
+        assert f"{runs}/base,_seed_3" in (runs / name / "run.txt").read_text()
     monkeypatch.setattr(shardtrain, "train", None)
     assert plain.main(small) == 0
     assert capsys.readouterr().out == out
