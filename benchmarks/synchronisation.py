@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import io
 import os
-import shutil
 import sys
 from pathlib import Path
 from statistics import mean
@@ -143,7 +142,6 @@ def trained(run: Any, folder: Path) -> float:
 
     loss = heldout_loss(folder, run.steps)
     if loss is None:
-        shutil.rmtree(folder, ignore_errors=True)
         train(dataclasses.replace(run, run_dir=folder), Console(file=io.StringIO()))
         loss = heldout_loss(folder, run.steps)
         assert loss is not None
