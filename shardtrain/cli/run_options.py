@@ -245,10 +245,10 @@ TEXTS = {
         " them; wandb and mlflow need the extras of these names.",
     ),
     f"{ACROSS}shares": TextForm(
-        write=lambda given: given and ",".join(f"{share:g}" for share in given),
-        read=parse_weights,
+        write=lambda given: given if isinstance(given, str | None) else ",".join(f"{x:g}" for x in given),
+        read=lambda text: text if text == "auto" else parse_weights(text),
         help="weights of the replicas, in proportion to which they get rows of a batch, such as 3,1; None: by"
-        " their numbers of devices.",
+        " their devices; auto: by their devices at first, then by the speed that is measured.",
     ),
 }
 """Path of a field -> its text form."""

@@ -40,6 +40,7 @@ def batch_shard(
     batch_axes: Sequence[str],
     microbatches: int,
     multiple: int | None = None,
+    capacity: int | None = None,
 ) -> BatchShard:
     """Return the rows of this process, padded where those of its island cannot be split.
 
@@ -50,6 +51,7 @@ def batch_shard(
       batch_axes: the mesh axes that split the rows of a microbatch.
       microbatches: M.
       multiple: the number that the island's rows must be a multiple of; by default that of this mesh.
+      capacity: rows to pad the island's to; by default as few as can be split.
 
     Raises:
       ValueError: there is one island, which pads nothing, and its rows cannot be split.
@@ -60,6 +62,7 @@ def batch_shard(
     if len(rows_of_islands) > 1:
         split = RowSplit.of(mesh.shape, batch_axes, microbatches)
         num_rows = RowSplit({"data": multiple}).padded(num_real) if multiple else split.padded(num_real)
+        num_rows = num_rows if capacity is None else capacity
     # 2. of these the rows that this process's devices hold
     local = process_rows(num_rows, mesh, batch_axes, microbatches)
     rows, real = fill_with_copies(local, num_real)

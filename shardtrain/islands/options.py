@@ -19,8 +19,8 @@ class Across:
       axis: "data": each island is a replica, with its share of every batch. "pipeline": each island is
         a stage of a pipeline; island i has stage i % partitions of replica i // partitions.
       partitions: number of islands that form one pipeline; None: all of them.
-      shares: weights of the replicas, in proportion to which they get rows of a batch; None: by numbers of
-        devices.
+      shares: weights of the replicas, in proportion to which they get rows of a batch; None: by their
+        devices; "auto": by their devices at first, then by the speed that is measured.
       reduce: how arrays are summed over islands: by one all-reduce; on island 0, which broadcasts the sum
         ("root"); or within each host first, then between hosts ("hierarchical").
       bucket_bytes: gradients are sent in buckets of about this size; 0: one bucket per array.
@@ -34,7 +34,7 @@ class Across:
 
     axis: Literal["data", "pipeline"] = "data"
     partitions: int | None = None
-    shares: tuple[float, ...] | None = None
+    shares: tuple[float, ...] | Literal["auto"] | None = None
     reduce: Literal["all_reduce", "root", "hierarchical"] = "all_reduce"
     bucket_bytes: int = CAP_BYTES
     first_bucket_bytes: int = FIRST_BYTES
@@ -51,7 +51,11 @@ class Across:
             problems.append(f"partitions is {self.partitions}; use 1 or more")
         if self.partitions is not None and self.axis != "pipeline":
             problems.append(f"partitions is {self.partitions}, but islands are joined along {self.axis}")
-        if self.shares is not None and (
+        if self.shares == "auto" and self.axis == "pipeline":
+            problems.append(
+                "shares is 'auto', and the stages of a pipeline are made for their rows; give weights"
+            )
+        if isinstance(self.shares, tuple) and (
             any(not 0 <= share < math.inf for share in self.shares) or not sum(self.shares)
         ):
             problems.append(

@@ -119,7 +119,10 @@ def make_island_step(
 
 
 class GradientIslandStep:
-    """A step that combines the islands' gradients, once for all microbatches; see `make_island_step`."""
+    """A step that combines the islands' gradients, once for all microbatches; see `make_island_step`.
+
+    The rows of an island may change: `first_row`, uint32, is the number of its first one in a batch.
+    """
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class GradientIslandStep:
         all_gather: AllGather,
     ) -> None:
         self._transfer, self._all_gather = transfer, all_gather
-        self._first_row = np.uint32(first_row)
+        self.first_row = np.uint32(first_row)
         # a mean sends sums over examples: they are weighted already, and divided where they are used
         of_sums = synchronisation.is_mean
         self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer, of_sums=of_sums)
@@ -185,7 +188,7 @@ class GradientIslandStep:
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
         # computed before islands meet, so that a slow island is one that arrives late there
-        found = jax.block_until_ready(self._local(state, batch, self._first_row))
+        found = jax.block_until_ready(self._local(state, batch, self.first_row))
         grads = by_path(found.grads)
         self._all_gather("combine gradients", None)
         # the sums and the model state are reduced while buckets of gradients are under way
@@ -198,7 +201,7 @@ class GradientIslandStep:
 
 
 class DeltaIslandStep:
-    """A step of the island's own optimizer; some steps end with a merge. See `make_island_step`."""
+    """A step of the island's own optimizer; some steps end with a merge. See `GradientIslandStep`."""
 
     def __init__(
         self,
@@ -210,7 +213,7 @@ class DeltaIslandStep:
         merge: IslandMerge,
         learning_rate: optax.Schedule | None,
     ) -> None:
-        self._gradients, self._first_row, self._merge = gradients, np.uint32(first_row), merge
+        self._gradients, self.first_row, self._merge = gradients, np.uint32(first_row), merge
         self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
         specs, mesh = placement.specs, placement.mesh
         whole = NamedSharding(mesh, PartitionSpec())
@@ -264,7 +267,7 @@ class DeltaIslandStep:
         number = self._merge.steps_done(state) + 1
         # the combiner's state is no part of the local step's program
         combine_state, state = state.combine_state, state._replace(combine_state=())
-        state, metrics = self._step(state, batch, self._first_row)
+        state, metrics = self._step(state, batch, self.first_row)
         state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
         if merged is None:
             return state, {**metrics, **loss_metrics(jax.tree.map(jnp.zeros_like, state.local.sums))}

@@ -7,17 +7,18 @@ A run of one island makes the same calls, and answers by itself. Copies of the s
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from shardtrain.checkpoints.processes import gather_alone
-from shardtrain.data import BatchShard, RowSplit, batch_shard, split_over_islands
+from shardtrain.data import RowSplit, split_over_islands
 from shardtrain.islands.agreement import check_agreement
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
+from shardtrain.plan.devices import known_device
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.loop_parts import StepVote
 
@@ -26,6 +27,35 @@ AGREEMENT_SECONDS = 600.0
 
 LONG_SECONDS = 5 * 60 * 60.0
 """How long to wait for a rank that may be reading data, or finishing a checkpoint, which may take 4 hours."""
+
+
+class BatchSplit(NamedTuple):
+    """The rows of each batch that every island gets.
+
+    Args:
+      rows: of each island, or pipeline of islands.
+      multiples: what each of them can split without padding.
+      own: the number of this one.
+    """
+
+    rows: Sequence[int]
+    multiples: Sequence[int]
+    own: int
+
+
+class Voted(NamedTuple):
+    """What all ranks voted after a step.
+
+    Args:
+      vote: stop if any rank asks to, save if rank 0 does, the newest step that all have saved, the first bad
+        step.
+      slow: a message about slow islands, or None.
+      seconds: of each island's own work in the step; None where they were not measured.
+    """
+
+    vote: StepVote
+    slow: str | None = None
+    seconds: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,19 +88,20 @@ class Coordination:
             return self.seats.replica == 0
         return self.islands is None or self.islands.seat.island == 0
 
-    def rows(
+    def split(
         self,
         batch: int,
         weights: Sequence[float] | None,
         mesh: Mesh,
         batch_axes: Sequence[str],
         microbatches: int,
-    ) -> BatchShard:
-        """Return the rows of each batch that this process loads.
+    ) -> "BatchSplit":
+        """Return the rows of each batch that every island, or pipeline of islands, gets.
 
         Args:
           batch: rows of a whole batch.
-          weights: island -> weight of its share; None takes its number of devices.
+          weights: island -> weight of its share; None takes the rates of its devices, where those of all
+            islands are known, and else their number.
           mesh, batch_axes, microbatches: of this island.
 
         Raises:
@@ -82,10 +113,14 @@ class Coordination:
                     f"shares has {len(weights)} weights, and this run has one island: leave --shares out, or"
                     f" start {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
                 )
-            return batch_shard([batch], 0, mesh, batch_axes, microbatches)
+            return BatchSplit([batch], [RowSplit.of(mesh.shape, batch_axes, microbatches).multiple], 0)
         # what each island can split without padding; its devices are its weight, unless shares are given
         unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
-        found = self.islands.all_gather_islands("rows", [mesh.devices.size, unit])
+        device = known_device(mesh.devices.flat[0].device_kind)
+        rate = device and device.matrix_flops_per_second
+        found = self.islands.all_gather_islands("rows", [mesh.devices.size, unit, rate])
+        rates_known = all(rate for _, _, rate in found)
+        found = [[n * rate if rates_known else n, unit] for n, unit, rate in found]
         replica = self.islands.seat.island
         if (seats := self.seats) is not None:
             # all stages of a pipeline work on the same rows
@@ -99,8 +134,8 @@ class Coordination:
             )
         if len(found) == 1:
             RowSplit({"data": unit // microbatches}, microbatches).check(batch)
-        shares = split_over_islands(batch, weights or [n for n, _ in found], [unit for _, unit in found])
-        return batch_shard(shares, replica, mesh, batch_axes, microbatches, unit)
+        units = [unit for _, unit in found]
+        return BatchSplit(split_over_islands(batch, weights or [n for n, _ in found], units), units, replica)
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
@@ -155,23 +190,19 @@ class Coordination:
             control = self.islands.control
             check_agreement(control.all_gather, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
-    def vote(self, step: int, own: StepVote, *, meets: bool = True) -> tuple[StepVote, str | None]:
+    def vote(self, step: int, own: StepVote, *, meets: bool = True) -> Voted:
         """All-gather the votes of all ranks after a step.
 
         Args:
           step: steps done.
           own: vote of this rank.
           meets: whether islands exchange anything after this step; one island votes after each.
-
-        Returns:
-          The vote of all: stop if any rank asks to, save if rank 0 does, the newest step that all have saved,
-          the first bad step. And a message about slow islands, or None.
         """
         if self.islands is None:
-            return own, None
+            return Voted(own)
         if not meets:
             # saves and bad steps wait for the next step after which islands meet
-            return StepVote(stop=0, save=False), None
+            return Voted(StepVote(stop=0, save=False))
         mine = [own, self.timer.take()]
         gathered = self.islands.control.all_gather(f"after step {step}", mine, LONG_SECONDS)
         self.timer.begin()
@@ -180,7 +211,12 @@ class Coordination:
         bad = min((vote.bad for vote in votes if vote.bad), default=0)
         result = StepVote(max(vote.stop for vote in votes), votes[0].save, min(saved), bad)
         seconds = [each for _, each in gathered]
-        return result, self.stragglers.add(seconds) if self.stragglers and None not in seconds else None
+        if None in seconds:
+            return Voted(result)
+        # an island is as slow as its slowest process
+        ends = [*self.islands.first_ranks[1:], len(seconds)]
+        by_island = [max(seconds[i:j]) for i, j in zip(self.islands.first_ranks, ends, strict=True)]
+        return Voted(result, self.stragglers.add(seconds) if self.stragglers else None, by_island)
 
     def sum_over_islands(
         self, name: str, sums: Mapping[str, tuple[float, float]]

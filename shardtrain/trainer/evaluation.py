@@ -20,6 +20,7 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import make_evaluate
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
 
 Evaluate = Callable[[State], dict[str, float]]
@@ -53,7 +54,8 @@ def make_evaluation(
     # a pipeline needs microbatches to keep more than one stage busy
     microbatches = run.strategy.accumulate if in_stages or setup.placement.stages else 1
     # rows are shared as in training; the held-out data is passed through once, in its own order
-    shard = coordination.rows(run.batch, run.strategy.across.shares, mesh, axes, microbatches)
+    shares = run.strategy.across.shares
+    shard = RowShares(coordination, run.batch, shares, mesh, axes, microbatches).shard()
 
     def make_loader(source: Any) -> Loader:
         batches = Batches(source=source, batch=run.batch, epochs=1, shuffle=False, rows=shard.rows)

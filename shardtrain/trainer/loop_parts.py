@@ -104,7 +104,7 @@ class LoopParts:
 
     Args:
       step: (state, batch) -> (state, metrics), compiled.
-      batches: yields (batch on the mesh, the data position after it).
+      batches: yields (batch on the mesh, the data position after it), see `feed.Feed`.
       evaluate: state -> held-out values by name; {} where there is no held-out data.
       checkpoints: saves the state.
       policy: when to save.

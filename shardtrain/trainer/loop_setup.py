@@ -5,15 +5,19 @@ What the parts mean is in `loop_parts.py`. Next: `loop.py`.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.sinks.sink import Sinks
+from shardtrain.train_step.island_step import DeltaIslandStep, GradientIslandStep
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import combined_labels, make_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import make_evaluation
+from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.fingerprints import divergence_text, hardware, make_find_divergence
 from shardtrain.trainer.first_batch import class_problems
 from shardtrain.trainer.hooks import Hooks
@@ -32,7 +36,7 @@ def make_loop_parts(
 ) -> LoopParts:
     """Make the parts of the loop that are the same in every segment of the run.
 
-    Batches, sink and `explain` depend on where a segment starts, and are set there.
+    Sink and `explain` depend on where a segment starts, and are set there.
     """
     run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
     island_step, placement, local_steps = (
@@ -41,26 +45,35 @@ def make_loop_parts(
         run.strategy.synchronisation.every,
     )
 
-    # all ranks vote after each step, or after those that merge or save; who is slow is reported here
+    feed = Feed(prepared.loader)
+
+    # all ranks vote after each step, or after those that merge or save; who is slow is reported here, and
+    # gets fewer rows
     def vote(step: int, own: StepVote) -> StepVote:
         saves = run.checkpoints.every_steps
         meets = step % local_steps == 0 or step == run.steps or (saves is not None and step % saves == 0)
-        result, slow = coordination.vote(step, own, meets=meets)
-        if slow is not None:
-            output.note(f"WARNING: {slow}")
-        return result
+        voted = coordination.vote(step, own, meets=meets)
+        changed = voted.seconds and prepared.shares.add(voted.seconds)
+        if changed:
+            assert isinstance(island_step, GradientIslandStep | DeltaIslandStep)
+            feed.change(prepared.shares.shard())
+            island_step.first_row = np.uint32(feed.loader.shard.start)
+            output.note(f"after step {step}: {changed}")
+        elif voted.slow is not None:
+            output.note(f"WARNING: {voted.slow}")
+        return voted.vote
 
     # what islands have in common must be equal when it is saved
     def before_save(state: State) -> State:
         return synchronise(coordination, state, run.strategy.synchronisation.on_deltas, output.note)
 
-    # batches and sinks differ in each segment: `train._train_segment` sets them
+    # sinks differ in each segment: `train._train_segment` sets them
     return LoopParts(
         step=island_step
         or make_step(
             setup.model, run.loss, setup.optimizer, placement, setup.learning_rate, last_step=run.steps
         ),
-        batches=iter(()),
+        batches=feed,
         evaluate=make_evaluation(run, setup, coordination, prepared.heldout, island_step),
         checkpoints=checkpoints,
         policy=run.checkpoints,
@@ -129,8 +142,8 @@ def make_loop_options(run: Run) -> LoopOptions:
     )
 
 
-def explain_step(prepared: PreparedRun, start: StartPoint, step: int) -> str:
+def explain_step(prepared: PreparedRun, feed: Feed, start: StartPoint, step: int) -> str:
     """Return what is wrong with this process's rows of the batch of a step; "" if nothing is."""
-    batches = prepared.loader.batches
+    batches = feed.loader.batches
     position = batches.advance(start.position, step - start.step - 1)
     return "; ".join(class_problems(prepared.expected, batches.load(position)))

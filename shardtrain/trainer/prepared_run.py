@@ -39,6 +39,7 @@ from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.multi_island_step import bridge_text, make_multi_island_step, pipeline_text
+from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
 
 
@@ -50,7 +51,8 @@ class PreparedRun(NamedTuple):
       folder: the folder of the run.
       setup: model, optimizer, mesh and placement.
       coordination: the exchange with the other islands.
-      loader: the loader of this process's rows.
+      shares: the rows of each island.
+      loader: the loader of this process's rows, as they are at first.
       heldout: name -> samples held out; a single set has the name "", {} without any.
       island_step: the step of several islands; None for a run of one island.
       init: makes the state before the first step.
@@ -63,6 +65,7 @@ class PreparedRun(NamedTuple):
     folder: Path
     setup: RunSetup
     coordination: Coordination
+    shares: RowShares
     loader: Loader
     heldout: dict[str, Any]
     island_step: IslandStep | None
@@ -104,7 +107,8 @@ def prepare_run(
     coordination.check_agreement(_facts(run, setup, description))
     # Check the first batch: one that cannot be split, or be learned from, is refused before anything is
     # compiled.
-    loader = make_loader(run, setup, coordination, source)
+    shares = make_shares(run, setup, coordination)
+    loader = make_loader(run, setup, shares, source)
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
     _check_best(run, heldout, expected)
@@ -138,6 +142,7 @@ def prepare_run(
         folder=folder,
         setup=setup,
         coordination=coordination,
+        shares=shares,
         loader=loader,
         heldout=heldout,
         island_step=island_step,
@@ -280,9 +285,15 @@ def _program(run: Run, setup: RunSetup, batch: Any) -> dict[str, str]:
     )
 
 
-def make_loader(run: Run, setup: RunSetup, coordination: Coordination, source: Any) -> Loader:
+def make_shares(run: Run, setup: RunSetup, coordination: Coordination) -> RowShares:
+    """Make the rows of each island in a training batch."""
+    strategy = run.strategy
+    batch_axes, microbatches = strategy.layout.batch_axes, strategy.accumulate
+    return RowShares(coordination, run.batch, strategy.across.shares, setup.mesh, batch_axes, microbatches)
+
+
+def make_loader(run: Run, setup: RunSetup, shares: RowShares, source: Any) -> Loader:
     """Make the loader of this process's rows of training batches."""
-    layout, mesh, microbatches = run.strategy.layout, setup.mesh, run.strategy.accumulate
-    shard = coordination.rows(run.batch, run.strategy.across.shares, mesh, layout.batch_axes, microbatches)
+    shard = shares.shard()
     batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=shard.rows)
-    return Loader(batches, shard, mesh, layout.batch_axes, microbatches)
+    return Loader(batches, shard, setup.mesh, run.strategy.layout.batch_axes, run.strategy.accumulate)

@@ -3,7 +3,7 @@
 Each part can be made and used alone, see the README.
 """
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.environment import record_environment
+from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.loop_parts import LoopParts
@@ -170,7 +171,7 @@ def _train_segment(
     Raises:
       RollBack: a step was bad.
     """
-    run, folder, loader = prepared.run, prepared.folder, prepared.loader
+    run, folder, feed = prepared.run, prepared.folder, parts.batches
     is_first = prepared.coordination.is_first
     with ExitStack() as stack:
         # The first process writes the description of the run, and its metrics.
@@ -189,12 +190,12 @@ def _train_segment(
         output.attach(stack.enter_context(bar))
         stack.callback(output.detach)
         # Load batches from where the data was left.
-        loaded = stack.enter_context(closing(loader.batches.iterate(start.position)))
+        assert isinstance(feed, Feed)
+        stack.enter_context(feed.reading(start.position))
         parts = replace(
             parts,
-            batches=((loader.place(batch), after) for batch, after in loaded),
             sink=sinks,
-            explain=lambda step: explain_step(prepared, start, step),
+            explain=lambda step: explain_step(prepared, feed, start, step),
         )
         # Metrics that wait for an evaluation which the run before did not finish are written first.
         unlogged = start.unlogged if is_first and last_step != start.step else None

@@ -17,6 +17,8 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 
 RUN = """
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from shardtrain.trainer.config import Run
 from shardtrain.data import Text
@@ -26,11 +28,31 @@ from tiny_language_model import TinyConfig
 HERE = Path(__file__).parent
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlowText(Text):
+    def train(self, folder):
+        found = super().train(folder)
+        seconds = float(os.environ["SECONDS_A_ROW"].split(",")[find_rank_environment(os.environ).rank])
+        return Slow(found, seconds)
+
+
+class Slow:
+    def __init__(self, source, seconds):
+        self.source, self.seconds, self.fingerprint = source, seconds, source.fingerprint
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return self.source[index]
+
+
 def run() -> Run:
     mlp = 16 + find_rank_environment(os.environ).rank * int(os.environ.get("WIDER", "0"))
     return Run(
         model=TinyConfig(mlp=mlp),
-        data=Text(paths=(HERE / "text.txt",), seq=8),
+        data=(SlowText if "SECONDS_A_ROW" in os.environ else Text)(paths=(HERE / "text.txt",), seq=8),
         run_dir=HERE / "run",
         log_every=1,
         batch=8,
@@ -182,3 +204,20 @@ def test_local_steps_without_deltas_are_refused(folder, capsys):
     assert cli.main(["train", "tiny.py", "--local-steps", "2"]) == cli.USER_ERROR
     assert "is 2, but gradients are combined in every step; use deltas" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+def test_shares_follow_the_measured_speed_and_losses_stay_those_of_one_device(folder, start, monkeypatch):
+    options = ["--steps", "40", "--batch", "32"]
+    # two batches are read at a time, so a row takes half as long; the second island takes three times as long
+    code, out, err = ended(start(*options, "--shares", "auto", SECONDS_A_ROW="0.004,0.012"))
+    assert code == 0, err
+    changes = re.findall(r"after step (\d+): rows of the islands from now on: (\d+), (\d+)", out)
+    assert 1 <= len(changes) <= 3, out
+    step, first, second = map(int, changes[-1])
+    assert step <= 32
+    assert first + second == 32
+    assert 22 <= first <= 26
+    islands = [line["train/loss"] for line in read_jsonl(Path("run/metrics.jsonl"))]
+    assert cli.main(["train", "tiny.py", *options, "--mesh", "data=1", "--run-dir", "one"]) == 0
+    one = [line["train/loss"] for line in read_jsonl(Path("one/metrics.jsonl"))]
+    assert islands == pytest.approx(one, rel=2e-5)

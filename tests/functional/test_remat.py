@@ -1,6 +1,7 @@
 """The option `remat` of a strategy: the same gradients, and less kept for the backward pass."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def test_any_model_keeps_less_and_has_the_same_gradients():
 
 
 def test_a_model_with_the_option_is_given_it():
-    sizes = {"vocab": 8, "seq": 4, "embed": 8, "num_layers": 2, "num_heads": 2}
+    sizes: Any = {"vocab": 8, "seq": 4, "embed": 8, "num_layers": 2, "num_heads": 2}
     assert with_remat(DecoderConfig(**sizes), "full") == DecoderConfig(**sizes, remat="full")
     assert with_remat(DecoderConfig(**sizes, remat="dots"), None) == DecoderConfig(**sizes, remat="dots")
     assert with_remat(ResNetConfig(), "full").remat

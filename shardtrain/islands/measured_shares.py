@@ -1,0 +1,172 @@
+"""The rows of each island by measured speed, so that all islands end a step together. Values only.
+
+An island's own work in a step takes a + b * rows seconds. What is measured at two numbers of rows gives both;
+until then a is 0. An island is compiled for few numbers of rows, its capacities: in between it pads.
+
+Source: Ding et al. 2021, HetSeq (unequal islands in one run); Song et al. 2020, AccPar, section 4 (shares in
+the ratio of the speeds).
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+WINDOW = 8
+"""Steps over which the median is taken."""
+
+SKIPPED = 2
+"""Steps after a change that are not measured: the first one compiles."""
+
+LEAST_GAIN = 0.05
+"""The part of a step's time that a change must save: less is noise, and a new capacity is compiled."""
+
+CHANGED = 0.15
+"""The part by which a measured time may differ from what is known before the island's speed has changed."""
+
+
+def capacities(most: int, multiple: int) -> list[int]:
+    """Return the numbers of rows that an island may be compiled for, the last one at least `most`.
+
+    Args:
+      most: rows.
+      multiple: what the island's mesh splits without padding; each capacity is a multiple of it, and at most
+        an eighth above the one before, where that is possible.
+
+    >>> capacities(24, 1)[:12], capacities(24, 4)
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4, 8, 12, 16, 20, 24])
+    """
+    found = [multiple]
+    while found[-1] < most:
+        found.append(found[-1] + max(found[-1] // 8 // multiple, 1) * multiple)
+    return found
+
+
+def capacity(rows: int, multiple: int) -> int:
+    """Return the least capacity that holds some rows.
+
+    >>> capacity(21, 1), capacity(0, 4)
+    (22, 4)
+    """
+    return capacities(rows, multiple)[-1]
+
+
+class Speed:
+    """What is known of an island's speed: the seconds of its own work in a step, by its capacity.
+
+    >>> speed = Speed()
+    >>> speed.add(8, 1.0)
+    >>> speed.seconds(16)
+    2.0
+    >>> speed.add(16, 1.8)
+    >>> round(speed.seconds(24), 6)
+    2.6
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[int, float] = {}
+
+    def add(self, capacity: int, seconds: float) -> None:
+        """Record the median seconds of a step at a capacity."""
+        before = self._measured.pop(capacity, None)
+        if before is not None and abs(seconds - before) > CHANGED * before:
+            self._measured.clear()  # what was measured at other capacities is of another speed
+        self._measured[capacity] = seconds
+
+    def seconds(self, capacity: int) -> float:
+        """Return the expected seconds of a step at a capacity."""
+        *_, (newest, measured) = self._measured.items()
+        per_row = measured / newest
+        if len(self._measured) > 1:
+            (other, before), _ = list(self._measured.items())[-2:]
+            # noise of close capacities may not say that rows cost nothing, or that nothing else costs
+            per_row = min(max((measured - before) / (newest - other), per_row / 4), per_row)
+        return measured + per_row * (capacity - newest)
+
+
+def balanced_rows(num_rows: int, speeds: Sequence[Speed], multiples: Sequence[int]) -> list[int]:
+    """Return the rows of each island with which the slowest ends first; they add up to the batch.
+
+    An island computes its least capacity in any case, of padding alone if it gets no rows.
+
+    Args:
+      num_rows: B, rows of the whole batch.
+      speeds: of each island; something must have been measured.
+      multiples: see `capacities`.
+
+    >>> fast, slow = Speed(), Speed()
+    >>> fast.add(16, 1.0), slow.add(16, 2.0)
+    (None, None)
+    >>> balanced_rows(32, [fast, slow], [1, 1])
+    [21, 11]
+    """
+    ladders = [capacities(num_rows, multiple) for multiple in multiples]
+    seconds = [[speed.seconds(c) for c in ladder] for speed, ladder in zip(speeds, ladders, strict=True)]
+    # the least time in which the islands together have room for all rows
+    least = max(each[0] for each in seconds)
+    room: list[int] = []
+    for limit in sorted({x for each in seconds for x in each if x >= least}):
+        room = [
+            max(c for c, x in zip(ladder, each, strict=True) if x <= limit)
+            for ladder, each in zip(ladders, seconds, strict=True)
+        ]
+        if sum(room) >= num_rows:
+            break
+    # room that is left over stays empty where there is most of it
+    rest = sum(room) - num_rows
+    for island in sorted(range(len(room)), key=lambda island: -room[island]):
+        taken = min(rest, room[island])
+        room[island], rest = room[island] - taken, rest - taken
+    return room
+
+
+class MeasuredShares:
+    """The rows of each island, changed when the measured speeds say that this pays.
+
+    All ranks give it the same seconds, and so have the same rows without asking each other.
+
+    Args:
+      num_rows: B, rows of the whole batch.
+      rows: of each island at the start; they add up to B.
+      multiples: of each island, see `capacities`.
+
+    Attributes:
+      rows: of each island.
+      seconds: of a step before the last change, and the expected ones after it.
+
+    >>> shares = MeasuredShares(32, [16, 16], [1, 1])
+    >>> changes = [shares.add([0.1 * shares.rows[0], 0.2 * shares.rows[1]]) for _ in range(40)]
+    >>> shares.rows, changes.index(True)
+    ([21, 11], 9)
+    """
+
+    def __init__(self, num_rows: int, rows: Sequence[int], multiples: Sequence[int]) -> None:
+        self._num_rows, self._multiples = num_rows, list(multiples)
+        self._speeds = [Speed() for _ in rows]
+        self._steps: list[Sequence[float]] = []
+        self.rows, self.seconds = list(rows), (0.0, 0.0)
+
+    @property
+    def capacities(self) -> list[int]:
+        """The rows of each island with padding."""
+        return [capacity(n, multiple) for n, multiple in zip(self.rows, self._multiples, strict=True)]
+
+    def add(self, seconds: Sequence[float]) -> bool:
+        """Add a step; return whether the rows change before the next one.
+
+        Args:
+          seconds: of each island's own work, without waiting for others.
+        """
+        self._steps.append(seconds)
+        if len(self._steps) < SKIPPED + WINDOW:
+            return False
+        measured = [median(each) for each in zip(*self._steps[SKIPPED:], strict=True)]
+        for speed, now, x in zip(self._speeds, self.capacities, measured, strict=True):
+            speed.add(now, x)
+        rows = balanced_rows(self._num_rows, self._speeds, self._multiples)
+        before, self.rows = self.rows, rows
+        expected = max(s.seconds(now) for s, now in zip(self._speeds, self.capacities, strict=True))
+        if rows == before or expected > max(measured) * (1 - LEAST_GAIN):
+            # the next window has no step that compiles
+            self.rows, self._steps = before, list(self._steps[-SKIPPED:])
+            return False
+        self._steps, self.seconds = [], (max(measured), expected)
+        return True

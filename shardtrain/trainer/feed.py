@@ -1,0 +1,60 @@
+"""The batches of a run, from a position in the data on; the rows of this process can change between two.
+
+Next: `loop.py`, which takes them.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from shardtrain.data import BatchShard, Loader, Position
+
+
+class Feed:
+    """An iterator over (batch on the mesh, the data position after it), while `reading`.
+
+    Args:
+      loader: of this process's rows.
+
+    Attributes:
+      loader: the same, of the rows that are read now.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._position: Position | None = None
+        self._loaded: Generator[Any, None, None] | None = None
+
+    @contextmanager
+    def reading(self, position: Position | None) -> Iterator[None]:
+        """Load batches ahead, from a position on, until the end of the block."""
+        self._begin(position)
+        try:
+            yield
+        finally:
+            self._end()
+
+    def __iter__(self) -> Iterator[tuple[Any, Position]]:
+        return self
+
+    def __next__(self) -> tuple[Any, Position]:
+        assert self._loaded is not None
+        batch, position = next(self._loaded)
+        self._position = position
+        return self.loader.place(batch), position
+
+    def change(self, shard: BatchShard) -> None:
+        """Read other rows of the batches that follow."""
+        self._end()
+        batches = replace(self.loader.batches, rows=shard.rows)
+        self.loader = replace(self.loader, batches=batches, shard=shard)
+        self._begin(self._position)
+
+    def _begin(self, position: Position | None) -> None:
+        self._position, self._loaded = position, self.loader.batches.iterate(position)
+
+    def _end(self) -> None:
+        if self._loaded is not None:
+            with closing(self._loaded):
+                self._loaded = None

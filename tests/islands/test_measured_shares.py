@@ -1,0 +1,74 @@
+"""Shares by measured speed: near the ideal in a few changes, found again when a speed changes, exact sums."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from shardtrain.islands.measured_shares import MeasuredShares, Speed, balanced_rows, capacities
+
+Seconds = Callable[[int, int], float]
+"""(island, its capacity) -> seconds of its own work."""
+
+
+def run(shares: MeasuredShares, seconds: Seconds, steps: int, noise: float = 0.0, seed: int = 0) -> list[int]:
+    """The steps after which the rows changed."""
+    draw = random.Random(seed)
+    changes = []
+    for step in range(1, steps + 1):
+        own = [seconds(i, n) * draw.uniform(1, 1 + noise) for i, n in enumerate(shares.capacities)]
+        if shares.add(own):
+            changes.append(step)
+        assert sum(shares.rows) == 64
+        assert min(shares.rows) >= 0
+    return changes
+
+
+def slowest(shares: MeasuredShares, seconds: Seconds) -> float:
+    return max(seconds(i, n) for i, n in enumerate(shares.capacities))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("rates", "fixed"),
+    [((1, 2), 0.0), ((1, 4), 0.0), ((1, 4), 4.0), ((3, 1, 2), 1.0), ((1, 1, 1, 5), 0.0)],
+)
+def test_it_comes_near_the_ideal_in_two_changes(rates, fixed, noise):
+    seconds: Seconds = lambda island, rows: fixed + rates[island] * rows  # noqa: E731
+    rows = [64 // len(rates) + (i < 64 % len(rates)) for i in range(len(rates))]
+    shares = MeasuredShares(64, rows, [1] * len(rates))
+    changes = run(shares, seconds, 50, noise)
+    assert 1 <= len(changes) <= 2
+    # the ideal takes no whole rows
+    ideal = fixed + 64 / sum(1 / rate for rate in rates)
+    assert slowest(shares, seconds) <= 1.1 * ideal
+
+
+def test_equal_islands_keep_their_rows_whatever_the_noise():
+    shares = MeasuredShares(64, [32, 32], [1, 1])
+    assert run(shares, lambda island, rows: 1.0 + rows, 300, noise=0.1) == []
+
+
+def test_a_speed_that_changes_is_found_again_within_fifty_steps():
+    shares = MeasuredShares(64, [32, 32], [1, 1])
+    run(shares, lambda island, rows: (1, 2)[island] * rows, 50)
+    assert shares.rows[0] > shares.rows[1]
+    changed: Seconds = lambda island, rows: (3, 1)[island] * rows  # noqa: E731
+    assert len(run(shares, changed, 50)) <= 2
+    assert slowest(shares, changed) <= 1.1 * 64 * 3 / 4
+
+
+def test_islands_get_what_they_can_split_and_the_last_may_get_nothing():
+    fast, slow = Speed(), Speed()
+    fast.add(32, 1.0)
+    slow.add(32, 100.0)
+    assert balanced_rows(64, [fast, slow], [1, 8]) == [60, 4]  # of eight rows four are padding
+    assert balanced_rows(60, [fast, slow], [1, 8]) == [56, 4]
+    assert balanced_rows(7, [fast, slow], [8, 1]) == [7, 0]
+    assert all(n % 6 == 0 for n in capacities(100, 6))
+
+
+def test_few_numbers_of_rows_are_compiled():
+    found = capacities(4096, 1)
+    assert len(found) < 8 * 10
+    assert all(b - a <= max(a / 8, 1) for a, b in zip(found, found[1:], strict=False))
