@@ -245,8 +245,9 @@ def test_manifests(guarded, tmp_path):
         def read(show: bool = i % 10 == 0) -> None:
             found = visible_readers(folder)
             for reader in found:
-                for name in reader.leaves:
-                    reader.read(name)
+                if show or path.parent in reader.folders.values():  # nobody changed the other step
+                    for name in reader.leaves:
+                        reader.read(name)
             if show:
                 list_text(found, [])
                 for reader in found:

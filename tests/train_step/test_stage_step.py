@@ -10,7 +10,8 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 @pytest.mark.parametrize(
     ("num_stages", "num_replicas"), [(2, 1), (3, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.full)]
 )
-def test_stages_give_the_plain_step(num_stages, num_replicas, mpiexec):
+def test_stages_give_the_plain_step(num_stages, num_replicas, mpiexec, pytestconfig):
     num_islands = num_stages * num_replicas
-    texts = mpiexec(num_islands, PROGRAMS / "stages_step.py", num_stages, devices=2, timeout=400)
+    words = [num_stages, *(["full"] if pytestconfig.getoption("--full") else [])]
+    texts = mpiexec(num_islands, PROGRAMS / "stages_step.py", *words, devices=2, timeout=400)
     assert texts == ["done\n"] * num_islands
