@@ -1,7 +1,7 @@
 """The rows of each island by measured speed, so that all islands end a step together. Values only.
 
-An island's own work in a step takes a + b * rows seconds. What is measured at two numbers of rows gives both;
-until then a is 0. An island is compiled for few numbers of rows, its capacities: in between it pads.
+An island's own work in a step takes about a + b * rows seconds. What is measured at two numbers of rows gives
+both; until then a is 0. An island is compiled for few numbers of rows, its capacities: in between it pads.
 
 Source: Ding et al. 2021, HetSeq (unequal islands in one run); Song et al. 2020, AccPar, section 4 (shares in
 the ratio of the speeds).
@@ -66,20 +66,26 @@ class Speed:
 
     def add(self, capacity: int, seconds: float) -> None:
         """Record the median seconds of a step at a capacity."""
-        before = self._measured.pop(capacity, None)
-        if before is not None and abs(seconds - before) > CHANGED * before:
+        before = self._measured.get(capacity, seconds)
+        if abs(seconds - before) > CHANGED * before:
             self._measured.clear()  # what was measured at other capacities is of another speed
         self._measured[capacity] = seconds
 
     def seconds(self, capacity: int) -> float:
         """Return the expected seconds of a step at a capacity."""
-        *_, (newest, measured) = self._measured.items()
-        per_row = measured / newest
-        if len(self._measured) > 1:
-            (other, before), _ = list(self._measured.items())[-2:]
-            # noise of close capacities may not say that rows cost nothing, or that nothing else costs
-            per_row = min(max((measured - before) / (newest - other), per_row / 4), per_row)
-        return measured + per_row * (capacity - newest)
+        # on the line through the two nearest that were measured, one at each side where there is one
+        below = sorted(n for n in self._measured if n <= capacity)
+        above = sorted(n for n in self._measured if n >= capacity)
+        if below and above:
+            near, far = below[-1], above[0]
+        else:
+            near, far, *_ = [*reversed(below), *above] * 2
+        per_row = self._measured[near] / near
+        if near != far:
+            slope = (self._measured[far] - self._measured[near]) / (far - near)
+            # outside of them noise may not say that rows cost nothing, or that nothing else costs
+            per_row = slope if near < capacity < far else min(max(slope, per_row / 4), per_row)
+        return self._measured[near] + per_row * (capacity - near)
 
 
 def balanced_rows(num_rows: int, speeds: Sequence[Speed], multiples: Sequence[int]) -> list[int]:
