@@ -197,7 +197,7 @@ def test_local_steps_without_deltas_are_refused(folder, capsys):
     assert not Path("run").exists()
 
 
-def test_shares_follow_the_measured_speed_and_losses_stay_those_of_one_device(folder, start, monkeypatch):
+def test_shares_follow_the_measured_speed_and_losses_stay_those_of_one_device(folder, start):
     options = ["--steps", "40", "--batch", "32"]
     # the second island takes three times as long for a row
     code, out, err = ended(start(*options, "--shares", "auto", SECONDS_A_ROW="0.002,0.006"))
@@ -209,6 +209,6 @@ def test_shares_follow_the_measured_speed_and_losses_stay_those_of_one_device(fo
     assert first + second == 32
     assert 22 <= first <= 26
     islands = [line["train/loss"] for line in read_jsonl(Path("run/metrics.jsonl"))]
-    assert cli.main(["train", "tiny.py", *options, "--mesh", "data=1", "--run-dir", "one"]) == 0
+    assert cli.main(["train", "tiny.py", *options, "--run-dir", "one"]) == 0
     one = [line["train/loss"] for line in read_jsonl(Path("one/metrics.jsonl"))]
     assert islands == pytest.approx(one, rel=2e-5)
