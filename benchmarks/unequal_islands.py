@@ -1,0 +1,230 @@
+"""Islands of unequal speed: shares of the batch by measured speed beside equal shares, in one run.
+
+mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 120] [--change]
+
+Every rank keeps to one core; on that of the last rank run `slow` - 1 other processes that compute for
+ever, so that it has one `slow`-th of its core. The same run is trained with equal shares and with
+`--shares auto` in turns. With --change the other processes move to the core of rank 0 in the middle of each
+run. Figures: docs/benchmarks/unequal_islands.md.
+"""
+
+import io
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+
+import tyro
+
+from shardtrain.islands.binding import bind_cpus
+from shardtrain.islands.rank_environment import find_rank_environment
+
+EQUAL, AUTO = "equal shares", "--shares auto"
+
+CHANGED = "rows of the islands from now on: "
+"""Begins the text that a run prints, see `row_shares.RowShares.add`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+      slow: the last island has this part of its core: 1 / slow.
+      change: slow the first island instead, from the middle of each run on.
+      rounds: runs of each way, in turns.
+      steps: of each run.
+      measured: the last steps of a run, whose seconds are taken.
+      batch, seq, embed, num_layers: of the decoder that is trained.
+      seed: of parameters and data.
+    """
+
+    slow: int = 2
+    change: bool = False
+    rounds: int = 3
+    steps: int = 120
+    measured: int = 40
+    batch: int = 32
+    seq: int = 64
+    embed: int = 96
+    num_layers: int = 4
+    seed: int = 0
+
+
+class Result(NamedTuple):
+    """One run.
+
+    Args:
+      step_seconds: of a step, over the last steps.
+      speed: rows per second of all islands together, if none waited.
+      rows: of each island at the end.
+      changed: steps after which the rows changed.
+      loss: of the last step.
+    """
+
+    step_seconds: float
+    speed: float
+    rows: list[int]
+    changed: list[int]
+    loss: float
+
+
+def compute_for_ever(core: int) -> None:
+    """Take as much of a core as the scheduler gives."""
+    os.sched_setaffinity(0, {core})
+    while True:
+        sum(range(10_000))
+
+
+class Load:
+    """Other processes on the core of a rank."""
+
+    def __init__(self, number: int) -> None:
+        self._context, self._number = multiprocessing.get_context("spawn"), number
+        self._processes: list[Any] = []
+
+    def begin(self, core: int) -> None:
+        """Start them, where a core has to be shared."""
+        self._processes = [
+            self._context.Process(target=compute_for_ever, args=(core,), daemon=True)
+            for _ in range(self._number)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def end(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+
+def make_run(options: Options, shares: Any, folder: Path) -> Any:
+    """Return the run, of text that every machine with Python has."""
+    from shardtrain import CheckpointPolicy, Run, Strategy
+    from shardtrain.data import Text
+    from shardtrain.islands.options import Across
+    from shardtrain.models.decoder import DecoderConfig
+
+    sources = Path(os.__file__).parent
+    return Run(
+        model=DecoderConfig(
+            vocab=256, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
+        ),
+        data=Text(paths=tuple(sorted(sources.glob("a*.py"))), seq=options.seq),
+        strategy=Strategy(across=Across(shares=shares)),
+        batch=options.batch,
+        steps=options.steps,
+        seed=options.seed,
+        log_every=1,
+        evaluate_every=None,
+        evaluate_batches=1,
+        checkpoints=CheckpointPolicy(every_minutes=None),
+        sinks=("jsonl",),
+        run_dir=folder,
+    )
+
+
+def measure(options: Options, shares: Any, islands: Any, load: Load) -> Result:
+    """Train once, under load, and return what it took; the same folder on all ranks."""
+    from rich.console import Console
+
+    from shardtrain import train
+    from shardtrain.report.sinks.json_lines import read_jsonl
+
+    rank, last = islands.environment.rank, islands.environment.size - 1
+    folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
+    core = min(os.sched_getaffinity(0))
+    if rank == last:
+        load.begin(core)
+    printed = io.StringIO()
+    done = threading.Event()
+
+    def change() -> None:
+        """Move the load when half of the steps are done."""
+        metrics = folder / "metrics.jsonl"
+        while not done.is_set():
+            if metrics.is_file() and metrics.read_text().count("\n") >= options.steps // 2:
+                (load.end if rank == last else lambda: load.begin(core))()
+                return
+            time.sleep(0.02)
+
+    mover = threading.Thread(target=change) if options.change and rank in (0, last) else None
+    if mover:
+        mover.start()
+    train(make_run(options, shares, folder), Console(file=printed, width=200), islands)
+    done.set()
+    if mover:
+        mover.join()
+    load.end()
+    found = None
+    if islands.is_first:
+        lines = read_jsonl(folder / "metrics.jsonl")
+        late = lines[-options.measured - 5 : -5]
+        seconds = late[-1]["wall_seconds"] - late[0]["wall_seconds"]
+        changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
+        rows = [options.batch // (last + 1)] * (last + 1)
+        if changes:
+            words = changes[-1].partition(f": {CHANGED}")[2].partition(";")[0]
+            rows = [int(word) for word in words.split(", ")]
+        names = [name for name in sorted(late[0]) if name.startswith("own_seconds/")]
+        own = [median(line[name] for line in late) for name in names]
+        found = Result(
+            step_seconds=seconds / (late[-1]["step"] - late[0]["step"]),
+            speed=sum(n / x for n, x in zip(rows, own, strict=True)),
+            rows=rows,
+            changed=[int(line.partition("after step ")[2].partition(":")[0]) for line in changes],
+            loss=lines[-1]["train/loss"],
+        )
+        shutil.rmtree(folder)
+    return islands.broadcast("result", found)
+
+
+def table(options: Options, found: dict[str, list[Any]]) -> str:
+    """Format the runs; ratios are of runs next to each other."""
+    results = {name: [Result(*run) for run in runs] for name, runs in found.items()}
+    ratios, above = [], []
+    for equal, auto in zip(results[EQUAL], results[AUTO], strict=True):
+        ratios.append(equal.step_seconds / auto.step_seconds)
+        # what the islands compute together in a second if none waits, measured in the run with equal shares
+        above.append(auto.step_seconds / (options.batch / equal.speed))
+    lines = ["| | s a step | rows | changed after steps | loss |", "|---|--:|---|---|--:|"]
+    for name, runs in results.items():
+        for run in runs:
+            rows, changed = (", ".join(map(str, each)) for each in (run.rows, run.changed))
+            lines.append(f"| {name} | {run.step_seconds:.4f} | {rows} | {changed} | {run.loss:.5f} |")
+    lines += ["", f"equal shares / auto: {_spread(ratios)}", f"auto / ideal: {_spread(above)}"]
+    return "\n".join(lines)
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{median(ratios):.2f} ({', '.join(f'{x:.2f}' for x in ratios)})"
+
+
+def main(options: Options) -> None:
+    if cores := bind_cpus(find_rank_environment(os.environ)):
+        os.sched_setaffinity(0, {min(cores)})
+    from shardtrain.islands.membership import join
+
+    islands = join()
+    if islands is None:
+        sys.exit("start it on several ranks: mpiexec -n 2 uv run python benchmarks/unequal_islands.py")
+    load = Load(options.slow - 1)
+    found: dict[str, list[Any]] = {EQUAL: [], AUTO: []}
+    for _ in range(options.rounds):
+        for name, shares in ((EQUAL, (1.0,) * islands.environment.size), (AUTO, "auto")):
+            found[name].append(measure(options, shares, islands, load))
+    if islands.is_first:
+        print(table(options, found))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
