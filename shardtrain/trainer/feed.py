@@ -24,6 +24,7 @@ class Feed:
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self._position: Position | None = None
+        self._has_changed = False
         self._loaded: Generator[Any, None, None] | None = None
 
     @contextmanager
@@ -46,10 +47,16 @@ class Feed:
 
     def change(self, shard: BatchShard) -> None:
         """Read other rows of the batches that follow."""
+        self._has_changed = True
         self._end()
         batches = replace(self.loader.batches, rows=shard.rows)
         self.loader = replace(self.loader, batches=batches, shard=shard)
         self._begin(self._position)
+
+    def take_change(self) -> bool:
+        """Return whether the rows have changed since the last call, so that a step may be compiled."""
+        found, self._has_changed = self._has_changed, False
+        return found
 
     def _begin(self, position: Position | None) -> None:
         self._position, self._loaded = position, self.loader.batches.iterate(position)

@@ -103,9 +103,9 @@ class _Loop:
         parts.activity.begin_step(self.done + 1)
         with parts.activity.at("reading a batch", kind="input"):
             batch, self.position = next(parts.batches)
-        # the first step is compiled, which may take long
-        is_first = self.done == self.first_step
-        with parts.activity.at("the step", waits=True, long=is_first, kind="step"):
+        # the first step is compiled, which may take long, and one whose rows have changed
+        is_compiled = parts.recompiles() or self.done == self.first_step
+        with parts.activity.at("the step", waits=True, long=is_compiled, kind="step"):
             self.state, metrics = parts.step(self.state, batch)
         self.done += 1
         self.stop.can_save = True

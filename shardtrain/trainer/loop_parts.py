@@ -112,6 +112,7 @@ class LoopParts:
       progress: shows metrics and notes to the user.
       extra: what a checkpoint holds beside state and position.
       vote: (step, own vote) -> the vote of all islands; a single island keeps its own.
+      recompiles: asked before a step: whether its program may have to be compiled, which takes long.
       any_rank: (question, own answer) -> whether the answer is yes on any rank.
       before_save: state -> the state that is saved and trained further; islands synchronise theirs here.
       labels: names of the entries of a metric of shape (L,).
@@ -132,6 +133,7 @@ class LoopParts:
     progress: Progress
     extra: Mapping[str, Any]
     vote: Callable[[int, StepVote], StepVote] = lambda step, vote: vote
+    recompiles: Callable[[], bool] = lambda: False
     any_rank: Callable[[str, bool], bool] = lambda question, answer: answer
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()

@@ -81,6 +81,7 @@ def make_loop_parts(
         progress=output,
         extra={"run": prepared.description, "strategy": strategy_text(run.strategy)},
         vote=vote,
+        recompiles=feed.take_change,
         any_rank=coordination.any_rank,
         before_save=before_save,
         labels=island_step.labels if island_step else combined_labels(placement),
