@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 def ways(every: int) -> dict[str, list[str]]:
     """Return name -> options of `shardtrain train`."""
-    diloco = ["--local-steps", str(every), "--outer-rate", "0.9", "--outer-momentum", "0.5"]
+    diloco = ["--local-steps", str(every), "--outer-rate", "0.7", "--outer-momentum", "0.5"]
     return {
         BASE: [],
         "int8+mean in every step": ["--combine", "int8+mean"],
