@@ -54,9 +54,10 @@ class Block(nnx.Module):
         self.up, self.down, self.gain = drawn("embed", "mlp"), drawn("mlp", "embed"), drawn("embed")
 
     def __call__(self, stream):
-        h = jnp.tanh(jnp.tensordot(stream["x"], self.up[...], 1))
+        up, down, gain = (x[...].astype(stream["x"].dtype) for x in (self.up, self.down, self.gain))
+        h = jnp.tanh(jnp.tensordot(stream["x"], up, 1))
         h = with_logical_constraint(h, ("batch", "seq", "mlp"))
-        more = jnp.tensordot(h, self.down[...], 1) + self.gain[...] * stream["start"]
+        more = jnp.tensordot(h, down, 1) + gain * stream["start"]
         more = with_logical_constraint(more, ("batch", "seq", "embed"))
         return {**stream, "x": stream["x"] + jnp.where(stream["mask"][..., None] > 0, more, 0)}
 
@@ -64,20 +65,22 @@ class Block(nnx.Module):
 class Words(nnx.Module):
     """Word scores. The stream is a dict: what changes, what all blocks see again, a mask of integers."""
 
-    def __init__(self, num_layers: int, rngs: nnx.Rngs):
+    def __init__(self, num_layers: int, rngs: nnx.Rngs, dtype: str = "float32"):
+        self.dtype = dtype
         table = 0.5 * jax.random.normal(rngs.params(), (VOCAB, EMBED))
         self.table = nnx.Param(table, out_sharding=("vocab", "embed"), eager_sharding=False)
         self.blocks = Block(num_layers, rngs)
 
     def first(self, tokens, mask):
-        x = with_logical_constraint(self.table[...][tokens], ("batch", "seq", "embed"))
+        x = self.table[...][tokens].astype(self.dtype)
+        x = with_logical_constraint(x, ("batch", "seq", "embed"))
         return {"x": x, "mask": mask, "start": jnp.tanh(x)}
 
     def run(self, blocks, stream, keys):
         return jax.lax.scan(lambda stream, block: (block(stream), None), stream, blocks)[0]
 
     def last(self, stream):
-        logits = jnp.tensordot(stream["x"], self.table[...].T, 1)
+        logits = jnp.tensordot(stream["x"], self.table[...].T.astype(self.dtype), 1).astype("float32")
         return with_logical_constraint(logits, ("batch", "seq", "vocab"))
 
     def __call__(self, *inputs):
@@ -281,28 +284,31 @@ def test_a_partition_for_another_placement_is_refused():
 
 
 SMALL = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=16, num_layers=4, num_heads=4, mlp=32, dropout=0.3)
-DECODERS = {
-    "tied, unequal": (
+TINY = TinyConfig(vocab=VOCAB, num_layers=4, dropout=0.3, tied=False)
+# ties, unequal cuts, bfloat16 and every schedule have cases of `Words`, which compile in a third of the time
+DECODERS = [
+    pytest.param(
         replace(SMALL, remat="full"),
         {"pipeline": 2, "data": 2, "tensor": 2},
         {"by": (3, 1)},
+        id="tied, unequal",
+        marks=pytest.mark.full,
     ),
-    "untied, unrolled, zero bubble": (
+    pytest.param(
         replace(SMALL, dropout=0.0, tied=False, remat="outputs", scan=False, num_layers=2),
         {"pipeline": 2, "fsdp": 2},
         {"schedule": "zero_bubble"},
+        id="untied, unrolled, zero bubble",
+        marks=pytest.mark.full,
     ),
-    "rotary, sequence": (
+    pytest.param(
         replace(SMALL, dropout=0.0, positions="rotary", activation="swiglu", norm="rmsnorm", remat="dots"),
         {"pipeline": 2, "tensor": 2},
         {"schedule": "interleaved", "sequence_sharded": True},
+        id="rotary, sequence",
     ),
-    "tiny, V": (
-        TinyConfig(vocab=VOCAB, num_layers=4, dropout=0.3),
-        {"pipeline": 2, "data": 2, "tensor": 2},
-        {"schedule": "zb_v"},
-    ),
-}
+    pytest.param(TINY, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb_v"}, id="tiny, V"),
+]
 
 
 @cache
@@ -310,23 +316,22 @@ def of_one_device(config):
     return gradients(decoder(config), {"data": 1}, loss=next_token_loss)
 
 
-@pytest.mark.parametrize(("config", "mesh", "options"), DECODERS.values(), ids=DECODERS)
+@pytest.mark.parametrize(("config", "mesh", "options"), DECODERS)
 def test_a_decoder_is_that_of_one_device_dropout_too(config, mesh, options, assert_same):
     got = gradients(decoder(config), mesh, 4, loss=next_token_loss, **options)
     assert_same(got, of_one_device(config))
 
 
 def test_it_computes_in_bfloat16():
-    config = replace(SMALL, remat="full", dropout=0.0, dtype="bfloat16")
-    expected = of_one_device(config)
-    got = gradients(decoder(config), {"pipeline": 2, "tensor": 2}, 4, loss=next_token_loss)
+    model = from_nnx(partial(Words, 2, dtype="bfloat16"))
+    expected = gradients(model, {"data": 1})
+    got = gradients(model, {"pipeline": 2, "tensor": 2}, 4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.1, atol=2e-3), got, expected)
-    exact = of_one_device(replace(config, dtype="float32"))
-    assert abs(expected["embedding"] - exact["embedding"]).max() > 1e-5  # it did round
+    assert abs(expected["table"] - plain(2)["table"]).max() > 1e-5  # it did round
 
 
 def test_dropout_drops():
-    dropped, still = (of_one_device(replace(SMALL, remat="full", dropout=rate)) for rate in (0.3, 0.0))
+    dropped, still = (of_one_device(replace(TINY, dropout=rate)) for rate in (0.3, 0.0))
     assert abs(dropped["embedding"] - still["embedding"]).max() > 1e-4
 
 
@@ -444,6 +449,7 @@ class TestRefusals:
 ENCODER = EncoderConfig(vocab=VOCAB, seq=SEQ, embed=8, num_layers=2, num_heads=2, mlp=16, remat="none")
 
 
+@pytest.mark.full
 def test_an_encoder_with_padding_is_that_of_one_device(assert_same):
     """The mask goes from stage to stage beside the stream."""
     tokens, mask = rows()["tokens"], np.array(rows()["mask"] > 0, np.int32)
