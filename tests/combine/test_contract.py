@@ -54,19 +54,24 @@ TOLERANCES = {
 }
 """Names with a reference in float64."""
 
-ONE_AND_ODD, ENDS = [("mesh", 1), ("mesh", 5)], [("mesh", 1), ("mesh", 8), ("vmap", 3)]
-GROUPS = {"mean": ONE_AND_ODD, "adasum": ONE_AND_ODD, "bfloat16+mean": ENDS, "int8+mean": ENDS}
-ALTERNATING = [[("mesh", 3)], [("vmap", 4)]]  # one more compiles longer than it runs
+ONE_AND_ODD = [("mesh", 1), ("mesh", 5)]
+GROUPS = {
+    "mean": ONE_AND_ODD,
+    "adasum": ONE_AND_ODD,
+    "bfloat16+mean": [("mesh", 1), ("vmap", 3)],
+    "int8+mean": [("mesh", 8)],
+}
+ALTERNATING = [[("mesh", 2)], [("vmap", 3)]]  # one more compiles longer than it runs
 CASES = [
     (name, *group)
     for i, name in enumerate([*REGISTERED, *VARIANTS])
     for group in GROUPS.get(name, ALTERNATING[i % 2])
 ]
-# any number of ranks is what test_adasum.py tries, and a mean of 3, 4 and 8 is behind the codecs
+# any number of ranks is what test_adasum.py tries, and a mean of 2, 3 and 8 is behind the codecs
 CASES += [
     pytest.param(name, kind, size, marks=pytest.mark.full)
-    for name in ("mean", "adasum")
-    for kind, size in (("mesh", 3), ("mesh", 8), ("vmap", 9))
+    for name in ("mean", "adasum", "bfloat16+mean", "int8+adasum", "top_k:0.3+adasum", "power_sgd:2+mean")
+    for kind, size in (("mesh", 3), ("mesh", 8), ("vmap", 4), ("vmap", 9))
 ]
 
 
