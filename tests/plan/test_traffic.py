@@ -127,7 +127,12 @@ LAYOUTS = {
 """name -> model, mesh, options, and the keys whose bytes may stay below theory."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# two axes of replicas have a case with ZeRO 1, and ZeRO 2 one with fsdp alone
+PAIRS_ELSEWHERE = "data and fsdp, zero 2"
+NAMES = [pytest.param(name, marks=[pytest.mark.full] if name == PAIRS_ELSEWHERE else []) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_sends_the_bytes_of_theory(name):
     config, mesh, options, may_be_less = LAYOUTS[name]
     step = program(config, mesh, **options)
@@ -169,7 +174,7 @@ def test_a_block_reduces_four_times_over_tensor(sequence_sharded):
         (UNTIED, MIXED, 3),
         (TIED, FSDP, 2),
         (PLAIN, FSDP, 1),
-        (PLAIN, MIXED, 1),
+        (TIED, MIXED, 1),
     ],
 )
 def test_gradients_of_replicas_are_reduced_once_per_step(config, mesh, zero):
@@ -212,9 +217,10 @@ def test_two_layouts_in_one_process_do_not_share_traces():
 
 def test_a_device_has_an_eighth_of_the_state():
     sharded = program(WIDE, FSDP)
-    whole = program(WIDE, {"data": 1})
+    scalars = 4 * 3  # step, seed, adam's count
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(sharded.specs.abstract.params))
     held = sharded.figures.argument_bytes - sharded.batch_bytes
-    assert held == pytest.approx((whole.figures.argument_bytes - whole.batch_bytes) / 8, rel=0.02)
+    assert held == pytest.approx((scalars + 3 * 4 * parameters) / 8, rel=0.02)
     assert held == sharded.figures.alias_bytes  # donated: the new state takes its place
 
     rows = sharding_rows(
@@ -223,7 +229,6 @@ def test_a_device_has_an_eighth_of_the_state():
     not_sharded = {row.path for row in rows if row.copies > 1}
     biases = {f"blocks/attention/{name}/bias" for name in "qkv"}
     assert not_sharded == {*biases, "blocks/mlp/up/bias"}
-    scalars = 4 * 3  # step, seed, adam's count
     assert held == scalars + 3 * sum(row.device_bytes for row in rows)
 
 
