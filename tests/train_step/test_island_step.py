@@ -14,6 +14,7 @@ FULL = pytest.mark.full
     ("num_islands", "devices"),
     [(1, 2), (2, 2), (3, 1), *(pytest.param(*case, marks=FULL) for case in ((2, 1), (3, 2), (4, 1)))],
 )
-def test_islands_give_the_plain_step(num_islands, devices, mpiexec):
-    texts = mpiexec(num_islands, PROGRAMS / "island_step.py", devices=devices)
+def test_islands_give_the_plain_step(num_islands, devices, mpiexec, pytestconfig):
+    words = ["full"] if pytestconfig.getoption("--full") else []
+    texts = mpiexec(num_islands, PROGRAMS / "island_step.py", *words, devices=devices)
     assert texts == ["done\n"] * num_islands
