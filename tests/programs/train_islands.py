@@ -41,7 +41,7 @@ RUN = Run(
     seed=3,
     log_every=1,
     evaluate_every=3,
-    checkpoints=CheckpointPolicy(every_steps=2, keep=4),
+    checkpoints=CheckpointPolicy(every_steps=4, keep=4),
 )
 
 
