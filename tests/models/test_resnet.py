@@ -173,7 +173,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "remat", "scan"),
     [
-        pytest.param(CONFIG, True, True, id="group-remat-scan"),
+        pytest.param(CONFIG, True, True, id="group-remat-scan", marks=FULL),
         pytest.param(CONFIG, True, False, id="group-remat", marks=FULL),
         pytest.param(CONFIG, False, False, id="group", marks=FULL),
         pytest.param(BATCH_NORM, True, True, id="batch-remat-scan"),
