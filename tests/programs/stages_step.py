@@ -359,14 +359,19 @@ def main() -> None:
     plain = ["1f1b", "gpipe", "zero_bubble"]
     cases = {
         (2, 1): [("tied", 1, 5, plain, None), ("skips", 1, 2, ["1f1b", "gpipe"], None)],
-        (3, 1): [("skips", 2, 4, ["interleaved"], None), ("tied", 2, 5, ["zb_v"], None)],
+        # the encoded source of a translation is read by several stages
+        (3, 1): [
+            ("skips", 2, 4, ["interleaved"], None),
+            ("tied", 2, 5, ["zb_v"], None),
+            ("translation", 1, 2, ["zero_bubble"], None),
+        ],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
         (2, 2): [("untied", 1, 2, plain, unequal)],
         (3, 2): [("tied", 1, 1, plain, unequal)],
     }
     if FULL:
         cases[2, 1] += [("skips", 2, 2, ["interleaved", "gpipe"], None)]
-        cases[3, 1] += [("translation", 1, 2, ["zero_bubble"], None), ("skips", 2, 8, ["interleaved"], None)]
+        cases[3, 1] += [("skips", 2, 8, ["interleaved"], None)]
         cases[2, 2] += [("tied", 2, 1, ["interleaved"], None)]
     for case in cases[num_stages, comm.size // num_stages]:
         the_plain_step(comm, num_stages, *case)
