@@ -1,6 +1,6 @@
 """Islands of unequal speed: shares of the batch by measured speed beside equal shares, in one run.
 
-mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 120] [--change]
+mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 80] [--change]
 
 Every rank keeps to one core; on that of the last rank run `slow` - 1 other processes that compute for
 ever, so that it has one `slow`-th of its core. The same run is trained with equal shares and with
@@ -49,12 +49,12 @@ class Options:
     slow: int = 2
     change: bool = False
     rounds: int = 3
-    steps: int = 120
-    measured: int = 40
+    steps: int = 80
+    measured: int = 30
     batch: int = 32
     seq: int = 64
-    embed: int = 96
-    num_layers: int = 4
+    embed: int = 64
+    num_layers: int = 2
     seed: int = 0
 
 

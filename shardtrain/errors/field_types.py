@@ -145,8 +145,9 @@ def _made(kind: Any, value: Any, name: str) -> Any:
 def _problem(value: Any, options: Sequence[Any], name: str) -> str:
     """Format the error."""
     shown = f"{name} is {_shown(value)}"
-    # a number or a word, such as best, is described like other unions
-    words = None if {int, float} & set(options) else next(filter(_is_literal, options), None)
+    # a number or a word, such as best, is described like other unions; so are a list or a word
+    others = {int, float, tuple} & {typing.get_origin(option) or option for option in options}
+    words = None if others else next(filter(_is_literal, options), None)
     if words is not None:
         allowed = ", ".join(_literals(words))
         return f"{shown}; allowed: {allowed}{' or None' if type(None) in options else ''}"

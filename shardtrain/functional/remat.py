@@ -5,9 +5,11 @@ Next: `nnx_model.py`; `models/transformer.py`, whose blocks have the option them
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import as_model
@@ -43,19 +45,34 @@ def with_remat(model: Any, remat: str | None) -> Any:
             f" {', '.join(OF_ANY_MODEL)}, or jax.checkpoint (nnx.remat, nn.remat) around its blocks"
         )
     pure = as_model(model)
-    return pure if remat == "none" else replace(pure, apply=_recomputed(pure.apply, REMAT_POLICIES[remat]))
+    if remat == "none":
+        return pure
+    wrap = partial(_recomputed, REMAT_POLICIES[remat])
+    chain = pure.chain
+    if chain is not None:
+        chain = replace(chain, first=wrap(chain.first), run=wrap(chain.run), last=wrap(chain.last))
+    return replace(pure, apply=wrap(pure.apply), chain=chain)
 
 
-def _recomputed(apply: Callable[..., Any], policy: Callable[..., bool]) -> Callable[..., Any]:
-    """Wrap `Model.apply`; evaluation has no backward pass."""
+def _recomputed(policy: Callable[..., bool], apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of a `Model` or `Chain`; evaluation has no backward pass."""
 
-    def call(params: Any, model_state: Any, rng: jax.Array, train: bool, *inputs: Any) -> Any:
+    def call(params: Any, model_state: Any, rng: jax.Array, train: bool, *rest: Any) -> Any:
         if not train:
-            return apply(params, model_state, rng, train, *inputs)
+            return apply(params, model_state, rng, train, *rest)
+        # an input that is no array, such as a flag of the call, stays what it is
+        leaves, structure = jax.tree.flatten((params, model_state, rng, rest))
+        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
 
-        def forward(params: Any, model_state: Any, rng: jax.Array, *inputs: Any) -> Any:
-            return apply(params, model_state, rng, True, *inputs)
+        def forward(arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            all_leaves = [
+                next(given) if known else leaf for leaf, known in zip(leaves, is_array, strict=True)
+            ]
+            params, model_state, rng, rest = jax.tree.unflatten(structure, all_leaves)
+            return apply(params, model_state, rng, True, *rest)
 
-        return jax.checkpoint(forward, policy=policy)(params, model_state, rng, *inputs)
+        arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
+        return jax.checkpoint(forward, policy=policy)(arrays)
 
     return call

@@ -20,7 +20,7 @@ LEAST_GAIN = 0.05
 """The part of a step's time that a change must save: less is noise, and a new capacity is compiled."""
 
 CHANGED = 0.15
-"""The part by which a measured time may differ from what is known before the island's speed has changed."""
+"""The part by which a measured time may miss what fits an older one, before that is of another speed."""
 
 
 def capacities(most: int, multiple: int) -> list[int]:
@@ -66,9 +66,11 @@ class Speed:
 
     def add(self, capacity: int, seconds: float) -> None:
         """Record the median seconds of a step at a capacity."""
-        before = self._measured.get(capacity, seconds)
-        if abs(seconds - before) > CHANGED * before:
-            self._measured.clear()  # what was measured at other capacities is of another speed
+        for other, before in list(self._measured.items()):
+            # at one speed more rows take longer, but at most in proportion
+            least, most = sorted((1.0, capacity / other))
+            if not least * (1 - CHANGED) <= seconds / before <= most * (1 + CHANGED):
+                del self._measured[other]
         self._measured[capacity] = seconds
 
     def seconds(self, capacity: int) -> float:

@@ -74,16 +74,16 @@ def check_data_axis(sharded: Any) -> None:
 
 
 def check_layers(sharded: Any, stacked: frozenset[str]) -> None:
-    """Check that stages have whole layers of all arrays that are sharded over the axis pipeline.
+    """Check that each stage has whole layers, its own, of all arrays that stack layers.
 
     Raises:
-      ValueError: layers are sharded over another axis too.
+      ValueError: layers are sharded over another axis too, or not over the axis pipeline.
     """
     specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    paths = [path_text(path) for path, spec in specs if axes.PIPELINE in spec_axes(spec)]
-    if wrong := [path for path in paths if path not in stacked]:
+    of_stages = {path_text(path) for path, spec in specs if axes.PIPELINE in spec_axes(spec)}
+    if wrong := sorted(of_stages ^ stacked):
         raise problems_error(
             f"a combiner in a pipeline joins whole layers, but the layout shards the dim {axes.LAYERS!r} over"
-            f" other axes too; give it the axis {axes.PIPELINE!r} alone, or combine by 'mean'",
+            f" other axes; give it the axis {axes.PIPELINE!r} alone, or combine by 'mean'",
             wrong,
         )

@@ -205,7 +205,6 @@ class Coordination:
             return Voted(StepVote(stop=0, save=False))
         mine = [own, self.timer.take()]
         gathered = self.islands.control.all_gather(f"after step {step}", mine, LONG_SECONDS)
-        self.timer.begin()
         votes = [StepVote(*vote) for vote, _ in gathered]
         saved = [-1 if vote.saved is None else vote.saved for vote in votes]
         bad = min((vote.bad for vote in votes if vote.bad), default=0)

@@ -25,11 +25,14 @@ class Feed:
         self.loader = loader
         self._position: Position | None = None
         self._has_changed = False
+        # since reading began: how many batches, and before which of them the rows changed
+        self._num_read, self._loaders = 0, [(0, loader)]
         self._loaded: Generator[Any, None, None] | None = None
 
     @contextmanager
     def reading(self, position: Position | None) -> Iterator[None]:
         """Load batches ahead, from a position on, until the end of the block."""
+        self._num_read, self._loaders = 0, [(0, self.loader)]
         self._begin(position)
         try:
             yield
@@ -43,6 +46,7 @@ class Feed:
         assert self._loaded is not None
         batch, position = next(self._loaded)
         self._position = position
+        self._num_read += 1
         return self.loader.place(batch), position
 
     def change(self, shard: BatchShard) -> None:
@@ -51,7 +55,12 @@ class Feed:
         self._end()
         batches = replace(self.loader.batches, rows=shard.rows)
         self.loader = replace(self.loader, batches=batches, shard=shard)
+        self._loaders.append((self._num_read, self.loader))
         self._begin(self._position)
+
+    def loader_of(self, number: int) -> Loader:
+        """Return the loader that read a batch, by its number since reading began, from 0."""
+        return next(loader for first, loader in reversed(self._loaders) if first <= number)
 
     def take_change(self) -> bool:
         """Return whether the rows have changed since the last call, so that a step may be compiled."""

@@ -101,6 +101,7 @@ class _Loop:
         """Read a batch and do a step; its metrics are read later."""
         parts = self.parts
         parts.activity.begin_step(self.done + 1)
+        parts.timer.begin()
         with parts.activity.at("reading a batch", kind="input"):
             batch, self.position = next(parts.batches)
         # the first step is compiled, which may take long, and one whose rows have changed

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.islands.watchdog.stragglers import StepTimer
 from shardtrain.report.metrics import Progress
 from shardtrain.report.sinks.sink import Sink
 from shardtrain.train_step.state import State
@@ -112,6 +113,7 @@ class LoopParts:
       progress: shows metrics and notes to the user.
       extra: what a checkpoint holds beside state and position.
       vote: (step, own vote) -> the vote of all islands; a single island keeps its own.
+      timer: started at the begin of each step, see `stragglers.StepTimer`.
       recompiles: asked before a step: whether its program may have to be compiled, which takes long.
       any_rank: (question, own answer) -> whether the answer is yes on any rank.
       before_save: state -> the state that is saved and trained further; islands synchronise theirs here.
@@ -133,6 +135,7 @@ class LoopParts:
     progress: Progress
     extra: Mapping[str, Any]
     vote: Callable[[int, StepVote], StepVote] = lambda step, vote: vote
+    timer: StepTimer = field(default_factory=StepTimer)
     recompiles: Callable[[], bool] = lambda: False
     any_rank: Callable[[str, bool], bool] = lambda question, answer: answer
     before_save: Callable[[State], State] = lambda state: state

@@ -58,6 +58,8 @@ def make_loop_parts(
             assert isinstance(island_step, GradientIslandStep | DeltaIslandStep)
             feed.change(prepared.shares.shard())
             island_step.first_row = np.uint32(feed.loader.shard.start)
+            if coordination.stragglers is not None:
+                coordination.stragglers.restart()
             output.note(f"after step {step}: {changed}")
         elif voted.slow is not None:
             output.note(f"WARNING: {voted.slow}")
@@ -81,6 +83,7 @@ def make_loop_parts(
         progress=output,
         extra={"run": prepared.description, "strategy": strategy_text(run.strategy)},
         vote=vote,
+        timer=coordination.timer,
         recompiles=feed.take_change,
         any_rank=coordination.any_rank,
         before_save=before_save,
@@ -145,6 +148,7 @@ def make_loop_options(run: Run) -> LoopOptions:
 
 def explain_step(prepared: PreparedRun, feed: Feed, start: StartPoint, step: int) -> str:
     """Return what is wrong with this process's rows of the batch of a step; "" if nothing is."""
-    batches = feed.loader.batches
-    position = batches.advance(start.position, step - start.step - 1)
+    number = step - start.step - 1
+    batches = feed.loader_of(number).batches
+    position = batches.advance(start.position, number)
     return "; ".join(class_problems(prepared.expected, batches.load(position)))

@@ -3,7 +3,6 @@
 Everything that can be refused is refused here. Next: `train.py`.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from shardtrain.data import Batches, Loader
 from shardtrain.errors.messages import problems_error
@@ -20,10 +18,8 @@ from shardtrain.errors.user_code import user_code
 from shardtrain.functional.loss import guarded
 from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import Islands, binding
-from shardtrain.islands.rank_facts import facts, program_fact
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.scaling import scaled
-from shardtrain.pipeline.schedule import make_table
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
@@ -32,7 +28,6 @@ from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
@@ -40,6 +35,7 @@ from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.multi_island_step import bridge_text, make_multi_island_step, pipeline_text
 from shardtrain.trainer.row_shares import RowShares
+from shardtrain.trainer.run_facts import run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
 
 
@@ -104,7 +100,7 @@ def prepare_run(
     stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
     # Compare what all islands must have in common.
     description["data.fingerprint"] = getattr(source, "fingerprint", None)
-    coordination.check_agreement(_facts(run, setup, description))
+    coordination.check_agreement(run_facts(run, setup, description))
     # Check the first batch: one that cannot be split, or be learned from, is refused before anything is
     # compiled.
     shares = make_shares(run, setup, coordination)
@@ -117,7 +113,7 @@ def prepare_run(
         raise problems_error("this run would learn nothing, or something else than it should", problems)
     batch = loader.place(first)
     if islands is not None and setup.stage_model is None:
-        coordination.check_agreement(_program(run, setup, batch))
+        coordination.check_agreement(step_program(run, setup, batch))
     # Show what will be trained.
     output.say(sharding_text(setup.placement.specs, dict(setup.mesh.shape)))
     if text := pipeline_text(run, setup):
@@ -257,32 +253,6 @@ def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Co
     # the stages of a pipeline take different times by nature, so they are not compared
     stragglers = None if setup.seats else Stragglers(islands.control.names, run.recovery.straggler)
     return Coordination(islands, transfer, setup.seats, stragglers)
-
-
-def _facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts that all islands must have in common."""
-    trees = {"parameters": setup.placement.specs.abstract.params}
-    if (stage_model := setup.stage_model) is not None:
-        trees = {"parameters": stage_model.traced.params}
-        sizes = (stage_model.stages.num_stages, run.strategy.accumulate, stage_model.stages.num_chunks)
-        tasks = repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)
-        digest = hashlib.sha256(tasks.encode()).hexdigest()[:16]
-        description = {**description, "accumulate": run.strategy.accumulate, "pipeline.tasks": digest}
-    return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
-
-
-def _program(run: Run, setup: RunSetup, batch: Any) -> dict[str, str]:
-    """Return the hash of the compiled step; equal on islands of the same mesh and share of the batch."""
-    placement = setup.placement
-    step: Any = make_step(setup.model, run.loss, setup.optimizer, placement, setup.learning_rate)
-    return program_fact(
-        step.lower(restorable_state(placement), batch).as_text(),
-        mesh=dict(setup.mesh.shape),
-        batch=str(jax.tree.map(jnp.shape, batch)),
-        layout=str(describe(run.strategy.layout)),
-        platform=jax.devices()[0].platform,
-        processes=jax.process_count(),
-    )
 
 
 def make_shares(run: Run, setup: RunSetup, coordination: Coordination) -> RowShares:

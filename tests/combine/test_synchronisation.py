@@ -1,13 +1,26 @@
 """Every way to synchronise the replicas of a mesh gives the arithmetic of its replicas, in float64."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from mesh_local_sgd import MESHES, MODEL, NESTEROV, RATE, STEPS, batches, expected, same, steps
+from mesh_local_sgd import (
+    MESHES,
+    MODEL,
+    NESTEROV,
+    RATE,
+    STAGES,
+    STEPS,
+    batches,
+    expected,
+    same,
+    steps,
+)
+from tiny_language_model import TinyConfig
 
 from shardtrain.combine.fragments import by_path, make_fragments
 from shardtrain.combine.synchronisation import PRESETS, Outer, Synchronisation, preset
@@ -15,13 +28,18 @@ from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import make_placement, state_specs
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.step import combined_labels, make_step
+from shardtrain.trainer.run_facts import _rows_digest
+from shardtrain.trainer.strategy import Strategy
 
+EIGHT = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=8))
+STAGES_OF_EIGHT = Partition(num_stages=2, num_chunks=2, placement="v", counts=(2, 2, 2, 2))
 OUTERS = {"none": Outer(), "momentum": Outer(learning_rate=0.5, momentum=0.5), "nesterov": NESTEROV}
 GRID = list(itertools.product(MESHES, (1, 2, 4), OUTERS))
 
@@ -74,6 +92,32 @@ def test_each_stage_of_a_pipeline_combines_its_own_layers(synchronisation):
     for ours, theirs in zip(logged["data+pipeline"], logged["data"], strict=True):
         np.testing.assert_allclose(ours["orthogonality"], theirs["orthogonality"], 1e-4)
     assert len(set(logged["data"][0]["orthogonality"].tolist())) > 3
+
+
+def test_what_a_combiner_cannot_do_in_a_pipeline_is_refused():
+    with pytest.raises(ValueError, match="needs all of them at once; use another combiner"):
+        steps(Synchronisation(by="adasum:whole"), MESHES["data+pipeline"])
+    layout = Layout(mesh={"data": 2, "pipeline": 2}, parameters={"layers": ()})
+    sizes = {"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 2}
+    with pytest.raises(ValueError, match="give it the axis 'pipeline' alone"):
+        state_specs(MODEL, optax.sgd(RATE), layout, sizes, Synchronisation(by="adasum"), STAGES)
+
+
+def test_islands_whose_rows_are_of_other_layers_have_other_facts():
+    run = SimpleNamespace(strategy=Strategy(synchronisation=Synchronisation(on="deltas", fragments=2)))
+
+    def digest(stages, run=run):
+        sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1 if stages is None else stages.num_stages}
+        specs = state_specs(EIGHT, optax.sgd(RATE), Layout(mesh=sizes), sizes, stages=stages)
+        setup = SimpleNamespace(stage_model=None, placement=SimpleNamespace(specs=specs))
+        return _rows_digest(run, setup)  # type: ignore[arg-type]
+
+    two, four = (Partition(num_stages=n, counts=(8 // n,) * n) for n in (2, 4))
+    assert len({digest(None), digest(two), digest(four)}) == 3
+    # sent together, layers in order are the same on any mesh
+    together = SimpleNamespace(strategy=Strategy())
+    assert {digest(stages, together) for stages in (None, two, four)} == {None}
+    assert digest(STAGES_OF_EIGHT, together) is not None
 
 
 OVERLAPPED = {

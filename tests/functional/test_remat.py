@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_language_model import TinyConfig
 
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
@@ -56,6 +57,43 @@ def test_any_model_keeps_less_and_has_the_same_gradients():
     # evaluation, and the names of dims, are as they were
     assert changed.apply(params, {}, jax.random.key(1), False, X)[0].shape == X.shape
     assert changed.dims == plain.dims
+
+
+def test_the_parts_of_a_pipeline_are_recomputed_and_inputs_that_are_no_arrays_stay():
+    def kept(model):
+        params, state = model.init(jax.random.key(0))
+        tokens = jnp.zeros((2, 4), jnp.int32)
+        activations = jax.eval_shape(
+            lambda p: model.chain.first(p, state, jax.random.key(0), True, tokens)[0], params
+        )
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), activations)
+        blocks = {"blocks": params["blocks"]}
+
+        def run(blocks):
+            return model.chain.run(blocks, state, jax.random.key(0), True, 0, 3, zeros)[0]
+
+        return str(jax.make_jaxpr(run)(blocks))
+
+    plain = as_model(TinyConfig(num_layers=3, seq=4))
+    assert "checkpoint" in kept(with_remat(plain, "dots"))
+    assert "checkpoint" not in kept(plain)
+
+    class Flagged(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x, twice, name):
+            x = self.layer(x)
+            return 2 * x if twice and name == "double" else x
+
+    model = with_remat(Flagged, "dots")
+    params, state = model.init(jax.random.key(0))
+    for twice in (True, False):
+        found, _ = model.apply(params, state, jax.random.key(1), True, X, twice, "double")
+        np.testing.assert_allclose(
+            found,
+            (1 + twice) * as_model(Flagged).apply(params, state, jax.random.key(1), True, X, False, "")[0],
+        )
 
 
 def test_a_model_with_the_option_is_given_it():

@@ -59,6 +59,17 @@ def test_a_speed_that_changes_is_found_again_within_fifty_steps():
     assert slowest(shares, changed) <= 1.1 * 64 * 3 / 4
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_speeds_change_when_it_comes_near_the_ideal_again(seed):
+    draw = random.Random(seed)
+    before, after = ([draw.choice((1, 2, 3, 5)) for _ in range(2)] for _ in range(2))
+    shares = MeasuredShares(64, [32, 32], [1, 1])
+    run(shares, lambda island, rows: before[island] * rows, draw.randrange(60))
+    changed: Seconds = lambda island, rows: after[island] * rows  # noqa: E731
+    run(shares, changed, 60)
+    assert slowest(shares, changed) <= 1.15 * 64 / sum(1 / x for x in after)
+
+
 def test_islands_get_what_they_can_split():
     fast, slow = Speed(), Speed()
     fast.add(32, 1.0)

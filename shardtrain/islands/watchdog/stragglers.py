@@ -13,23 +13,34 @@ LEAST_SECONDS = 0.05
 
 
 class StepTimer:
-    """A timer of this rank's own work in a step: from the end of one barrier to the next one's begin."""
+    """A timer of this rank's own work between two votes: from the begin of each step to its first barrier.
+
+    What comes after that barrier, waits, saves and evaluations, does not count.
+
+    >>> timer = StepTimer()
+    >>> timer.end()
+    >>> timer.take() is None
+    True
+    """
 
     def __init__(self) -> None:
-        self._start_seconds = time.monotonic()
+        self._start_seconds: float | None = None
         self._seconds: float | None = None
 
     def begin(self) -> None:
-        """Start the timer: all ranks have left the barrier."""
-        self._start_seconds = time.monotonic()
+        """Start the timer, unless it runs: a step begins."""
+        if self._start_seconds is None:
+            self._start_seconds = time.monotonic()
 
     def end(self) -> None:
-        """Stop the timer: this rank reaches the next barrier."""
-        self._seconds = time.monotonic() - self._start_seconds
+        """Stop the timer, if it runs: this rank reaches a barrier."""
+        if self._start_seconds is not None:
+            self._seconds = (self._seconds or 0.0) + time.monotonic() - self._start_seconds
+            self._start_seconds = None
 
     def take(self) -> float | None:
-        """Return the seconds of this step and forget them; None if the timer was not stopped."""
-        seconds, self._seconds = self._seconds, None
+        """Return the seconds since the last call and forget them; None if no barrier was reached."""
+        seconds, self._seconds, self._start_seconds = self._seconds, None, None
         return seconds
 
 
@@ -82,6 +93,11 @@ smaller share of the rows (--shares), or look at its host'
         return (
             f"{'; '.join(lines)}; give its island a smaller share of the rows (--shares), or look at its host"
         )
+
+    def restart(self) -> None:
+        """Forget all steps: the shares of the islands have changed."""
+        self._steps.clear()
+        self._reported = frozenset()
 
     def medians(self) -> dict[str, float]:
         """Return rank, by name -> median seconds of its own work in a step; {} before the first step."""

@@ -1,0 +1,58 @@
+"""The facts of a run that all its islands must have in common: its description, its arrays, its program.
+
+Next: `prepared_run.py`, which compares them.
+"""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.islands.rank_facts import facts, program_fact
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.train_step.initial_state import restorable_state
+from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.step import make_step
+from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.setup import RunSetup
+
+
+def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts that all islands must have in common."""
+    trees = {"parameters": setup.placement.specs.abstract.params}
+    description = {**description, "synchronisation.rows": _rows_digest(run, setup)}
+    if (stage_model := setup.stage_model) is not None:
+        trees = {"parameters": stage_model.traced.params}
+        sizes = (stage_model.stages.num_stages, run.strategy.accumulate, stage_model.stages.num_chunks)
+        tasks = repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)
+        digest = hashlib.sha256(tasks.encode()).hexdigest()[:16]
+        description = {**description, "accumulate": run.strategy.accumulate, "pipeline.tasks": digest}
+    return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
+
+
+def _rows_digest(run: Run, setup: RunSetup) -> str | None:
+    """Return a digest of which layers are in which row, and of the rows of each fragment, that islands send.
+
+    None where the layers of an island are in order and sent together: then it is the same on any mesh.
+    """
+    specs = setup.placement.specs
+    rows = [dict(each.rows) for each in fragments_of(run.strategy.synchronisation, specs)]
+    if setup.stage_model is not None or (len(rows) == 1 and (specs.stages is None or specs.stages.is_plain)):
+        return None
+    stored = None if specs.stages is None else specs.stages.stored_blocks
+    return hashlib.sha256(repr((stored, rows)).encode()).hexdigest()[:16]
+
+
+def step_program(run: Run, setup: RunSetup, batch: Any) -> dict[str, str]:
+    """Return the hash of the compiled step; equal on islands of the same mesh and share of the batch."""
+    placement = setup.placement
+    step: Any = make_step(setup.model, run.loss, setup.optimizer, placement, setup.learning_rate)
+    return program_fact(
+        step.lower(restorable_state(placement), batch).as_text(),
+        mesh=dict(setup.mesh.shape),
+        batch=str(jax.tree.map(jnp.shape, batch)),
+        layout=str(describe(run.strategy.layout)),
+        platform=jax.devices()[0].platform,
+        processes=jax.process_count(),
+    )

@@ -1,0 +1,41 @@
+"""Batches whose rows change between two of them: the same samples in the same rows, and who read which."""
+
+import jax
+import numpy as np
+
+from shardtrain.data import Batches, Loader, batch_shard
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.trainer.feed import Feed
+
+SOURCE = [{"x": np.array(i), "weights": np.float32(1)} for i in range(23)]
+
+
+def test_the_rows_change_between_two_batches_and_each_batch_knows_its_loader():
+    layout = Layout(mesh={"data": 1})
+    mesh = make_mesh(layout, jax.devices()[:1])
+    first, second = (
+        batch_shard(rows, 0, mesh, layout.batch_axes, 1, capacity=capacity)
+        for rows, capacity in (([4, 4], 4), ([5, 3], 6))
+    )
+    whole = Batches(source=SOURCE, batch=8, seed=3)
+    expected = [batch["x"] for batch, _ in zip((b for b, _ in whole.iterate()), range(4), strict=False)]
+    feed = Feed(
+        Loader(Batches(source=SOURCE, batch=8, seed=3, rows=first.rows), first, mesh, layout.batch_axes, 1)
+    )
+    found = []
+    with feed.reading(None):
+        for number in range(4):
+            if number == 2:
+                assert not feed.take_change()
+                feed.change(second)
+                assert feed.take_change()
+                assert not feed.take_change()
+            batch, _ = next(feed)
+            found.append((np.asarray(batch["x"])[0], np.asarray(batch["weights"])[0]))
+        loaders = [feed.loader_of(number) for number in range(4)]
+    for (x, weights), all_rows, rows in zip(found, expected, (4, 4, 5, 5), strict=True):
+        np.testing.assert_array_equal(x[:rows], all_rows[:rows])
+        assert not weights[rows:].any()
+    assert [len(x) for x, _ in found] == [4, 4, 6, 6]
+    assert [loader.shard for loader in loaders] == [first, first, second, second]
