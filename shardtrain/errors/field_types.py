@@ -151,6 +151,8 @@ def _problem(value: Any, options: Sequence[Any], name: str) -> str:
     if words is not None:
         allowed = ", ".join(_literals(words))
         return f"{shown}; allowed: {allowed}{' or None' if type(None) in options else ''}"
+    if any(map(_is_literal, options)):  # a word after a list would read as one of its items
+        options = sorted(options, key=lambda option: typing.get_origin(option) is tuple)
     wanted = " or ".join(_wanted(option) for option in options)
     return f"{shown}; give {wanted}{_suggestion(value, options, name)}"
 

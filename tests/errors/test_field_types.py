@@ -68,7 +68,7 @@ def make_run(**changes: Any) -> Run:
         (Recovery, {"straggler": math.inf}, "straggler is inf; give a number, finite"),
         (Recovery, {"spike": True}, "spike is True; give a number or None"),
         (Watch, {"stall_seconds": "600"}, "stall_seconds is '600'; give a number: stall_seconds=600.0"),
-        (Across, {"shares": 3}, "shares is 3; give a list, each item a number or None: shares=(3,)"),
+        (Across, {"shares": 3}, "shares is 3; give auto or None or a list, each item a number: shares=(3,)"),
         (Across, {"memory": "gpu"}, "memory is 'gpu'; allowed: auto, device, host"),
         (Pipeline, {"virtual_stages": 1.5}, "virtual_stages is 1.5; give a whole number"),
         (Scaling, {"batch": 3}, "batch is 3; give True or False"),

@@ -63,20 +63,19 @@ def test_the_parts_of_a_pipeline_are_recomputed_and_inputs_that_are_no_arrays_st
     def kept(model):
         params, state = model.init(jax.random.key(0))
         tokens = jnp.zeros((2, 4), jnp.int32)
-        activations = jax.eval_shape(
-            lambda p: model.chain.first(p, state, jax.random.key(0), True, tokens)[0], params
-        )
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), activations)
+        key = jax.random.key(0)
+        shapes = jax.eval_shape(lambda p: model.chain.first(p, state, key, True, tokens)[0], params)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         blocks = {"blocks": params["blocks"]}
 
         def run(blocks):
-            return model.chain.run(blocks, state, jax.random.key(0), True, 0, 3, zeros)[0]
+            return model.chain.run(blocks, state, key, True, 0, 3, zeros)[0]
 
         return str(jax.make_jaxpr(run)(blocks))
 
     plain = as_model(TinyConfig(num_layers=3, seq=4))
-    assert "checkpoint" in kept(with_remat(plain, "dots"))
-    assert "checkpoint" not in kept(plain)
+    assert "policy=Dots" in kept(with_remat(plain, "dots"))
+    assert "policy=Dots" not in kept(plain)
 
     class Flagged(nnx.Module):
         def __init__(self, rngs):
