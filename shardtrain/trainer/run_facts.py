@@ -38,9 +38,9 @@ def _rows_digest(run: Run, setup: RunSetup) -> str | None:
     """
     specs = setup.placement.specs
     rows = [dict(each.rows) for each in fragments_of(run.strategy.synchronisation, specs)]
-    if setup.stage_model is not None or (len(rows) == 1 and (specs.stages is None or specs.stages.is_plain)):
+    stored = None if specs.stages is None or specs.stages.is_plain else specs.stages.stored_blocks
+    if setup.stage_model is not None or (len(rows) == 1 and stored is None):
         return None
-    stored = None if specs.stages is None else specs.stages.stored_blocks
     return hashlib.sha256(repr((stored, rows)).encode()).hexdigest()[:16]
 
 

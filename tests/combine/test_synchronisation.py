@@ -104,9 +104,8 @@ def test_what_a_combiner_cannot_do_in_a_pipeline_is_refused():
 
 
 def test_islands_whose_rows_are_of_other_layers_have_other_facts():
-    run = SimpleNamespace(
-        strategy=Strategy(synchronisation=Synchronisation(on="deltas", every=2, fragments=2))
-    )
+    way = Synchronisation(on="deltas", every=3, fragments=3)
+    run = SimpleNamespace(strategy=Strategy(synchronisation=way))
 
     def digest(stages, run=run):
         sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1 if stages is None else stages.num_stages}
