@@ -175,8 +175,9 @@ def measure(options: Options, shares: Any, islands: Any, load: Load) -> Result:
         if changes:
             words = changes[-1].partition(f": {CHANGED}")[2].partition(";")[0]
             rows = [int(word) for word in words.split(", ")]
-        names = [name for name in sorted(late[0]) if name.startswith("own_seconds/")]
-        own = [median(line[name] for line in late) for name in names]
+        # a line right after a change of the rows has none
+        names = sorted({name for line in late for name in line if name.startswith("own_seconds/")})
+        own = [median(line[name] for line in late if name in line) for name in names]
         found = Result(
             step_seconds=seconds / (late[-1]["step"] - late[0]["step"]),
             speed=sum(n / x for n, x in zip(rows, own, strict=True)),
