@@ -39,6 +39,21 @@ def ranks(pid):
     return [each for each in found if b"mpiexec" not in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
+def kill(process):
+    """Kill a run as a whole; its ranks are children of another process, and are gone when this returns."""
+    table = [line.split() for line in Path("out").read_text().splitlines()]
+    told = [int(row[3]) for row in table if len(row) > 3 and row[0] == row[1] and row[3].isdigit()]
+    assert len(told) == 2
+    for pid in [*told, *below(process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + GONE_SECONDS
+    while any(Path(f"/proc/{pid}").exists() for pid in told):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def newest(folder="run"):
     """The newest step of which all parts are there."""
     return max((reader.step for reader in find_readers(Path(folder, "checkpoints"))), default=0)
@@ -72,9 +87,7 @@ def test_killed_as_a_whole_twice_and_asked_to_stop_it_is_as_if_it_never_was(fold
         process = started([*mpirun(2), *TRAIN, *DELTAS, "1000000"])
         until(lambda least=step + 4: newest() >= least, process)
         time.sleep(0.3 * moments.random())
-        for pid in below(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
+        kill(process)
         if step:
             assert f"resumed from step {step} in " in Path("out").read_text()
         step = newest()
