@@ -226,6 +226,16 @@ class TextForm:
     help: str
 
 
+def _shares(text: str) -> tuple[float, ...] | str:
+    """Read `auto` or weights such as `3,1`."""
+    if text == "auto":
+        return text
+    try:
+        return parse_weights(text)
+    except ValueError as error:
+        raise ValueError(f"{error}\n  - the word auto is allowed too: shares by measured speed") from None
+
+
 TEXTS = {
     f"{LAYOUT}mesh": TextForm(
         write=_mesh_text,
@@ -246,7 +256,7 @@ TEXTS = {
     ),
     f"{ACROSS}shares": TextForm(
         write=lambda given: given if isinstance(given, str | None) else ",".join(f"{x:g}" for x in given),
-        read=lambda text: text if text == "auto" else parse_weights(text),
+        read=_shares,
         help="weights of the replicas, in proportion to which they get rows of a batch, such as 3,1; None: by"
         " their devices; auto: by their devices at first, then by the speed that is measured.",
     ),
