@@ -169,7 +169,7 @@ sys.stdout.flush()
 def mpiexec(warm_python, tmp_path_factory) -> Callable[..., list[str]]:
     """Run a Python program on several ranks, each with devices of its own; returns the output of each.
 
-    It is given (num_ranks, program text or file, *arguments, devices=1, timeout=180).
+    It is given (num_ranks, program text or file, *arguments, devices=1, timeout=900).
     """
     folder = tmp_path_factory.mktemp("mpiexec")
     (folder / "redirect.py").write_text(REDIRECT)
@@ -177,7 +177,7 @@ def mpiexec(warm_python, tmp_path_factory) -> Callable[..., list[str]]:
     command = shutil.which("mpiexec", path=beside)
     assert command is not None, "no mpiexec: run `uv sync`"
 
-    def run(num_ranks, program, *arguments, devices=1, timeout=400):
+    def run(num_ranks, program, *arguments, devices=1, timeout=900):
         number = len(list(folder.iterdir()))
         if not isinstance(program, Path):
             (folder / f"program{number}.py").write_text(program)

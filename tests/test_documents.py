@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -18,11 +19,13 @@ from shardtrain import cli
 from shardtrain.cli.inspect import InspectOptions
 from shardtrain.cli.run_file import load_run
 from shardtrain.cli.run_options import parse_run
-from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.schedule import SCHEDULES, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.report.timeline import timeline_text
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.trainer import prepared_run, setup
 from shardtrain.trainer.train import train
 
 ROOT = Path(__file__).parents[1]
@@ -43,25 +46,39 @@ def test_the_loop_of_the_readme_is_the_example_and_runs(tmp_path, warm_python):
     assert losses[-1] < losses[0] < 5.6
 
 
-def trained_example(name, folder):
-    run = dataclasses.replace(load_run(str(ROOT / "examples" / name)), run_dir=folder, steps=4, log_every=2)
-    # a row for each device; the page of trained models evaluates 32 held-out rows
-    run = dataclasses.replace(run, batch=8, evaluate_batches=4, sample=None)
-    if isinstance(run.model, ResNetConfig):  # a network of 20 unrolled layers compiles for a minute
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, depth=11))
-    trained = train(run, Console(file=io.StringIO()))
-    assert trained.step == 4
-
-
 OF_THE_PAGE = ("gpt_text", "linen_text")
 
 
+@pytest.fixture
+def trained_example(monkeypatch):
+    """(name, folder): train an example for four steps, on one device as on a laptop."""
+    monkeypatch.setattr(setup, "make_mesh", lambda layout: make_mesh(layout, jax.devices()[:1]))
+    monkeypatch.setattr(prepared_run, "axis_sizes", lambda mesh, num_devices: axis_sizes(mesh, 1))
+
+    def trained_example(name, folder):
+        run = load_run(str(ROOT / "examples" / name))
+        run = dataclasses.replace(run, run_dir=folder, steps=4, log_every=2)
+        # the page of trained models evaluates 32 held-out rows
+        run = dataclasses.replace(run, batch=8, evaluate_batches=4, sample=None)
+        # what is traced and compiled stays the same, but that an unrolled ResNet has a third of the blocks
+        small = {"embed": 16, "mlp": 32, "num_heads": 2, "depth": 11, "filters": 2, "num_groups": 2}
+        changes = {key: value for key, value in small.items() if hasattr(run.model, key)}
+        if changes and Path(name).stem not in OF_THE_PAGE:
+            run = dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
+        trained = train(run, Console(file=io.StringIO()))
+        assert trained.step == 4
+
+    return trained_example
+
+
 @pytest.mark.parametrize("name", [name for name in RUNS if Path(name).stem not in OF_THE_PAGE])
-def test_every_example_trains(name, tmp_path):
+def test_every_example_trains(name, tmp_path, trained_example):
     trained_example(name, tmp_path)
 
 
-def test_two_examples_train_and_the_page_of_trained_models_uses_them(tmp_path, monkeypatch, capsys):
+def test_two_examples_train_and_the_page_of_trained_models_uses_them(
+    tmp_path, monkeypatch, capsys, trained_example
+):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

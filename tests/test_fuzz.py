@@ -47,7 +47,7 @@ MOST_SECONDS = 10
 MOST_BYTES = 1 << 25
 """That an input of a few kilobytes may make a reader allocate; beyond 1 GiB every allocation fails."""
 
-TRACED = 5
+TRACED = 11
 """Of one call in so many every allocation is counted, which makes it several times slower."""
 
 GOLDEN = Path(__file__).parent / "models" / "golden"

@@ -94,9 +94,11 @@ def test_synchronised_batch_norm(options, microbatches, published, assert_same):
         assert_same(state, expected[2])
 
 
-def test_two_islands(mpiexec, tmp_path):
-    texts = mpiexec(2, PROGRAMS / "published_islands.py", tmp_path)
-    assert texts == ["gemma lm1b resnet plain\n"] * 2
+def test_two_islands(mpiexec, tmp_path, pytestconfig):
+    # one of nnx and one of linen, one without names and one with statistics
+    names = ["resnet", "plain", *(["gemma", "lm1b"] if pytestconfig.getoption("--full") else [])]
+    texts = mpiexec(2, PROGRAMS / "published_islands.py", tmp_path, *names)
+    assert texts == [" ".join(names) + "\n"] * 2
 
 
 def test_the_command_line_trains_a_model_without_names(tmp_path, capfd):

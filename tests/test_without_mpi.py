@@ -25,12 +25,11 @@ assert not [name for name in sys.modules if name.startswith(("mpi4py", "mpi4jax"
 RUN = """
 from pathlib import Path
 from shardtrain import Run, Text
-from shardtrain.models.decoder import DecoderConfig
+from tiny_language_model import TinyConfig
 
 def run():
-    model = DecoderConfig(vocab=256, seq=16, embed=16, num_layers=1, num_heads=2)
-    data = Text(seq=16, paths=(Path(__file__).parent,))
-    return Run(model=model, data=data, batch=8, steps=2, evaluate_batches=1)
+    data = Text(seq=8, paths=(Path(__file__).parent,))
+    return Run(model=TinyConfig(), data=data, batch=8, steps=2, evaluate_batches=1)
 """
 
 BATCH_SYSTEM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
@@ -62,7 +61,7 @@ def without_mpi(tmp_path_factory):
         environ = {**os.environ, "PATH": "/usr/bin:/bin", **variables}
         return subprocess.run(
             [python, *words], cwd=folder, env=environ, input=stdin, capture_output=True, text=True,
-            timeout=120, check=False,
+            timeout=900, check=False,
         )  # fmt: skip
 
     return run
@@ -96,7 +95,7 @@ def test_mpi_is_found_from_an_environment_on_top_of_its_own(tmp_path):
     program = "from shardtrain.islands.bridge import world; print('size', world().size)"
     environ = {name: value for name, value in os.environ.items() if name != LIBRARY}
     done = subprocess.run(
-        [python, "-c", program], env=environ, capture_output=True, text=True, timeout=120, check=False
+        [python, "-c", program], env=environ, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.stdout == "size 1\n", done.stderr
 

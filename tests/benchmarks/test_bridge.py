@@ -29,7 +29,7 @@ def launch(tmp_path_factory, warm_python):
             env={**os.environ, "MPI4JAX_NO_WARN_JAX_VERSION": "1"},
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=900,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

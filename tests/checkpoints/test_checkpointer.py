@@ -656,7 +656,7 @@ def test_two_processes_save_fail_and_restore_as_one(tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     processes = [child(TWO_PROCESSES, tmp_path, port, index) for index in range(2)]
-    said = [process.communicate(timeout=60)[0].splitlines()[-2:] for process in processes]
+    said = [process.communicate(timeout=300)[0].splitlines()[-2:] for process in processes]
     assert said == [["failed 4", "2 2 [2. 3.]"], ["failed 4", "2 2 [4. 5.]"]]
 
 

@@ -18,7 +18,7 @@ def run(folder, *words, before=(), after=()):
     environ = {**os.environ, "XLA_FLAGS": "", "PYTHONWARNINGS": "error", "COLUMNS": "140"}
     done = subprocess.run(
         [*before, *(after or DOCTOR), *words], cwd=folder, env=environ, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=900, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 

@@ -52,7 +52,7 @@ def run() -> Run:
 """
 BINDING = 5  # rank, island, host, pid, devices and more
 GONE_SECONDS = 30
-LONG_SECONDS = 240
+LONG_SECONDS = 900
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_one_command_runs_on_two_islands(tmp_path):
     """`inspect` needs no device: what each of two ranks prints comes in one view and in a log of its own."""
     words = [sys.executable, "-m", "shardtrain", "launch", "--islands", "2", "--logs", "mine", "--"]
     words += ["inspect", GPT, "--mesh", "tensor=4"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     assert re.search(r"launch: 2 islands by .*mpiexec; a log for each rank in mine\n", done.stderr)
     logs = [(tmp_path / f"mine/rank-{rank}.log").read_text() for rank in (0, 1)]
@@ -146,7 +146,7 @@ def test_one_command_runs_on_two_islands(tmp_path):
 
 def test_a_mistake_behind_the_dashes_is_the_code_of_the_launch(warm_shardtrain):
     words = [*warm_shardtrain, "launch", "--islands", "2", "--", "inspect", "nope.py"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 2
     assert re.search(r"=== island [01] failed first: rank [01] on .*, exit code 2, ", done.stderr)
     assert "shardtrain inspect: there is no run file nope.py" in done.stderr

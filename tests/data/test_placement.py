@@ -136,5 +136,5 @@ def test_each_of_two_processes_gives_its_rows():
         )
         for index in range(2)
     ]
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    outputs = [process.communicate(timeout=900)[0] for process in processes]
     assert all("rows 24" in output for output in outputs), "\n".join(outputs)

@@ -101,7 +101,7 @@ def run() -> Run:
         steps=1_000_000,
     )
 """
-LONG_SECONDS = 240
+LONG_SECONDS = 900
 OUTPUT = (Path("err"), Path("out"))
 
 

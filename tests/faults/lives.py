@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-TOLD_SECONDS = 30.0
-LIFE_SECONDS = 90.0
+TOLD_SECONDS = 300.0
+LIFE_SECONDS = 900.0
 
 
 def main(pipe):
@@ -148,7 +148,7 @@ class Lives:
         )
         os.close(write)
         threading.Thread(target=self._read, args=(read,), daemon=True).start()
-        assert self.told(seconds=240) == ["ready"]
+        assert self.told(seconds=900) == ["ready"]
         return self
 
     def __exit__(self, *exception):

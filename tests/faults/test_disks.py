@@ -56,7 +56,7 @@ def stopped(lives, pid):
     return lives.ended()
 
 
-def until_said(lives, text, seconds=30):
+def until_said(lives, text, seconds=300):
     deadline = time.monotonic() + seconds
     while text not in lives.printed():
         assert time.monotonic() < deadline, lives.printed()[-3000:]

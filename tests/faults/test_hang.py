@@ -1,7 +1,6 @@
 """Real runs that hang: a rank is stopped, leaves, or sleeps in a data source; a sentence, and all end."""
 
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -47,15 +46,15 @@ def test_of_three_ranks_one_is_stopped(folder, mpirun, started, until):
     until(lambda: not alive(pid), seconds=5)
 
 
-def test_launch_tells_it_restarts_and_goes_on(folder, started, until):
-    words = [sys.executable, "-m", "shardtrain", "launch", "--islands", "2", "--logs", "logs"]
+def test_launch_tells_it_restarts_and_goes_on(folder, started, until, warm_shardtrain):
+    words = [*warm_shardtrain, "launch", "--islands", "2", "--logs", "logs"]
     words += ["--restarts", "2", "--", *TRAIN, "--watch.silence-seconds", "8"]
     process = started(words, HURT="stop", HURT_RANK="1")
     until(lambda: Path("hurt").exists() and hurt(), process)
     until(lambda: "restart 1 of 2" in Path("err").read_text(), process, GONE_SECONDS)
     assert time.time() - hurt()[1] < GONE_SECONDS
     assert not alive(hurt()[0])
-    assert process.wait(240) == 0, Path("err").read_text()
+    assert process.wait(900) == 0, Path("err").read_text()
     err, out = Path("err").read_text(), Path("out").read_text()
     assert err.count("=== the run hung: island 0 on ") == 1
     assert re.search(r" ===\nshardtrain watchdog: island 1 .* has sent no heartbeat for", err)
@@ -69,7 +68,7 @@ def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
     """And not the one that waits for it."""
     options = ["--watch.stall-seconds", "4"]
     process = started([*mpirun(2), *TRAIN, *options], HURT="sleep", HURT_RANK="1")
-    assert process.wait(240) == COME_AGAIN
+    assert process.wait(900) == COME_AGAIN
     err = Path("err").read_text()
     text = r"watchdog: island 1 \(host \S+\) makes no progress: at step \d+, in 'reading a batch' for"
     assert re.search(text, err), err
@@ -80,9 +79,9 @@ def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
     assert "in __getitem__" in stacks
 
 
-def test_a_run_that_is_alone_is_watched(folder, started):
-    words = [sys.executable, "-m", "shardtrain", *TRAIN, "--watch.stall-seconds", "4"]
-    assert started(words, HURT="sleep", HURT_RANK="0").wait(240) == COME_AGAIN
+def test_a_run_that_is_alone_is_watched(folder, started, warm_python):
+    words = [*warm_python, "-m", "shardtrain", *TRAIN, "--watch.stall-seconds", "4"]
+    assert started(words, HURT="sleep", HURT_RANK="0").wait(900) == COME_AGAIN
     text = r"watchdog: the run on host \S+ makes no progress: at step \d+, in 'reading a batch' for"
     assert re.search(text, Path("err").read_text())
     assert "in __getitem__" in Path("run/stacks.txt").read_text()

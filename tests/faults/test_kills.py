@@ -1,4 +1,4 @@
-"""One run, killed 16 times and stopped by signals 8 times, at random moments: nothing is lost.
+"""One run, killed 10 times and stopped by signals 4 times, at random moments: nothing is lost.
 
 With `--full` it is 100 times each; KILLS and SIGNALS set other numbers. The moments are drawn from the seed
 KILLS_SEED; what the program does at these moments depends on the machine.
@@ -134,7 +134,7 @@ def number_of(config, name, default):
 
 
 def test_a_run_that_is_killed_at_random_moments_is_as_if_it_never_was(lives, cheap, pytestconfig):
-    kills = number_of(pytestconfig, "KILLS", 16)
+    kills = number_of(pytestconfig, "KILLS", 10)
     print(f"seed {SEED}")  # noqa: T201
     write_run(cheap)
     lives.begin(run=RUN, changes={"run_dir": "filled", "steps": 2})
@@ -152,7 +152,7 @@ def test_a_run_that_is_killed_at_random_moments_is_as_if_it_never_was(lives, che
 
 def test_signals_at_random_phases_end_as_documented(lives, cheap, pytestconfig):
     """Through the command line, the start included; each code is that of the signal, and no line is lost."""
-    num_signals = number_of(pytestconfig, "SIGNALS", 8)
+    num_signals = number_of(pytestconfig, "SIGNALS", 4)
     write_run(cheap)
     for name in ("run", "whole"):
         shutil.rmtree(cheap / name, ignore_errors=True)
@@ -198,7 +198,7 @@ def test_killed_while_a_save_is_copied_from_a_fast_disk(lives, cheap):
     write_run(cheap, "keep=2", 'keep=2, fast=Path("fast")')
     shutil.rmtree(cheap / "run", ignore_errors=True)
     killer = Killer(lives, random.Random(SEED), {"saved": 1})
-    for _ in range(8):
+    for _ in range(5):
         killer.life()
     (fast,) = (cheap / "fast").iterdir()
     shared = cheap / "run/checkpoints"

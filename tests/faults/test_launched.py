@@ -81,7 +81,7 @@ def test_two_islands_of_two_processes(folder, started, until):
         assert all(name.endswith(" (deleted)") for name in mapped)
 
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(900) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM: islands 0.0, 0.1, 1.0, 1.1\n" in Path("err").read_text()
 
 

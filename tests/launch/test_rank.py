@@ -148,7 +148,7 @@ def test_an_unfinished_line_is_passed_on_only_without_a_prefix(tmp_path):
             assert process.stdout.read() == (b"\r20%\n" if first else b"[island 1] 20%\n")
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came"

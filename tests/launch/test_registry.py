@@ -156,7 +156,7 @@ def run(name, job, folder, ends=(0, 0)):
         script = words[-1]
         environ |= {**JOB_VARIABLES.get(name, {}), "SCRIPT": script}
         words = ["bash", script]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300, check=False)
     seen = [json.loads(path.read_text()) for path in sorted(Path().glob("seen-*.json"))]
     assert seen, done.stdout + done.stderr
     return done.returncode, seen

@@ -98,7 +98,7 @@ def launched(folder, program):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", START]
     done = subprocess.run(
-        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=900, check=False
     )
     return done, [len((folder / f"starts-{rank}").read_text()) for rank in (0, 1)]
 

@@ -96,7 +96,7 @@ LAYOUTS: dict[int, dict[str, Strategy]] = {
         "pipeline=3 (1,2,1)": uneven("1,2,1", pipeline=3),
     },
     2: {
-        "2 islands": across(),
+        "2 islands, unequal": across(shares=(1.0, 2.0)),
         "2 stages": dataclasses.replace(
             across(axis="pipeline"), accumulate=3, pipeline=Pipeline(stages="3,1")
         ),
@@ -105,10 +105,10 @@ LAYOUTS: dict[int, dict[str, Strategy]] = {
         "3 stages": dataclasses.replace(
             across(axis="pipeline"), accumulate=2, pipeline=Pipeline(stages="1,1,2")
         ),
-        "3 islands, unequal": across(shares=(1.0, 3.0, 2.0)),
     },
 }
 if FULL:
+    LAYOUTS[3]["3 islands, unequal"] = across(shares=(1.0, 3.0, 2.0))
     LAYOUTS[1] |= {
         "data=2": mesh(data=2),
         "fsdp=4": mesh(fsdp=4),

@@ -38,7 +38,7 @@ RUN = Run(
     seed=3,
     log_every=1,
     evaluate_every=3,
-    checkpoints=CheckpointPolicy(every_steps=2, keep=4),
+    checkpoints=CheckpointPolicy(every_steps=4, keep=4),
     sample=lambda apply: "a sample",
 )
 if ISLANDS is not None:

@@ -13,5 +13,5 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 def test_stages_give_the_plain_step(num_stages, num_replicas, mpiexec, pytestconfig):
     num_islands = num_stages * num_replicas
     words = [num_stages, *(["full"] if pytestconfig.getoption("--full") else [])]
-    texts = mpiexec(num_islands, PROGRAMS / "stages_step.py", *words, devices=2, timeout=400)
+    texts = mpiexec(num_islands, PROGRAMS / "stages_step.py", *words, devices=2)
     assert texts == ["done\n"] * num_islands

@@ -41,7 +41,7 @@ def same_losses(got, expected):
 )
 def test_islands_train_as_one_device_does_and_resume(processes, devices, text, alone, mpiexec, tmp_path):
     num_ranks = 2 if processes == "1" else 3
-    found = mpiexec(num_ranks, PROGRAM, text, tmp_path, processes, devices=devices, timeout=400)
+    found = mpiexec(num_ranks, PROGRAM, text, tmp_path, processes, devices=devices)
     same_losses(read_jsonl(tmp_path / "mean" / "metrics.jsonl"), alone)
     assert json.loads(found[0]) == ["part-0-of-2", "part-1-of-2"]
     start = json.loads((tmp_path / "mean" / "environment.jsonl").read_text().splitlines()[0])

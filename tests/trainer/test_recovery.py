@@ -220,7 +220,7 @@ def test_an_island_that_gets_slow_is_told_once_and_again_if_another_does():
 
 def test_islands_go_back_together_though_one_alone_saw_it(mpiexec, tmp_path):
     program = Path(__file__).parents[1] / "programs" / "recover.py"
-    first, second = (json.loads(text) for text in mpiexec(2, program, tmp_path, timeout=300))
+    first, second = (json.loads(text) for text in mpiexec(2, program, tmp_path))
     for name in ("mean", "local steps"):
         step, bits, printed = first[name]
         assert (step, bits) == tuple(second[name][:2]) == (20, bits)

@@ -28,7 +28,7 @@ def alone(text, tmp_path_factory, mpiexec):
 
 @pytest.mark.parametrize(("num_ranks", "devices"), [(2, 2), (4, 1)], ids=["2 stages", "2 pipelines of 2"])
 def test_stages_train_as_one_device_does_and_resume(num_ranks, devices, text, alone, mpiexec, tmp_path):
-    found = mpiexec(num_ranks, PROGRAM, text, tmp_path, 2, devices=devices, timeout=400)
+    found = mpiexec(num_ranks, PROGRAM, text, tmp_path, 2, devices=devices)
     assert found == ["step_00000006.part-0-of-2 step_00000006.part-1-of-2"] * num_ranks
     same_metrics(tmp_path / "whole", alone)
     # stages of other blocks, or islands that are replicas, go on with what two stages saved
