@@ -176,7 +176,7 @@ def loss_of(model):
 
 def test_the_law_holds_at_the_default_optimization_level_of_xla(pytestconfig, warm_python):
     """All other tests compile at level 0; one central test compiles here as a run does, `--full`: all."""
-    chosen, passed = ("not default", 50) if pytestconfig.getoption("--full") else ("2x2x2-4-nnx", 1)
+    chosen, passed = ("not default", 50) if pytestconfig.getoption("--full") else ("dropout and nnx", 1)
     command = [*warm_python, "-m", "pytest", "-q", "--numprocesses=0", __file__, "-k", chosen]
     command += ["--full"] * (passed > 1)
     environment = {**os.environ, "DEFAULT_OPTIMIZATION": "1", "XLA_FLAGS": ""}

@@ -1,4 +1,4 @@
-"""Files of strangers, 500 crafted or mutated ones per format: no code runs, no file outside is touched.
+"""Files of strangers, crafted or mutated: no code runs, no file outside is touched.
 
 Nothing hangs either, and nothing is allocated that is not there. The promises are those of SECURITY.md.
 """
@@ -42,7 +42,8 @@ from shardtrain.report.checkpoints import list_text, show_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout_file import layout_text, read_layout
 
-NUMBER = 500
+NUMBER = 150
+"""Of files per format, without `--full`."""
 MOST_SECONDS = 10
 MOST_BYTES = 1 << 25
 """That an input of a few kilobytes may make a reader allocate; beyond 1 GiB every allocation fails."""
@@ -97,6 +98,12 @@ EVIL: tuple[Any, ...] = (
 
 class Hung(BaseException):
     """More than `MOST_SECONDS` are gone; no `except Exception` may hide it."""
+
+
+@pytest.fixture(autouse=True)
+def number_of_files(pytestconfig, monkeypatch):
+    if pytestconfig.getoption("--full"):
+        monkeypatch.setitem(globals(), "NUMBER", 500)
 
 
 @pytest.fixture
@@ -213,8 +220,9 @@ def garbled(data: bytes, rng: random.Random) -> bytes:
     return bytes(garbage)
 
 
-def json_inputs(value: Any, seed: str, number: int = NUMBER) -> Iterator[bytes]:
+def json_inputs(value: Any, seed: str, number: int | None = None) -> Iterator[bytes]:
     """Two of three are JSON, with some of what Python alone takes for JSON."""
+    number = number or NUMBER
     rng = random.Random(seed)
     for i in range(number):
         text = json.dumps(spoilt(value, rng) if i % 3 else value).encode()

@@ -45,7 +45,7 @@ def losses_of(name, mesh, run_dir, monkeypatch):
     ("name", "mesh"),
     [
         ("mesh", "fsdp=2"),
-        ("mesh", "tensor=2"),
+        pytest.param("mesh", "tensor=2", marks=pytest.mark.full),
         ("stages", "fsdp=2"),
     ],
 )

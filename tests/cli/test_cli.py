@@ -25,6 +25,23 @@ TINY = [
 ]  # fmt: skip
 
 
+SMALL = """
+from shardtrain import Run, Text
+from tiny_language_model import TinyConfig
+
+def run():
+    model, data = TinyConfig(), Text(seq=8)
+    return Run(model=model, data=data, batch=8, evaluate_batches=1)
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A run file whose run starts quickly."""
+    (tmp_path / "small.py").write_text(SMALL)
+    return str(tmp_path / "small.py")
+
+
 def test_options_change_the_run():
     words = ["--mesh", "fsdp=2,tensor=2", "--zero", "2", "--accumulate", "4", "--steps", "7"]
     words += ["--optimizer.name", "lion", "--optimizer.learning-rate.peak", "0.5", "--model.num-layers", "6"]
@@ -233,13 +250,13 @@ def test_a_run_file_imports_what_lies_beside_it(tmp_path):
         assert "64 x 8" in done.stdout, done.stderr
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path, warm_python):
-    command = [*warm_python, "-m", "shardtrain", "train", GPT, *TINY, "--data", str(ROOT / "shardtrain")]
-    command += ["--run-dir", str(tmp_path), "--steps", "12", "--log-every", "1", "--cpu-devices", "1"]
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path, small, warm_python):
+    command = [*warm_python, "-m", "shardtrain", "train", small, "--data", str(ROOT / "shardtrain")]
+    command += ["--run-dir", str(tmp_path / "run"), "--steps", "12", "--log-every", "1", "--cpu-devices", "1"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "mesh: 1 device\n"
         process.stdout.close()
         assert process.wait(900) == 0
-    assert (tmp_path / "checkpoints/step_00000012").is_dir()
+    assert (tmp_path / "run/checkpoints/step_00000012").is_dir()

@@ -191,7 +191,7 @@ def loss_and_gradient(pure, quick_jit):
     return functools.cache(compute)
 
 
-@pytest.mark.parametrize("remat", ["weights", "full"])
+@pytest.mark.parametrize("remat", ["weights", pytest.param("full", marks=pytest.mark.full)])
 def test_remat_changes_no_gradient(remat, loss_and_gradient):
     changed = loss_and_gradient(replace(SHALLOW, remat=remat), SHALLOW)
     jax.tree.map(assert_close, changed, loss_and_gradient(SHALLOW, SHALLOW))

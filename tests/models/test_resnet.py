@@ -177,7 +177,7 @@ FULL = pytest.mark.full
         pytest.param(CONFIG, True, False, id="group-remat", marks=FULL),
         pytest.param(CONFIG, False, False, id="group", marks=FULL),
         pytest.param(BATCH_NORM, True, True, id="batch-remat-scan"),
-        pytest.param(BATCH_NORM, True, False, id="batch-remat"),
+        pytest.param(BATCH_NORM, True, False, id="batch-remat", marks=FULL),
         pytest.param(BATCH_NORM, False, False, id="batch"),
     ],
 )

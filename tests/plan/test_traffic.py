@@ -127,9 +127,10 @@ LAYOUTS = {
 """name -> model, mesh, options, and the keys whose bytes may stay below theory."""
 
 
-# two axes of replicas have a case with ZeRO 1, and ZeRO 2 one with fsdp alone
-PAIRS_ELSEWHERE = "data and fsdp, zero 2"
-NAMES = [pytest.param(name, marks=[pytest.mark.full] if name == PAIRS_ELSEWHERE else []) for name in LAYOUTS]
+# two axes of replicas have a case with ZeRO 1, ZeRO 2 one with fsdp alone, and microbatches over fsdp one
+# beside two other axes; the linen decoder has the dims of the other, test_constraints.py
+PAIRS_ELSEWHERE = ("data and fsdp, zero 2", "fsdp, microbatches", "tensor, linen")
+NAMES = [pytest.param(name, marks=[pytest.mark.full] * (name in PAIRS_ELSEWHERE)) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -238,9 +238,9 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
         close(jax.device_get(after.model_state), step.stage_model.own(model_state, "model_state/"), case)
         if name in ("tied", "untied"):
             traffic(step, sent, microbatches, case)
-    if schedules[0] in ("1f1b", "zb_v"):
+    if name == "skips" or schedules[0] in ("1f1b", "zb_v"):
         close(step.evaluate(state, batch), heldout, f"{case}, held-out")
-    if name == "skips" and schedules[0] == "1f1b":
+    if name == "skips":
         a_bad_gradient(step, state, batch)
     step.close()
 
@@ -360,19 +360,22 @@ def a_bad_gradient(step, state, batch) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state)._replace(step=before.step), before)
 
 
+SKIPS_ON_TWO = ((1, "1f1b"), (2, "interleaved"))
+
+
 def main() -> None:
     comm, num_stages = world(), int(sys.argv[1])
     unequal = {1: [40], 2: [24, 16]}[comm.size // num_stages]
     plain = ["1f1b", "gpipe", "zero_bubble"]
     cases = {
-        (2, 1): [("tied", 1, 5, plain, None), ("skips", 1, 2, ["1f1b", "gpipe"], None)],
+        (2, 1): [("tied", 1, 5, plain, None)],
         (3, 1): [("skips", 2, 4, ["interleaved"], None), ("tied", 2, 5, ["zb_v"], None)],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
         (2, 2): [("untied", 1, 2, plain, unequal)],
         (3, 2): [("tied", 1, 1, plain, unequal)],
     }
     if FULL:
-        cases[2, 1] += [("skips", 2, 2, ["interleaved", "gpipe"], None)]
+        cases[2, 1] += [("skips", chunks, 2, [name, "gpipe"], None) for chunks, name in SKIPS_ON_TWO]
         cases[3, 1] += [("translation", 1, 2, ["zero_bubble"], None), ("skips", 2, 8, ["interleaved"], None)]
         cases[2, 2] += [("tied", 2, 1, ["interleaved"], None)]
     for case in cases[num_stages, comm.size // num_stages]:

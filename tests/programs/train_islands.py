@@ -1,4 +1,7 @@
-"""Whole runs on islands: args are the text, a folder, and the numbers of processes of the islands."""
+"""Whole runs on islands.
+
+Args: the text, a folder, the numbers of processes of the islands, and "resumed" to interrupt and resume too.
+"""
 
 import dataclasses
 import io
@@ -90,7 +93,7 @@ if ISLANDS is not None and ISLANDS.seat.island:
 _, printed = run("mean")
 if ISLANDS is None or ISLANDS.is_first:
     (FOLDER / "mean.txt").write_text(printed)
-if ISLANDS is not None:
+if ISLANDS is not None and "resumed" in sys.argv[4:]:
     # saved at step 4, between two merges: what was sent after step 3 is under way until step 5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
     own = Synchronisation(by="int8+adasum", on="deltas", every=3, overlap=2, outer=outer)

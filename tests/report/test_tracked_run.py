@@ -88,12 +88,6 @@ RUN = Run(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_curve(monkeypatch):
-    """No picture is drawn: that takes a third of the time of a run."""
-    monkeypatch.setattr("shardtrain.trainer.train.draw_curve", lambda folder, output: None)
-
-
 class Killed(Exception):
     """Stands for the end of a process."""
 

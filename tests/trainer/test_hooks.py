@@ -66,12 +66,6 @@ RUN = Run(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_curve(monkeypatch):
-    """No picture is drawn: that takes a third of the time of a run."""
-    monkeypatch.setattr("shardtrain.trainer.train.draw_curve", lambda folder, output: None)
-
-
 class Recorder:
     """A hook that records every event; its folders must have been complete when it was called."""
 

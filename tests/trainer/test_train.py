@@ -177,7 +177,7 @@ def test_the_time_limit_stops_and_saves(stopped):
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000001"]
 
 
-@pytest.mark.parametrize("after_samples", [20, 70])
+@pytest.mark.parametrize("after_samples", [pytest.param(20, marks=pytest.mark.full), 70])
 def test_interrupted_and_resumed_is_bitwise_the_same(whole, text, tmp_path, after_samples):
     trained, _, folder = whole
     run = make_run(text, tmp_path)
