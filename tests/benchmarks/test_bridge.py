@@ -54,6 +54,7 @@ def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
     assert printed.count("| bridge |") == len(sizes)
 
 
+@pytest.mark.full
 def test_the_step_alone_and_with_the_bridge(launch):
     sizes = {"embed": 16, "num-layers": 2, "seq": 8, "rows": 2, "steps": 2, "rounds": 2, "bucket-bytes": 4096}
     arguments = [word for name, value in sizes.items() for word in (f"--{name}", value)]

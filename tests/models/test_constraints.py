@@ -176,6 +176,12 @@ def sharded(params, dims, mesh):
     return jax.tree.map(put, dims, params, is_leaf=is_dims)
 
 
+# the law of test_central.py is of the first and the last
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("gpt", "linen"))) for name in (*CASES, "linen")],
+    indirect=True,
+)
 def test_a_mesh_changes_no_number(case, mesh, quick_jit):
     _, params, dims, apply, inputs = case
 

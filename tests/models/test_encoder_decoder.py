@@ -206,7 +206,9 @@ def test_remat_keeps_less(pure):
     assert kept("full") < kept("outputs") < kept("dots") < kept("none")
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(LLAMA, marks=pytest.mark.full)], ids=["gpt", "llama"]
+)
 def test_every_parameter_has_a_gradient(config, loss_and_gradient):
     """But the bias of keys: softmax does not see what is added to all scores."""
     for path, gradient in jax.tree.leaves_with_path(loss_and_gradient(config, config)[1]):
