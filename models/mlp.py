@@ -44,12 +44,14 @@ class MlpConfig:
     num_layers: int
     classes: int
     dropout: float = 0.0
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
         counts = {name: getattr(self, name) for name in ("features", "mlp", "num_layers", "classes")}
         found = checks.positive(counts) + checks.dropout_rate("dropout", self.dropout)
-        checks.refuse("MlpConfig", found + checks.choice("dtype", self.dtype, ("float32", "bfloat16")))
+        checks.refuse(
+            "MlpConfig", found + checks.choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        )
 
     @property
     def sizes(self) -> dict[str, int]:

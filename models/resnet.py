@@ -73,7 +73,7 @@ class ResNetConfig:
     num_groups: int = 4
     remat: bool = False
     scan: bool = True
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
         checks.refuse("ResNetConfig", _problems(self))
@@ -103,7 +103,7 @@ def _problems(config: ResNetConfig) -> list[str]:
     if config.norm == "group" and config.filters > 0 and config.num_groups > 0:
         found += checks.multiple("filters", config.filters, "num_groups", config.num_groups)
     found += checks.choice("norm", config.norm, ("group", "batch"))
-    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16"))
+    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16", "float16"))
 
 
 class ResidualBlock(nnx.Module):

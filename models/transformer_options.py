@@ -14,7 +14,7 @@ from shardtrain.models.layers import Attentions, Norms
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "swiglu"]
 Remats = Literal["none", "weights", "dots", "outputs", "full"]
-Dtypes = Literal["float32", "bfloat16"]
+Dtypes = Literal["float32", "bfloat16", "float16"]
 
 
 class BlockOptions(Protocol):

@@ -70,7 +70,7 @@ class VggConfig:
     norm: ImageNorms = "group"
     num_groups: int = 4
     remat: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
         checks.refuse("VggConfig", _problems(self))
@@ -107,7 +107,7 @@ def _problems(config: VggConfig) -> list[str]:
             f"dropout is {config.dropout} and there are no hidden features. Use dropout=0.0 or hidden=512."
         )
     found += checks.choice("norm", config.norm, ("group", "batch"))
-    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16"))
+    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16", "float16"))
 
 
 class VggBlock(nnx.Module):

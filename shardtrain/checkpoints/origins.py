@@ -19,7 +19,7 @@ from shardtrain.sharding.specs import without_pipeline
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
-OF_DEVICES = ("combine_state/", "local/")
+OF_DEVICES = ("combine_state/", "local/", "loss_scale/")
 """Paths of what each island, or each device of a mesh, has of its own."""
 OF_LAYOUT = (*OF_DEVICES, "outer_state/")
 """Paths of what is stored by buckets, devices or fragments, and restored on the same layout only."""
@@ -33,7 +33,7 @@ def state_to_save(state: State, own: bool = False) -> State:
       own: only the arrays that differ per island, if another island saves the common ones.
     """
     if own:
-        return State((), (), (), (), state.opt_state, state.combine_state, state.local)
+        return state._replace(step=(), seed=(), params=(), model_state=(), outer_state=())
     return state
 
 

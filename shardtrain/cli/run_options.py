@@ -22,8 +22,16 @@ from shardtrain.trainer.config import Run
 LAYOUT, SYNCHRONISATION, ACROSS, PIPELINE = (
     f"strategy.{name}." for name in ("layout", "synchronisation", "across", "pipeline")
 )
-PYTHON_ONLY = ("loss", "names", "sample", "hooks", f"{LAYOUT}parameters", f"{LAYOUT}activations")
-"""Fields of a run that have no option."""
+NO_OPTION = (
+    "loss",
+    "names",
+    "sample",
+    "hooks",
+    f"{LAYOUT}parameters",
+    f"{LAYOUT}activations",
+    "strategy.islands",
+)
+"""Fields of a run that have no option: they are given in Python or in a strategy file."""
 
 SHORT = {
     "data.paths": "data",
@@ -31,6 +39,7 @@ SHORT = {
     "start_from.checkpoint": "start_from",
     "strategy.accumulate": "accumulate",
     "strategy.remat": "remat",
+    "strategy.compute_dtype": "compute_dtype",
     f"{LAYOUT}mesh": "mesh",
     f"{LAYOUT}zero": "zero",
     f"{LAYOUT}sequence_sharded": "sequence_sharded",
@@ -159,7 +168,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
 def run_options(run: Run) -> Iterator[FieldOption]:
     """Yield the options of a run, with their short names and help texts."""
     writers = {path: form.write for path, form in TEXTS.items()}
-    for option in field_options(run, skip=PYTHON_ONLY, texts=writers):
+    for option in field_options(run, skip=NO_OPTION, texts=writers):
         text = TEXTS[option.path].help if option.path in TEXTS else option.help
         yield dataclasses.replace(option, short=SHORT.get(option.path), help=text)
 

@@ -13,7 +13,10 @@ from enum import Enum
 from importlib import metadata
 from typing import Any
 
-FREE = ("run_dir", "data.paths", "strategy.layout", "strategy.accumulate")
+FREE = (
+    *("run_dir", "data.paths"),
+    *("strategy.layout", "strategy.accumulate", "strategy.remat", "strategy.compute_dtype"),
+)
 """Fields of a run, with their subfields, that may differ between islands: paths of files, and how an island
 splits its share of the work. The data is compared by its fingerprint."""
 

@@ -16,6 +16,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
+from shardtrain.train_step.loss_scale import scale_of
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_sums import make_replica_sums
 from shardtrain.train_step.state import State
@@ -35,8 +36,8 @@ def make_gradients(
 
     Returns:
       (params, model_state, key, batch) -> `Sums` of all replicas; every array of the batch has shape
-      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says. A last argument, a uint32
-      scalar, takes the place of `start_row`.
+      (microbatches, rows, ...). Gradients are sharded as `Specs.sharded` says. A further argument, a uint32
+      scalar, takes the place of `start_row`; the last one is the scale of the loss, see `loss_scale.py`.
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
     replica_sums = make_replica_sums(model, loss, placement, start_row)
@@ -47,8 +48,9 @@ def make_gradients(
         key: jax.Array,
         batch: Batch,
         first_row: jax.Array | int = start_row,
+        scale: jax.Array | int = 1,
     ) -> Sums:
-        sums = replica_sums(params, model_state, key, batch, (), first_row)
+        sums = replica_sums(params, model_state, key, batch, (), first_row, scale)
         total = _without_grads(sums)
         grads = jax.tree.map(
             lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), sums.grads, specs.sharded
@@ -78,7 +80,8 @@ def make_replica_means(
     def replica_means(state: State, batch: Batch) -> tuple[Sums, Any, jax.Array, jax.Array]:
         drift = state.local.drift if placement.synchronisation.keeps_drift else ()
         key = step_key(state.seed, state.step)
-        sums = replica_sums(state.params, state.model_state, key, batch, drift)
+        scale = scale_of(state.loss_scale)
+        sums = replica_sums(state.params, state.model_state, key, batch, drift, start_row, scale)
         # of the replica axes `data` is the slowest: the others, such as fsdp at ZeRO-1, are summed
         counts, losses = (x.reshape(num_replicas, -1).sum(1) for x in (sums.count, sums.loss_sum))
         divisors = jnp.where(counts > 0, counts, 1)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.functional.model import Model, path_text
 from shardtrain.sharding.specs import without_pipeline
+from shardtrain.train_step.loss_scale import first_loss_scale
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_state import with_replicas
 from shardtrain.train_step.state import State, in_stage_order, new_state
@@ -44,7 +45,8 @@ def init_state(
 
     def create(seed: jax.Array) -> State:
         state = new_state(model, optimizer, seed, in_stage_order(placement.stages, whole))
-        return with_replicas(state, synchronisation, sizes, specs)
+        state = with_replicas(state, synchronisation, sizes, specs)
+        return state._replace(loss_scale=first_loss_scale()) if specs.abstract.loss_scale else state
 
     return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
 

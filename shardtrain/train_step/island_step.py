@@ -25,8 +25,9 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
-from shardtrain.train_step.island_totals import all_reduce_totals
+from shardtrain.train_step.island_totals import all_reduce_totals, loss_metrics, step_sums
 from shardtrain.train_step.local_steps import make_local_update, own_params
+from shardtrain.train_step.loss_scale import scale_of
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
@@ -147,18 +148,23 @@ class GradientIslandStep:
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
         factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
 
-        def local(state: State, batch: Batch, first_row: jax.Array) -> Sums:
-            key = step_key(state.seed, state.step)
-            found = gradients(state.params, state.model_state, key, batch, first_row)
+        def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, jax.Array]:
+            key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
+            found = gradients(state.params, state.model_state, key, batch, first_row, scale)
             # an island without examples adds nothing, whatever its gradients are
             grads = jax.tree.map(lambda g: contribution(g * factor, found.count), found.grads)
-            return found._replace(grads=grads)
+            # of the sum of squares, which overflows as the norm does
+            finite = jnp.isfinite(optax.tree.norm(grads)) if state.loss_scale else jnp.bool(True)
+            return found._replace(grads=grads), finite
 
-        def update(state: State, found: Sums, combine_state: Any, extra: Any) -> tuple[State, Metrics]:
+        def update(
+            state: State, found: Sums, combine_state: Any, extra: Any, own_finite: jax.Array
+        ) -> tuple[State, Metrics]:
             found = found.of_mean_loss if of_sums else found
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
-            return unless_skipped(state, new, {**metrics, **joined_metrics(extra)}, learning_rate)
+            metrics = {**metrics, **joined_metrics(extra)}
+            return unless_skipped(state, new, metrics, learning_rate, own_finite)
 
         # between the two programs gradients stay sharded; everything else is replicated
         whole = NamedSharding(mesh, PartitionSpec())
@@ -169,10 +175,12 @@ class GradientIslandStep:
         )
         state = placement.state._replace(combine_state=whole)
         shardings = Sums._make([whole, whole, whole, sharded, whole])
-        self._local = jax.jit(local, in_shardings=(state, placement.batch, whole), out_shardings=shardings)
+        self._local = jax.jit(
+            local, in_shardings=(state, placement.batch, whole), out_shardings=(shardings, whole)
+        )
         self._update = jax.jit(
             update,
-            in_shardings=(state, shardings, whole, whole),
+            in_shardings=(state, shardings, whole, whole, whole),
             out_shardings=(state, whole),
             donate_argnums=0,
         )
@@ -188,7 +196,7 @@ class GradientIslandStep:
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
         # computed before islands meet, so that a slow island is one that arrives late there
-        found = jax.block_until_ready(self._local(state, batch, self.first_row))
+        found, finite = jax.block_until_ready(self._local(state, batch, self.first_row))
         grads = by_path(found.grads)
         self._all_gather("combine gradients", None)
         # the sums and the model state are reduced while buckets of gradients are under way
@@ -197,7 +205,7 @@ class GradientIslandStep:
         combined = self._combiner.finish(grads, started)
         # every island makes the same update
         found = Sums(grads=like_paths(found.grads, combined.value), model_state=model_state, **sums)
-        return self._update(state, found, [combined.state], combined.metrics)
+        return self._update(state, found, [combined.state], combined.metrics, finite)
 
 
 class DeltaIslandStep:
@@ -222,7 +230,8 @@ class DeltaIslandStep:
         def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
             local = state.local
             own = constrain(own_params(state.params, local.drift), specs.params, mesh)
-            found = gradients(own, local.model_state, step_key(state.seed, state.step), batch, first_row)
+            key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
+            found = gradients(own, local.model_state, key, batch, first_row, scale)
             params = constrain(state.params, specs.sharded, mesh)
             opt_state, drift = own_update(
                 params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
@@ -277,21 +286,3 @@ class DeltaIslandStep:
             "skipped_by_islands": sums["skipped"],
         }
         return state, {**metrics, **loss_metrics(sums), **others, **merged}
-
-
-def step_sums(metrics: Metrics) -> dict[str, Any]:
-    """Return the sums of a step to add up over local steps; 0 but for "skipped" if it was skipped."""
-    skipped = metrics["skipped"]
-    sums = {
-        "loss_sum": metrics["loss_sum"],
-        "count": metrics["count"],
-        "metrics": {name: value for name, value in metrics.items() if isinstance(value, tuple)},
-        "squares": metrics["grad_norm"] ** 2,
-        "steps": jnp.where(metrics["count"] > 0, 1.0, 0.0),
-    }
-    return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
-
-
-def loss_metrics(sums: dict[str, Any]) -> Metrics:
-    """Return the sums that are metrics of the loss."""
-    return {"loss_sum": sums["loss_sum"], "count": sums["count"], **sums["metrics"]}

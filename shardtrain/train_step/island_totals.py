@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from shardtrain.combine import make_combiner
 from shardtrain.functional.model import path_text
 from shardtrain.islands.transfer import Transfer
+from shardtrain.train_step.state import Metrics
 
 
 def _reduce(arrays: Any, group: Any) -> Any:
@@ -52,3 +53,21 @@ def average_model_state(transfer: Transfer, model_state: Any, count: jax.Array) 
     if not jax.tree.leaves(model_state):
         return model_state
     return all_reduce_totals(transfer, count, model_state, count)[1]
+
+
+def step_sums(metrics: Metrics) -> dict[str, Any]:
+    """Return the sums of a step to add up over local steps; 0 but for "skipped" if it was skipped."""
+    skipped = metrics["skipped"]
+    sums = {
+        "loss_sum": metrics["loss_sum"],
+        "count": metrics["count"],
+        "metrics": {name: value for name, value in metrics.items() if isinstance(value, tuple)},
+        "squares": metrics["grad_norm"] ** 2,
+        "steps": jnp.where(metrics["count"] > 0, 1.0, 0.0),
+    }
+    return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
+
+
+def loss_metrics(sums: dict[str, Any]) -> Metrics:
+    """Return the sums that are metrics of the loss."""
+    return {"loss_sum": sums["loss_sum"], "count": sums["count"], **sums["metrics"]}

@@ -24,6 +24,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.resolve import completed, unplaced_text
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, with_leading_dim
+from shardtrain.train_step.loss_scale import first_loss_scale
 from shardtrain.train_step.placement_checks import check_data_axis, check_layers, check_stages
 from shardtrain.train_step.replica_state import fragments_of, init_outer, local_layout, with_replicas
 from shardtrain.train_step.state import State, abstract_state
@@ -94,6 +95,7 @@ def make_placement(
     synchronisation: Synchronisation = Synchronisation(),
     stages: Partition | None = None,
     schedule: str = "1f1b",
+    scales_loss: bool = False,
 ) -> Placement:
     """Return the placement of a model's and optimizer's state on a mesh, by the rules of a layout.
 
@@ -105,12 +107,13 @@ def make_placement(
       synchronisation: how the replicas of this mesh are synchronised.
       stages: the partition of the model's blocks into stages; a mesh with an axis pipeline above 1 needs it.
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
+      scales_loss: whether the state has a scale of the loss, see `loss_scale.py`.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
     check_stages(model, dict(mesh.shape), synchronisation, stages)
-    specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages)
+    specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages, scales_loss)
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -131,6 +134,7 @@ def state_specs(
     sizes: Mapping[str, int],
     synchronisation: Synchronisation = Synchronisation(),
     stages: Partition | None = None,
+    scales_loss: bool = False,
 ) -> Specs:
     """Return the specs of the state of a model and an optimizer on a mesh of these sizes.
 
@@ -142,11 +146,14 @@ def state_specs(
       sizes: axis -> size, see `layout.axis_sizes`.
       synchronisation: how the replicas of this mesh are synchronised.
       stages: the partition of the model's blocks into stages; None without a pipeline.
+      scales_loss: whether the state has a scale of the loss.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
     abstract = abstract_state(model, optimizer, stages)
+    if scales_loss:
+        abstract = abstract._replace(loss_scale=jax.eval_shape(first_loss_scale))
     arrays = named_arrays(model, abstract.params)
     # 1. the layout must fit the model: every rule is of a dim that a parameter has
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
@@ -182,6 +189,7 @@ def state_specs(
         if abstract.local
         else (),
         outer_state=_outer_specs(fragments, synchronisation, abstract.params, sharded),
+        loss_scale=jax.tree.map(lambda _: whole, abstract.loss_scale),
     )
     return specs._replace(abstract=abstract, state=state)
 

@@ -28,7 +28,7 @@ from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.placement import Placement, constrain
 
 _Compute = Callable[..., Sums]
-"""(params, model_state, key, first rows (M, R), batch (M, R, rows, ...)) -> `Sums` of each replica."""
+"""(params, model_state, key, first rows (M, R), batch (M, R, rows, ...), scale) -> `Sums` of each replica."""
 
 
 class BoundModel:
@@ -67,8 +67,9 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
     Returns:
       (params, model_state, key, batch, drift) -> `Sums` of each replica, without collectives over
       replicas. The drift is each replica's difference from params, with a leading dim over `data`, where
-      replicas take several local steps; else it is not read. A last argument takes the place of
-      `start_row`: then all islands have one program.
+      replicas take several local steps; else it is not read. A further argument takes the place of
+      `start_row`: then all islands have one program. The last one is a factor of the loss in the backward
+      pass, by which gradients are divided, see `loss_scale.py`; a pipeline takes none.
     """
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
@@ -90,6 +91,7 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
         batch: Batch,
         drift: Any,
         first_row: jax.Array | int = start_row,
+        scale: jax.Array | int = 1,
     ) -> Sums:
         if local_params:
             # drift is over `data` alone: the replicas of the other axes start from the same parameters
@@ -108,7 +110,7 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
         first_rows = first_row + first_rows * (num_rows // num_replicas)
         first_rows = first_rows.reshape(num_microbatches, num_replicas)
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
-        return compute(params, model_state, key, first_rows, batch)
+        return compute(params, model_state, key, first_rows, batch, scale)
 
     return sums
 
@@ -118,7 +120,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
     mesh, replica_axes = placement.mesh, placement.layout.replica_axes
 
     def replica_loss(
-        params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch
+        params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch, scale: Any
     ) -> tuple[jax.Array, Any]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows))
@@ -127,21 +129,25 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
         model_state = jax.tree.map(
             lambda new, old: jnp.where(count > 0, new, old), bound.model_state, model_state
         )
-        return loss_sum, (count, metrics, model_state)
+        return loss_sum * scale, (loss_sum, count, metrics, model_state)
 
     # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
     grad = jax.vmap(
         jax.value_and_grad(replica_loss, has_aux=True),
-        in_axes=(0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0),
+        in_axes=(0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None),
         axis_name=model.axis_name,
         spmd_axis_name=replica_axes or None,
     )
 
-    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+    def compute(
+        params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any
+    ) -> Sums:
         def microbatch(carry: Any, inputs: Any) -> tuple[Any, None]:
             model_state, sums = carry
-            (loss_sum, (count, metrics, model_state)), grads = grad(params, model_state, key, *inputs)
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            (_, (loss_sum, count, metrics, model_state)), grads = grad(
+                params, model_state, key, *inputs, scale
+            )
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
             grads = constrain(grads, specs, mesh)
             return (model_state, jax.tree.map(jnp.add, sums, (loss_sum, count, metrics, grads))), None
 
@@ -149,7 +155,9 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
         with activation_rules(rules, mesh, placement.layout.unnamed):
             # the shapes of one microbatch's results are those of the sums
             first = jax.tree.map(lambda x: x[0], inputs)
-            (loss_sum, (count, metrics, _)), grads = jax.eval_shape(grad, params, model_state, key, *first)
+            (_, (loss_sum, count, metrics, _)), grads = jax.eval_shape(
+                grad, params, model_state, key, *first, scale
+            )
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
             # the sums are sharded from the start, as the gradients that are added to them
             zeros = (*zeros[:3], constrain(zeros[3], specs, mesh))
@@ -167,7 +175,9 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     # after local steps each replica has parameters of its own, with a leading dim
     has_own = placement.synchronisation.keeps_drift
 
-    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+    def compute(
+        params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any
+    ) -> Sums:
         # the schedule needs the number of microbatches, which the batch has
         num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
         table = make_table(

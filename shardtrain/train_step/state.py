@@ -32,6 +32,7 @@ class State(NamedTuple):
       local: what replicas changed since they were last combined, a `Local`; () if they are combined in
         every step.
       outer_state: the outer optimizer's state, fragment by fragment; () without one.
+      loss_scale: this island's `LossScale`; () if no island computes in float16.
     """
 
     step: Any
@@ -42,6 +43,7 @@ class State(NamedTuple):
     combine_state: Any = ()
     local: Any = ()
     outer_state: Any = ()
+    loss_scale: Any = ()
 
 
 class Local(NamedTuple):

@@ -21,6 +21,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.optim.optimizer_state import stored, value_function
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
+from shardtrain.train_step.loss_scale import adjusted, scale_of
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
 from shardtrain.train_step.state import Metrics, State
@@ -85,9 +86,21 @@ def compiled(step: Step, placement: Placement) -> Step:
 
 
 def unless_skipped(
-    state: State, new: State, metrics: Metrics, learning_rate: optax.Schedule | None
+    state: State,
+    new: State,
+    metrics: Metrics,
+    learning_rate: optax.Schedule | None,
+    own_finite: jax.Array | None = None,
 ) -> tuple[State, Metrics]:
-    """Return the new state if loss and gradient are finite, else the old one; the step counter advances."""
+    """Return the new state if loss and gradient are finite, else the old one; the step counter advances.
+
+    Args:
+      state: the state before the step.
+      new: the state after it.
+      metrics: those of the step.
+      learning_rate: the optimizer's schedule, to add the rate to the metrics.
+      own_finite: whether this island's own gradients are finite; None: as `metrics` say.
+    """
     # checking the update instead would keep all of it in memory until its norm is known
     finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
     # keep the dtype of the old state: optax computes moments of bfloat16 parameters in float32
@@ -95,7 +108,10 @@ def unless_skipped(
     metrics = {**metrics, "skipped": 1.0 - finite}
     if learning_rate is not None:
         metrics["learning_rate"] = learning_rate(state.step)
-    return kept._replace(step=state.step + 1), metrics
+    if state.loss_scale:
+        metrics["loss_scale"] = state.loss_scale.scale
+    scale = adjusted(state.loss_scale, finite if own_finite is None else own_finite)
+    return kept._replace(step=state.step + 1, loss_scale=scale), metrics
 
 
 def apply_gradients(
@@ -146,7 +162,8 @@ def _make_gradient_update(
             key = step_key(state.seed, state.step)
 
             def compute(params: Any) -> Sums:
-                return gradients(params, state.model_state, key, batch)
+                scale = scale_of(state.loss_scale)
+                return gradients(params, state.model_state, key, batch, start_row, scale)
 
             return apply_gradients(optimizer, placement, state, compute(state.params), compute)
 

@@ -19,6 +19,7 @@ from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.compute_dtype import with_compute_dtype
 from shardtrain.functional.loss import Loss, next_token_loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import as_model
@@ -150,12 +151,13 @@ class Run:
 
 
 def model_of(run: Run) -> Model:
-    """Return a run's model as pure functions, with the names and the remat that the run gives.
+    """Return a run's model as pure functions, with the names, dtype and remat that the run gives.
 
     Raises:
-      ValueError: it is no model, or cannot be recomputed as the strategy says.
+      ValueError: it is no model, or cannot be computed as the strategy says.
     """
-    return as_model(with_remat(run.model, run.strategy.remat), run.names)
+    model = with_compute_dtype(run.model, run.strategy.compute_dtype)
+    return as_model(with_remat(model, run.strategy.remat), run.names)
 
 
 COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from shardtrain.trainer.multi_island_step import bridge_text, make_multi_island_
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
+from shardtrain.trainer.strategy import Strategy, island_numbers
 
 
 class PreparedRun(NamedTuple):
@@ -55,6 +57,7 @@ class PreparedRun(NamedTuple):
       wanted: its shapes, dtypes and shardings.
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
+      strategy: the strategy as the user gave it, with the fields that some islands have otherwise.
     """
 
     run: Run
@@ -69,6 +72,7 @@ class PreparedRun(NamedTuple):
     wanted: State
     description: dict[str, Any]
     expected: Expected
+    strategy: Strategy
 
 
 def prepare_run(
@@ -90,6 +94,8 @@ def prepare_run(
         check_installed(run.sinks)
     if islands is not None:
         output.say(binding_text(binding(islands)))
+    strategy = run.strategy
+    run = replace(run, strategy=_own_strategy(strategy, islands, output))
     # Scale the run to the number of replicas; its description is of the run as it is trained.
     run = _scale(run, islands, output)
     description, run = describe(run), replace(run, loss=guarded(run.loss))
@@ -146,7 +152,32 @@ def prepare_run(
         wanted=wanted if island_step is None else island_step.wanted(wanted, batch),
         description=description,
         expected=expected,
+        strategy=strategy,
     )
+
+
+def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
+    """Return the strategy of this island; report sections for devices that no island has.
+
+    Raises:
+      ValueError: a section is for an island that there is not.
+    """
+    kind = jax.local_devices()[0].device_kind
+    own = (0, kind) if islands is None else (islands.seat.island, kind)
+    every = [own] if islands is None else islands.all_gather_islands("device kinds", own)
+    for name in strategy.islands:
+        numbers = island_numbers(name)
+        if numbers is not None and max(numbers) >= len(every):
+            raise ValueError(
+                f"the strategy has a section for islands {name}, and there are {len(every)} islands, numbered"
+                f" from 0; give numbers up to {len(every) - 1}, or launch more"
+            )
+        if numbers is None and not any(fnmatchcase(kind.lower(), name.lower()) for _, kind in every):
+            kinds = ", ".join(sorted({kind for _, kind in every}))
+            output.note(
+                f"WARNING: no island has devices {name!r}, a section of the strategy; they are {kinds}"
+            )
+    return strategy.of_island(*own)
 
 
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:

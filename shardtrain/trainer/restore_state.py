@@ -149,6 +149,8 @@ def _readable(
 ) -> State:
     """Drop per-replica arrays, and arrays of another layout than that of the run, from what is wanted."""
     coordination = checkpoints.coordination
+    if not any(path.startswith("loss_scale/") for path in reader.stored_arrays):
+        wanted = wanted._replace(loss_scale=())  # the run before had none
     if coordination.islands is not None and not checkpoints.own_optimizers and not coordination.writes:
         wanted = wanted._replace(opt_state=())
     # each island saved its own part, on a mesh that need not be that of the others
@@ -159,13 +161,14 @@ def _readable(
         "combine_state": "the residuals of compression are",
         "local": "what each replica changed since the last merge is",
         "outer_state": "the outer optimizer's state is",
+        "loss_scale": "the scale of the loss is",
     }.items():
         if any(path.startswith(f"{name}/") for path in reader.stored_arrays):
             checkpoints.note(
                 f"{what} dropped: that depends on the buckets, devices and synchronisation of the layout that"
                 " was saved, and this layout differs"
             )
-    return wanted._replace(combine_state=(), local=(), outer_state=())
+    return wanted._replace(combine_state=(), local=(), outer_state=(), loss_scale=())
 
 
 def _whole_shapes(leaves: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> dict[str, Any]:

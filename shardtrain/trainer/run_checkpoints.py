@@ -54,7 +54,7 @@ class RunCheckpoints:
         note: Callable[[str], None],
     ) -> None:
         self.has_own = island_step is not None and (
-            run.strategy.synchronisation.on_deltas or island_step.keeps_state
+            run.strategy.synchronisation.on_deltas or island_step.keeps_state or run.strategy.scales_loss
         )
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note

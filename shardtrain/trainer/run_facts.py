@@ -27,7 +27,12 @@ def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[st
         sizes = (stage_model.stages.num_stages, run.strategy.accumulate, stage_model.stages.num_chunks)
         tasks = repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)
         digest = hashlib.sha256(tasks.encode()).hexdigest()[:16]
-        description = {**description, "accumulate": run.strategy.accumulate, "pipeline.tasks": digest}
+        description = {
+            **description,
+            "accumulate": run.strategy.accumulate,
+            "compute_dtype": run.strategy.compute_dtype,
+            "pipeline.tasks": digest,
+        }
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
 
 
@@ -53,6 +58,8 @@ def step_program(run: Run, setup: RunSetup, batch: Any) -> dict[str, str]:
         mesh=dict(setup.mesh.shape),
         batch=str(jax.tree.map(jnp.shape, batch)),
         layout=str(describe(run.strategy.layout)),
+        compute_dtype=str(run.strategy.compute_dtype),
+        remat=str(run.strategy.remat),
         platform=jax.devices()[0].platform,
         processes=jax.process_count(),
     )

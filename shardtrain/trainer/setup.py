@@ -30,6 +30,11 @@ from shardtrain.trainer.config import Run, model_of
 
 FIRST_POSITION = Position(epoch=0, index=0)
 
+SCALED_PIPELINE = (
+    "compute_dtype is 'float16', which needs a scaled loss, and a pipeline does not scale it; use bfloat16 or"
+    " float32"
+)
+
 MOST_UNUSED = 8
 """So many parameters that the loss does not depend on are named."""
 
@@ -99,6 +104,8 @@ def make_setup(
     num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
     stages = None
     if num_stages > 1:
+        if run.strategy.scales_loss:
+            raise ValueError(SCALED_PIPELINE)
         assert microbatch is not None
         stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
     # refuse an optimizer that needs what the step cannot give it
@@ -115,6 +122,7 @@ def make_setup(
         synchronisation=synchronisation,
         stages=stages,
         schedule=pipeline.schedule,
+        scales_loss=run.strategy.scales_loss,
     )
     _check_evaluated(run, placement)
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
@@ -160,6 +168,8 @@ def _make_stage_setup(
         problems.append(f"an island has {jax.process_count()} processes; use one each")
     if (inside := strategy.synchronisation.inside) != "mean":
         problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
+    if strategy.scales_loss:
+        problems.append(SCALED_PIPELINE)
     if problems:
         raise problems_error("islands cannot hold the stages of a pipeline", problems)
     # cut the model: from here on the model of this island is that of its stage

@@ -3,9 +3,11 @@
 Next: `config.py`, the rest of a run.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +37,11 @@ class Strategy:
         gathered weights), dots (all but the results of matrix products), outputs (all but the outputs of
         blocks) or full (all but the inputs of blocks). The last two need a model with an option of that name.
         None: what the model itself says.
+      compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16, whose loss is scaled.
+        None: what the model itself says.
+      islands: fields that some islands have otherwise: which islands -> field -> value. Islands are numbers,
+        such as "0" or "2-5,8", or a pattern of the kind of their devices, such as "*V100*". Of several that
+        match, later ones win.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -46,13 +53,77 @@ class Strategy:
     across: Across = Across()
     pipeline: Pipeline = Pipeline()
     remat: Literal["none", "weights", "dots", "outputs", "full"] | None = None
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    islands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)
         if self.accumulate < 1:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
+        if not problems:
+            for name, section in self.islands.items():
+                problems += _section_problems(self, name, section)
         if problems:
             raise problems_error("this strategy cannot be used", problems)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether any island computes in float16: then the state of each has a scale of the loss."""
+        sections = (section.get("compute_dtype") for section in self.islands.values())
+        return "float16" in (self.compute_dtype, *sections)
+
+    def of_island(self, island: int, kind: str) -> "Strategy":
+        """Return the strategy of one island, as its sections say; it keeps them, for what all islands share.
+
+        Args:
+          island: its number.
+          kind: the kind of its devices, such as "NVIDIA A100-SXM4-40GB" or "cpu".
+
+        >>> strategy = Strategy(islands={"*v100*": {"compute_dtype": "float16"}, "1-2": {"accumulate": 4}})
+        >>> [strategy.of_island(1, kind).compute_dtype for kind in ("Tesla V100-SXM2-32GB", "cpu")]
+        ['float16', None]
+        """
+        found = self
+        for name, section in self.islands.items():
+            numbers = island_numbers(name)
+            if island in numbers if numbers is not None else fnmatchcase(kind.lower(), name.lower()):
+                found = _built(found, section, "", [])
+        return found
+
+
+OF_ISLANDS = ("layout", "accumulate", "remat", "compute_dtype")
+"""Fields in which islands may differ."""
+
+
+def island_numbers(name: str) -> set[int] | None:
+    """Return the islands that numbers name; None if they are named by a kind of device.
+
+    >>> island_numbers("0,2-4"), island_numbers("*V100*")
+    ({0, 2, 3, 4}, None)
+    """
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", name):
+        return None
+    ends = [each.partition("-") for each in name.split(",")]
+    return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}
+
+
+def _section_problems(strategy: Strategy, name: str, section: Any) -> list[str]:
+    """Return why some islands cannot have these fields otherwise."""
+    where = f"islands.{name!r}"
+    if not isinstance(section, Mapping):
+        return [f"{where} is {section!r}; give fields and their values, such as {{'accumulate': 4}}"]
+    if unknown := [key for key in section if key not in OF_ISLANDS]:
+        return [
+            f"{where} has {near(key, list(OF_ISLANDS))}; islands may differ in these alone" for key in unknown
+        ]
+    if island_numbers(name) == set():
+        return [f"{where} names no island; give the lower number first, such as 2-5"]
+    problems: list[str] = []
+    try:
+        _built(replace(strategy, islands={}), section, "", problems)
+    except (ValueError, TypeError, AttributeError) as error:
+        problems.append(str(error))
+    return [f"{where}: {problem}" for problem in problems]
 
 
 STRATEGY_FILE = "strategy.toml"
@@ -80,15 +151,13 @@ def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
     """Return the fields of a dataclass as TOML has them; None, which it has not, is left out."""
     found: dict[str, Any] = {}
     default = type(value)()
-    for field in fields(value):
-        item = getattr(value, field.name)
-        name = f"{path}.{field.name}" if path else field.name
-        if is_dataclass(item) and type(item) is type(getattr(default, field.name)):
-            found[field.name] = _plain(item, name, left_out)
-        elif isinstance(item, Mapping):
-            found[field.name] = {key: _item(each) for key, each in item.items()}
-        elif isinstance(item, str | bool | int | float | Path) or type(item) in (list, tuple):
-            found[field.name] = _item(item)
+    for each in fields(value):
+        item = getattr(value, each.name)
+        name = f"{path}.{each.name}" if path else each.name
+        if is_dataclass(item) and type(item) is type(getattr(default, each.name)):
+            found[each.name] = _plain(item, name, left_out)
+        elif isinstance(item, Mapping | str | bool | int | float | Path) or type(item) in (list, tuple):
+            found[each.name] = _item(item)
         elif item is not None:  # such as a combiner, or an optax transformation, a tuple of functions
             left_out.append(name)
     return found
@@ -97,6 +166,8 @@ def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
 def _item(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mapping):
+        return {key: _item(each) for key, each in value.items()}
     return [_item(each) for each in value] if isinstance(value, list | tuple) else value
 
 
@@ -124,7 +195,7 @@ def read_strategy(path: Path) -> Strategy:
 
 def _built(default: Any, values: Mapping[str, Any], path: str, problems: list[str]) -> Any:
     """Return a dataclass like `default` with these values; keys that it has not are added to `problems`."""
-    known = [field.name for field in fields(default)]
+    known = [each.name for each in fields(default)]
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{path}.{key}" if path else key
@@ -134,4 +205,4 @@ def _built(default: Any, values: Mapping[str, Any], path: str, problems: list[st
         inner = getattr(default, key)
         nested = is_dataclass(inner) and not isinstance(inner, type) and isinstance(value, Mapping)
         found[key] = _built(inner, value, name, problems) if nested else value
-    return type(default)(**found) if not problems else default
+    return replace(default, **found) if not problems else default

@@ -177,7 +177,10 @@ def _train_segment(
         # The first process writes the description of the run, and its metrics.
         sinks, last_step = Sinks(), None
         if is_first:
-            texts = {RUN_FILE: run_text(prepared.description), STRATEGY_FILE: strategy_text(run.strategy)}
+            texts = {
+                RUN_FILE: run_text(prepared.description),
+                STRATEGY_FILE: strategy_text(prepared.strategy),
+            }
             write_run_files(folder, texts, output)
             sinks, last_step = open_sinks(folder, start.step or None, output.note, run.sinks)
         stack.callback(sinks.close)

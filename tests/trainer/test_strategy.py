@@ -15,10 +15,11 @@ from shardtrain.combine import mean
 from shardtrain.combine.synchronisation import PRESETS, Outer, Synchronisation, preset
 from shardtrain.data import Text
 from shardtrain.islands.options import Across
+from shardtrain.islands.rank_facts import FREE, PACKAGES
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
+from shardtrain.trainer.strategy import OF_ISLANDS, Strategy, read_strategy, strategy_text
 from shardtrain.trainer.train import train
 
 STRATEGIES = st.builds(
@@ -34,6 +35,15 @@ STRATEGIES = st.builds(
     synchronisation=st.sampled_from([*PRESETS.values(), Synchronisation(by="int8+adasum", inside="sum")]),
     across=st.sampled_from([Across(), Across(shares=(1.0, 2.5), reduce="root"), Across(axis="pipeline")]),
     pipeline=st.sampled_from([Pipeline(), Pipeline(schedule="zb_v", virtual_stages=2, stages="1,2,3,2")]),
+    remat=st.sampled_from([None, "dots"]),
+    compute_dtype=st.sampled_from([None, "bfloat16"]),
+    islands=st.sampled_from(
+        [
+            {},
+            {"*V100*": {"compute_dtype": "float16", "accumulate": 4}},
+            {"0": {"remat": "full"}, "2-5,7": {"layout": {"mesh": {"data": 2, "fsdp": 2}, "zero": 3}}},
+        ]
+    ),
 )
 
 
@@ -42,6 +52,38 @@ def test_what_is_written_reads_back_to_the_same(tmp_path_factory, strategy):
     path = tmp_path_factory.getbasetemp() / "strategy.toml"
     path.write_text(strategy_text(strategy))
     assert read_strategy(path) == strategy
+
+
+def test_each_island_has_its_sections_the_later_ones_over_the_earlier():
+    layout = Layout(mesh={"data": -1}, zero=2)
+    sections = {
+        "*v100*": {"compute_dtype": "float16", "layout": {"zero": 1}},
+        "1,3-4": {"layout": {"mesh": {"fsdp": 2}}, "accumulate": 4},
+        "4": {"compute_dtype": "float32"},
+    }
+    strategy = Strategy(layout=layout, compute_dtype="bfloat16", islands=sections)
+    assert strategy.scales_loss
+    old, new = "Tesla V100-SXM2-32GB", "NVIDIA H100"
+    assert strategy.of_island(0, new) == strategy
+    found = [strategy.of_island(*each) for each in ((0, old), (3, old), (4, old))]
+    assert [each.compute_dtype for each in found] == ["float16", "float16", "float32"]
+    assert [each.layout.zero for each in found] == [1, 1, 1]
+    assert [dict(each.layout.mesh) for each in found] == [{"data": -1}, {"fsdp": 2}, {"fsdp": 2}]
+    assert [each.accumulate for each in found] == [1, 4, 4]
+    # which all islands agree on, whatever each computes in
+    assert all(each.scales_loss for each in found)
+    assert not Strategy(compute_dtype="bfloat16").scales_loss
+
+
+def test_the_page_has_all_that_may_differ_between_islands_and_all_that_may_not():
+    page = (Path(__file__).parents[2] / "docs" / "islands.md").read_text()
+    section = page.partition("### Islands that differ")[2].partition("\n### ")[0]
+    may, _, must = section.partition("| must be equal")
+    assert set(OF_ISLANDS) < {name.removeprefix("strategy.") for name in FREE}
+    for name in (*OF_ISLANDS, *(name for name in FREE if not name.startswith("strategy."))):
+        assert f"`{name}`" in may, name
+    for package in PACKAGES:
+        assert package in must, package
 
 
 def test_what_is_no_plain_value_is_left_out_and_named(tmp_path):
@@ -66,6 +108,17 @@ def test_what_is_no_plain_value_is_left_out_and_named(tmp_path):
             ["is 3, but gradients are combined in every step"],
         ),
         ("layout = 3", ["layout is 3"]),
+        ("compute_dtype = 'float8'", ["compute_dtype is 'float8'", "float16"]),
+        ("islands = 3", ["islands is 3"]),
+        ("[islands]\n1 = 3", ["islands.'1' is 3; give fields and their values"]),
+        ("[islands.1]\nacumulate = 3", ["'acumulate' (did you mean 'accumulate'?); islands may differ"]),
+        (
+            "[islands.1.across]\nshares = 'auto'",
+            ["islands.'1' has 'across' (known: layout, accumulate, remat, compute_dtype)", "in these alone"],
+        ),
+        ("[islands.1]\naccumulate = 0", ["islands.'1': ", "accumulate is 0 microbatches; use 1 or more"]),
+        ("[islands.1.layout]\nzro = 1", ["islands.'1': unknown key 'zro' (did you mean 'zero'?)"]),
+        ("[islands.5-2]\naccumulate = 2", ["islands.'5-2' names no island; give the lower number first"]),
         ("accumulate = ", ["is not a strategy in TOML"]),
         ("[" * 70000, ["is not a strategy in TOML"]),
     ],

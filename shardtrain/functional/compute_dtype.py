@@ -1,0 +1,60 @@
+"""Compute any model in the dtype that an option says; its parameters stay as they are.
+
+Next: `remat.py`, another option of a strategy that changes a model; `train_step/loss_scale.py`, which float16
+needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.functional.model import Model
+from shardtrain.functional.nnx_model import as_model
+
+
+def with_compute_dtype(model: Any, dtype: str | None) -> Any:
+    """Return a model that computes in a dtype.
+
+    Args:
+      model: as for `as_model`. A dataclass with a field `dtype` is given the value; of any other model
+        parameters and inputs of float32 are cast before a call, and its outputs to float32 after it. A layer
+        that was made with a dtype of its own keeps that.
+      dtype: float32, bfloat16 or float16; None leaves the model as it is.
+
+    Raises:
+      ValueError: the model refuses the value.
+    """
+    if dtype is None:
+        return model
+    if is_dataclass(model) and not isinstance(model, Model | type) and hasattr(model, "dtype"):
+        own = getattr(model, "dtype")  # noqa: B009
+        return replace(model, dtype=dtype if isinstance(own, str) else jnp.dtype(dtype))  # type: ignore[type-var]
+    pure, narrow = as_model(model), jnp.dtype(dtype)
+
+    def wrap(function: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
+        def call(params: Any, model_state: Any, rng: Any, train: bool, *inputs: Any) -> tuple[Any, Any]:
+            params, inputs = _cast((params, inputs), jnp.dtype(jnp.float32), narrow)
+            outputs, state = function(params, model_state, rng, train, *inputs)
+            # statistics keep their dtype, which a step must not change
+            state = jax.tree.map(lambda new, old: new.astype(old.dtype), state, model_state)
+            return (_cast(outputs, narrow, jnp.dtype(jnp.float32)) if is_last else outputs), state
+
+        return call
+
+    chain = pure.chain
+    if chain is not None:
+        chain = replace(
+            chain,
+            first=wrap(chain.first, is_last=False),
+            run=wrap(chain.run, is_last=False),
+            last=wrap(chain.last, is_last=True),
+        )
+    return replace(pure, apply=wrap(pure.apply, is_last=True), chain=chain)
+
+
+def _cast(tree: Any, before: Any, after: Any) -> Any:
+    """Cast the arrays of one dtype to another, and leave everything else."""
+    return jax.tree.map(lambda x: x.astype(after) if getattr(x, "dtype", None) == before else x, tree)

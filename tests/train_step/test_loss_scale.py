@@ -1,0 +1,63 @@
+"""The scale of the loss: when it changes, and that it changes no number of a step in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_language_model import TinyConfig
+
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.data import place
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.loss_scale import FIRST, GOOD_STEPS, LARGEST, SMALLEST, LossScale, adjusted
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.step import make_step
+
+
+def after(scale, good_steps, finite):
+    found = adjusted(LossScale(jnp.float32(scale), jnp.int32(good_steps)), jnp.bool(finite))
+    return found.scale.item(), found.good_steps.item()
+
+
+def test_it_is_halved_by_an_overflow_and_doubled_after_many_good_steps():
+    assert after(8, 5, False) == (4, 0)
+    assert after(8, 5, True) == (8, 6)
+    assert after(8, GOOD_STEPS - 1, True) == (16, 0)
+    assert after(LARGEST, GOOD_STEPS - 1, True) == (LARGEST, 0)
+    assert after(SMALLEST, 0, False) == (SMALLEST, 0)
+    assert adjusted((), jnp.bool(False)) == ()
+
+
+@pytest.mark.parametrize(
+    "synchronisation",
+    [Synchronisation(), Synchronisation(by="adasum"), Synchronisation(on="deltas", every=2)],
+)
+def test_a_step_in_float32_has_the_same_numbers_and_skips_what_is_not_finite(synchronisation):
+    model, optimizer = from_nnx(TinyConfig(num_layers=1)), optax.adam(1e-2)
+    layout = Layout(mesh={"data": 2})
+    mesh = make_mesh(layout, jax.devices()[:2])
+    tokens = np.random.default_rng(0).integers(0, 256, (3, 4, 9), np.int32)
+    states = []
+    for scales_loss in (False, True):
+        placement = make_placement(
+            model, optimizer, layout, mesh, synchronisation=synchronisation, scales_loss=scales_loss
+        )
+        step = make_step(model, next_token_loss, optimizer, placement)
+        state = init_state(model, optimizer, placement)
+        for number, rows in enumerate(tokens):
+            weights = np.full(4, np.inf if number == 2 else 1.0, np.float32)
+            state, metrics = step(
+                state, place({"tokens": rows, "weights": weights}, mesh, layout.batch_axes, 2)
+            )
+        assert metrics["skipped"] == 1
+        states.append(jax.device_get(state))
+    plain, scaled = states
+    assert plain.loss_scale == ()
+    assert (scaled.loss_scale.scale, scaled.loss_scale.good_steps) == (FIRST / 2, 0)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(scaled._replace(loss_scale=())), strict=True):
+        np.testing.assert_allclose(a, b, 1e-6, 1e-7)

@@ -1,0 +1,117 @@
+"""Islands that compute in different dtypes train one model, as one device does in float32."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.data import Text
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "mixed_islands.py"
+
+
+def large_loss(apply, batch):
+    total, count = next_token_loss(apply, batch)
+    return 8 * total, count
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    letters = np.random.default_rng(0).choice(list(b"abcd"), 400 * 8, p=[0.7, 0.1, 0.1, 0.1])
+    path.write_bytes(letters.astype(np.uint8).tobytes())
+    return path
+
+
+def trained(text, folder, **changes):
+    run = Run(
+        model=TinyConfig(num_layers=2),
+        data=Text(paths=(text,), seq=8, heldout_fraction=0.06),
+        loss=large_loss,
+        optimizer=optax.sgd(0.01),
+        batch=8,
+        steps=30,
+        seed=3,
+        log_every=1,
+        evaluate_every=None,
+    )
+    state = train(dataclasses.replace(run, run_dir=folder, **changes), Console(file=io.StringIO())).state
+    return state, read_jsonl(folder / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """The held-out loss after each step in float32 on one device."""
+    _, lines = trained(text, tmp_path_factory.mktemp("alone"), evaluate_every=1)
+    return [line["heldout/loss"] for line in lines]
+
+
+def is_that_of_as_many_updates_in_float32(loss, num_updates, alone):
+    """A step lowers it by 5 to 10 %; the samples of skipped steps differ."""
+    assert alone[num_updates] < loss < alone[num_updates - 2]
+
+
+def test_float16_beside_bfloat16_beside_float32(text, alone, mpiexec, tmp_path):
+    (skipped,) = {json.loads(out)["skipped"] for out in mpiexec(3, PROGRAM, tmp_path, text)}
+    lines = read_jsonl(tmp_path / "mean" / "metrics.jsonl")
+    assert sum(line["skipped"] for line in lines) == skipped
+    is_that_of_as_many_updates_in_float32(lines[-1]["heldout/loss"], 30 - skipped, alone)
+
+
+def test_one_device_in_float16_scales_its_loss(text, alone, tmp_path):
+    state, lines = trained(text, tmp_path / "half", strategy=Strategy(compute_dtype="float16"))
+    skipped = [line["skipped"] for line in lines]
+    num_skipped = int(sum(skipped))
+    assert num_skipped > 0
+    # each overflow halves it; the scale of a line is that of its step
+    scales = [line["loss_scale"] for line in lines]
+    assert scales == [2.0 ** (15 - int(sum(skipped[:step]))) for step in range(30)]
+    assert state.loss_scale.scale == 2.0 ** (15 - num_skipped)
+    assert state.loss_scale.good_steps == skipped[::-1].index(1.0)
+    is_that_of_as_many_updates_in_float32(lines[-1]["heldout/loss"], 30 - num_skipped, alone)
+
+
+def test_what_needs_a_scale_and_has_none_is_refused(text, tmp_path):
+    strategy = Strategy(compute_dtype="float16", accumulate=2)
+    strategy = dataclasses.replace(
+        strategy, layout=dataclasses.replace(strategy.layout, mesh={"pipeline": 2, "data": 4})
+    )
+    with pytest.raises(ValueError, match="a pipeline does not scale it; use bfloat16 or float32"):
+        trained(text, tmp_path / "run", strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("3", "a section for islands 3, and there are 1 islands, numbered from 0"),
+        ("*V100*", ""),
+    ],
+)
+def test_a_section_for_islands_that_are_not_there(section, words, text, tmp_path):
+    strategy = Strategy(islands={section: {"accumulate": 2}})
+    if words:
+        with pytest.raises(ValueError, match=words):
+            trained(text, tmp_path / "run", strategy=strategy)
+        return
+    shown = io.StringIO()
+    run = Run(
+        model=TinyConfig(),
+        data=Text(paths=(text,), seq=8),
+        batch=8,
+        steps=1,
+        strategy=strategy,
+        run_dir=tmp_path / "run",
+    )
+    train(run, Console(file=shown, width=200))
+    assert "no island has devices '*V100*', a section of the strategy; they are cpu" in shown.getvalue()
