@@ -37,7 +37,7 @@ class Strategy:
         gathered weights), dots (all but the results of matrix products), outputs (all but the outputs of
         blocks) or full (all but the inputs of blocks). The last two need a model with an option of that name.
         None: what the model itself says.
-      compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16, whose loss is scaled.
+      compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16 (with a scaled loss).
         None: what the model itself says.
       islands: fields that some islands have otherwise: which islands -> field -> value. Islands are numbers,
         such as "0" or "2-5,8", or a pattern of the kind of their devices, such as "*V100*". Of several that
