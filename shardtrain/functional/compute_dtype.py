@@ -5,7 +5,7 @@ needs.
 """
 
 from collections.abc import Callable
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import jax
@@ -29,9 +29,8 @@ def with_compute_dtype(model: Any, dtype: str | None) -> Any:
     """
     if dtype is None:
         return model
-    if is_dataclass(model) and not isinstance(model, Model | type) and hasattr(model, "dtype"):
-        own = getattr(model, "dtype")  # noqa: B009
-        return replace(model, dtype=dtype if isinstance(own, str) else jnp.dtype(dtype))  # type: ignore[type-var]
+    if has_dtype(model):
+        return replace(model, dtype=dtype if isinstance(model.dtype, str) else jnp.dtype(dtype))
     pure, narrow = as_model(model), jnp.dtype(dtype)
 
     def wrap(function: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
@@ -53,6 +52,13 @@ def with_compute_dtype(model: Any, dtype: str | None) -> Any:
             last=wrap(chain.last, is_last=True),
         )
     return replace(pure, apply=wrap(pure.apply, is_last=True), chain=chain)
+
+
+def has_dtype(model: Any) -> bool:
+    """Return whether a model is the configuration of one, with a field for its compute dtype."""
+    if not is_dataclass(model) or isinstance(model, Model | type):
+        return False
+    return any(field.name == "dtype" and field.init for field in fields(model))
 
 
 def _cast(tree: Any, before: Any, after: Any) -> Any:

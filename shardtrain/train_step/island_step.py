@@ -27,7 +27,7 @@ from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
 from shardtrain.train_step.island_totals import all_reduce_totals, loss_metrics, step_sums
 from shardtrain.train_step.local_steps import make_local_update, own_params
-from shardtrain.train_step.loss_scale import scale_of
+from shardtrain.train_step.loss_scale import overflowed, scale_of
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
@@ -148,23 +148,27 @@ class GradientIslandStep:
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
         factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
 
-        def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, jax.Array]:
+        def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
             key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
             # an island without examples adds nothing, whatever its gradients are
             grads = jax.tree.map(lambda g: contribution(g * factor, found.count), found.grads)
-            # of the sum of squares, which overflows as the norm does
-            finite = jnp.isfinite(optax.tree.norm(grads)) if state.loss_scale else jnp.bool(True)
-            return found._replace(grads=grads), finite
+            own = {}
+            if state.loss_scale:
+                own["finite"] = jnp.isfinite(optax.tree.norm(grads))
+                over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
+                own["overflowed"] = jnp.float32(over)
+            return found._replace(grads=grads), own
 
         def update(
-            state: State, found: Sums, combine_state: Any, extra: Any, own_finite: jax.Array
+            state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
         ) -> tuple[State, Metrics]:
             found = found.of_mean_loss if of_sums else found
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
-            metrics = {**metrics, **joined_metrics(extra)}
-            return unless_skipped(state, new, metrics, learning_rate, own_finite)
+            metrics = {**metrics, **joined_metrics(extra), **own}
+            finite = metrics.pop("finite", None)
+            return unless_skipped(state, new, metrics, learning_rate, own_finite=finite)
 
         # between the two programs gradients stay sharded; everything else is replicated
         whole = NamedSharding(mesh, PartitionSpec())
@@ -196,16 +200,20 @@ class GradientIslandStep:
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
         # computed before islands meet, so that a slow island is one that arrives late there
-        found, finite = jax.block_until_ready(self._local(state, batch, self.first_row))
+        found, own = jax.block_until_ready(self._local(state, batch, self.first_row))
         grads = by_path(found.grads)
         self._all_gather("combine gradients", None)
         # the sums and the model state are reduced while buckets of gradients are under way
         started = self._combiner.start(grads, found.count, state.combine_state[0])
-        sums, model_state = all_reduce_totals(self._transfer, found.of_loss, found.model_state, found.count)
+        over = {name: x for name, x in own.items() if name == "overflowed"}
+        sums, model_state = all_reduce_totals(
+            self._transfer, {**found.of_loss, **over}, found.model_state, found.count
+        )
+        own |= {name: sums.pop(name) for name in over}
         combined = self._combiner.finish(grads, started)
         # every island makes the same update
         found = Sums(grads=like_paths(found.grads, combined.value), model_state=model_state, **sums)
-        return self._update(state, found, [combined.state], combined.metrics, finite)
+        return self._update(state, found, [combined.state], combined.metrics, own)
 
 
 class DeltaIslandStep:
@@ -243,7 +251,7 @@ class DeltaIslandStep:
                 ),
             )
             metrics = {**found.logged, "grad_norm": optax.tree.norm(found.grads)}
-            new, metrics = unless_skipped(state, new, metrics, learning_rate)
+            new, metrics = unless_skipped(state, new, metrics, learning_rate, placement.in_float16)
             sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
             new = new._replace(local=new.local._replace(sums=sums))
             shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())

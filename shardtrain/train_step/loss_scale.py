@@ -2,7 +2,8 @@
 
 The loss is multiplied by a scale before the backward pass and the gradients are divided by it. Each island
 has a scale of its own: it is halved when its gradients are not finite, and doubled after many steps that were
-(Micikevicius et al., "Mixed Precision Training", 2018). It is a power of two, which rounds nothing.
+(Micikevicius et al., "Mixed Precision Training", 2018). It is a power of two, which rounds nothing. It may be
+below 1, as gradients are of sums over tokens.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-FIRST, LARGEST, SMALLEST = 2.0**15, 2.0**24, 1.0
+FIRST, LARGEST, SMALLEST = 2.0**15, 2.0**24, 2.0**-24
 GOOD_STEPS = 2000
 """After so many finite steps in a row the scale is doubled."""
 
@@ -49,6 +50,11 @@ def adjusted(loss_scale: Any, finite: jax.Array) -> Any:
     grows = good_steps >= GOOD_STEPS
     factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
     return LossScale(jnp.clip(scale * factor, SMALLEST, LARGEST), jnp.where(grows, 0, good_steps))
+
+
+def overflowed(loss_scale: LossScale, loss_sum: jax.Array, finite: jax.Array) -> jax.Array:
+    """Return whether gradients that are not finite may be so by their scale, which a smaller one mends."""
+    return jnp.isfinite(loss_sum) & ~finite & (loss_scale.scale > SMALLEST)
 
 
 def scale_of(loss_scale: Any) -> Any:

@@ -66,6 +66,7 @@ class Placement:
       specs: the PartitionSpecs of the state.
       state: a `State` of NamedSharding.
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
+      in_float16: whether this island computes in float16, so that its gradients overflow.
     """
 
     mesh: Mesh
@@ -74,6 +75,7 @@ class Placement:
     specs: Specs
     state: State
     schedule: str = "1f1b"
+    in_float16: bool = False
 
     @property
     def stages(self) -> Partition | None:
@@ -96,6 +98,7 @@ def make_placement(
     stages: Partition | None = None,
     schedule: str = "1f1b",
     scales_loss: bool = False,
+    in_float16: bool = False,
 ) -> Placement:
     """Return the placement of a model's and optimizer's state on a mesh, by the rules of a layout.
 
@@ -108,6 +111,7 @@ def make_placement(
       stages: the partition of the model's blocks into stages; a mesh with an axis pipeline above 1 needs it.
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
       scales_loss: whether the state has a scale of the loss, see `loss_scale.py`.
+      in_float16: whether this island computes in float16.
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
@@ -124,6 +128,7 @@ def make_placement(
         specs=specs,
         state=state,
         schedule=schedule,
+        in_float16=in_float16,
     )
 
 

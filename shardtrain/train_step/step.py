@@ -21,7 +21,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.optim.optimizer_state import stored, value_function
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
-from shardtrain.train_step.loss_scale import adjusted, scale_of
+from shardtrain.train_step.loss_scale import adjusted, overflowed, scale_of
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
 from shardtrain.train_step.state import Metrics, State
@@ -65,7 +65,7 @@ def make_step(
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         new, metrics = compute(state, batch)
-        state, metrics = unless_skipped(state, new, metrics, learning_rate)
+        state, metrics = unless_skipped(state, new, metrics, learning_rate, placement.in_float16)
         if merge is None:
             return state, metrics
         state, found = merge(state)
@@ -90,6 +90,7 @@ def unless_skipped(
     new: State,
     metrics: Metrics,
     learning_rate: optax.Schedule | None,
+    in_float16: bool = False,
     own_finite: jax.Array | None = None,
 ) -> tuple[State, Metrics]:
     """Return the new state if loss and gradient are finite, else the old one; the step counter advances.
@@ -99,7 +100,9 @@ def unless_skipped(
       new: the state after it.
       metrics: those of the step.
       learning_rate: the optimizer's schedule, to add the rate to the metrics.
-      own_finite: whether this island's own gradients are finite; None: as `metrics` say.
+      in_float16: whether this island computes in float16.
+      own_finite: whether this island's own gradients are finite; None: as `metrics` say. Then the metrics
+        have "overflowed" already, the number of islands whose gradients overflowed in float16.
     """
     # checking the update instead would keep all of it in memory until its norm is known
     finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
@@ -108,10 +111,16 @@ def unless_skipped(
     metrics = {**metrics, "skipped": 1.0 - finite}
     if learning_rate is not None:
         metrics["learning_rate"] = learning_rate(state.step)
-    if state.loss_scale:
-        metrics["loss_scale"] = state.loss_scale.scale
-    scale = adjusted(state.loss_scale, finite if own_finite is None else own_finite)
-    return kept._replace(step=state.step + 1, loss_scale=scale), metrics
+    kept = kept._replace(step=state.step + 1, loss_scale=state.loss_scale)
+    if not state.loss_scale:
+        return kept, metrics
+    metrics["loss_scale"] = state.loss_scale.scale
+    if own_finite is None:
+        over = in_float16 & overflowed(state.loss_scale, metrics["loss_sum"], finite)
+        metrics["overflowed"] = jnp.float32(over)
+    return kept._replace(
+        loss_scale=adjusted(state.loss_scale, finite if own_finite is None else own_finite)
+    ), metrics
 
 
 def apply_gradients(

@@ -19,7 +19,7 @@ from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.compute_dtype import with_compute_dtype
+from shardtrain.functional.compute_dtype import has_dtype, with_compute_dtype
 from shardtrain.functional.loss import Loss, next_token_loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import as_model
@@ -156,8 +156,12 @@ def model_of(run: Run) -> Model:
     Raises:
       ValueError: it is no model, or cannot be computed as the strategy says.
     """
-    model = with_compute_dtype(run.model, run.strategy.compute_dtype)
-    return as_model(with_remat(model, run.strategy.remat), run.names)
+    model, dtype = run.model, run.strategy.compute_dtype
+    # fields of a configuration first: once one option wraps it, it has none
+    if has_dtype(model):
+        model, dtype = with_compute_dtype(model, dtype), None
+    model = with_compute_dtype(with_remat(model, run.strategy.remat), dtype)
+    return as_model(model, run.names)
 
 
 COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
@@ -176,6 +180,11 @@ def _wrong_values(run: Run) -> list[str]:
         for name in COUNTS
         if (value := getattr(run, name)) is not None and value < 1
     ]
+    if has_dtype(run.model) and run.model.dtype in ("float16", np.float16):
+        problems.append(
+            "model.dtype is float16, whose gradients overflow or vanish without a scale of the loss; use"
+            " strategy.compute_dtype, which scales it: --compute-dtype float16"
+        )
     problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")

@@ -116,7 +116,7 @@ def _make_check(prepared: PreparedRun):
     """Make the function that raises `RollBack` where copies of the parameters are not the same bits."""
     setup = prepared.setup
     find = make_find_divergence(setup.mesh, setup.placement.state.params)
-    kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {dict(setup.mesh.shape)}"
+    kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {setup.mesh.shape}, {setup.placement.layout}"
 
     def check(step: int, state: State) -> None:
         found = find(state.params)

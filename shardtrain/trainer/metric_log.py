@@ -161,10 +161,9 @@ class MetricLog:
     def _handle_skipped(self, step: int, loss: float | None, values: Metrics) -> None:
         self._num_skipped += 1
         norm = float(values["grad_norm"])
-        overflowed = "loss_scale" in values and loss is not None and np.isfinite(loss)
-        if overflowed and self._num_skipped < MOST_SKIPPED:
-            # gradients in float16, on some island: its scale is smaller from now on
-            text = f"step {step} was skipped: gradients overflowed at the loss scale of an island, now halved"
+        if values.get("overflowed", 0) and self._num_skipped < MOST_SKIPPED:
+            # a smaller scale of the loss mends it: that is no fault of the run
+            text = f"step {step} was skipped: gradients in float16 overflowed at their loss scale, now halved"
             self.why_skipped = self.why_skipped or text
             self._parts.progress.note(text)
             return

@@ -169,8 +169,8 @@ def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsol
         numbers = island_numbers(name)
         if numbers is not None and max(numbers) >= len(every):
             raise ValueError(
-                f"the strategy has a section for islands {name}, and there are {len(every)} islands, numbered"
-                f" from 0; give numbers up to {len(every) - 1}, or launch more"
+                f"the strategy has a section for islands {name}, and the highest number here is"
+                f" {len(every) - 1}, as they count from 0; give other numbers, or launch more islands"
             )
         if numbers is None and not any(fnmatchcase(kind.lower(), name.lower()) for _, kind in every):
             kinds = ", ".join(sorted({kind for _, kind in every}))

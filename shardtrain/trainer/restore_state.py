@@ -161,13 +161,16 @@ def _readable(
         "combine_state": "the residuals of compression are",
         "local": "what each replica changed since the last merge is",
         "outer_state": "the outer optimizer's state is",
-        "loss_scale": "the scale of the loss is",
     }.items():
         if any(path.startswith(f"{name}/") for path in reader.stored_arrays):
             checkpoints.note(
                 f"{what} dropped: that depends on the buckets, devices and synchronisation of the layout that"
                 " was saved, and this layout differs"
             )
+    if wanted.loss_scale:
+        checkpoints.note(
+            "the scale of the loss begins anew, as the layout differs: steps are skipped until it fits"
+        )
     return wanted._replace(combine_state=(), local=(), outer_state=(), loss_scale=())
 
 

@@ -21,7 +21,13 @@ from shardtrain.trainer.setup import RunSetup
 def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that all islands must have in common."""
     trees = {"parameters": setup.placement.specs.abstract.params}
-    description = {**description, "synchronisation.rows": _rows_digest(run, setup)}
+    # the arrays of the state must be the same on all, whatever each computes in
+    scales_loss = run.strategy.scales_loss
+    description = {
+        **description,
+        "synchronisation.rows": _rows_digest(run, setup),
+        "an island computes in float16": scales_loss,
+    }
     if (stage_model := setup.stage_model) is not None:
         trees = {"parameters": stage_model.traced.params}
         sizes = (stage_model.stages.num_stages, run.strategy.accumulate, stage_model.stages.num_chunks)
@@ -60,6 +66,6 @@ def step_program(run: Run, setup: RunSetup, batch: Any) -> dict[str, str]:
         layout=str(describe(run.strategy.layout)),
         compute_dtype=str(run.strategy.compute_dtype),
         remat=str(run.strategy.remat),
-        platform=jax.devices()[0].platform,
+        kind=jax.devices()[0].device_kind,
         processes=jax.process_count(),
     )

@@ -123,6 +123,7 @@ def make_setup(
         stages=stages,
         schedule=pipeline.schedule,
         scales_loss=run.strategy.scales_loss,
+        in_float16=run.strategy.compute_dtype == "float16",
     )
     _check_evaluated(run, placement)
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)

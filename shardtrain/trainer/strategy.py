@@ -101,6 +101,7 @@ def island_numbers(name: str) -> set[int] | None:
     >>> island_numbers("0,2-4"), island_numbers("*V100*")
     ({0, 2, 3, 4}, None)
     """
+    name = name.replace(" ", "")
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", name):
         return None
     ends = [each.partition("-") for each in name.split(",")]
@@ -110,20 +111,35 @@ def island_numbers(name: str) -> set[int] | None:
 def _section_problems(strategy: Strategy, name: str, section: Any) -> list[str]:
     """Return why some islands cannot have these fields otherwise."""
     where = f"islands.{name!r}"
+    if not isinstance(name, str):
+        return [f"{where}: give the islands as text, such as '{name}' or '2-5'"]
     if not isinstance(section, Mapping):
         return [f"{where} is {section!r}; give fields and their values, such as {{'accumulate': 4}}"]
     if unknown := [key for key in section if key not in OF_ISLANDS]:
         return [
             f"{where} has {near(key, list(OF_ISLANDS))}; islands may differ in these alone" for key in unknown
         ]
-    if island_numbers(name) == set():
-        return [f"{where} names no island; give the lower number first, such as 2-5"]
+    numbers = island_numbers(name)
+    if numbers is not None and not all(island_numbers(each) for each in name.split(",")):
+        return [f"{where} has a range without islands; give the lower number first, such as 2-5"]
+    if numbers is None and not re.search(r"[^\d ,-]", name):
+        return [f"{where} names no islands; give numbers, such as '2-5,8', or a kind of device, '*V100*'"]
     problems: list[str] = []
+    if not _is_of_a_file(section):
+        return [f"{where} is {dict(section)}; give plain values, as in a file: {{'layout': {{'zero': 2}}}}"]
     try:
         _built(replace(strategy, islands={}), section, "", problems)
     except (ValueError, TypeError, AttributeError) as error:
         problems.append(str(error))
     return [f"{where}: {problem}" for problem in problems]
+
+
+def _is_of_a_file(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_of_a_file(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_of_a_file, value))
+    return isinstance(value, str | bool | int | float)
 
 
 STRATEGY_FILE = "strategy.toml"

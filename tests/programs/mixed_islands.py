@@ -28,7 +28,11 @@ FOLDER, TEXT = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()
 assert ISLANDS is not None
 ME = ISLANDS.seat.island
-SECTIONS = {"1": {"compute_dtype": "bfloat16"}, "2": {"compute_dtype": "float16", "accumulate": 2}}
+SECTIONS = {
+    "*CPU*": {"compute_dtype": "bfloat16"},
+    "0": {"compute_dtype": "float32", "remat": "dots"},
+    "2": {"compute_dtype": "float16", "accumulate": 2},
+}
 STEPS, RATE = 30, 0.01
 
 
@@ -47,6 +51,7 @@ RUN = Run(
     batch=8,
     steps=STEPS,
     seed=3,
+    nonfinite="stop",  # overflows at a scale that is too large do not stop it
     log_every=1,
     evaluate_every=None,
     checkpoints=CheckpointPolicy(every_steps=20, keep=4),
@@ -97,6 +102,8 @@ def watched(run, setup, batch):
 
     step = make_step(setup.model, run.loss, setup.optimizer, setup.placement)
     lowered.append(step.lower(restorable_state(setup.placement), batch).as_text())
+    assert len(batch["tokens"]) == (2 if ME == 2 else 1)
+    assert run.strategy.remat == (None if ME else "dots")
     return hashed(run, setup, batch)
 
 
@@ -111,7 +118,7 @@ skipped = int(np.log2(2.0**15 / found[2][0]))
 assert skipped > 0
 assert 0 <= found[2][1] <= STEPS - skipped
 if ISLANDS.is_first:
-    assert text.count("gradients overflowed at the loss scale of an island, now halved") == skipped, text
+    assert text.count("gradients in float16 overflowed at their loss scale, now halved") == skipped, text
     # the file has what the user gave, and not what island 0 has of it
     assert read_strategy(FOLDER / "mean" / "strategy.toml") == RUN.strategy
 # all islands have the same parameters

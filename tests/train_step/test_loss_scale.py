@@ -9,10 +9,12 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
+from shardtrain.functional.compute_dtype import with_compute_dtype
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.loss_scale import FIRST, GOOD_STEPS, LARGEST, SMALLEST, LossScale, adjusted
 from shardtrain.train_step.placement import make_placement
@@ -31,6 +33,32 @@ def test_it_is_halved_by_an_overflow_and_doubled_after_many_good_steps():
     assert after(LARGEST, GOOD_STEPS - 1, True) == (LARGEST, 0)
     assert after(SMALLEST, 0, False) == (SMALLEST, 0)
     assert adjusted((), jnp.bool(False)) == ()
+
+
+def test_gradients_that_vanish_in_float16_are_those_of_float32():
+    config, layout = TinyConfig(num_layers=1), Layout(mesh={"data": 1})
+    mesh = make_mesh(layout, jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 9), np.int32)
+    batch = place({"tokens": tokens, "weights": np.ones(4, np.float32)}, mesh, layout.batch_axes, 1)
+
+    def small_loss(apply, batch):
+        total, count = next_token_loss(apply, batch)
+        return 1e-7 * total, count
+
+    def gradient(dtype, scale):
+        model = with_compute_dtype(config, dtype)
+        placement = make_placement(model, optax.identity(), layout, mesh)
+        params = init_state(model, optax.identity(), placement).params
+        gradients = jax.jit(make_gradients(model, small_loss, placement))
+        found = gradients(params, {}, jax.random.key(0), batch, 0, scale).grads
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(found)])
+
+    def error(scale):
+        return np.linalg.norm(gradient("float16", scale) - expected) / np.linalg.norm(expected)
+
+    expected = gradient("float32", 1)
+    assert error(FIRST) < 0.01
+    assert error(1) > 0.1
 
 
 @pytest.mark.parametrize(

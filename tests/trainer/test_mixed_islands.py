@@ -4,7 +4,9 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,6 +15,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
+from shardtrain.models.decoder import DecoderConfig
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
@@ -82,6 +85,32 @@ def test_one_device_in_float16_scales_its_loss(text, alone, tmp_path):
     is_that_of_as_many_updates_in_float32(lines[-1]["heldout/loss"], 30 - num_skipped, alone)
 
 
+def test_a_gradient_that_is_not_finite_in_float32_stops_a_run_with_a_scale(text, tmp_path):
+    def broken_loss(apply, batch):
+        total, count = next_token_loss(apply, batch)
+        # its value is finite, and its gradient is not
+        return total + 0 * jnp.sqrt(jnp.maximum(total - 1e9, 0)), count
+
+    strategy = Strategy(compute_dtype="bfloat16", islands={"*V100*": {"compute_dtype": "float16"}})
+    with pytest.raises(FloatingPointError, match="nonfinite is 'stop'"):
+        trained(text, tmp_path / "run", strategy=strategy, loss=broken_loss, nonfinite="stop")
+
+
+def test_a_run_goes_on_in_another_dtype_and_without_a_scale(text, tmp_path):
+    ways: Any = (("float32", 2), ("float16", 12), ("bfloat16", 13))
+    for dtype, steps in ways:
+        strategy = Strategy(compute_dtype=dtype)
+        state, lines = trained(text, tmp_path / "run", strategy=strategy, steps=steps)
+        assert bool(state.loss_scale) == (dtype == "float16")
+        assert lines[-1]["step"] == steps
+
+
+def test_a_model_in_float16_without_a_scale_is_refused(text, tmp_path):
+    model = DecoderConfig(vocab=256, seq=8, embed=8, num_layers=1, num_heads=1, dtype="float16")
+    with pytest.raises(ValueError, match="which scales it: --compute-dtype float16"):
+        trained(text, tmp_path / "run", model=model)
+
+
 def test_what_needs_a_scale_and_has_none_is_refused(text, tmp_path):
     strategy = Strategy(compute_dtype="float16", accumulate=2)
     strategy = dataclasses.replace(
@@ -94,7 +123,7 @@ def test_what_needs_a_scale_and_has_none_is_refused(text, tmp_path):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("3", "a section for islands 3, and there are 1 islands, numbered from 0"),
+        ("3", "a section for islands 3, and the highest number here is 0"),
         ("*V100*", ""),
     ],
 )

@@ -75,6 +75,19 @@ def test_each_island_has_its_sections_the_later_ones_over_the_earlier():
     assert not Strategy(compute_dtype="bfloat16").scales_loss
 
 
+@pytest.mark.parametrize(
+    ("islands", "words"),
+    [
+        ({"1": {"layout": Layout()}}, "give plain values, as in a file"),
+        ({"1": {"compute_dtype": None}}, "give plain values, as in a file"),
+        ({1: {"accumulate": 2}}, "give the islands as text, such as '1'"),
+    ],
+)
+def test_sections_in_python_are_those_of_a_file(islands, words):
+    with pytest.raises(ValueError, match=words):
+        Strategy(islands=islands)
+
+
 def test_the_page_has_all_that_may_differ_between_islands_and_all_that_may_not():
     page = (Path(__file__).parents[2] / "docs" / "islands.md").read_text()
     section = page.partition("### Islands that differ")[2].partition("\n### ")[0]
@@ -118,7 +131,12 @@ def test_what_is_no_plain_value_is_left_out_and_named(tmp_path):
         ),
         ("[islands.1]\naccumulate = 0", ["islands.'1': ", "accumulate is 0 microbatches; use 1 or more"]),
         ("[islands.1.layout]\nzro = 1", ["islands.'1': unknown key 'zro' (did you mean 'zero'?)"]),
-        ("[islands.5-2]\naccumulate = 2", ["islands.'5-2' names no island; give the lower number first"]),
+        (
+            "[islands.5-2]\naccumulate = 2",
+            ["islands.'5-2' has a range without islands; give the lower number"],
+        ),
+        ("[islands.'5-2,3']\naccumulate = 2", ["islands.'5-2,3' has a range without islands"]),
+        ("[islands.'2-']\naccumulate = 2", ["islands.'2-' names no islands; give numbers, such as '2-5,8'"]),
         ("accumulate = ", ["is not a strategy in TOML"]),
         ("[" * 70000, ["is not a strategy in TOML"]),
     ],
