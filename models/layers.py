@@ -174,7 +174,7 @@ def attend(
         kind = "cudnn" if half_precision and fits and has_flash(target_devices()) else "xla"
     mask = None if mask_BS is None else mask_BS[:, None, None, :] != 0
     dtype = q_BTHK.dtype
-    if dtype == jnp.float16 and all(d.platform == "cpu" for d in target_devices()):
+    if dtype == jnp.float16 and any(d.device_kind == "cpu" for d in target_devices()):
         # XLA has no product of float16 there that it adds up in float32, which jax's attention asks for
         q_BTHK, k_BSHK, v_BSHK = (x.astype(jnp.float32) for x in (q_BTHK, k_BSHK, v_BSHK))
     context_BTHK = jax.nn.dot_product_attention(

@@ -368,7 +368,7 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
             {"remat": "ful", "dtype": "bf16"},
             [
                 "remat is 'ful'; allowed are 'none', 'weights', 'dots', 'outputs', 'full'. Use remat='full'.",
-                "dtype is 'bf16'; allowed are 'float32', 'bfloat16'. Use dtype='bfloat16'.",
+                "dtype is 'bf16'; allowed are 'float32', 'bfloat16', 'float16'. Use dtype='bfloat16'.",
             ],
         ),
     ],

@@ -93,13 +93,23 @@ H100, V100 = device("NVIDIA H100 80GB HBM3", "9.0"), device("Tesla V100-SXM2-16G
 def test_auto_attention_follows_device_and_dtype(monkeypatch, here, dtype, head_dim, expected):
     chosen = []
     monkeypatch.setattr(jax, "local_devices", lambda: [here])
-    monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda *_, implementation, **__: chosen.append(implementation)
-    )
+
+    def attention(q, k, v, *, implementation, **_):
+        chosen.append(implementation)
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     x = jnp.zeros((1, 2, 1, head_dim), dtype)
-    attend(x, x, x, "auto")
+    assert attend(x, x, x, "auto").dtype == dtype
     attend(x, x, x, "cudnn")
     assert chosen == [expected, "cudnn"]
+
+
+def test_attention_in_float16_on_a_cpu_is_that_of_float32():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 2, 8))
+    found = jax.jit(attend, static_argnums=3)(*[x.astype(jnp.float16)] * 3, "auto")
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(found, attend(x, x, x, "auto"), 1e-2, 2e-3)
 
 
 def test_the_devices_are_those_of_the_mesh_that_is_compiled_for(monkeypatch):

@@ -289,12 +289,12 @@ def test_bfloat16_is_close_and_returns_float32(pure, quick_jit):
         ({"depth": 50}, ["depth is 50; it must be 9 n + 2. Use depth=47 or depth=56."]),
         ({"depth": 2}, ["depth is 2; it must be 9 n + 2. Use depth=11 or depth=20."]),
         (
-            {"filters": 0, "colours": -1, "norm": "layer", "dtype": "float16"},
+            {"filters": 0, "colours": -1, "norm": "layer", "dtype": "float8"},
             [
                 "filters is 0; it must be at least 1. Use filters=1 or more.",
                 "colours is -1; it must be at least 1. Use colours=1 or more.",
                 "norm is 'layer'; allowed are 'group', 'batch'. Use norm='group'.",
-                "dtype is 'float16'; allowed are 'float32', 'bfloat16'. Use dtype='bfloat16'.",
+                "dtype is 'float8'; allowed are 'float32', 'bfloat16', 'float16'. Use dtype='float32'.",
             ],
         ),
         (

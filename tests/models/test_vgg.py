@@ -200,7 +200,7 @@ def test_training_lowers_the_loss(quick_jit):
             {"norm": "groups", "dtype": "bfloat"},
             [
                 "norm is 'groups'; allowed are 'group', 'batch'. Use norm='group'.",
-                "dtype is 'bfloat'; allowed are 'float32', 'bfloat16'. Use dtype='bfloat16'.",
+                "dtype is 'bfloat'; allowed are 'float32', 'bfloat16', 'float16'. Use dtype='bfloat16'.",
             ],
         ),
     ],
