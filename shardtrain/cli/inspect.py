@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -51,6 +51,8 @@ class InspectOptions:
       lockstep: draw the schedule of a mesh, in which every tick waits for all stages, instead of that of
         islands; by default if the mesh has an axis pipeline.
       timeline: also write the timeline as a picture to this file, .svg or .png.
+      island: show the run as this island has it, with the sections of the strategy for its number, or for the
+        devices of --compile; None: without sections.
     """
 
     devices: int | None = None
@@ -60,6 +62,7 @@ class InspectOptions:
     microbatches: int | None = None
     lockstep: bool | None = None
     timeline: Path | None = None
+    island: int | None = None
 
     def check(self) -> None:
         """Refuse counts below 1, all of them at once."""
@@ -70,13 +73,15 @@ class InspectOptions:
             for name, number in given.items()
             if not 1 <= number <= MOST[name]
         ]
+        if self.island is not None and self.island < 0:
+            wrong.append(f"--island is {self.island}; islands are numbered from 0")
         if wrong:
             raise problems_error("this cannot be shown", wrong)
 
     @property
     def of_schedule(self) -> bool:
         """Whether an option of the timeline was given."""
-        others = ("devices", "unused", "compile")
+        others = ("devices", "unused", "compile", "island")
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
 
 
@@ -84,6 +89,12 @@ def main(arguments: Sequence[str]) -> int:
     """Print the sharding, the traffic and, if asked for, the schedule and the compiled step; return 0."""
     run, options = parse_run("inspect", arguments, InspectOptions)
     options.check()
+    if options.island is not None:
+        strategy = run.strategy.of_island(options.island, options.compile or "")
+        run = replace(run, strategy=strategy)
+    elif run.strategy.islands:
+        names = ", ".join(map(repr, run.strategy.islands))
+        terminal.out(f"sections of islands ({names}) are not shown; --island NUMBER shows one island's\n")
     layout = run.strategy.layout
     sizes = axis_sizes(layout.mesh, options.devices or _devices_named(layout.mesh))
     model = model_of(run)

@@ -40,6 +40,17 @@ def test_unused_parameters_are_listed_if_asked_for(inspected):
     assert "can change" not in inspected(*TINY)
 
 
+def test_an_island_is_shown_with_its_sections(inspected, tmp_path):
+    path = tmp_path / "strategy.toml"
+    path.write_text("[islands.1-2]\nlayout.mesh = { fsdp = 2 }\n[islands.'*V100*']\naccumulate = 2\n")
+    words = ("--strategy", str(path), "--mesh", "data=2", *TINY)
+    whole = inspected(*words)
+    assert "sections of islands ('1-2', '*V100*') are not shown; --island NUMBER shows one island's" in whole
+    assert inspected(*words, "--island", "0") == whole.partition("\n")[2]
+    assert "fsdp" in inspected(*words, "--island", "2")
+    assert "--island is -1; islands are numbered from 0" in inspected(*words, "--island", "-1")
+
+
 def test_without_a_schedule_there_is_no_timeline(inspected):
     assert "stage" not in inspected("--mesh", "data=1")
 
