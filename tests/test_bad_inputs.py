@@ -194,7 +194,7 @@ OPTIONS = {
     "--virtual-stages 0": "virtual_stages is 0; use 1 or more",
     "--stages 3,3 --mesh pipeline=2,data=4": "3,3 adds up to 6 | all have 4, as 2,2",
     "--stages 1,1,2 --mesh pipeline=2,data=4": "1,1,2 is 3 numbers; give 2, as 2,2",
-    "--stages memory": "stages 'memory' (known: equal, params, flops)",
+    "--stages memory": "stages 'memory' (known: equal, params, flops, time)",
     "--mesh pipeline=8 --accumulate 8": "4 blocks cannot be cut into 8 parts | use at most 4 parts, or 8 blocks",
     "--checkpoints.every-steps 0": "every_steps is 0; use None, 1 or more",
     "--checkpoints.keep 0": "keep is 0; use 1 or more",

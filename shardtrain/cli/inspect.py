@@ -46,7 +46,8 @@ class InspectOptions:
       unused: list the parameters that the loss does not depend on; the run's data is prepared for it.
       compile: compile the step for these devices (cpu with --cpu-devices, or h100 or a100, which this machine
         need not have), and show the bytes that it moves and the memory that it needs.
-      pipeline_stages: number of stages in the timeline; by default the size of the mesh axis pipeline, or 4.
+      pipeline_stages: number of stages in the timeline, and of islands in a cut by time; by default the size
+        of the mesh axis pipeline, or 4.
       microbatches: number of microbatches in the timeline; by default that of --accumulate.
       lockstep: draw the schedule of a mesh, in which every tick waits for all stages, instead of that of
         islands; by default if the mesh has an axis pipeline.
@@ -116,6 +117,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
+    if run.strategy.pipeline.stages == "time" and run.strategy.across.axis == "pipeline":
+        terminal.out("\n" + _stages_by_time(run, options) + "\n")
     if options.unused:
         terminal.out(_unused(run, model) + "\n")
     if options.compile is not None:
@@ -130,6 +133,14 @@ def _unused(run: Run, model: Model) -> str:
     with TemporaryDirectory() as folder:
         found = find_unused(run, model, microbatch_of(run, run.data.train(Path(folder))))
     return unused_text(found, run.optimizer) if found else "every parameter can change the loss"
+
+
+def _stages_by_time(run: Run, options: InspectOptions) -> str:
+    """Cut the blocks by time for the stages of islands; the data is prepared in a temporary folder."""
+    from shardtrain.trainer.stage_cut import predicted_cut_text
+
+    with TemporaryDirectory() as folder:
+        return predicted_cut_text(run, run.data.train(Path(folder)), options.pipeline_stages)
 
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:

@@ -64,6 +64,9 @@ SHORT = {
     f"{PIPELINE}schedule": "schedule",
     f"{PIPELINE}virtual_stages": "virtual_stages",
     f"{PIPELINE}stages": "stages",
+    f"{PIPELINE}stage_speeds": "stage_speeds",
+    f"{PIPELINE}stage_memory": "stage_memory",
+    f"{PIPELINE}link_speed": "link_speed",
 }
 """Path of a field -> the short name of its option; the path works too."""
 

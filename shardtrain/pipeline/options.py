@@ -1,12 +1,14 @@
 """Options of a pipeline: its schedule and how blocks are cut. Values only, no jax."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.partition import parse_stages
 from shardtrain.pipeline.schedule import SCHEDULES, placement_of
+from shardtrain.sharding.shares import parse_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +23,13 @@ class Pipeline:
         your own (.csv).
       virtual_stages: parts of the model on each stage: 1 with 1f1b and zero_bubble, 2 with zb_v, 2 or more
         with interleaved, any number with gpipe.
-      stages: how blocks are cut into stages: "equal", by "params" or "flops", or numbers of blocks such as
-        "3,4,4,1".
+      stages: how blocks are cut into stages: "equal", by "params" or "flops", by "time" (for islands of
+        unequal speed and memory), or numbers of blocks such as "3,4,4,1".
+      stage_speeds: of the devices of each stage, for a cut by time: numbers such as "1,0.5,2", in teraflops a
+        second if there is a link speed, else in any unit; "auto": from the table of known devices.
+      stage_memory: gigabytes of each device of each stage, for a cut by time: numbers such as "80,40,40";
+        "auto": from the table of known devices; "unlimited".
+      link_speed: gigabytes a second from stage to stage, for a cut by time; None: sending takes no time.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -31,6 +38,9 @@ class Pipeline:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     stages: str = "equal"
+    stage_speeds: str = "auto"
+    stage_memory: str = "auto"
+    link_speed: float | None = None
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)
@@ -41,6 +51,12 @@ class Pipeline:
         elif not self.schedule.endswith(".csv"):
             problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
         problems += _refused(lambda: parse_stages(self.stages))
+        problems += _refused(lambda: numbers_of_stages("stage_speeds", self.stage_speeds, ("auto",)))
+        problems += _refused(
+            lambda: numbers_of_stages("stage_memory", self.stage_memory, ("auto", "unlimited"))
+        )
+        if self.link_speed is not None and not 0 < self.link_speed < math.inf:
+            problems.append(f"link_speed is {self.link_speed}; use gigabytes a second above 0")
         if problems:
             raise problems_error("this pipeline cannot be made", problems)
 
@@ -52,6 +68,26 @@ class Pipeline:
           ValueError: the schedule is a file that cannot be read.
         """
         return placement_of(self.schedule, self.virtual_stages)
+
+
+def numbers_of_stages(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
+    """Read numbers such as "1,0.5,2", one a stage; None if the text is one of these words.
+
+    Raises:
+      ValueError: a number is none, or not above 0.
+
+    >>> numbers_of_stages("stage_speeds", "1, 0.5", ("auto",))
+    (1.0, 0.5)
+    """
+    if text in words:
+        return None
+    try:
+        found = parse_weights(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}\n  - or give {' or '.join(words)}") from None
+    if not all(found):
+        raise ValueError(f"{name} is {text!r}; give each stage a number above 0, or {' or '.join(words)}")
+    return found
 
 
 def _refused(make: Callable[[], object]) -> list[str]:

@@ -9,8 +9,13 @@ from itertools import accumulate, pairwise
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.shares import shares
 
-WAYS = ("equal", "params", "flops")
+WAYS = ("equal", "params", "flops", "time")
 """Ways to cut; the other one is a list of numbers of blocks."""
+
+BY_TIME = (
+    "by 'time' is for stages across islands (--across pipeline), whose speeds differ; the devices of a mesh"
+    " are equal: cut by 'flops'"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,7 @@ def cut(
 
 
 def parse_stages(text: str) -> str | tuple[int, ...]:
-    """Parse how to cut a model: "equal", "params", "flops", or numbers of blocks such as "3,4,4,1".
+    """Parse how to cut a model: "equal", "params", "flops", "time", or numbers of blocks, "3,4,4,1".
 
     Raises:
       ValueError: another word, or a part of the list that is no whole number from 1.
@@ -98,7 +103,8 @@ def counts(
 
     Args:
       by: "equal" (what is left over goes to the middle: the first part has the embedding, the last the head),
-        "params" or "flops" (see `cut`), or the numbers themselves; as `parse_stages` reads it.
+        "params" or "flops" (see `cut`), or the numbers themselves; as `parse_stages` reads it. "time" needs
+        the devices of each stage, see `stage_cut.best_cut`.
       num_blocks: number of blocks of the model.
       num_parts: stages times chunks, in the order in which a microbatch passes them.
       params: numbers of parameters, where it is by them.
@@ -202,6 +208,8 @@ def _part_problems(num_blocks: int, num_parts: int) -> list[str]:
 def _cost_problems(by: str, costs: Mapping[str, Costs | None], num_blocks: int) -> list[str]:
     if by not in WAYS:
         return [f"by {near(by, WAYS)}"]
+    if by == "time":
+        return [BY_TIME]
     found = costs[by]
     if found is None:
         return [f"by {by!r} needs the {by} of each block; give {by}, or cut by 'equal'"]

@@ -38,6 +38,7 @@ from shardtrain.trainer.multi_island_step import bridge_text, make_multi_island_
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
+from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy, island_numbers
 
 
@@ -101,14 +102,13 @@ def prepare_run(
     description, run = describe(run), replace(run, loss=guarded(run.loss))
     # Open the data, and set up model, optimizer and mesh for it.
     source, heldout = Coordination(islands).in_turn("data", lambda: _open_sources(run, folder))
+    run = with_stage_cut(run, source, islands, output)
     setup = _make_setup(run, source, islands, output)
     coordination = _make_coordination(run, setup, islands)
     stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
-    # Compare what all islands must have in common.
     description["data.fingerprint"] = getattr(source, "fingerprint", None)
     coordination.check_agreement(run_facts(run, setup, description))
-    # Check the first batch: one that cannot be split, or be learned from, is refused before anything is
-    # compiled.
+    # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     shares = make_shares(run, setup, coordination)
     loader = make_loader(run, setup, shares, source)
     first = loader.batches.load(FIRST_POSITION)

@@ -38,6 +38,7 @@ def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[st
             "accumulate": run.strategy.accumulate,
             "compute_dtype": run.strategy.compute_dtype,
             "pipeline.tasks": digest,
+            "pipeline.blocks": list(stage_model.stages.counts),
         }
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
 

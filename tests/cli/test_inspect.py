@@ -51,6 +51,16 @@ def test_an_island_is_shown_with_its_sections(inspected, tmp_path):
     assert "--island is -1; islands are numbered from 0" in inspected(*words, "--island", "-1")
 
 
+def test_stages_of_islands_are_cut_by_time(inspected):
+    words = ("--mesh", "data=1", "--across", "pipeline", "--stages", "time", "--accumulate", "4", *TINY)
+    text = inspected(*words, "--stage-speeds", "3,1", "--link-speed", "1", "--model.num-layers", "6")
+    assert "stages cut by time, by the speeds that were given" in text
+    rows = [line.split()[:3] for line in text.splitlines() if line.strip()[:2] in ("0 ", "1 ")]
+    assert [row[::2] for row in rows] == [["0", "1"], ["1", "0.333"]]
+    assert int(rows[0][1]) > 3
+    assert "nothing says for how many stages; give --pipeline-stages" in inspected(*words)
+
+
 def test_without_a_schedule_there_is_no_timeline(inspected):
     assert "stage" not in inspected("--mesh", "data=1")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.partition import Costs, counts, cut, parse_stages
+from shardtrain.pipeline.partition import BY_TIME, Costs, counts, cut, parse_stages
 
 
 def part_costs(numbers, costs, first, last):
@@ -94,7 +94,7 @@ def test_stages_are_read(text, expected):
     ("text", "told"),
     [
         ("flop", "stages 'flop' (did you mean 'flops'?); or a list of numbers of blocks, such as 3,4,4,1"),
-        ("", "stages '' (known: equal, params, flops); or a list"),
+        ("", "stages '' (known: equal, params, flops, time); or a list"),
         ("3,x,0", "'x' is not a number of blocks; write a whole number from 1\n  - '0' is not a number"),
         ("3,,1", "'' is not a number of blocks"),
         ("3,-1", "'-1' is not a number of blocks"),
@@ -143,7 +143,8 @@ def test_counts_by_cost_are_the_cut():
         ("equal", 3, 0, "parts is 0; use 1 or more"),
         ("flops", 4, 2, "by 'flops' needs the flops of each block; give flops, or cut by 'equal'"),
         ("params", 4, 2, "params has the costs of 3 blocks; give 4"),
-        ("size", 4, 2, "by 'size' (known: equal, params, flops)"),
+        ("size", 4, 2, "by 'size' (known: equal, params, flops, time)"),
+        ("time", 4, 2, f"{BY_TIME}"),
         ((3, 4, 4), 12, 4, "3,4,4 is 3 numbers; give 4, as 3,3,3,3"),
         (
             (3, 4, 4, 1), 13, 4,

@@ -87,10 +87,13 @@ if ISLANDS is not None:
         assert "use pipeline=1 inside each island" in refused(strategy=inside)
     lose_the_last("otherwise")
     if SHARES == (1.0,):  # "params" cut it into 1,2
-        other = dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages="2,1"))
+        other = dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages="time", stage_speeds="9,1"))
     else:  # no stages any more
         other = dataclasses.replace(RUN.strategy, across=Across())
-    run("otherwise", strategy=other)
+    _, text = run("otherwise", strategy=other)
+    if SHARES == (1.0,):
+        by_time = "stages cut by time, by the speeds that were given" in text and "blocks 2,1" in text
+        assert by_time or not ISLANDS.is_first, text
     odd = dataclasses.replace(RUN.strategy, across=Across(axis="pipeline", partitions=3))
     assert "do not make whole pipelines" in refused(strategy=odd)
     sys.stdout.write(" ".join(sorted(path.name for path in (FOLDER / "whole" / "checkpoints").glob("*6*"))))

@@ -1,0 +1,228 @@
+"""What a group of blocks costs on a stage of given speed and memory: seconds of its tasks, and bytes.
+
+Values only, no jax. Next: `stage_cut.py`, which cuts a model by these costs; `block_costs.py`, which traces
+them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.pipeline.simulate import Simulated, simulate
+from shardtrain.pipeline.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """The costs of one block, for one microbatch; each a number from 0.
+
+    Args:
+      forward_flops: floating-point operations of its forward.
+      backward_flops: those of its backward, without computing the forward again.
+      state_bytes: its parameters, their gradients and their optimizer state.
+      saved_bytes: the activations that its backward reads.
+      output_bytes: the activations that it hands on to the next block.
+    """
+
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    state_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    output_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """The costs of a model's blocks, and of what comes before and after them.
+
+    Args:
+      blocks: in order.
+      first: what comes before the blocks, such as an embedding; on the first stage.
+      last: what comes after them, such as a head; on the last stage.
+    """
+
+    blocks: Sequence[BlockCost]
+    first: BlockCost = field(default_factory=BlockCost)
+    last: BlockCost = field(default_factory=BlockCost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageDevices:
+    """The devices of one stage.
+
+    Args:
+      flops_per_second: of all devices of the stage together; or a speed in any unit, the same for all stages.
+      memory_bytes: of each device; infinite: no limit.
+      state_shards: into so many devices parameters and what belongs to them are sharded.
+      row_shards: into so many devices the rows of a microbatch are sharded.
+    """
+
+    flops_per_second: float
+    memory_bytes: float = math.inf
+    state_shards: int = 1
+    row_shards: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """The costs of blocks on the stages of a pipeline, under a schedule.
+
+    Args:
+      model: the costs of its blocks.
+      devices: of each stage, in order.
+      table: the schedule, one part a stage, not of the lock-step form.
+      link_bytes_per_second: between each stage and the next, one number fewer than stages; or one for all.
+      recomputes: whether a stage keeps the input of each live microbatch alone, and computes its forward
+        again in the backward, as the stages of this package do; else it keeps all that the backward reads.
+
+    Raises:
+      ValueError: lists all that does not fit together, or is out of range.
+    """
+
+    model: ModelCosts
+    devices: Sequence[StageDevices]
+    table: Table
+    link_bytes_per_second: float | Sequence[float] = math.inf
+    recomputes: bool = True
+
+    def __post_init__(self) -> None:
+        if problems := _problems(self):
+            blocks = len(self.model.blocks)
+            raise problems_error(
+                f"{blocks} blocks cannot be cut for {len(self.devices)} stages by time", problems
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.model.blocks)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.devices)
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """For each stage, the most microbatches in flight there."""
+        return tuple(map(self.table.live, range(self.num_stages)))
+
+    @cached_property
+    def _sums(self) -> Mapping[str, Sequence[float]]:
+        names = ("forward_flops", "backward_flops", "state_bytes", "saved_bytes")
+        return {
+            name: list(accumulate((getattr(block, name) for block in self.model.blocks), initial=0.0))
+            for name in names
+        }
+
+    def _sum(self, name: str, stage: int, begin: int, end: int) -> float:
+        """Add up a cost over the blocks from begin to end, and over the model's ends where they are here."""
+        sums = self._sums[name]
+        found = sums[end] - sums[begin]
+        found += getattr(self.model.first, name) if stage == 0 else 0.0
+        return found + (getattr(self.model.last, name) if stage == self.num_stages - 1 else 0.0)
+
+    def seconds(self, stage: int, begin: int, end: int) -> dict[str, float]:
+        """Return the seconds of each kind of task, for one microbatch.
+
+        Args:
+          stage: its number.
+          begin, end: its blocks, from begin to before end.
+        """
+        speed = self.devices[stage].flops_per_second
+        forward = self._sum("forward_flops", stage, begin, end) / speed
+        backward = self._sum("backward_flops", stage, begin, end) / speed
+        first, last = stage == 0, stage == self.num_stages - 1
+        if not self.recomputes:
+            if not self.table.has_weight:
+                return {"forward": forward, "backward": backward}
+            return {"forward": forward, "backward": backward / 2, "weight": backward / 2}
+        # every backward computes the forward again, so the last stage needs no forward of its own
+        ahead = 0.0 if last else forward
+        if not self.table.has_weight:
+            return {"forward": ahead, "backward": forward + backward}
+        # both halves compute it again, and a weight task the cotangents between its own blocks too
+        to_input = 0.0 if first and not last else forward + backward / 2
+        return {"forward": ahead, "backward": to_input, "weight": forward + backward}
+
+    def busy_seconds(self, stage: int, begin: int, end: int) -> float:
+        """Return the seconds of all tasks of a stage, for one microbatch."""
+        return sum(self.seconds(stage, begin, end).values())
+
+    def transfer_seconds(self, boundary: int, stage: int) -> float:
+        """Return the seconds of sending a microbatch's activations from the stage before to this one.
+
+        Args:
+          boundary: the first block of this stage.
+          stage: its number; the first stage receives nothing.
+        """
+        if stage == 0:
+            return 0.0
+        links = self.link_bytes_per_second
+        link = links if isinstance(links, int | float) else links[stage - 1]
+        return self.model.blocks[boundary - 1].output_bytes / link
+
+    def memory_bytes(self, stage: int, begin: int, end: int) -> float:
+        """Return the bytes that each device of a stage needs: state, and activations in flight."""
+        devices = self.devices[stage]
+        saved = self._sum("saved_bytes", stage, begin, end)
+        if self.recomputes:
+            before = self.model.blocks[begin - 1] if begin else BlockCost()
+            activations = self.live[stage] * before.output_bytes + saved
+        else:
+            activations = self.live[stage] * saved
+        state = self._sum("state_bytes", stage, begin, end)
+        return state / devices.state_shards + activations / devices.row_shards
+
+    def simulated(self, counts: Sequence[int]) -> Simulated:
+        """Simulate the schedule with these numbers of blocks."""
+        ends = list(accumulate(counts))
+        begins = [0, *ends[:-1]]
+        times = {
+            (stage, 0, kind): seconds
+            for stage, (begin, end) in enumerate(zip(begins, ends, strict=True))
+            for kind, seconds in self.seconds(stage, begin, end).items()
+        }
+
+        def transfer(part: int, to: int, kind: str) -> float:
+            later = max(part, to)
+            return self.transfer_seconds(begins[later], later)
+
+        return simulate(self.table, times, transfer)
+
+
+def _problems(costs: StageCosts) -> list[str]:
+    """List what does not fit together, one sentence each."""
+    problems = []
+    stages, links = len(costs.devices), costs.link_bytes_per_second
+    if costs.table.num_stages != stages:
+        problems.append(f"the schedule has {costs.table.num_stages} stages; give the devices of each")
+    if costs.table.num_chunks != 1 or costs.table.lockstep:
+        problems.append(
+            f"the schedule {costs.table.name!r} has {costs.table.num_chunks} chunks a stage"
+            f"{' in lock-step' if costs.table.lockstep else ''}; cut by time needs one part a stage, not in"
+            " lock-step: use 1f1b, zero_bubble or gpipe with one virtual stage, or numbers of blocks"
+        )
+    if len(costs.model.blocks) < stages:
+        problems.append(f"each stage has one block or more; use at most {len(costs.model.blocks)} stages")
+    for stage, devices in enumerate(costs.devices):
+        if not 0 < devices.flops_per_second < math.inf:
+            problems.append(f"the speed of stage {stage} is {devices.flops_per_second}; use one above 0")
+        if not devices.memory_bytes > 0:
+            problems.append(f"the memory of stage {stage} is {devices.memory_bytes} bytes; use more than 0")
+    given = [links] if isinstance(links, int | float) else list(links)
+    if not isinstance(links, int | float) and len(given) != stages - 1:
+        problems.append(f"{len(given)} links join {stages} stages; give {stages - 1}")
+    problems += [f"a link has {link} bytes a second; use more than 0" for link in given if not link > 0]
+    ends = {"first": costs.model.first, "last": costs.model.last}
+    blocks = {f"block {i}": block for i, block in enumerate(costs.model.blocks)}
+    for where, block in {**ends, **blocks}.items():
+        problems += [
+            f"{name} of {where} is {value}; give a number from 0"
+            for name, value in vars(block).items()
+            if not 0 <= value < math.inf
+        ]
+    return problems

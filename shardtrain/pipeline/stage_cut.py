@@ -1,0 +1,263 @@
+"""Cut a model for stages of unequal speed and memory, so that a step is as short as can be. No jax.
+
+Sources: Narayanan et al. 2019, PipeDream, section 3.1 (the slowest stage or link decides, by dynamic
+programming); Park et al. 2020, HetPipe, section 4 (memory by the number of microbatches in flight).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise, permutations
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.pipeline.partition import counts as cut_by
+from shardtrain.pipeline.simulate import Simulated
+from shardtrain.pipeline.stage_costs import StageCosts
+
+MOST_CUTS = 3000
+"""So many cuts are all judged; of more those that dynamic programming finds."""
+
+SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5)
+"""How much longer than can be the slowest stage may take, for a shorter way through all stages."""
+
+MOST_ORDERS = 5040
+"""So many orders of the devices are searched: those of 7 that are all different."""
+
+GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCut:
+    """A cut and what is predicted of it.
+
+    Args:
+      counts: blocks of each stage.
+      simulated: the simulation of a step.
+      busy_seconds: of each stage, for one microbatch.
+      memory_bytes: of each device of each stage.
+      order: the number, among the devices that were given, of the devices of each stage.
+    """
+
+    counts: tuple[int, ...]
+    simulated: Simulated
+    busy_seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    order: tuple[int, ...]
+
+
+def best_cut(costs: StageCosts) -> StageCut:
+    """Return the cut whose step is the shortest in the simulation, of those that fit the memory.
+
+    Up to `MOST_CUTS` cuts: of all. Of more: of the equal cut, if it fits, and those with the least time of
+    one microbatch through all stages among the cuts whose slowest stage or link is at most so much (see
+    `SLACKS`) above the least possible; so it is never worse than the equal cut.
+
+    Args:
+      costs: of the blocks on these stages.
+
+    Raises:
+      ValueError: no cut fits the memory; the message has the numbers of the one that comes nearest.
+
+    >>> from shardtrain.pipeline.schedule import make_table
+    >>> from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageDevices
+    >>> blocks = [BlockCost(forward_flops=1, backward_flops=2)] * 8
+    >>> devices = [StageDevices(flops_per_second=speed) for speed in (3, 1)]
+    >>> table = make_table("1f1b", 2, 16)
+    >>> best_cut(StageCosts(model=ModelCosts(blocks=blocks), devices=devices, table=table)).counts
+    (6, 2)
+    """
+    sizes = (costs.num_blocks, costs.num_stages)
+    if math.comb(sizes[0] - 1, sizes[1] - 1) <= MOST_CUTS:
+        found = [counts for counts in _all_cuts(*sizes) if _fits(costs, counts)]
+    else:
+        equal = tuple(cut_by("equal", *sizes))
+        found = [*front(costs), *([equal] if _fits(costs, equal) else [])]
+    if not found:
+        raise _no_fit(costs)
+    return _shortest(costs, found)
+
+
+def best_order(costs: StageCosts, link: Callable[[int, int], float] | None = None) -> StageCut:
+    """Return the best cut over all orders of the devices on the stages.
+
+    Orders that only swap equal devices are tried once, unless links differ.
+
+    Args:
+      costs: with the devices in any order.
+      link: bytes per second between two of the devices, by their numbers; None: the links of `costs`.
+
+    Raises:
+      ValueError: there are more than `MOST_ORDERS` orders, or no order has a cut that fits.
+    """
+    orders = _orders(costs, distinct=link is None)
+    best, problem = None, None
+    for order in orders:
+        devices = [costs.devices[number] for number in order]
+        links = costs.link_bytes_per_second if link is None else [link(a, b) for a, b in pairwise(order)]
+        try:
+            found = best_cut(replace(costs, devices=devices, link_bytes_per_second=links))
+        except ValueError as error:
+            problem = problem or error
+            continue
+        if best is None or found.simulated.makespan < best.simulated.makespan:
+            best = replace(found, order=order)
+    if best is None:
+        raise problem or AssertionError("there is an order")
+    return best
+
+
+def _orders(costs: StageCosts, distinct: bool) -> list[tuple[int, ...]]:
+    """Return the orders to try, the given one first."""
+    kinds = list(costs.devices)
+    names = [kinds.index(devices) if distinct else number for number, devices in enumerate(kinds)]
+    number = math.factorial(len(names))
+    for name in set(names):
+        number //= math.factorial(names.count(name))
+    if number > MOST_ORDERS:
+        raise ValueError(
+            f"{len(names)} devices on {len(names)} stages have {number:,} orders; at most {MOST_ORDERS:,} are"
+            " searched: give the order yourself, the fastest devices first, or fewer stages"
+        )
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for order in permutations(range(len(names))):
+        kind = tuple(names[device] for device in order)
+        if kind not in seen:
+            seen.add(kind)
+            found.append(order)
+    return found
+
+
+def _shortest(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut:
+    """Return the cut with the shortest simulated step; the least bounds first, which end the search."""
+    best: tuple[float, Simulated, tuple[int, ...]] | None = None
+    for bound, counts in sorted((least_seconds(costs, counts), counts) for counts in set(cuts)):
+        if best is not None and bound >= best[0]:
+            break
+        found = costs.simulated(counts)
+        if best is None or found.makespan < best[0]:
+            best = found.makespan, found, counts
+    assert best is not None
+    _, simulated, counts = best
+    groups = list(_groups(counts))
+    return StageCut(
+        counts=counts,
+        simulated=simulated,
+        busy_seconds=tuple(costs.busy_seconds(*group) for group in groups),
+        memory_bytes=tuple(costs.memory_bytes(*group) for group in groups),
+        order=tuple(range(costs.num_stages)),
+    )
+
+
+def least_seconds(costs: StageCosts, counts: Sequence[int]) -> float:
+    """Return a lower bound of a step's seconds.
+
+    A stage does not begin before a microbatch has come through those before it, and after its last backward
+    they have theirs to do.
+    """
+    bound = ahead = 0.0
+    for stage, begin, end in _groups(counts):
+        times = costs.seconds(stage, begin, end)
+        ahead += 2 * costs.transfer_seconds(begin, stage)
+        own = costs.table.num_microbatches * sum(times.values())
+        # weight tasks of a stage may all come before its last backward: only the backward surely follows it
+        own -= (costs.table.num_microbatches * times["weight"]) if costs.table.has_weight else 0.0
+        bound = max(bound, ahead + own)
+        ahead += times["forward"] + times["backward"]
+    return bound * (1 - 1e-12)
+
+
+def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (stage, begin, end)."""
+    ends = accumulate(counts, initial=0)
+    return ((stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends)))
+
+
+def _all_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, num_blocks), num_stages - 1):
+        yield tuple(end - begin for begin, end in pairwise((0, *inner, num_blocks)))
+
+
+def _fits(costs: StageCosts, counts: Sequence[int]) -> bool:
+    return all(
+        costs.memory_bytes(*group) <= costs.devices[group[0]].memory_bytes for group in _groups(counts)
+    )
+
+
+def front(costs: StageCosts) -> list[tuple[int, ...]]:
+    """Return cuts between the least slowest stage and the least time through all, that fit the memory.
+
+    The first one has the least possible slowest stage or link, by dynamic programming.
+    """
+
+    def slowest(stage: int, begin: int, end: int) -> float:
+        if costs.memory_bytes(stage, begin, end) > costs.devices[stage].memory_bytes:
+            return math.inf
+        return max(costs.busy_seconds(stage, begin, end), costs.transfer_seconds(begin, stage))
+
+    def through(limit: float) -> Callable[[int, int, int], float]:
+        def seconds(stage: int, begin: int, end: int) -> float:
+            if slowest(stage, begin, end) > limit:
+                return math.inf
+            return costs.busy_seconds(stage, begin, end) + 2 * costs.transfer_seconds(begin, stage)
+
+        return seconds
+
+    least, _ = _program(costs, slowest, max)
+    if math.isinf(least):
+        return []
+    return [_program(costs, through(least * slack), _plus)[1] for slack in SLACKS]
+
+
+def _plus(a: float, b: float) -> float:
+    return a + b
+
+
+def _program(
+    costs: StageCosts, cost: Callable[[int, int, int], float], joined: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least joined cost of all stages and the cut, by dynamic programming over their ends."""
+    num_blocks, num_stages = costs.num_blocks, costs.num_stages
+    # end -> (cost of the stages so far, their numbers of blocks)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(num_stages):
+        after = num_stages - 1 - stage
+        ends = range(stage + 1, num_blocks - after + 1) if after else (num_blocks,)
+        found = {}
+        for end in ends:
+            ways = [
+                (joined(before, cost(stage, begin, end)), (*counts, end - begin))
+                for begin, (before, counts) in best.items()
+                if begin < end and before < math.inf
+            ]
+            if ways:
+                found[end] = min(ways)
+        best = found
+    return best.get(num_blocks, (math.inf, ()))
+
+
+def _no_fit(costs: StageCosts) -> ValueError:
+    """Return the error that says by how much the cut that comes nearest to fitting does not fit."""
+
+    def ratio(stage: int, begin: int, end: int) -> float:
+        return costs.memory_bytes(stage, begin, end) / costs.devices[stage].memory_bytes
+
+    most, counts = _program(costs, ratio, max)
+    problems = []
+    for stage, begin, end in _groups(counts):
+        needs, has = costs.memory_bytes(stage, begin, end), costs.devices[stage].memory_bytes
+        if needs > has:
+            problems.append(
+                f"stage {stage} has {has / GB:.3g} GB a device and needs {needs / GB:.3g} GB"
+                f" ({_counted(end - begin, 'block')}, {_counted(costs.live[stage], 'microbatch')} in flight)"
+            )
+    problems.append(
+        f"the cut that comes nearest is {','.join(map(str, counts))}, which needs {most:.2f} times the"
+        " memory; use more stages, devices with more memory, or smaller microbatches (a larger accumulate)"
+    )
+    return problems_error(f"no cut of {costs.num_blocks} blocks fits {costs.num_stages} stages", problems)
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,0 +1,228 @@
+"""The cut of a pipeline across islands by time: what its stages' devices are, and the text about it.
+
+The numbers that come out replace the word in the run. Next: `pipeline/stage_cut.py`, `prepared_run.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from shardtrain.axes import DATA, FSDP, TENSOR
+from shardtrain.errors.messages import problems_error
+from shardtrain.islands.membership import Islands
+from shardtrain.optim.optimizer import make_optimizer
+from shardtrain.pipeline.block_costs import model_costs
+from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.options import Pipeline, numbers_of_stages
+from shardtrain.pipeline.partition import counts
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
+from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut
+from shardtrain.plan.devices import TERA, known_device
+from shardtrain.report.quantities import bytes_text
+from shardtrain.report.tables import table_text
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.train_step.seats import Seats
+from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.setup import microbatch_of
+
+
+class IslandDevices(NamedTuple):
+    """The devices of an island, as islands tell each other.
+
+    Args:
+      kind: the kind of its devices.
+      number: of them.
+      state_shards: into so many devices parameters are sharded.
+      row_shards: into so many devices rows are.
+    """
+
+    kind: str
+    number: int
+    state_shards: int
+    row_shards: int
+
+
+def with_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> Run:
+    """Return the run with numbers of blocks where its pipeline across islands is to be cut by time.
+
+    Args:
+      run: the run.
+      source: its samples.
+      islands: the islands of the run; None for a run of one island.
+      output: receives the table of the stages.
+
+    Raises:
+      ValueError: the options do not fit the number of stages, or no cut fits the memory.
+    """
+    strategy = run.strategy
+    if islands is None or islands.seat.num_islands == 1 or not cuts_by_time(run):
+        return run
+    devices = jax.local_devices()
+    number = islands.seat.num_processes * len(devices)
+    own = island_devices(strategy.layout, devices[0].device_kind, number)
+    every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of stages", list(own))]
+    num_stages = strategy.across.partitions or len(every)
+    seats = Seats(num_islands=len(every), num_stages=num_stages, island=islands.seat.island)
+    replicas = [seats.of_replica(every, replica) for replica in range(seats.num_replicas)]
+    stages, counted = devices_of_stages(strategy.pipeline, replicas)
+    costs = stage_costs(run, source, stages, seats.num_replicas)
+    cut = best_cut(costs)
+    output.note(cut_text(costs, cut, counted))
+    text = ",".join(map(str, cut.counts))
+    return replace(run, strategy=replace(strategy, pipeline=replace(strategy.pipeline, stages=text)))
+
+
+def predicted_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
+    """Return the text of a cut by time for islands that are not there: equal devices, but for the options.
+
+    Args:
+      run: of a pipeline across islands that is cut by time.
+      source: its samples.
+      num_stages: number of stages; by default the partitions, or the speeds or memories that were given.
+
+    Raises:
+      ValueError: nothing says how many stages there are, or no cut fits.
+    """
+    strategy = run.strategy
+    texts = (strategy.pipeline.stage_speeds, strategy.pipeline.stage_memory)
+    given = [text.count(",") + 1 for text in texts if text not in ("auto", "unlimited")]
+    num_stages = num_stages or strategy.across.partitions or next(iter(given), None)
+    if num_stages is None:
+        raise ValueError(
+            "a cut by time was asked for, and nothing says for how many stages; give --pipeline-stages, or"
+            " --stage-speeds with a number for each"
+        )
+    island = island_devices(
+        strategy.layout, "equal devices", math.prod(max(size, 1) for size in strategy.layout.mesh.values())
+    )
+    stages, counted = devices_of_stages(strategy.pipeline, [[island] * num_stages])
+    costs = stage_costs(run, source, stages, 1)
+    return cut_text(costs, best_cut(costs), counted)
+
+
+def cuts_by_time(run: Run) -> bool:
+    """Return whether the run is a pipeline across islands that is cut by time."""
+    return run.strategy.across.axis == "pipeline" and run.strategy.pipeline.stages == "time"
+
+
+def island_devices(layout: Layout, kind: str, number: int) -> IslandDevices:
+    """Return the devices of an island, and how its layout shards state and rows over them."""
+    sizes = axis_sizes(layout.mesh, number)
+    tensor, fsdp = sizes[TENSOR], sizes[FSDP]
+    return IslandDevices(kind, number, tensor * (fsdp if layout.zero == 3 else 1), sizes[DATA] * fsdp)
+
+
+def devices_of_stages(
+    pipeline: Pipeline, replicas: Sequence[Sequence[IslandDevices]]
+) -> tuple[list[StageDevices], str]:
+    """Return the devices of each stage, by the options or the table of known devices; and by what.
+
+    A stage is as fast, and has as much memory, as the least of its islands in all replicas.
+
+    Args:
+      pipeline: the options.
+      replicas: for each replica, the island of each stage.
+
+    Raises:
+      ValueError: another number of speeds or memories than stages; a link speed beside speeds in no unit.
+    """
+    num_stages = len(replicas[0])
+    speeds = numbers_of_stages("stage_speeds", pipeline.stage_speeds, ("auto",))
+    memory = numbers_of_stages("stage_memory", pipeline.stage_memory, ("auto", "unlimited"))
+    problems = [
+        f"{name} has {len(given)} numbers, and there are {num_stages} stages; give one each"
+        for name, given in (("stage_speeds", speeds), ("stage_memory", memory))
+        if given is not None and len(given) != num_stages
+    ]
+    every = [island for replica in replicas for island in replica]
+    known = {island.kind: known_device(island.kind) for island in every}
+    unknown = sorted(kind for kind, device in known.items() if device is None)
+    counted = "by the speeds that were given"
+    if speeds is None and unknown:
+        counted = f"by the number of devices, as the speed of {', '.join(unknown)} is not known"
+        if pipeline.link_speed is not None:
+            problems.append(
+                f"link_speed is {pipeline.link_speed}, and the speed of {', '.join(unknown)} is not known;"
+                " give stage_speeds in teraflops a second"
+            )
+    elif speeds is None:
+        counted = "by the peak rates of their devices"
+    if problems:
+        raise problems_error(f"{num_stages} stages cannot be cut by time", problems)
+
+    def speed(island: IslandDevices) -> float:
+        device = known[island.kind]
+        return island.number * (1.0 if device is None or unknown else device.matrix_flops_per_second)
+
+    def room(island: IslandDevices) -> float:
+        device = known[island.kind]
+        return math.inf if device is None or pipeline.stage_memory != "auto" else device.memory_bytes
+
+    found = []
+    for stage, islands in enumerate(zip(*replicas, strict=True)):
+        found.append(
+            StageDevices(
+                flops_per_second=speeds[stage] * TERA if speeds else min(map(speed, islands)),
+                memory_bytes=memory[stage] * GB if memory else min(map(room, islands)),
+                state_shards=min(island.state_shards for island in islands),
+                row_shards=min(island.row_shards for island in islands),
+            )
+        )
+    return found, counted
+
+
+def stage_costs(run: Run, source: Any, stages: Sequence[StageDevices], num_replicas: int) -> StageCosts:
+    """Return the costs of a run's blocks on these stages, for the rows of one replica's microbatch.
+
+    Raises:
+      ValueError: the model does not say what its blocks are, or the schedule has several parts a stage.
+    """
+    model, pipeline = model_of(run), run.strategy.pipeline
+    if model.chain is None:
+        raise ValueError("the model does not say what its blocks are, so a pipeline cannot cut it")
+    rows = max(run.batch // run.strategy.accumulate // num_replicas, 1)
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+        for name, x in microbatch_of(run, source).items()
+    }
+    traced = Traced(model, run.loss, batch)
+    optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
+    link = math.inf if pipeline.link_speed is None else pipeline.link_speed * GB
+    return StageCosts(
+        model=model_costs(traced, optimizer.init),
+        devices=stages,
+        table=make_table(pipeline.schedule, len(stages), run.strategy.accumulate, pipeline.virtual_stages),
+        link_bytes_per_second=link,
+    )
+
+
+def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:
+    """Format a cut: a row a stage, and the step beside that of the equal cut.
+
+    Args:
+      costs: what was cut.
+      cut: the best one.
+      counted: where the speeds are from.
+    """
+    most, fastest = max(cut.busy_seconds), max(each.flops_per_second for each in costs.devices)
+    rows = []
+    for stage, devices in enumerate(costs.devices):
+        memory = bytes_text(cut.memory_bytes[stage])
+        if devices.memory_bytes < math.inf:
+            memory += f" of {bytes_text(devices.memory_bytes)}"
+        speed = f"{devices.flops_per_second / fastest:.3g}"
+        busy = f"{cut.busy_seconds[stage] / most:.0%}"
+        rows.append((str(stage), str(cut.counts[stage]), speed, busy, str(costs.live[stage]), memory))
+    header = ("stage", "blocks", "speed", "time", "in flight", "memory a device")
+    equal = tuple(counts("equal", costs.num_blocks, costs.num_stages))
+    ratio = costs.simulated(equal).makespan / cut.simulated.makespan
+    return (
+        f"{table_text(header, rows)}stages cut by time, {counted}: bubble {cut.simulated.bubble:.1%};"
+        f" predicted {ratio:.2f} times as fast as the equal cut {','.join(map(str, equal))}"
+    )

@@ -1,0 +1,82 @@
+"""The devices of stages, from the options or the table of known devices; and costs traced from a model."""
+
+import math
+
+import numpy as np
+import optax
+import pytest
+from tiny_language_model import TinyConfig
+
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.pipeline.block_costs import model_costs
+from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.plan.devices import known_device
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.stage_cut import IslandDevices, devices_of_stages, island_devices
+
+FAST, SLOW = "NVIDIA H100 80GB HBM3", "NVIDIA L4"
+
+
+def islands(*kinds, number=1):
+    return [IslandDevices(kind, number, 1, 1) for kind in kinds]
+
+
+def test_a_stage_is_as_fast_as_the_slowest_of_its_islands():
+    found, counted = devices_of_stages(Pipeline(), [islands(FAST, SLOW), islands(FAST, FAST, number=2)])
+    fast, slow = known_device(FAST), known_device(SLOW)
+    assert fast is not None
+    assert slow is not None
+    assert [each.flops_per_second for each in found] == [
+        fast.matrix_flops_per_second,
+        slow.matrix_flops_per_second,
+    ]
+    assert [each.memory_bytes for each in found] == [fast.memory_bytes, slow.memory_bytes]
+    assert counted == "by the peak rates of their devices"
+
+
+def test_where_a_device_is_not_known_the_number_counts_or_what_is_given():
+    mixed = [[*islands(FAST, number=2), *islands("cpu")]]
+    found, counted = devices_of_stages(Pipeline(), mixed)
+    assert [each.flops_per_second for each in found] == [2, 1]
+    assert found[1].memory_bytes == math.inf
+    assert counted == "by the number of devices, as the speed of cpu is not known"
+    given = Pipeline(stage_speeds="1,0.5", stage_memory="80,0.5")
+    found, counted = devices_of_stages(given, mixed)
+    assert [each.flops_per_second for each in found] == [1e12, 0.5e12]
+    assert [each.memory_bytes for each in found] == [80e9, 0.5e9]
+    assert devices_of_stages(Pipeline(stage_memory="unlimited"), mixed)[0][0].memory_bytes == math.inf
+    with pytest.raises(ValueError) as error:
+        devices_of_stages(Pipeline(stage_memory="1", link_speed=3.0), mixed)
+    assert str(error.value) == (
+        "2 stages cannot be cut by time:\n"
+        "  - stage_memory has 1 numbers, and there are 2 stages; give one each\n"
+        "  - link_speed is 3.0, and the speed of cpu is not known; give stage_speeds in teraflops a second"
+    )
+
+
+def test_what_a_layout_shards():
+    layout = Layout(mesh={"data": -1, "fsdp": 2, "tensor": 2}, zero=3)
+    assert island_devices(layout, "cpu", 8) == IslandDevices("cpu", 8, 4, 4)
+    assert island_devices(Layout(mesh={"fsdp": 2}, zero=1), "cpu", 2) == IslandDevices("cpu", 2, 1, 2)
+
+
+def test_costs_of_a_model_by_hand():
+    embed, mlp, vocab, seq, rows = 8, 16, 256, 8, 2
+    batch = {"tokens": np.zeros((rows, seq + 1), np.int32), "weights": np.ones(rows, np.float32)}
+    traced = Traced(from_nnx(TinyConfig(num_layers=3)), next_token_loss, batch)
+    costs = model_costs(traced, optax.sgd(0.1, momentum=0.9).init)
+    assert len(costs.blocks) == 3
+    block = costs.blocks[0]
+    # parameters, momentum and gradients in float32
+    assert block.state_bytes == 12 * 2 * embed * mlp
+    assert block.output_bytes == rows * seq * embed * 4 == costs.first.output_bytes
+    products = 2 * rows * seq * 2 * embed * mlp
+    assert products < block.forward_flops < 2 * products
+    assert block.backward_flops == 2 * block.forward_flops
+    # its input and hidden features at least, and no parameter
+    assert rows * seq * (embed + mlp) * 4 <= block.saved_bytes <= 8 * rows * seq * (embed + mlp) * 4
+    assert costs.first.state_bytes >= 12 * vocab * embed
+    # the table is lent to the head: its values and its gradient
+    assert 8 * vocab * embed <= costs.last.state_bytes < 12 * vocab * embed
