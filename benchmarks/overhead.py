@@ -179,7 +179,9 @@ def summed_up(
             for pair, (side, over) in PAIRS.items()
         },
         tokens_per_second=tokens_per_second,
-        mfu=device and mfu(tokens_per_second * flops_per_token(config), device),
+        mfu=mfu(tokens_per_second * flops_per_token(config), device)
+        if device and device.matrix_flops_per_second
+        else None,
     )
 
 

@@ -1,11 +1,11 @@
 """Cut a model for stages of unequal speed and memory, so that a step is as short as can be. No jax.
 
 Sources: Narayanan et al. 2019, PipeDream, section 3.1 (the slowest stage or link decides, by dynamic
-programming); Park et al. 2020, HetPipe, section 4 (memory by the number of microbatches in flight).
+programming); Park et al. 2020, HetPipe (memory by the number of microbatches in flight).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise, permutations
 
@@ -24,6 +24,10 @@ MOST_ORDERS = 5040
 """So many orders of the devices are searched: those of 7 that are all different."""
 
 GB = 10**9
+
+
+class NoCut(ValueError):
+    """No cut fits the memory of the stages; the text has the numbers of the one that comes nearest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ def best_cut(costs: StageCosts) -> StageCut:
       costs: of the blocks on these stages.
 
     Raises:
-      ValueError: no cut fits the memory; the message has the numbers of the one that comes nearest.
+      NoCut: no cut fits the memory; the message has the numbers of the one that comes nearest.
 
     >>> from shardtrain.pipeline.schedule import make_table
     >>> from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageDevices
@@ -77,26 +81,33 @@ def best_cut(costs: StageCosts) -> StageCut:
     return _shortest(costs, found)
 
 
-def best_order(costs: StageCosts, link: Callable[[int, int], float] | None = None) -> StageCut:
+def best_order(
+    costs: StageCosts,
+    link: Callable[[int, int], float] | None = None,
+    names: Sequence[Hashable] | None = None,
+) -> StageCut:
     """Return the best cut over all orders of the devices on the stages.
-
-    Orders that only swap equal devices are tried once, unless links differ.
 
     Args:
       costs: with the devices in any order.
       link: bytes per second between two of the devices, by their numbers; None: the links of `costs`.
+      names: of the devices: orders that only swap devices of one name are tried once. By default equal
+        devices have one name where links do not differ, and else each its own.
 
     Raises:
-      ValueError: there are more than `MOST_ORDERS` orders, or no order has a cut that fits.
+      ValueError: there are more than `MOST_ORDERS` orders.
+      NoCut: no order has a cut that fits.
     """
-    orders = _orders(costs, distinct=link is None)
+    if names is None:
+        names = costs.devices if link is None else range(costs.num_stages)
+    orders = _orders([list(names).index(name) for name in names])
     best, problem = None, None
     for order in orders:
         devices = [costs.devices[number] for number in order]
         links = costs.link_bytes_per_second if link is None else [link(a, b) for a, b in pairwise(order)]
         try:
             found = best_cut(replace(costs, devices=devices, link_bytes_per_second=links))
-        except ValueError as error:
+        except NoCut as error:
             problem = problem or error
             continue
         if best is None or found.simulated.makespan < best.simulated.makespan:
@@ -106,10 +117,8 @@ def best_order(costs: StageCosts, link: Callable[[int, int], float] | None = Non
     return best
 
 
-def _orders(costs: StageCosts, distinct: bool) -> list[tuple[int, ...]]:
+def _orders(names: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the orders to try, the given one first."""
-    kinds = list(costs.devices)
-    names = [kinds.index(devices) if distinct else number for number, devices in enumerate(kinds)]
     number = math.factorial(len(names))
     for name in set(names):
         number //= math.factorial(names.count(name))
@@ -236,7 +245,7 @@ def _program(
     return best.get(num_blocks, (math.inf, ()))
 
 
-def _no_fit(costs: StageCosts) -> ValueError:
+def _no_fit(costs: StageCosts) -> NoCut:
     """Return the error that says by how much the cut that comes nearest to fitting does not fit."""
 
     def ratio(stage: int, begin: int, end: int) -> float:
@@ -255,7 +264,8 @@ def _no_fit(costs: StageCosts) -> ValueError:
         f"the cut that comes nearest is {','.join(map(str, counts))}, which needs {most:.2f} times the"
         " memory; use more stages, devices with more memory, or smaller microbatches (a larger accumulate)"
     )
-    return problems_error(f"no cut of {costs.num_blocks} blocks fits {costs.num_stages} stages", problems)
+    asked = f"no cut of {costs.num_blocks} blocks fits {costs.num_stages} stages"
+    return NoCut(str(problems_error(asked, problems)))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -14,18 +14,20 @@ class Device:
 
     Args:
       kind: the `device_kind` of jax.
-      matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity.
+      matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity; None: it has none.
       memory_bytes: device memory.
       memory_bytes_per_second: peak bandwidth of that memory.
+      float32_flops_per_second: peak in float32 outside matrix units; None: not in this table.
     """
 
     kind: str
-    matrix_flops_per_second: float
+    matrix_flops_per_second: float | None
     memory_bytes: int
     memory_bytes_per_second: float
+    float32_flops_per_second: float | None = None
 
 
-# Devices without bfloat16 matrix products (V100, T4) are left out: their peak is one of float16.
+# Devices without bfloat16 matrix products are here only for their float32 rate (V100 and T4 are left out).
 DEVICES = (
     # NVIDIA H100 Tensor Core GPU datasheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) bfloat16 teraflops
     # with sparsity, half of that dense
@@ -112,9 +114,47 @@ DEVICES = (
         memory_bytes=32 * GB,
         memory_bytes_per_second=1638 * GB,
     ),
+    # NVIDIA product pages: cores and boost clock, of which the peak in float32 is 2 flops a core and cycle:
+    # 5120 x 1.455 GHz, 4608 x 1.77, 1920 x 1.68, 1792 x 1.48. The names were not seen on such a machine.
+    Device(
+        kind="NVIDIA TITAN V",
+        matrix_flops_per_second=None,
+        memory_bytes=12 * GB,
+        memory_bytes_per_second=652.8 * GB,
+        float32_flops_per_second=14.9 * TERA,
+    ),
+    Device(
+        kind="NVIDIA TITAN RTX",
+        matrix_flops_per_second=None,
+        memory_bytes=24 * GB,
+        memory_bytes_per_second=672 * GB,
+        float32_flops_per_second=16.3 * TERA,
+    ),
+    Device(
+        kind="NVIDIA GeForce RTX 2060",
+        matrix_flops_per_second=None,
+        memory_bytes=6 * GB,
+        memory_bytes_per_second=336 * GB,
+        float32_flops_per_second=6.45 * TERA,
+    ),
+    Device(
+        kind="Quadro P4000",
+        matrix_flops_per_second=None,
+        memory_bytes=8 * GB,
+        memory_bytes_per_second=243 * GB,
+        float32_flops_per_second=5.3 * TERA,
+    ),
 )
 
-OTHER_NAMES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
+OTHER_NAMES = {
+    "TPU v5e": "TPU v5 lite",
+    "TPU v5p": "TPU v5",
+    "TPU v6e": "TPU v6 lite",
+    # without the maker's name by older drivers
+    "TITAN V": "NVIDIA TITAN V",
+    "TITAN RTX": "NVIDIA TITAN RTX",
+    "GeForce RTX 2060": "NVIDIA GeForce RTX 2060",
+}
 """Other `device_kind` of the same device -> its name in `DEVICES`."""
 
 
@@ -144,7 +184,7 @@ def mfu(flops_per_second: float, device: Device, num_devices: int = 1) -> float:
       A fraction of the peak.
 
     Raises:
-      ValueError: there is no device.
+      ValueError: there is no device, or it has no matrix products in bfloat16.
 
     References:
       Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
@@ -154,4 +194,9 @@ def mfu(flops_per_second: float, device: Device, num_devices: int = 1) -> float:
     """
     if num_devices < 1:
         raise ValueError(f"the MFU of {num_devices} devices was asked for. Use num_devices=1 or more.")
+    if device.matrix_flops_per_second is None:
+        raise ValueError(
+            f"the MFU of {device.kind} was asked for, which has no matrix products in bfloat16; compare flops"
+            " per second with its peak in the dtype of the run"
+        )
     return flops_per_second / (num_devices * device.matrix_flops_per_second)

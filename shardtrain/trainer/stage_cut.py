@@ -4,7 +4,7 @@ The numbers that come out replace the word in the run. Next: `pipeline/stage_cut
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut
-from shardtrain.plan.devices import TERA, known_device
+from shardtrain.plan.devices import TERA, Device, known_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -140,9 +140,9 @@ def devices_of_stages(
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))
         if given is not None and len(given) != num_stages
     ]
-    every = [island for replica in replicas for island in replica]
-    known = {island.kind: known_device(island.kind) for island in every}
-    unknown = sorted(kind for kind, device in known.items() if device is None)
+    known = {island.kind: known_device(island.kind) for replica in replicas for island in replica}
+    rates = _rates(known)
+    unknown = sorted(kind for kind, rate in rates.items() if rate is None)
     counted = "by the speeds that were given"
     if speeds is None and unknown:
         counted = f"by the number of devices, as the speed of {', '.join(unknown)} is not known"
@@ -157,8 +157,7 @@ def devices_of_stages(
         raise problems_error(f"{num_stages} stages cannot be cut by time", problems)
 
     def speed(island: IslandDevices) -> float:
-        device = known[island.kind]
-        return island.number * (1.0 if device is None or unknown else device.matrix_flops_per_second)
+        return island.number * (rates[island.kind] or 1.0 if not unknown else 1.0)
 
     def room(island: IslandDevices) -> float:
         device = known[island.kind]
@@ -175,6 +174,15 @@ def devices_of_stages(
             )
         )
     return found, counted
+
+
+def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
+    """Return the peak rate of each kind of device in the dtype that all have: bfloat16, else float32."""
+    matrix = {kind: device and device.matrix_flops_per_second for kind, device in known.items()}
+    if all(matrix.values()):
+        return matrix
+    float32 = {kind: device and device.float32_flops_per_second for kind, device in known.items()}
+    return float32 if all(float32.values()) else matrix
 
 
 def stage_costs(run: Run, source: Any, stages: Sequence[StageDevices], num_replicas: int) -> StageCosts:

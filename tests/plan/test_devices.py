@@ -40,7 +40,9 @@ def test_each_name_is_of_one_device():
     assert {known(other).kind for other in OTHER_NAMES} == set(OTHER_NAMES.values())
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)
+@pytest.mark.parametrize(
+    "device", [d for d in DEVICES if d.matrix_flops_per_second], ids=lambda device: device.kind
+)
 def test_the_units_are_single_ones(device):
     """A figure entered in tera, with sparsity doubled twice, or in bits would leave these ranges."""
     assert 1e14 <= device.matrix_flops_per_second <= 1e15
@@ -48,6 +50,16 @@ def test_the_units_are_single_ones(device):
     assert 3e11 <= device.memory_bytes_per_second <= 5e12
     # flops that one byte from memory must feed, on every accelerator of these years
     assert 100 <= device.matrix_flops_per_second / device.memory_bytes_per_second <= 600
+
+
+@pytest.mark.parametrize("device", [d for d in DEVICES if d.matrix_flops_per_second is None], ids=str)
+def test_a_device_without_bfloat16_has_a_float32_rate_and_no_mfu(device):
+    assert device.float32_flops_per_second is not None
+    assert 4e12 <= device.float32_flops_per_second <= 2e13
+    assert 6e9 <= device.memory_bytes <= 24e9
+    assert 15 <= device.float32_flops_per_second / device.memory_bytes_per_second <= 30
+    with pytest.raises(ValueError, match=f"the MFU of {device.kind} was asked for, which has no matrix"):
+        mfu(1e12, device)
 
 
 def test_mfu_is_a_fraction_of_the_peak_of_all_devices():

@@ -36,6 +36,14 @@ def test_a_stage_is_as_fast_as_the_slowest_of_its_islands():
     assert counted == "by the peak rates of their devices"
 
 
+def test_devices_without_bfloat16_are_compared_in_float32():
+    titan, quadro = "NVIDIA TITAN RTX", "Quadro P4000"
+    found, counted = devices_of_stages(Pipeline(), [islands(titan, quadro)])
+    assert [each.flops_per_second for each in found] == [16.3e12, 5.3e12]
+    assert counted == "by the peak rates of their devices"
+    assert "speed of NVIDIA TITAN RTX is" in devices_of_stages(Pipeline(), [islands(titan, FAST)])[1]
+
+
 def test_where_a_device_is_not_known_the_number_counts_or_what_is_given():
     mixed = [[*islands(FAST, number=2), *islands("cpu")]]
     found, counted = devices_of_stages(Pipeline(), mixed)
