@@ -15,7 +15,7 @@ from shardtrain.data import RowSplit
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model
 from shardtrain.optim.optimizer import make_optimizer
-from shardtrain.pipeline.partition import counts, parse_stages
+from shardtrain.pipeline.partition import counts, parse_cuts
 from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
@@ -163,7 +163,7 @@ def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
     if num_stages == 1 or model.chain is None or not model.chain.stacked:
         return None
     pipeline = run.strategy.pipeline
-    by = parse_stages(pipeline.stages)
+    by = parse_cuts(pipeline.stages)[0]
     if by in ("params", "flops"):
         terminal.err(f"the blocks are shown split evenly: splitting them by {by} needs the data\n")
         by = "equal"

@@ -73,15 +73,18 @@ class Islands:
         return [values[rank] for rank in self.first_ranks]
 
     def transfer(
-        self, mesh: Mesh, across: Across = Across(), on_device: bool = False, stage: int = 0
-    ) -> Transfer:
-        """Make the transfer between this island's mesh and the others; a collective call of all ranks.
+        self, mesh: Mesh, across: Across = Across(), on_device: bool = False, *, joins: bool = True
+    ) -> Transfer | None:
+        """Make the transfer between this island's mesh and others; a collective call of all ranks.
 
         Args:
           mesh: the mesh of this island.
           across: buckets, and how sums are made.
           on_device: MPI is CUDA-aware, see `cuda_aware`.
-          stage: only islands of the same stage are joined.
+          joins: whether this island is one of those that are joined.
+
+        Returns:
+          None for an island that is not joined.
         """
         from mpi4py import MPI
 
@@ -89,11 +92,13 @@ class Islands:
 
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
         num_bucket_devices = min(self.control.all_gather("devices", len(devices)))
-        groups = []
+        groups: list[MpiGroup | None] = []
         for device in devices[:num_bucket_devices]:
             mine = device.process_index == jax.process_index()
-            comm = self.comm.Split(stage if mine else MPI.UNDEFINED, self.seat.island)
-            groups.append(MpiGroup(comm, across.reduce) if mine else None)
+            comm = self.comm.Split(0 if mine and joins else MPI.UNDEFINED, self.seat.island)
+            groups.append(MpiGroup(comm, across.reduce) if mine and joins else None)
+        if not joins:
+            return None
         caps = (across.bucket_bytes, across.first_bucket_bytes)
         return Transfer(mesh, groups, *caps, on_device, self.control.activity)
 

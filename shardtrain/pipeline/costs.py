@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardtrain.functional.loss import Loss, model_inputs, once
 from shardtrain.functional.model import BLOCKS, Chain, Model, path_text
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.partition import Costs, counts, parse_stages
+from shardtrain.pipeline.partition import Costs, counts, parse_cuts
 from shardtrain.pipeline.stacking import Partition
 
 STATE = "model_state/"
@@ -20,17 +20,31 @@ STATE = "model_state/"
 def make_partition(
     model: Model, pipeline: Pipeline, num_stages: int, loss: Loss, microbatch: Mapping[str, Any]
 ) -> Partition:
-    """Cut a model's blocks into the stages of a pipeline.
+    """Cut a model's blocks into the stages of one pipeline, see `make_partitions`."""
+    return make_partitions(model, pipeline, num_stages, loss, microbatch, 1)[0]
+
+
+def make_partitions(
+    model: Model,
+    pipeline: Pipeline,
+    num_stages: int,
+    loss: Loss,
+    microbatch: Mapping[str, Any],
+    num_replicas: int,
+) -> list[Partition]:
+    """Cut a model's blocks into the stages of each replica of a pipeline.
 
     Args:
       model: with a chain.
-      pipeline: how to cut.
+      pipeline: how to cut: all replicas alike, or each in its own way.
       num_stages: S.
       loss: what calls the model.
       microbatch: name -> array or shape (rows, ...), as the loss is given it.
+      num_replicas: number of pipelines.
 
     Raises:
-      ValueError: the model does not say what its blocks are, or they cannot be cut like this.
+      ValueError: the model does not say what its blocks are, or they cannot be cut like this; or there are
+        other numbers of cuts and of replicas.
     """
     chain = model.chain
     if chain is None:
@@ -40,18 +54,25 @@ def make_partition(
             " (docs/pipeline.md), where every parameter of stacked blocks names its first dim `layers`; or"
             " use pipeline=1"
         )
-    by = parse_stages(pipeline.stages)
-    found = {}
-    if by in ("params", "flops"):
-        found[by] = Traced(model, loss, microbatch).costs(by)
+    ways = parse_cuts(pipeline.stages)
+    if len(ways) not in (1, num_replicas):
+        use = "; ".join(["one for all", *([f"{num_replicas}, one each"] if num_replicas > 1 else [])])
+        pipelines = f"{num_replicas} pipeline{'' if num_replicas == 1 else 's'}"
+        raise ValueError(
+            f"stages {pipeline.stages!r} has {len(ways)} cuts, and there are {pipelines}; give {use}"
+        )
+    found = {by: Traced(model, loss, microbatch).costs(by) for by in ("params", "flops") if by in ways}
     num_parts = num_stages * pipeline.virtual_stages
-    cut = counts(by, chain.num_blocks, num_parts, **found)
-    return Partition(
-        num_stages=num_stages,
-        num_chunks=pipeline.virtual_stages,
-        placement=pipeline.placement,
-        counts=tuple(cut),
-    )
+    cuts = [
+        Partition(
+            num_stages=num_stages,
+            num_chunks=pipeline.virtual_stages,
+            placement=pipeline.placement,
+            counts=tuple(counts(by, chain.num_blocks, num_parts, **found)),
+        )
+        for by in ways
+    ]
+    return cuts * num_replicas if len(cuts) == 1 else cuts
 
 
 class Traced:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.partition import parse_stages
+from shardtrain.pipeline.partition import parse_cuts
 from shardtrain.pipeline.schedule import SCHEDULES, placement_of
 from shardtrain.sharding.shares import parse_weights
 
@@ -24,7 +24,8 @@ class Pipeline:
       virtual_stages: parts of the model on each stage: 1 with 1f1b and zero_bubble, 2 with zb_v, 2 or more
         with interleaved, any number with gpipe.
       stages: how blocks are cut into stages: "equal", by "params" or "flops", by "time" (for islands of
-        unequal speed and memory), or numbers of blocks such as "3,4,4,1".
+        unequal speed and memory), or numbers of blocks such as "3,4,4,1"; for replicas across islands that
+        are cut differently one for each, "3,1;1,3".
       stage_speeds: of the devices of each stage, for a cut by time: numbers such as "1,0.5,2", in teraflops a
         second if there is a link speed, else in any unit; "auto": from the table of known devices.
       stage_memory: gigabytes of each device of each stage, for a cut by time: numbers such as "80,40,40";
@@ -50,7 +51,7 @@ class Pipeline:
             problems += _refused(lambda: SCHEDULES[self.schedule](1, 1, self.virtual_stages, False))
         elif not self.schedule.endswith(".csv"):
             problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
-        problems += _refused(lambda: parse_stages(self.stages))
+        problems += _refused(lambda: parse_cuts(self.stages))
         problems += _refused(lambda: numbers_of_stages("stage_speeds", self.stage_speeds, ("auto",)))
         problems += _refused(
             lambda: numbers_of_stages("stage_memory", self.stage_memory, ("auto", "unlimited"))

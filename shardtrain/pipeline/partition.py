@@ -91,6 +91,18 @@ def parse_stages(text: str) -> str | tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+def parse_cuts(text: str) -> list[str | tuple[int, ...]]:
+    """Parse one cut for all replicas of a pipeline, or one for each with semicolons between, "3,1;1,3".
+
+    Raises:
+      ValueError: see `parse_stages`.
+
+    >>> parse_cuts("flops"), parse_cuts("3,1;1,3")
+    (['flops'], [(3, 1), (1, 3)])
+    """
+    return [parse_stages(part) for part in text.split(";")]
+
+
 def counts(
     by: str | Sequence[int],
     num_blocks: int,

@@ -4,6 +4,7 @@ All stages execute the same table, replicas combine gradients stage by stage, an
 parameters that it owns. Losses and the gradient's norm are all-gathered. Next: `stage_executor.py`.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +13,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.fragments import by_path, like_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
@@ -25,6 +25,7 @@ from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
 from shardtrain.train_step.island_totals import average_model_state
+from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
@@ -58,6 +59,8 @@ class StageStep:
       start_row: the first row of this pipeline in the whole batch.
       last_step: the last step of the run, see `step.make_step`.
       observe: called after each task, see `StageExecutor`.
+      owners: the owners of each block, where pipelines cut the model differently; None: `transfer` reaches
+        those of all blocks of this stage.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class StageStep:
         start_row: int = 0,
         last_step: int = -1,
         observe: Observe | None = None,
+        owners: OwnerTransfers | None = None,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._all_gather = all_gather
@@ -97,13 +101,20 @@ class StageStep:
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
         # gradients are combined in each step, or what pipelines changed in some: one of these is not used
-        exchange: IslandMerge | IslandCombiner
+        exchanges: Sequence[IslandMerge | IslandCombiner]
         self._merge: IslandMerge | None = None
+        self._owners = owners or OwnerTransfers.of_stage(stage_model, transfer)
         if synchronisation.on_deltas:
-            self._merge = exchange = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
+            self._merge = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
+            exchanges = [self._merge]
         else:
-            self._combiner = exchange = IslandCombiner(synchronisation.combiner, placement, transfer)
-        self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
+            shapes = self._owners.shapes(placement.specs.abstract.params)
+            self._combiners = exchanges = [
+                IslandCombiner(synchronisation.combiner, placement, each, own)
+                for each, own in zip(self._owners.transfers, shapes, strict=True)
+            ]
+        self.labels = [label for each in exchanges for label in each.labels]
+        self.keeps_state = any(each.keeps_state for each in exchanges)
         # one program for each stretch between two messages, in the order of `__call__`
         self._gradient_programs = make_gradient_programs(placement)
         self._update = make_update(optimizer, clip, placement, learning_rate)
@@ -116,13 +127,13 @@ class StageStep:
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with what this stage needs for the exchange, see `IslandStep`."""
         if self._merge is None:
-            return state._replace(combine_state=[self._combiner.init()])
+            return state._replace(combine_state=[each.init() for each in self._combiners])
         return self._merge.begin(state)
 
     def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes of what `begin` returns, see `IslandStep`."""
         if self._merge is None:
-            return state._replace(combine_state=[self._combiner.wanted()])
+            return state._replace(combine_state=[each.wanted() for each in self._combiners])
         return self._merge.wanted(state)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -155,14 +166,14 @@ class StageStep:
             state, metrics = self._own_update(state, grads, model_state, totals, squares, count)
             state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
             return state, {**metrics, **(found or {})}
-        # 4. or gradients combined with the same stage of the other pipelines, and one update for all
+        # 4. or gradients combined with the owners of the same blocks in the other pipelines, and one update
+        # for all
         combine_metrics: Any = []
         if seats.num_replicas > 1:
-            grads, own_combine_state, combine_metrics, model_state = self._combined(
-                grads, combine_state[0], count, model_state
+            grads, combine_state, combine_metrics, model_state = self._combined(
+                grads, combine_state, count, model_state
             )
-            combine_state = [own_combine_state]
-        squares = self._gather_squares(grads)
+        squares = self._gather_squares(grads, replica=0)
         return self._update(state, grads, model_state, totals, squares, combine_state, combine_metrics)
 
     def follow(self, table: Table) -> None:
@@ -187,10 +198,14 @@ class StageStep:
         """End the mailbox's thread."""
         self.mailbox.close()
 
-    def _gather_squares(self, grads: Tree) -> np.float32:
-        """Return the square of the norm of the gradient of all stages of this pipeline."""
+    def _gather_squares(self, grads: Tree, replica: int | None = None) -> np.float32:
+        """Return the square of the norm of the gradient of all stages of a pipeline, by default of this one.
+
+        A combined gradient is the same in all, but its sum over stages that were cut otherwise is rounded
+        otherwise: then all take that of one pipeline.
+        """
         squares = self._all_gather("gradient norms", float(self._gradient_programs.squares(grads)))
-        return np.float32(np.sum(self.seats.of_replica(squares)))
+        return np.float32(np.sum(self.seats.of_replica(squares, replica)))
 
     def _gather_losses(self, name: str, loss_sums: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the sums of the loss of each pipeline, gathered from their last stages."""
@@ -204,15 +219,22 @@ class StageStep:
     def _combined(
         self, grads: Tree, combine_state: Any, count: np.float32, model_state: Tree
     ) -> tuple[Any, ...]:
-        """Combine with the same stage of all pipelines: (gradients, combiner state, metrics, model state)."""
+        """Combine with the owners of the same blocks: (gradients, combiner states, metrics, model state)."""
         mesh = self.placement.mesh
         on_mesh = jax.device_put(count, NamedSharding(mesh, PartitionSpec()))
-        sent = by_path(grads)
-        # the model state is averaged while buckets of gradients are under way
-        started = self._combiner.start(sent, on_mesh, combine_state)
-        model_state = average_model_state(self._transfer, model_state, on_mesh)
-        combined = self._combiner.finish(sent, started)
-        return like_paths(grads, combined.value), combined.state, combined.metrics, model_state
+        values, states, metrics = [], [], []
+        # group after group, in the same order on all islands: none waits for another in a ring
+        parts = self._owners.split(grads)
+        for number, (combiner, sent) in enumerate(zip(self._combiners, parts, strict=True)):
+            started = combiner.start(sent, on_mesh, combine_state[number])
+            if number == 0:
+                # the model state is averaged while buckets of gradients are under way
+                model_state = average_model_state(self._transfer, model_state, on_mesh)
+            combined = combiner.finish(sent, started)
+            values.append(combined.value)
+            states.append(combined.state)
+            metrics += combined.metrics
+        return self._owners.join(grads, values), states, metrics, model_state
 
     def _merged_state(self, model_state: Tree, batch: Batch) -> Tree:
         """Average the model state over this island's own replicas, weighted by their numbers of real rows."""

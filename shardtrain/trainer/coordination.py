@@ -19,6 +19,7 @@ from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
 from shardtrain.plan.devices import known_device
+from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.loop_parts import StepVote
 
@@ -64,10 +65,12 @@ class Coordination:
 
     Args:
       islands: None for a run of one island.
-      transfer: to the other islands, None likewise; to those of the same stage where islands hold stages.
+      transfer: to the other islands, None likewise; where islands hold stages, to those that own the first
+        blocks of this one's.
       seats: the stage and replica of each island; None without stages.
       stragglers: receives the step time of every rank; None disables it.
       timer: measures this rank's own work in a step.
+      owners: the transfers to the owners of all blocks of this stage; None without stages.
     """
 
     islands: Islands | None = None
@@ -75,6 +78,23 @@ class Coordination:
     seats: Seats | None = None
     stragglers: Stragglers | None = None
     timer: StepTimer = field(default_factory=StepTimer)
+    owners: OwnerTransfers | None = None
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All transfers to other islands."""
+        if self.owners is not None:
+            return self.owners.transfers
+        return () if self.transfer is None else (self.transfer,)
+
+    def bucket_seconds(self) -> dict[int, float]:
+        """Return the mean seconds of each bucket since the last call, by its number over all transfers."""
+        found, first = {}, 0
+        for transfer in self.transfers:
+            times = transfer.bucket_times
+            found |= {first + number: seconds for number, seconds in times.take().items()}
+            first += len(times.sizes_bytes)
+        return found
 
     @property
     def is_first(self) -> bool:
@@ -244,6 +264,6 @@ class Coordination:
         return result
 
     def close(self, failed: bool = False) -> None:
-        """End the thread of the transfer, see `Transfer.close`."""
-        if self.transfer is not None:
-            self.transfer.close(failed)
+        """End the threads of the transfers, see `Transfer.close`."""
+        for transfer in self.transfers:
+            transfer.close(failed)

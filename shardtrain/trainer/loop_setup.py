@@ -97,10 +97,10 @@ def make_loop_parts(
 
 def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
     """Make what tells where the time goes, and what this rank sends over each link."""
-    transfer, island_step = prepared.coordination.transfer, prepared.island_step
+    transfers, island_step = prepared.coordination.transfers, prepared.island_step
     sent: dict[str, Callable[[], int]] = {}
-    if transfer is not None:
-        sent["islands"] = lambda: transfer.num_bytes
+    if transfers:
+        sent["islands"] = lambda: sum(each.num_bytes for each in transfers)
     if isinstance(island_step, StageStep):
         sent["stages"] = lambda: island_step.mailbox.num_bytes
     stragglers = prepared.coordination.stragglers
@@ -108,7 +108,7 @@ def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
         activity,
         sent,
         dict if stragglers is None else stragglers.medians,
-        dict if transfer is None else transfer.bucket_times.take,
+        prepared.coordination.bucket_seconds,
     )
 
 

@@ -9,6 +9,7 @@ from shardtrain.data import Loader
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.report.islands import buckets_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
@@ -28,7 +29,13 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     sizes = (stages.num_stages, microbatches, stages.num_chunks)
     table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
     found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
-    return f"{heading(table)}; blocks {','.join(map(str, stages.counts))}\n{found}"
+    return f"{heading(table)}; blocks {_cuts_text(setup, stages)}\n{found}"
+
+
+def _cuts_text(setup: RunSetup, stages: Partition) -> str:
+    """Format the blocks of each part; of each pipeline where they are cut differently."""
+    cuts = dict.fromkeys(setup.cuts or [stages])
+    return "; ".join(",".join(map(str, cut.counts)) for cut in (cuts if len(cuts) == 1 else setup.cuts))
 
 
 def bridge_text(coordination: Coordination) -> str | None:
@@ -36,7 +43,7 @@ def bridge_text(coordination: Coordination) -> str | None:
     seats, transfer = coordination.seats, coordination.transfer
     if transfer is None or (seats is not None and seats.num_replicas == 1):
         return None
-    return buckets_text(transfer.bucket_times.sizes_bytes)
+    return buckets_text([size for each in coordination.transfers for size in each.bucket_times.sizes_bytes])
 
 
 def make_multi_island_step(
@@ -94,6 +101,7 @@ def _make_stage_step(
         placement=setup.placement,
         transfer=transfer,
         seats=seats,
+        owners=coordination.owners,
         mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
         all_gather=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
         synchronisation=run.strategy.synchronisation,

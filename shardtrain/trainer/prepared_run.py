@@ -17,7 +17,6 @@ from shardtrain.data import Batches, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.loss import guarded
-from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.scaling import scaled
@@ -40,6 +39,7 @@ from shardtrain.trainer.run_facts import run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy, island_numbers
+from shardtrain.trainer.transfers import make_transfers
 
 
 class PreparedRun(NamedTuple):
@@ -277,13 +277,10 @@ def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Co
         return Coordination()
     if islands.seat.num_islands == 1:
         return Coordination(islands)
-    across, platform = run.strategy.across, jax.devices()[0].platform
-    on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
-    stage = 0 if setup.seats is None else setup.seats.stage
-    transfer = islands.transfer(setup.mesh, across, on_device, stage)
+    transfer, owners = make_transfers(run, setup, islands)
     # the stages of a pipeline take different times by nature, so they are not compared
     stragglers = None if setup.seats else Stragglers(islands.control.names, run.recovery.straggler)
-    return Coordination(islands, transfer, setup.seats, stragglers)
+    return Coordination(islands, transfer, setup.seats, stragglers, owners=owners)
 
 
 def make_shares(run: Run, setup: RunSetup, coordination: Coordination) -> RowShares:

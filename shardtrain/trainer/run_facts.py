@@ -38,7 +38,7 @@ def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[st
             "accumulate": run.strategy.accumulate,
             "compute_dtype": run.strategy.compute_dtype,
             "pipeline.tasks": digest,
-            "pipeline.blocks": list(stage_model.stages.counts),
+            "pipeline.blocks": [list(cut.counts) for cut in setup.cuts],
         }
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
 

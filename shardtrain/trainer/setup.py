@@ -21,7 +21,8 @@ from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
 from shardtrain.optim.separable import coupling_problems
-from shardtrain.pipeline.costs import Traced, make_partition
+from shardtrain.pipeline.costs import Traced, make_partition, make_partitions
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
@@ -51,6 +52,7 @@ class RunSetup(NamedTuple):
       stage_model: the stage that this island holds; None where it holds the whole model.
       seats: the stage and replica of each island; None if each has the whole model.
       unused: paths of the parameters of the whole model that the loss does not depend on.
+      cuts: the partition of each pipeline, where islands are stages.
     """
 
     model: Model
@@ -61,6 +63,7 @@ class RunSetup(NamedTuple):
     stage_model: StageModel | None = None
     seats: Seats | None = None
     unused: tuple[str, ...] = ()
+    cuts: tuple[Partition, ...] = ()
 
     @property
     def whole_model(self) -> Model:
@@ -176,8 +179,11 @@ def _make_stage_setup(
     # cut the model: from here on the model of this island is that of its stage
     num_stages = strategy.across.partitions or num_islands
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
-    stages = make_partition(model, strategy.pipeline, num_stages, run.loss, microbatch)
+    cuts = make_partitions(model, strategy.pipeline, num_stages, run.loss, microbatch, seats.num_replicas)
     traced = Traced(model, run.loss, microbatch)
+    if len(set(cuts)) > 1 and (problems := _different_cut_problems(run, traced)):
+        raise problems_error(f"pipelines cannot be cut differently ({strategy.pipeline.stages})", problems)
+    stages = cuts[seats.replica]
     stage_model = StageModel(model=model, stages=stages, traced=traced, stage=seats.stage)
     stage = stage_model.as_model()
     named = run.optimizer
@@ -197,7 +203,20 @@ def _make_stage_setup(
         raise ValueError(missing_text(missing))
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     _check_evaluated(run, placement)
-    return RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, seats)
+    setup = RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, seats)
+    return setup._replace(cuts=tuple(cuts))
+
+
+def _different_cut_problems(run: Run, traced: Traced) -> list[str]:
+    """Return why the pipelines of a run must be cut alike."""
+    problems, synchronisation = [], run.strategy.synchronisation
+    if synchronisation.on_deltas:
+        problems.append("replicas combine deltas; use --combine-on gradients, or one cut for all")
+    if synchronisation.by not in ("mean", "sum"):
+        problems.append(f"combine is {synchronisation.by!r}; use mean or sum, or one cut for all")
+    if jax.tree.leaves(traced.model_state):
+        problems.append("the model has a state (batch norm), which is averaged by stage; use one cut for all")
+    return problems
 
 
 def _coupled_arrays(optimizer: Any, dims: Any, traced: Traced) -> list[str]:

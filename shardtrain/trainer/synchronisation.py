@@ -6,10 +6,9 @@ What is compared on the devices of one mesh is in `fingerprints.py`. Next: `resu
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from shardtrain.functional.model import path_text
+from shardtrain.combine.fragments import by_path
 from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.fingerprints import fingerprints, minority
@@ -49,7 +48,12 @@ def broadcast_state(coordination: Coordination, state: State, own_optimizers: bo
     """
     if coordination.transfer is None:
         return state
-    return state._replace(**coordination.transfer.map(_broadcast, _common(state, own_optimizers)))
+    common, owners = _common(state, own_optimizers), coordination.owners
+    if owners is None:
+        return state._replace(**coordination.transfer.map(_broadcast, common))
+    # group after group, as all islands go through them
+    parts = zip(owners.transfers, owners.split(common), strict=True)
+    return state._replace(**owners.join(common, [transfer.map(_broadcast, part) for transfer, part in parts]))
 
 
 def differing_arrays(coordination: Coordination, state: State, own_optimizers: bool) -> list[str]:
@@ -63,13 +67,25 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
     if coordination.transfer is None:
         return []
     assert coordination.islands is not None
-    common = _common(state, own_optimizers)
-    paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(common)]
-    mine = np.asarray(fingerprints(common)).tolist()
+    common, owners, seats = _common(state, own_optimizers), coordination.owners, coordination.seats
+    parts = {"": by_path(common)}
+    if owners is not None:
+        keys = (",".join(map(str, group.stages)) for group in owners.groups)
+        parts = dict(zip(keys, owners.split(common), strict=True))
+    mine = {
+        key: dict(zip(sorted(part), np.asarray(fingerprints(part)).tolist(), strict=True))
+        for key, part in parts.items()
+    }
     prints = coordination.islands.all_gather_islands("fingerprints", mine)
-    if coordination.seats is not None:
-        prints = prints[coordination.seats.stage :: coordination.seats.num_stages]
-    return [path for path, *found in zip(paths, *prints, strict=True) if len(set(found)) > 1]
+    # every rank compares the copies of every group, so that all find the same
+    differing: set[str] = set()
+    for key in {key for each in prints for key in each}:
+        copies = [each[key] for each in prints if key in each]
+        if seats is not None:
+            stages = enumerate(map(int, key.split(",")))
+            copies = [seats.of_replica(prints, replica)[stage][key] for replica, stage in stages]
+        differing |= {path for path in copies[0] if len({copy[path] for copy in copies}) > 1}
+    return sorted(differing)
 
 
 def faulty_copies(
@@ -90,7 +106,8 @@ def faulty_copies(
     if coordination.islands is None:
         return problem or None
     prints = str(np.asarray(fingerprints(params)).tolist())
-    group = [hardware, 0 if coordination.seats is None else coordination.seats.stage]
+    owners = coordination.owners
+    group = [hardware, [] if owners is None else [each.blocks for each in owners.groups]]
     gathered = coordination.all_gather(f"copies after step {step}", [problem, group, prints])
     if problems := [each for each, _, _ in gathered if each]:
         return problems[0]

@@ -27,6 +27,8 @@ TEXT, FOLDER, NUM_STAGES = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]
 ISLANDS = join()
 SEQ = 8
 SHARES = (1.0,) if ISLANDS is None or ISLANDS.seat.num_islands == NUM_STAGES else (3.0, 1.0)
+# two pipelines cut the model differently: the second block has other stages in each
+STAGES = "params" if SHARES == (1.0,) else "1,2;2,1"
 RUN = Run(
     model=TinyConfig(num_layers=3, dropout=0.1),
     data=Text(paths=(TEXT,), seq=SEQ, heldout_fraction=0.06),
@@ -44,7 +46,7 @@ RUN = Run(
 if ISLANDS is not None:
     across = Across(axis="pipeline", partitions=NUM_STAGES, shares=SHARES)
     RUN = dataclasses.replace(
-        RUN, strategy=dataclasses.replace(RUN.strategy, across=across, pipeline=Pipeline(stages="params"))
+        RUN, strategy=dataclasses.replace(RUN.strategy, across=across, pipeline=Pipeline(stages=STAGES))
     )
 
 

@@ -1,0 +1,48 @@
+"""The owners of each block where replicas of a pipeline cut a model each in its own way. Values only, no jax.
+
+Blocks with the same owners, one stage of each replica, are a group. Next: `train_step/owner_transfers.py`,
+which joins the gradients of a group among its owners.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtrain.pipeline.stacking import Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerGroup:
+    """Blocks with the same owners.
+
+    Args:
+      stages: for each replica, the stage that owns the blocks.
+      blocks: their numbers, in order.
+    """
+
+    stages: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+def owner_groups(cuts: Sequence[Partition]) -> tuple[OwnerGroup, ...]:
+    """Return the groups of owners, in the order of their first blocks.
+
+    Where all replicas cut alike there is one group for each stage. All islands go through their groups in
+    this order, so that none waits for another in a ring.
+
+    Args:
+      cuts: for each replica, its partition; all of the same blocks.
+
+    >>> cuts = [Partition(num_stages=2, counts=counts) for counts in ((1, 3), (3, 1))]
+    >>> [(group.stages, group.blocks) for group in owner_groups(cuts)]
+    [((0, 0), (0,)), ((1, 0), (1, 2)), ((1, 1), (3,))]
+    """
+    by_stages: dict[tuple[int, ...], list[int]] = {}
+    owners = [_stage_of_block(cut) for cut in cuts]
+    for block, stages in enumerate(zip(*owners, strict=True)):
+        by_stages.setdefault(stages, []).append(block)
+    return tuple(OwnerGroup(stages=stages, blocks=tuple(blocks)) for stages, blocks in by_stages.items())
+
+
+def _stage_of_block(cut: Partition) -> list[int]:
+    placement = cut.part_placement
+    return [placement.stage(part) for part, count in enumerate(cut.counts) for _ in range(count)]

@@ -1,0 +1,140 @@
+"""Split the arrays of a stage by the owners of its blocks in other pipelines, and join them again.
+
+Where replicas cut a model differently, a stage shares its first blocks with one stage of another pipeline and
+the next ones with another. Next: `stage_step.py`, `trainer/synchronisation.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.combine.fragments import by_path, like_paths
+from shardtrain.functional.model import BLOCKS
+from shardtrain.islands.transfer import Transfer
+from shardtrain.pipeline.block_owners import OwnerGroup
+from shardtrain.pipeline.stage_model import StageModel
+
+ALL, REST = "all", "rest"
+"""Instead of rows: the whole array; or an array of no parameter, such as a count, which all owners have."""
+
+Rows = tuple[int, ...] | str
+
+
+class OwnerTransfers:
+    """The groups of owners that a stage is in, in the order of blocks, and the transfer in each.
+
+    Args:
+      stage_model: the stage's share of the model.
+      groups: those that this stage is in.
+      transfers: of each group, to the islands that are in it.
+    """
+
+    def __init__(
+        self, stage_model: StageModel, groups: Sequence[OwnerGroup], transfers: Sequence[Transfer]
+    ) -> None:
+        assert len(groups) == len(transfers)
+        self.groups, self.transfers = tuple(groups), tuple(transfers)
+        self._stage_model = stage_model
+        self._numbers = stage_model.block_numbers
+        self._is_stacked = stage_model.model.chain is not None and stage_model.model.chain.stacked
+        self._params = frozenset(by_path(stage_model.own(stage_model.traced.params)))
+        self._programs: dict[Any, Any] = {}
+
+    @classmethod
+    def of_stage(cls, stage_model: StageModel, transfer: Transfer) -> "OwnerTransfers":
+        """Return the only group of a stage, where all pipelines cut the model alike."""
+        group = OwnerGroup(stages=(stage_model.stage,), blocks=tuple(stage_model.block_numbers))
+        return cls(stage_model, [group], [transfer])
+
+    def shapes(self, params: Any) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """Return path -> shape of what each group has of a tree like the stage's parameters."""
+        if len(self.groups) == 1:
+            return [by_path(params)]
+        return [
+            {
+                path: jax.ShapeDtypeStruct(
+                    x.shape if isinstance(rows, str) else (len(rows), *x.shape[1:]), x.dtype
+                )
+                for path, x, rows in self._of_group(number, by_path(params))
+            }
+            for number in range(len(self.groups))
+        ]
+
+    def split(self, tree: Any) -> list[dict[str, jax.Array]]:
+        """Return path -> array of each group; arrays of no parameter are in every group.
+
+        Args:
+          tree: arrays on the mesh, whose paths end in those of parameters.
+        """
+        leaves = by_path(tree)
+        if len(self.groups) == 1:
+            return [leaves]
+
+        def split(leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
+            return [
+                {
+                    path: x if isinstance(rows, str) else jnp.take(x, jnp.asarray(rows), axis=0)
+                    for path, x, rows in self._of_group(number, leaves)
+                }
+                for number in range(len(self.groups))
+            ]
+
+        shardings = [
+            {path: x.sharding for path, x, _ in self._of_group(number, leaves)}
+            for number in range(len(self.groups))
+        ]
+        return self._compiled("split", split, leaves, shardings)(leaves)
+
+    def join(self, tree: Any, parts: Sequence[Mapping[str, jax.Array]]) -> Any:
+        """Return a tree like the one that was split, with the arrays of its parts.
+
+        Args:
+          tree: what was split.
+          parts: of each group, as `split` returns them.
+        """
+        if len(self.groups) == 1:
+            return like_paths(tree, parts[0])
+        leaves = by_path(tree)
+
+        def join(parts: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+            found = {}
+            for number in reversed(range(len(self.groups))):
+                for path, x, rows in self._of_group(number, leaves):
+                    if isinstance(rows, str):
+                        found[path] = parts[number][path]  # the first group's, where all have it
+                    else:
+                        whole = found.get(path, jnp.zeros(x.shape, x.dtype))
+                        found[path] = whole.at[jnp.asarray(rows)].set(parts[number][path])
+            return found
+
+        shardings = {path: x.sharding for path, x in leaves.items()}
+        return like_paths(tree, self._compiled("join", join, leaves, shardings)(list(parts)))
+
+    def _of_group(self, number: int, leaves: Mapping[str, Any]) -> list[tuple[str, Any, Rows]]:
+        """Return (path, array, rows) of what a group has."""
+        found = [(path, x, self._rows(number, path, x.shape)) for path, x in leaves.items()]
+        return [(path, x, rows) for path, x, rows in found if rows]
+
+    def _rows(self, number: int, path: str, shape: tuple[int, ...]) -> Rows:
+        """Return the rows of an array that a group has, (0 rows: none of it)."""
+        group, keys = self.groups[number], path.split("/")
+        ends = ("/".join(keys[start:]) for start in range(len(keys)))
+        name = next((end for end in ends if end in self._params), None)
+        if name is None:
+            return REST
+        if not name.startswith(f"{BLOCKS}/"):
+            # the first stages own it in every replica, or the last ones
+            return ALL if set(group.stages) == {self._stage_model.users[name][0]} else ()
+        if not self._is_stacked:
+            return ALL if int(name.split("/")[1]) in group.blocks else ()
+        if shape[:1] != (len(self._numbers),):
+            return REST
+        return tuple(self._numbers.index(block) for block in group.blocks)
+
+    def _compiled(self, what: str, function: Any, leaves: Mapping[str, Any], shardings: Any) -> Any:
+        key = (what, *((path, x.shape, x.dtype, x.sharding) for path, x in leaves.items()))
+        if key not in self._programs:
+            self._programs[key] = jax.jit(function, out_shardings=shardings)
+        return self._programs[key]
