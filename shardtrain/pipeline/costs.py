@@ -13,6 +13,12 @@ from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.partition import Costs, counts, parse_cuts
 from shardtrain.pipeline.stacking import Partition
 
+NO_BLOCKS = (
+    "the model does not say what its blocks are, so a pipeline cannot cut it; give the nnx module `blocks`,"
+    " first(*inputs), run(blocks, activations, keys) and last(activations) (docs/pipeline.md), where every"
+    " parameter of stacked blocks names its first dim `layers`; or use pipeline=1"
+)
+
 STATE = "model_state/"
 """Prefix of the paths of model state, where they are listed with those of parameters."""
 
@@ -48,12 +54,7 @@ def make_partitions(
     """
     chain = model.chain
     if chain is None:
-        raise ValueError(
-            "the model does not say what its blocks are, so a pipeline cannot cut it; give the nnx module"
-            " `blocks`, first(*inputs), run(blocks, activations, keys) and last(activations)"
-            " (docs/pipeline.md), where every parameter of stacked blocks names its first dim `layers`; or"
-            " use pipeline=1"
-        )
+        raise ValueError(NO_BLOCKS)
     ways = parse_cuts(pipeline.stages)
     if len(ways) not in (1, num_replicas):
         use = "; ".join(["one for all", *([f"{num_replicas}, one each"] if num_replicas > 1 else [])])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
@@ -27,9 +28,10 @@ class Pipeline:
         unequal speed and memory), or numbers of blocks such as "3,4,4,1"; for replicas across islands that
         are cut differently one for each, "3,1;1,3".
       stage_speeds: of the devices of each stage, for a cut by time: numbers such as "1,0.5,2", in teraflops a
-        second if there is a link speed, else in any unit; "auto": from the table of known devices.
+        second if there is a link speed, else in any unit; for each replica "1,0.5;2,1"; "auto": from the
+        table of known devices.
       stage_memory: gigabytes of each device of each stage, for a cut by time: numbers such as "80,40,40";
-        "auto": from the table of known devices; "unlimited".
+        for each replica "80,40;16,16"; "auto": from the table of known devices; "unlimited".
       link_speed: gigabytes a second from stage to stage, for a cut by time; None: sending takes no time.
 
     Raises:
@@ -52,10 +54,9 @@ class Pipeline:
         elif not self.schedule.endswith(".csv"):
             problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
         problems += _refused(lambda: parse_cuts(self.stages))
-        problems += _refused(lambda: numbers_of_stages("stage_speeds", self.stage_speeds, ("auto",)))
-        problems += _refused(
-            lambda: numbers_of_stages("stage_memory", self.stage_memory, ("auto", "unlimited"))
-        )
+        for name, words in (("stage_speeds", ("auto",)), ("stage_memory", ("auto", "unlimited"))):
+            for part in getattr(self, name).split(";"):
+                problems += _refused(partial(numbers_of_stages, name, part, words))
         if self.link_speed is not None and not 0 < self.link_speed < math.inf:
             problems.append(f"link_speed is {self.link_speed}; use gigabytes a second above 0")
         if problems:

@@ -181,7 +181,7 @@ def _make_stage_setup(
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
     cuts = make_partitions(model, strategy.pipeline, num_stages, run.loss, microbatch, seats.num_replicas)
     traced = Traced(model, run.loss, microbatch)
-    if len(set(cuts)) > 1 and (problems := _different_cut_problems(run, traced)):
+    if len(set(cuts)) > 1 and (problems := different_cut_problems(run, traced.model_state)):
         raise problems_error(f"pipelines cannot be cut differently ({strategy.pipeline.stages})", problems)
     stages = cuts[seats.replica]
     stage_model = StageModel(model=model, stages=stages, traced=traced, stage=seats.stage)
@@ -207,14 +207,14 @@ def _make_stage_setup(
     return setup._replace(cuts=tuple(cuts))
 
 
-def _different_cut_problems(run: Run, traced: Traced) -> list[str]:
+def different_cut_problems(run: Run, model_state: Any) -> list[str]:
     """Return why the pipelines of a run must be cut alike."""
     problems, synchronisation = [], run.strategy.synchronisation
     if synchronisation.on_deltas:
         problems.append("replicas combine deltas; use --combine-on gradients, or one cut for all")
     if synchronisation.by not in ("mean", "sum"):
         problems.append(f"combine is {synchronisation.by!r}; use mean or sum, or one cut for all")
-    if jax.tree.leaves(traced.model_state):
+    if jax.tree.leaves(model_state):
         problems.append("the model has a state (batch norm), which is averaged by stage; use one cut for all")
     return problems
 

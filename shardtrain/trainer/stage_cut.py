@@ -15,11 +15,11 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.islands.membership import Islands
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.block_costs import model_costs
-from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.costs import NO_BLOCKS, Traced
 from shardtrain.pipeline.options import Pipeline, numbers_of_stages
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
+from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut
 from shardtrain.plan.devices import TERA, Device, known_device
 from shardtrain.report.quantities import bytes_text
@@ -29,7 +29,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.setup import microbatch_of
+from shardtrain.trainer.setup import different_cut_problems, microbatch_of
 
 
 class IslandDevices(NamedTuple):
@@ -70,16 +70,59 @@ def with_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunCo
     num_stages = strategy.across.partitions or len(every)
     seats = Seats(num_islands=len(every), num_stages=num_stages, island=islands.seat.island)
     replicas = [seats.of_replica(every, replica) for replica in range(seats.num_replicas)]
-    stages, counted = devices_of_stages(strategy.pipeline, replicas)
-    costs = stage_costs(run, source, stages, seats.num_replicas)
-    cut = best_cut(costs)
-    output.note(cut_text(costs, cut, counted))
-    text = ",".join(map(str, cut.counts))
-    return replace(run, strategy=replace(strategy, pipeline=replace(strategy.pipeline, stages=text)))
+    text, cuts = _cut(run, source, replicas)
+    output.note(text)
+    return replace(run, strategy=replace(strategy, pipeline=replace(strategy.pipeline, stages=cuts)))
+
+
+def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> tuple[str, str]:
+    """Return the text about the cuts of all replicas, and the cuts themselves.
+
+    Args:
+      run: the run.
+      source: its samples.
+      replicas: for each replica, the island of each stage.
+    """
+    model, pipeline = model_of(run), run.strategy.pipeline
+    state = jax.eval_shape(model.init, jax.random.key(0))[1]
+    costs = block_costs(run, source, len(replicas))
+    if len(replicas) > 1 and different_cut_problems(run, state):
+        # one cut for all: each stage as the slowest of its islands
+        pools = [(pipeline, replicas)]
+    else:
+        pools = [
+            (_of_replica(pipeline, number, len(replicas)), [replica])
+            for number, replica in enumerate(replicas)
+        ]
+    texts: dict[str, str] = {}
+    cuts = []
+    for own, pool in pools:
+        stages, counted = devices_of_stages(own, pool)
+        all_costs = stage_costs(run, costs, stages)
+        found = best_cut(all_costs)
+        cuts.append(",".join(map(str, found.counts)))
+        texts.setdefault(cut_text(all_costs, found, counted), "")
+    return "\n".join(texts), ";".join(cuts if len(set(cuts)) > 1 else cuts[:1])
+
+
+def _of_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipeline:
+    """Return the options with the speeds and memories of one replica, where they are given for each."""
+    found, problems = {}, []
+    for name in ("stage_speeds", "stage_memory"):
+        parts = getattr(pipeline, name).split(";")
+        if len(parts) not in (1, num_replicas):
+            problems.append(
+                f"{name} is for {len(parts)} pipelines, and there {'are' if num_replicas > 1 else 'is'}"
+                f" {num_replicas}; give one for all, or one each"
+            )
+        found[name] = parts[replica] if len(parts) > replica and len(parts) > 1 else parts[0]
+    if problems:
+        raise problems_error("pipelines cannot be cut by time", problems)
+    return replace(pipeline, **found)
 
 
 def predicted_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
-    """Return the text of a cut by time for islands that are not there: equal devices, but for the options.
+    """Return the text of cuts by time for islands that are not there: equal devices, but for the options.
 
     Args:
       run: of a pipeline across islands that is cut by time.
@@ -91,19 +134,17 @@ def predicted_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
     """
     strategy = run.strategy
     texts = (strategy.pipeline.stage_speeds, strategy.pipeline.stage_memory)
-    given = [text.count(",") + 1 for text in texts if text not in ("auto", "unlimited")]
-    num_stages = num_stages or strategy.across.partitions or next(iter(given), None)
+    given = [text.split(";") for text in texts if text not in ("auto", "unlimited")]
+    num_stages = num_stages or strategy.across.partitions or next((x[0].count(",") + 1 for x in given), None)
     if num_stages is None:
         raise ValueError(
             "a cut by time was asked for, and nothing says for how many stages; give --pipeline-stages, or"
             " --stage-speeds with a number for each"
         )
-    island = island_devices(
-        strategy.layout, "equal devices", math.prod(max(size, 1) for size in strategy.layout.mesh.values())
-    )
-    stages, counted = devices_of_stages(strategy.pipeline, [[island] * num_stages])
-    costs = stage_costs(run, source, stages, 1)
-    return cut_text(costs, best_cut(costs), counted)
+    number = math.prod(max(size, 1) for size in strategy.layout.mesh.values())
+    island = island_devices(strategy.layout, "equal devices", number)
+    num_replicas = max(map(len, given), default=1)
+    return _cut(run, source, [[island] * num_stages] * num_replicas)[0]
 
 
 def cuts_by_time(run: Run) -> bool:
@@ -185,28 +226,36 @@ def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
     return float32 if all(float32.values()) else matrix
 
 
-def stage_costs(run: Run, source: Any, stages: Sequence[StageDevices], num_replicas: int) -> StageCosts:
-    """Return the costs of a run's blocks on these stages, for the rows of one replica's microbatch.
+def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
+    """Return the costs of a run's blocks, for the rows of one replica's microbatch.
 
     Raises:
-      ValueError: the model does not say what its blocks are, or the schedule has several parts a stage.
+      ValueError: the model does not say what its blocks are.
     """
-    model, pipeline = model_of(run), run.strategy.pipeline
+    model = model_of(run)
     if model.chain is None:
-        raise ValueError("the model does not say what its blocks are, so a pipeline cannot cut it")
+        raise ValueError(NO_BLOCKS)
     rows = max(run.batch // run.strategy.accumulate // num_replicas, 1)
     batch = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in microbatch_of(run, source).items()
     }
-    traced = Traced(model, run.loss, batch)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
-    link = math.inf if pipeline.link_speed is None else pipeline.link_speed * GB
+    return model_costs(Traced(model, run.loss, batch), optimizer.init)
+
+
+def stage_costs(run: Run, model: ModelCosts, stages: Sequence[StageDevices]) -> StageCosts:
+    """Return the costs of a run's blocks on these stages.
+
+    Raises:
+      ValueError: the schedule has several parts a stage, or there are too few blocks.
+    """
+    pipeline = run.strategy.pipeline
     return StageCosts(
-        model=model_costs(traced, optimizer.init),
+        model=model,
         devices=stages,
         table=make_table(pipeline.schedule, len(stages), run.strategy.accumulate, pipeline.virtual_stages),
-        link_bytes_per_second=link,
+        link_bytes_per_second=math.inf if pipeline.link_speed is None else pipeline.link_speed * GB,
     )
 
 

@@ -59,6 +59,13 @@ def test_stages_of_islands_are_cut_by_time(inspected):
     assert [row[::2] for row in rows] == [["0", "1"], ["1", "0.333"]]
     assert int(rows[0][1]) > 3
     assert "nothing says for how many stages; give --pipeline-stages" in inspected(*words)
+    # two pipelines, each in its own way
+    text = inspected(*words, "--stage-speeds", "3,1;1,3", "--model.num-layers", "6")
+    assert text.count("stages cut by time") == 2
+    rows = [line.split()[:2] for line in text.splitlines() if line.strip()[:2] in ("0 ", "1 ")]
+    assert int(rows[0][1]) > int(rows[2][1])
+    told = inspected(*words, "--stage-speeds", "3,1;1,3;1,1", "--stage-memory", "1,1;1,1")
+    assert "stage_memory is for 2 pipelines, and there are 3; give one for all, or one each" in told
 
 
 def test_without_a_schedule_there_is_no_timeline(inspected):

@@ -20,17 +20,19 @@ from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
 from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.islands.bridge import Control, MpiGroup, world
+from shardtrain.islands.bridge import MPI, Control, MpiGroup, world
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.pipeline.costs import Traced, make_partition
+from shardtrain.pipeline.block_owners import owner_groups
+from shardtrain.pipeline.costs import Traced, make_partitions
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.seats import Seats
@@ -167,6 +169,7 @@ def make(
     shares=None,
     optimizer=None,
     last_step=-1,
+    cuts="params",
 ):
     """(step, state, batch) of this rank."""
     optimizer = optimizer or gradients_as_state()
@@ -185,12 +188,18 @@ def make(
     rows = {key: value[mine] for key, value in rows.items()}
     rows["weights"] = np.where(np.arange(padded) < number, rows["weights"], 0).astype(np.float32)
     microbatch = {key: value[: padded // microbatches] for key, value in rows.items()}
-    pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages="params")
-    stages = make_partition(model(name), pipeline, num_stages, loss, microbatch)
+    pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages=cuts)
+    partitions = make_partitions(model(name), pipeline, num_stages, loss, microbatch, seats.num_replicas)
     traced = Traced(model(name), loss, microbatch)
+    stages = partitions[seats.replica]
     stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
     placement = make_placement(stage_model.as_model(), optimizer, layout, mesh)
-    same_stage = comm.Split(seats.stage, comm.rank)
+    owned = []
+    for group in owner_groups(partitions):
+        joins = group.stages[seats.replica] == seats.stage
+        owners = comm.Split(0 if joins else MPI.UNDEFINED, comm.rank)
+        owned += [(group, Transfer(mesh, [MpiGroup(owners)]))] if joins else []
+    groups, transfers = zip(*owned, strict=True)
     step = StageStep(
         stage_model=stage_model,
         flow=stage_model.flow(microbatch),
@@ -199,7 +208,8 @@ def make(
         optimizer=optimizer,
         clip=None,
         placement=placement,
-        transfer=Transfer(mesh, [MpiGroup(same_stage)]),
+        transfer=transfers[0],
+        owners=OwnerTransfers(stage_model, groups, transfers),
         seats=seats,
         mailbox=Mailbox(
             comm.Split(seats.replica, seats.stage), [f"stage {i}" for i in range(num_stages)], 60
@@ -225,7 +235,11 @@ def close(got, expected, case):
 
 def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shares) -> None:
     """One set of compiled parts, and every table that fits it."""
-    step, state, batch = make(comm, num_stages, name, schedules[0], chunks, microbatches, shares=shares)
+    # two pipelines cut the model differently, and stages have other meshes too
+    cuts = {2: "3,4;5,2", 3: "1,2,4;3,2,2"}[num_stages] if shares else "params"
+    step, state, batch = make(
+        comm, num_stages, name, schedules[0], chunks, microbatches, shares=shares, cuts=cuts
+    )
     expected = None if comm.rank else one_device(name, microbatches)  # one rank compiles it for all
     metrics, grads, model_state, heldout = comm.bcast(expected)
     for schedule in schedules:

@@ -12,6 +12,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
@@ -80,6 +81,7 @@ def refused(name: str = "whole", **changes: object) -> str:
 whole, text = run("whole")
 if ISLANDS is not None:
     assert not ISLANDS.is_first or "no sample: the model is distributed over islands" in text, text
+    assert not ISLANDS.is_first or "blocks 1,2; 2,1\n" in text or SHARES == (1.0,), text
     lose_the_last("parts")
     parts, text = run("parts")
     assert bits(parts.state) == bits(whole.state)
@@ -96,6 +98,16 @@ if ISLANDS is not None:
     if SHARES == (1.0,):
         by_time = "stages cut by time, by the speeds that were given" in text and "blocks 2,1" in text
         assert by_time or not ISLANDS.is_first, text
+    if SHARES != (1.0,):
+        three = dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages="1,2;2,1;1,2"))
+        assert "has 3 cuts, and there are 2 pipelines; give one for all; 2, one each" in refused(
+            strategy=three
+        )
+        moved = Synchronisation(on="deltas", by="adasum")
+        told = refused(strategy=dataclasses.replace(RUN.strategy, synchronisation=moved))
+        assert "cannot be cut differently (1,2;2,1)" in told, told
+        assert "combine deltas; use --combine-on gradients, or one cut for all" in told, told
+        assert "combine is 'adasum'; use mean or sum, or one cut for all" in told, told
     odd = dataclasses.replace(RUN.strategy, across=Across(axis="pipeline", partitions=3))
     assert "do not make whole pipelines" in refused(strategy=odd)
     sys.stdout.write(" ".join(sorted(path.name for path in (FOLDER / "whole" / "checkpoints").glob("*6*"))))
