@@ -41,7 +41,7 @@ def test_each_array_is_in_the_group_of_its_owners(config, loss, batch):
         owners = OwnerTransfers(stage_model, groups, transfers)
         shapes = stage_model.own(traced.params)
         random = np.random.default_rng(stage)
-        params = jax.tree.map(lambda x: jax.device_put(random.normal(size=x.shape)), shapes)
+        params = jax.tree.map(lambda x, r=random: jax.device_put(r.normal(size=x.shape)), shapes)
         state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
         parts = owners.split(state)
         joined = owners.join(state, parts)
