@@ -11,6 +11,9 @@ from shardtrain.pipeline.partition import parse_cuts
 from shardtrain.pipeline.schedule import SCHEDULES, placement_of
 from shardtrain.sharding.shares import parse_weights
 
+SPEEDS, MEMORY = ("auto", "measured"), ("auto", "unlimited")
+"""Words instead of the numbers of a speed, or of a memory, for each stage."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
@@ -29,7 +32,7 @@ class Pipeline:
         are cut differently one for each, "3,1;1,3".
       stage_speeds: of the devices of each stage, for a cut by time: numbers such as "1,0.5,2", in teraflops a
         second if there is a link speed, else in any unit; for each replica "1,0.5;2,1"; "auto": from the
-        table of known devices.
+        table of known devices; "measured": each island times a block of the model at the start.
       stage_memory: gigabytes of each device of each stage, for a cut by time: numbers such as "80,40,40";
         for each replica "80,40;16,16"; "auto": from the table of known devices; "unlimited".
       link_speed: gigabytes a second from stage to stage, for a cut by time; None: sending takes no time.
@@ -54,7 +57,7 @@ class Pipeline:
         elif not self.schedule.endswith(".csv"):
             problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
         problems += _refused(lambda: parse_cuts(self.stages))
-        for name, words in (("stage_speeds", ("auto",)), ("stage_memory", ("auto", "unlimited"))):
+        for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
             for part in getattr(self, name).split(";"):
                 problems += _refused(partial(numbers_of_stages, name, part, words))
         if self.link_speed is not None and not 0 < self.link_speed < math.inf:

@@ -13,13 +13,9 @@ import jax
 from shardtrain.axes import DATA, FSDP, TENSOR
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.membership import Islands
-from shardtrain.optim.optimizer import make_optimizer
-from shardtrain.pipeline.block_costs import model_costs
-from shardtrain.pipeline.costs import NO_BLOCKS, Traced
-from shardtrain.pipeline.options import Pipeline, numbers_of_stages
+from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, numbers_of_stages
 from shardtrain.pipeline.partition import counts
-from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
+from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut
 from shardtrain.plan.devices import TERA, Device, known_device
 from shardtrain.report.quantities import bytes_text
@@ -29,7 +25,10 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.setup import different_cut_problems, microbatch_of
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.setup import different_cut_problems
+from shardtrain.trainer.stage_probe import flops_per_second
+from shardtrain.trainer.traced_costs import block_costs, stage_costs, trace
 
 
 class IslandDevices(NamedTuple):
@@ -40,12 +39,14 @@ class IslandDevices(NamedTuple):
       number: of them.
       state_shards: into so many devices parameters are sharded.
       row_shards: into so many devices rows are.
+      flops_per_second: of each device, as it was measured; None: it was not.
     """
 
     kind: str
     number: int
     state_shards: int
     row_shards: int
+    flops_per_second: float | None = None
 
 
 def with_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> Run:
@@ -66,6 +67,12 @@ def with_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunCo
     devices = jax.local_devices()
     number = islands.seat.num_processes * len(devices)
     own = island_devices(strategy.layout, devices[0].device_kind, number)
+    if strategy.pipeline.stage_speeds == "measured":
+        # ranks of one host take turns, as they share it
+        num_pipelines = islands.seat.num_islands // (strategy.across.partitions or islands.seat.num_islands)
+        traced = trace(run, source, num_pipelines, own.row_shards)
+        measured = Coordination(islands).in_turn("speeds of stages", lambda: flops_per_second(traced))
+        own = own._replace(flops_per_second=measured)
     every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of stages", list(own))]
     num_stages = strategy.across.partitions or len(every)
     seats = Seats(num_islands=len(every), num_stages=num_stages, island=islands.seat.island)
@@ -94,14 +101,14 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
             (_of_replica(pipeline, number, len(replicas)), [replica])
             for number, replica in enumerate(replicas)
         ]
-    texts: dict[str, str] = {}
-    cuts = []
+    texts, cuts = [], []
     for own, pool in pools:
         stages, counted = devices_of_stages(own, pool)
         all_costs = stage_costs(run, costs, stages)
         found = best_cut(all_costs)
         cuts.append(",".join(map(str, found.counts)))
-        texts.setdefault(cut_text(all_costs, found, counted), "")
+        name = f"pipeline {len(cuts) - 1}:\n" if len(pools) > 1 else ""
+        texts.append(f"{name}{cut_text(all_costs, found, counted)}")
     return "\n".join(texts), ";".join(cuts if len(set(cuts)) > 1 else cuts[:1])
 
 
@@ -134,7 +141,7 @@ def predicted_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
     """
     strategy = run.strategy
     texts = (strategy.pipeline.stage_speeds, strategy.pipeline.stage_memory)
-    given = [text.split(";") for text in texts if text not in ("auto", "unlimited")]
+    given = [text.split(";") for text in texts if text not in (*SPEEDS, *MEMORY)]
     num_stages = num_stages or strategy.across.partitions or next((x[0].count(",") + 1 for x in given), None)
     if num_stages is None:
         raise ValueError(
@@ -174,18 +181,20 @@ def devices_of_stages(
       ValueError: another number of speeds or memories than stages; a link speed beside speeds in no unit.
     """
     num_stages = len(replicas[0])
-    speeds = numbers_of_stages("stage_speeds", pipeline.stage_speeds, ("auto",))
-    memory = numbers_of_stages("stage_memory", pipeline.stage_memory, ("auto", "unlimited"))
+    speeds = numbers_of_stages("stage_speeds", pipeline.stage_speeds, SPEEDS)
+    memory = numbers_of_stages("stage_memory", pipeline.stage_memory, MEMORY)
     problems = [
         f"{name} has {len(given)} numbers, and there are {num_stages} stages; give one each"
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))
         if given is not None and len(given) != num_stages
     ]
     known = {island.kind: known_device(island.kind) for replica in replicas for island in replica}
+    measures = pipeline.stage_speeds == "measured"
+    every = [island for replica in replicas for island in replica]
     rates = _rates(known)
     unknown = sorted(kind for kind, rate in rates.items() if rate is None)
     counted = "by the speeds that were given"
-    if speeds is None and unknown:
+    if speeds is None and unknown and not measures:
         counted = f"by the number of devices, as the speed of {', '.join(unknown)} is not known"
         if pipeline.link_speed is not None:
             problems.append(
@@ -194,11 +203,17 @@ def devices_of_stages(
             )
     elif speeds is None:
         counted = "by the peak rates of their devices"
+    if measures:
+        counted = "by the measured speed of their devices"
+        if any(island.flops_per_second is None for island in every):
+            problems.append("stage_speeds is 'measured', and no islands are there; give numbers, or auto")
     if problems:
         raise problems_error(f"{num_stages} stages cannot be cut by time", problems)
 
     def speed(island: IslandDevices) -> float:
-        return island.number * (rates[island.kind] or 1.0 if not unknown else 1.0)
+        if island.flops_per_second is not None:
+            return island.number * island.flops_per_second
+        return island.number * (1.0 if unknown else rates[island.kind] or 1.0)
 
     def room(island: IslandDevices) -> float:
         device = known[island.kind]
@@ -224,39 +239,6 @@ def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
         return matrix
     float32 = {kind: device and device.float32_flops_per_second for kind, device in known.items()}
     return float32 if all(float32.values()) else matrix
-
-
-def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
-    """Return the costs of a run's blocks, for the rows of one replica's microbatch.
-
-    Raises:
-      ValueError: the model does not say what its blocks are.
-    """
-    model = model_of(run)
-    if model.chain is None:
-        raise ValueError(NO_BLOCKS)
-    rows = max(run.batch // run.strategy.accumulate // num_replicas, 1)
-    batch = {
-        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-        for name, x in microbatch_of(run, source).items()
-    }
-    optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
-    return model_costs(Traced(model, run.loss, batch), optimizer.init)
-
-
-def stage_costs(run: Run, model: ModelCosts, stages: Sequence[StageDevices]) -> StageCosts:
-    """Return the costs of a run's blocks on these stages.
-
-    Raises:
-      ValueError: the schedule has several parts a stage, or there are too few blocks.
-    """
-    pipeline = run.strategy.pipeline
-    return StageCosts(
-        model=model,
-        devices=stages,
-        table=make_table(pipeline.schedule, len(stages), run.strategy.accumulate, pipeline.virtual_stages),
-        link_bytes_per_second=math.inf if pipeline.link_speed is None else pipeline.link_speed * GB,
-    )
 
 
 def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:

@@ -7,14 +7,16 @@ import optax
 import pytest
 from tiny_language_model import TinyConfig
 
-from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.loss import classification_loss, next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.block_costs import model_costs
 from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.plan.devices import known_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.stage_cut import IslandDevices, devices_of_stages, island_devices
+from shardtrain.trainer.stage_probe import flops_per_second
 
 FAST, SLOW = "NVIDIA H100 80GB HBM3", "NVIDIA L4"
 
@@ -62,6 +64,28 @@ def test_where_a_device_is_not_known_the_number_counts_or_what_is_given():
         "  - stage_memory has 1 numbers, and there are 2 stages; give one each\n"
         "  - link_speed is 3.0, and the speed of cpu is not known; give stage_speeds in teraflops a second"
     )
+
+
+def test_measured_speeds_are_those_of_the_islands():
+    measured = [[IslandDevices("cpu", 2, 1, 1, 3e9), IslandDevices("cpu", 1, 1, 1, 4e9)]]
+    found, counted = devices_of_stages(Pipeline(stage_speeds="measured", link_speed=1.0), measured)
+    assert [each.flops_per_second for each in found] == [6e9, 4e9]
+    assert counted == "by the measured speed of their devices"
+    with pytest.raises(ValueError, match="stage_speeds is 'measured', and no islands are there"):
+        devices_of_stages(Pipeline(stage_speeds="measured"), [islands(FAST, SLOW)])
+
+
+def test_the_costliest_block_is_timed():
+    """Its flops forward and backward over the shortest time, by a clock with 4, 3, 2, 3 and 4 seconds."""
+    config = ResNetConfig(depth=20, filters=4, num_groups=2, height=8, width=8, colours=1, classes=10)
+    batch = {
+        "image": np.zeros((2, 8, 8, 1), np.float32),
+        "label": np.zeros(2, np.int32),
+        "weights": np.ones(2, np.float32),
+    }
+    traced = Traced(from_nnx(config), classification_loss, batch)
+    times = iter([0, 4, 10, 13, 20, 22, 30, 33, 40, 44])
+    assert flops_per_second(traced, lambda: next(times)) == 3 * max(traced.costs("flops").blocks) / 2
 
 
 def test_what_a_layout_shards():
