@@ -51,6 +51,7 @@ SHORT = {
     f"{SYNCHRONISATION}fragments": "fragments",
     f"{SYNCHRONISATION}overlap": "overlap",
     f"{SYNCHRONISATION}when": "meet_when",
+    f"{SYNCHRONISATION}distance": "clock_distance",
     f"{SYNCHRONISATION}outer.learning_rate": "outer_rate",
     f"{SYNCHRONISATION}outer.momentum": "outer_momentum",
     f"{SYNCHRONISATION}outer.nesterov": "outer_nesterov",

@@ -69,6 +69,10 @@ class Synchronisation:
       when: whether replicas meet where `every` lets them: "always", or a rule with its number, such as
         "moved:0.01": if one has moved from the common parameters by more than 1 % of their norm. After the
         last step of a run they meet in any case.
+      distance: number of waves, of `every` steps each, that an island may be ahead of the slowest one: it
+        pushes what it changed in a wave, and goes on from all that was pushed so far (wave-synchronous
+        parallelism, HetPipe). None: all replicas merge together. It is for islands; the replicas of a mesh
+        merge together in any case.
 
     Short form: the name of a preset, such as "diloco" (see `PRESETS`), or a value of `by`.
 
@@ -84,6 +88,7 @@ class Synchronisation:
     fragments: int = 1
     overlap: int = 0
     when: str = ALWAYS
+    distance: int | None = None
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
@@ -125,6 +130,7 @@ class Synchronisation:
             for name, value, plain in (("overlap", self.overlap, 0), ("when", self.when, ALWAYS))
             if value != plain and self.on == "gradients"
         ]
+        problems += self._wave_problems()
         if self.inside == "sum" and self.on == "deltas":
             problems.append("inside is 'sum', but deltas are of an island's own mean gradient; use mean")
         if problems:
@@ -132,6 +138,32 @@ class Synchronisation:
         if isinstance(self.by, str):
             make_combiner(self.by)
         make_meeting_rule(self.when)
+
+    def _wave_problems(self) -> list[str]:
+        """Return what does not go with waves: their updates are added as they come."""
+        if self.distance is None:
+            return []
+        problems = []
+        if self.distance < 0:
+            problems.append(f"distance is {self.distance} waves; use 0 or more, or None for no waves")
+        if self.on == "gradients":
+            problems.append(
+                f"distance is {self.distance} waves, which are of deltas, and gradients are combined in every"
+                " step; use deltas (--combine-on deltas)"
+            )
+        plain = {"by": "mean", "outer": Outer(), "fragments": 1, "overlap": 0, "when": ALWAYS}
+        problems += [
+            f"{name} is {getattr(self, name)!r}, and updates of waves (--clock-distance) are added whole, as"
+            f" they come; use {value!r}"
+            for name, value in plain.items()
+            if getattr(self, name) != value
+        ]
+        return problems
+
+    @property
+    def simplified(self) -> "Synchronisation":
+        """Every step where that is the same: waves of one step, of which nobody may be ahead."""
+        return Synchronisation() if self.distance == 0 and self.every == 1 else self
 
     @property
     def combiner(self) -> Combiner:
@@ -165,7 +197,7 @@ class Synchronisation:
     @property
     def keeps_drift(self) -> bool:
         """Whether replicas have parameters of their own after some steps."""
-        return self.every > 1 or self.overlap > 0 or self.when != ALWAYS
+        return self.every > 1 or self.overlap > 0 or self.when != ALWAYS or self.distance is not None
 
     def is_sent(self, fragment: int, step: Any, last_step: int = -1) -> Any:
         """Return whether replicas may send a fragment's deltas at the end of a step.
@@ -198,12 +230,14 @@ PRESETS = {
     "streaming-diloco": Synchronisation(on="deltas", every=30, outer=_DILOCO, fragments=5),
     "adasum-deltas": Synchronisation(by="adasum", on="deltas"),
     "hierarchical": Synchronisation(on="deltas", every=4),
+    "wsp": Synchronisation(on="deltas", every=4, distance=4),
 }
 """Name -> a way to synchronise. "every-step": the mean gradient in each step. "local-sgd": replicas take 16
 steps alone, then their changes are averaged (Stich 2019). "diloco": 30 steps alone, and Nesterov momentum
 over the averages (Douillard et al. 2023, which takes 500). "streaming-diloco": the same in 4 parts, one at a
 time (Douillard et al. 2025, without its overlap). "adasum-deltas": Horovod's Adasum, in each step.
-"hierarchical": for several islands, whose devices average in every step and which meet every 4 steps."""
+"hierarchical": for several islands, whose devices average in every step and which meet every 4 steps. "wsp":
+islands push their changes every 4 steps, and may be 4 such waves ahead (Park et al. 2020, HetPipe)."""
 
 
 def preset(name: str) -> Synchronisation:

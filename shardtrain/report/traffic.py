@@ -62,6 +62,14 @@ def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequenc
             outer = f"SGD with rate {sgd.learning_rate}{momentum}"
     else:
         outer = "given in Python"
+    if synchronisation.distance is not None:
+        every, ahead = synchronisation.every, synchronisation.distance
+        return (
+            f"islands: waves of {every} steps, of which one may be {ahead} ahead; it pushes what it changed"
+            " to shards of the parameters, one on each island, and pulls these\n"
+            f"an island pushes {bytes_text(whole)} of float32 a wave, {bytes_text(whole // every)} a step on"
+            f" average; at most {ahead * every + every - 1} steps of another island are missing in a step"
+        )
     each = f"each of {len(num_elements)} fragments " if len(num_elements) > 1 else ""
     when = "" if synchronisation.when == ALWAYS else f" at most, when {synchronisation.when}"
     overlap = synchronisation.overlap

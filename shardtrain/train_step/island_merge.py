@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
@@ -21,8 +20,9 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
 from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
 from shardtrain.train_step.local_steps import merged, next_round, send, to_combine
-from shardtrain.train_step.placement import Placement, outer_specs
-from shardtrain.train_step.replica_state import fragments_of, init_local, init_outer, local_layout
+from shardtrain.train_step.own_state import OwnState
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.state import Local, State
 from shardtrain.train_step.step import Metrics
 
@@ -68,7 +68,7 @@ class IslandMerge:
         all_gather: AllGather = alone,
         last_step: int = -1,
     ) -> None:
-        self._synchronisation, self._placement = synchronisation, placement
+        self._synchronisation = synchronisation
         self._transfer, self._all_gather, self._last_step = transfer, all_gather, last_step
         self._fragments = fragments_of(synchronisation, placement.specs)
         params = placement.specs.abstract.params
@@ -77,6 +77,8 @@ class IslandMerge:
             for each in self._fragments
         ]
         outer = synchronisation.outer_optimizer
+        self._own = OwnState(synchronisation, placement, self._fragments)
+        self.shardings = self._own.shardings
         found = self.shardings(placement.state)
         found = found._replace(local=_of_programs(found.local))
         # one program for each fragment: what is sent, that it is under way, its merge, how far it has moved
@@ -114,50 +116,13 @@ class IslandMerge:
           state: the state of this island.
           sums: shapes of what is added up between merges.
         """
-        shardings = self.shardings(state, sums)
-        create = jax.jit(
-            lambda params, model_state: self._create(params, model_state, sums),
-            out_shardings=(shardings.local, shardings.outer_state),
-        )
-        local, outer_state = create(state.params, state.model_state)
         combine_state = [combiner.init() for combiner in self._combiners]
-        return state._replace(combine_state=combine_state, local=local, outer_state=outer_state)
+        return self._own.begin(state, sums)._replace(combine_state=combine_state)
 
     def wanted(self, state: State, sums: Any = ()) -> State:
         """Return the shapes, dtypes and shardings of what `begin` returns."""
-        shardings = self.shardings(state, sums)
-        local, outer_state = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(
-                lambda params, model_state: self._create(params, model_state, sums),
-                state.params,
-                state.model_state,
-            ),
-            (shardings.local, shardings.outer_state),
-        )
         combine_state = [combiner.wanted() for combiner in self._combiners]
-        return state._replace(combine_state=combine_state, local=local, outer_state=outer_state)
-
-    def _create(self, params: Any, model_state: Any, sums: Any) -> tuple[Local, Any]:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-        outer_state = init_outer(self._fragments, self._synchronisation.outer_optimizer, params)
-        local = init_local(params, self._synchronisation, zeros)
-        return local._replace(model_state=jax.tree.map(jnp.copy, model_state)), outer_state
-
-    def shardings(self, state: State, sums: Any = ()) -> State:
-        """Return the shardings of a state with what `begin` adds."""
-        mesh, specs = self._placement.mesh, self._placement.specs
-        whole = NamedSharding(mesh, PartitionSpec())
-        outer = outer_specs(self._fragments, self._synchronisation, specs)
-        drift, outer = (
-            jax.tree.map(
-                lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
-            )
-            for tree in (specs.sharded, outer)
-        )
-        local = local_layout(self._synchronisation, drift, whole, jax.tree.map(lambda _: whole, sums))
-        local = local._replace(model_state=jax.tree.map(lambda _: whole, state.model_state))
-        return state._replace(combine_state=whole, local=local, outer_state=outer)
+        return self._own.wanted(state, sums)._replace(combine_state=combine_state)
 
     def steps_done(self, state: State) -> int:
         """Return the steps done; waits for the device only if the state is not the one returned last."""
@@ -167,7 +132,7 @@ class IslandMerge:
         self._started.clear()
         return int(state.step)
 
-    def merge(self, state: State, number: int) -> tuple[State, Metrics | None]:
+    def merge(self, state: State, number: int) -> tuple[State, Metrics]:
         """Combine the fragments that are due after a step, and give the result to the outer optimizer.
 
         Args:
@@ -175,20 +140,21 @@ class IslandMerge:
           number: steps done.
 
         Returns:
-          (the state after the merges, the metrics); the metrics are None unless a round of all fragments
-          has ended: then they have the sums over all islands under "sums".
+          (the state after the merges, the metrics): where a round of all fragments has ended these have the
+          sums over all islands under "sums", else there are none.
         """
         synchronisation, last_step = self._synchronisation, self._last_step
         fragments, is_last = range(len(self._fragments)), number == last_step
         does = (synchronisation.is_due, synchronisation.is_sent)
         if not any(is_now(each, number, last_step) for each in fragments for is_now in does):
             self._last = (state.step, number)
-            return state, None
+            return state, {}
         # own work is done before islands meet, so that a slow island is one that arrives late there
         jax.block_until_ready(state.local)
         self._all_gather("merge", None)
-        metrics: Metrics | None = None
-        if synchronisation.is_due(fragments[-1], number, last_step):
+        metrics: Metrics = {}
+        ends_round = synchronisation.is_due(fragments[-1], number, last_step)
+        if ends_round:
             metrics, state = self._round_totals(state)
         found: Metrics = {}
         for fragment in fragments:
@@ -209,10 +175,13 @@ class IslandMerge:
             if is_last:
                 state, found = self._finish(fragment, state, self._started.pop(fragment))
         self._last = (state.step, number)
-        if metrics is not None:
+        if ends_round:
             whole = len(fragments) == 1
             metrics |= {name: x for name, x in found.items() if whole or not x.ndim}
         return state, metrics
+
+    def close(self) -> None:
+        """There is nothing to end: the transfer is not this object's."""
 
     def _meets(self, fragment: int, state: State, is_last: bool) -> bool:
         """Return whether islands send the fragment's deltas now, where the synchronisation lets them."""

@@ -22,15 +22,16 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
+from shardtrain.train_step.delta_island_step import DeltaIslandStep
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
-from shardtrain.train_step.island_totals import all_reduce_totals, loss_metrics, step_sums
-from shardtrain.train_step.local_steps import make_local_update, own_params
+from shardtrain.train_step.island_totals import all_reduce_totals
 from shardtrain.train_step.loss_scale import overflowed, scale_of
-from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
+from shardtrain.train_step.wave_merge import WaveMerge
 
 
 class IslandStep(Protocol):
@@ -61,6 +62,10 @@ class IslandStep(Protocol):
         """Run one step."""
         ...
 
+    def close(self) -> None:
+        """End the threads of this step, if it has any."""
+        ...
+
 
 def make_island_step(
     model: Model,
@@ -74,6 +79,7 @@ def make_island_step(
     start_row: int = 0,
     last_step: int = -1,
     all_gather: AllGather = alone,
+    waves: WaveMerge | None = None,
 ) -> IslandStep:
     """Make the training step of one island among several.
 
@@ -89,6 +95,7 @@ def make_island_step(
       last_step: the last step of the run, see `step.make_step`.
       all_gather: gathers a value of every rank, by name, before each collective over islands; it can say
         which rank is missing, which MPI in a compiled program cannot.
+      waves: ends the waves of a synchronisation with a `distance`.
 
     Returns:
       (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. With
@@ -97,6 +104,7 @@ def make_island_step(
       `init_state` after `begin`.
     """
     assert placement.synchronisation.is_mean
+    assert (waves is None) == (synchronisation.distance is None)
     gradients = make_gradients(model, loss, placement, mean=not synchronisation.is_mean)
     if synchronisation.on_deltas:
         return DeltaIslandStep(
@@ -104,7 +112,7 @@ def make_island_step(
             first_row=start_row,
             optimizer=optimizer,
             placement=placement,
-            merge=IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
+            merge=waves or IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
             learning_rate=learning_rate,
         )
     return GradientIslandStep(
@@ -215,82 +223,5 @@ class GradientIslandStep:
         found = Sums(grads=like_paths(found.grads, combined.value), model_state=model_state, **sums)
         return self._update(state, found, [combined.state], combined.metrics, own)
 
-
-class DeltaIslandStep:
-    """A step of the island's own optimizer; some steps end with a merge. See `GradientIslandStep`."""
-
-    def __init__(
-        self,
-        *,
-        gradients: Callable[..., Sums],
-        first_row: int,
-        optimizer: optax.GradientTransformation,
-        placement: Placement,
-        merge: IslandMerge,
-        learning_rate: optax.Schedule | None,
-    ) -> None:
-        self._gradients, self.first_row, self._merge = gradients, np.uint32(first_row), merge
-        self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
-        specs, mesh = placement.specs, placement.mesh
-        whole = NamedSharding(mesh, PartitionSpec())
-        own_update = make_local_update(optimizer)
-
-        def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
-            local = state.local
-            own = constrain(own_params(state.params, local.drift), specs.params, mesh)
-            key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
-            found = gradients(own, local.model_state, key, batch, first_row, scale)
-            params = constrain(state.params, specs.sharded, mesh)
-            opt_state, drift = own_update(
-                params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
-            )
-            new = state._replace(
-                opt_state=opt_state,
-                local=local._replace(
-                    drift=drift, count=local.count + found.count, model_state=found.model_state
-                ),
-            )
-            metrics = {**found.logged, "grad_norm": optax.tree.norm(found.grads)}
-            new, metrics = unless_skipped(state, new, metrics, learning_rate, placement.in_float16)
-            sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
-            new = new._replace(local=new.local._replace(sums=sums))
-            shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())
-            return jax.lax.with_sharding_constraint(new, shardings), metrics
-
-        self._step = jax.jit(step, in_shardings=(None, placement.batch, whole), donate_argnums=0)
-
-    def begin(self, state: State, batch: Batch) -> State:
-        """Return the state with what this island changes alone, see `IslandStep`."""
-        return self._merge.begin(state, self._sums(state, batch))
-
-    def wanted(self, state: State, batch: Batch) -> State:
-        """Return the shapes of what `begin` returns, see `IslandStep`."""
-        return self._merge.wanted(state, self._sums(state, batch))
-
-    def _sums(self, state: State, batch: Batch) -> Any:
-        """Return the shapes of the sums over steps."""
-        found = jax.eval_shape(
-            self._gradients, state.params, state.model_state, step_key(jnp.uint32(0), jnp.int32(0)), batch
-        )
-        zero = jax.ShapeDtypeStruct((), jnp.float32)
-        metrics = {
-            **found.metrics,
-            **dict.fromkeys(("loss_sum", "count", "grad_norm", "skipped"), zero),
-        }
-        return jax.eval_shape(step_sums, metrics)
-
-    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run one step."""
-        number = self._merge.steps_done(state) + 1
-        # the combiner's state is no part of the local step's program
-        combine_state, state = state.combine_state, state._replace(combine_state=())
-        state, metrics = self._step(state, batch, self.first_row)
-        state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
-        if merged is None:
-            return state, {**metrics, **loss_metrics(jax.tree.map(jnp.zeros_like, state.local.sums))}
-        sums = merged.pop("sums")
-        others = {
-            "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
-            "skipped_by_islands": sums["skipped"],
-        }
-        return state, {**metrics, **loss_metrics(sums), **others, **merged}
+    def close(self) -> None:
+        """There is nothing to end, see `IslandStep`."""

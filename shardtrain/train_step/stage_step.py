@@ -165,7 +165,7 @@ class StageStep:
             squares = self._gather_squares(grads)
             state, metrics = self._own_update(state, grads, model_state, totals, squares, count)
             state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
-            return state, {**metrics, **(found or {})}
+            return state, {**metrics, **found}
         # 4. or gradients combined with the owners of the same blocks in the other pipelines, and one update
         # for all
         combine_metrics: Any = []

@@ -111,6 +111,8 @@ class Run:
       hooks: functions of yours that rank 0 calls after steps, log lines, evaluations and saves, and at the
         end.
       hook_errors: what to do if a hook raises an exception: "report" it and continue, or "stop" the run.
+      replay: the folder of an earlier run in waves (--clock-distance), whose islands and options are the
+        same: pushes are added in the order in which they came then, so the parameters become the same.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -142,6 +144,7 @@ class Run:
     sinks: tuple[str | Callable[..., Any], ...] = DEFAULT_SINKS
     hooks: tuple[Hook, ...] = ()
     hook_errors: HookErrors = "report"
+    replay: Path | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, optax.MultiSteps):
@@ -184,6 +187,11 @@ def _wrong_values(run: Run) -> list[str]:
         problems.append(
             "model.dtype is float16, whose gradients overflow or vanish without a scale of the loss; use"
             " strategy.compute_dtype, which scales it: --compute-dtype float16"
+        )
+    if run.replay is not None and run.strategy.synchronisation.distance is None:
+        problems.append(
+            f"replay is {run.replay}, and only waves are repeated in an order; give --clock-distance too, as"
+            " the earlier run had it, or leave replay out: other runs repeat themselves"
         )
     problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:

@@ -222,7 +222,7 @@ class Coordination:
             return Voted(own)
         if not meets:
             # saves and bad steps wait for the next step after which islands meet
-            return Voted(StepVote(stop=0, save=False))
+            return Voted(StepVote(stop=0, save=False, met=False))
         mine = [own, self.timer.take()]
         gathered = self.islands.control.all_gather(f"after step {step}", mine, LONG_SECONDS)
         votes = [StepVote(*vote) for vote, _ in gathered]

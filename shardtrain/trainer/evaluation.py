@@ -27,6 +27,12 @@ Evaluate = Callable[[State], dict[str, float]]
 """state -> held-out values by name."""
 
 
+def evaluated_every(run: Run) -> int | None:
+    """Return the steps between evaluations, at which replicas meet: in between, nothing common changes."""
+    local_steps = run.strategy.synchronisation.every
+    return run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
+
+
 def make_evaluation(
     run: Run,
     setup: RunSetup,

@@ -70,6 +70,7 @@ class _Loop:
         self.position: Any = None
         self.log = MetricLog(parts, options)
         self.saved_seconds, self.save_is_due = time.monotonic(), False
+        self.check_is_due = False
         self.saving: int | None = None
 
     def train(self) -> None:
@@ -134,7 +135,10 @@ class _Loop:
         _report_save(parts, result.saved)
         if result.bad:
             raise self.log.fault or RollBack(result.bad, f"step {result.bad} was bad on another island")
-        if parts.check and (result.save or done % (self.options.check_every or 1) == 0):
+        # copies are compared where islands meet: between merges they differ
+        self.check_is_due |= done % (self.options.check_every or 1) == 0
+        if parts.check and result.met and (result.save or self.check_is_due):
+            self.check_is_due = False
             with parts.activity.at("comparing copies", waits=True):
                 parts.check(done, self.state)
         return result

@@ -55,12 +55,14 @@ class StepVote(NamedTuple):
       save: a checkpoint is due.
       saved: the newest step saved by this process; after the vote, by all processes.
       bad: a step that was found to be bad, or 0.
+      met: whether islands voted after this step; a single one always does.
     """
 
     stop: int
     save: bool
     saved: int | None = None
     bad: int = 0
+    met: bool = True
 
 
 class CheckpointWriter(Protocol):

@@ -10,13 +10,14 @@ import numpy as np
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.sinks.sink import Sinks
-from shardtrain.train_step.island_step import DeltaIslandStep, GradientIslandStep
+from shardtrain.train_step.delta_island_step import DeltaIslandStep
+from shardtrain.train_step.island_step import GradientIslandStep
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import combined_labels, make_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.evaluation import make_evaluation
+from shardtrain.trainer.evaluation import evaluated_every, make_evaluation
 from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.fingerprints import divergence_text, hardware, make_find_divergence
 from shardtrain.trainer.first_batch import class_problems
@@ -39,20 +40,16 @@ def make_loop_parts(
     Sink and `explain` depend on where a segment starts, and are set there.
     """
     run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
-    island_step, placement, local_steps = (
-        prepared.island_step,
-        setup.placement,
-        run.strategy.synchronisation.every,
-    )
+    island_step, placement, meetings = prepared.island_step, setup.placement, prepared.meetings
 
     feed = Feed(prepared.loader)
 
-    # all ranks vote after each step, or after those that merge or save; who is slow is reported here, and
-    # gets fewer rows
+    # all ranks vote where they meet; who is slow is reported here, and gets fewer rows
     def vote(step: int, own: StepVote) -> StepVote:
-        saves = run.checkpoints.every_steps
-        meets = step % local_steps == 0 or step == run.steps or (saves is not None and step % saves == 0)
-        voted = coordination.vote(step, own, meets=meets)
+        met = meetings.at(step)
+        wants = own.stop or own.bad or (own.save and coordination.is_first)
+        meetings.is_wanted = bool(wants) and not met
+        voted = coordination.vote(step, own, meets=met)
         changed = voted.seconds and prepared.shares.add(voted.seconds)
         if changed:
             assert isinstance(island_step, GradientIslandStep | DeltaIslandStep)
@@ -129,15 +126,12 @@ def _make_check(prepared: PreparedRun):
 
 def make_loop_options(run: Run) -> LoopOptions:
     """Make the options of the loop."""
-    local_steps = run.strategy.synchronisation.every
-    # evaluate only where replicas meet: in between, the common parameters do not change
-    every = run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
     # with deltas each replica clips its own gradient, and the norm in the metrics is a mean over them
     optimizer = None if run.strategy.synchronisation.on_deltas else run.optimizer
     return LoopOptions(
         steps=run.steps,
         log_every=run.log_every,
-        evaluate_every=every,
+        evaluate_every=evaluated_every(run),
         nonfinite=run.nonfinite,
         unit=run.unit,
         spikes=None if run.recovery.spike is None else Spikes(run.recovery.spike, run.recovery.window),

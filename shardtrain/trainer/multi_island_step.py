@@ -6,6 +6,7 @@ Next: `train_step/island_step.py`, `train_step/stage_step.py`.
 import jax
 
 from shardtrain.data import Loader
+from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
@@ -14,10 +15,15 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.report.islands import buckets_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.island_step import IslandStep, make_island_step
+from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
+from shardtrain.trainer.evaluation import evaluated_every
+from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.wave_log import WaveLog, read_wave_log
 
 
 def pipeline_text(run: Run, setup: RunSetup) -> str | None:
@@ -43,11 +49,27 @@ def bridge_text(coordination: Coordination) -> str | None:
     seats, transfer = coordination.seats, coordination.transfer
     if transfer is None or (seats is not None and seats.num_replicas == 1):
         return None
-    return buckets_text([size for each in coordination.transfers for size in each.bucket_times.sizes_bytes])
+    sizes_bytes = [size for each in coordination.transfers for size in each.bucket_times.sizes_bytes]
+    return buckets_text(sizes_bytes) if sizes_bytes else None
+
+
+def make_meetings(run: Run) -> Meetings:
+    """Say after which steps all islands meet."""
+    synchronisation = run.strategy.synchronisation
+    every = evaluated_every(run)
+    others = [] if every is None else [every]
+    return Meetings(synchronisation, run.steps, run.checkpoints.every_steps, others)
 
 
 def make_multi_island_step(
-    run: Run, setup: RunSetup, coordination: Coordination, loader: Loader
+    run: Run,
+    setup: RunSetup,
+    coordination: Coordination,
+    loader: Loader,
+    *,
+    shares: RowShares,
+    meetings: Meetings,
+    wave_log: WaveLog,
 ) -> IslandStep | None:
     """Make the step of several islands, replicas or stages; None for a run of one island.
 
@@ -56,6 +78,12 @@ def make_multi_island_step(
       setup: the setup of this island.
       coordination: the exchange with the other islands.
       loader: the loader of this island's rows.
+      shares: the rows of each island.
+      meetings: after which steps islands meet.
+      wave_log: where the events of waves are written.
+
+    Raises:
+      ValueError: waves of islands of several processes.
     """
     if coordination.transfer is None:
         return None
@@ -72,6 +100,40 @@ def make_multi_island_step(
         start_row=loader.shard.start,
         last_step=run.steps,
         all_gather=coordination.meet,
+        waves=_make_waves(run, setup, coordination, shares, meetings, wave_log),
+    )
+
+
+def _make_waves(
+    run: Run,
+    setup: RunSetup,
+    coordination: Coordination,
+    shares: RowShares,
+    meetings: Meetings,
+    wave_log: WaveLog,
+) -> WaveMerge | None:
+    """Make what ends the waves of an island; None for a synchronisation without waves."""
+    synchronisation, islands, transfer = (
+        run.strategy.synchronisation,
+        coordination.islands,
+        coordination.transfer,
+    )
+    if synchronisation.distance is None:
+        return None
+    assert islands is not None
+    assert transfer is not None
+    order = [] if run.replay is None else read_wave_log(run.replay, islands.seat.island)
+    shard = ParameterShard(islands.seat.num_islands, wave_log, order)
+    return WaveMerge(
+        synchronisation,
+        setup.placement,
+        parameters=islands.parameter_server(shard, LONG_SECONDS),
+        meetings=meetings,
+        share=shares.own_share,
+        transfer=transfer,
+        all_gather=coordination.meet,
+        end_work=coordination.timer.end,
+        last_step=run.steps,
     )
 
 

@@ -15,7 +15,6 @@ import jax
 
 from shardtrain.data import Batches, Loader
 from shardtrain.errors.messages import problems_error
-from shardtrain.errors.user_code import user_code
 from shardtrain.functional.loss import guarded
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
@@ -26,20 +25,27 @@ from shardtrain.report.sinks import check_installed
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
-from shardtrain.trainer.multi_island_step import bridge_text, make_multi_island_step, pipeline_text
+from shardtrain.trainer.multi_island_step import (
+    bridge_text,
+    make_meetings,
+    make_multi_island_step,
+    pipeline_text,
+)
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
+from shardtrain.trainer.sources import open_sources
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy, island_numbers
 from shardtrain.trainer.transfers import make_transfers
+from shardtrain.trainer.wave_log import WaveLog
 
 
 class PreparedRun(NamedTuple):
@@ -54,6 +60,7 @@ class PreparedRun(NamedTuple):
       loader: the loader of this process's rows, as they are at first.
       heldout: name -> samples held out; a single set has the name "", {} without any.
       island_step: the step of several islands; None for a run of one island.
+      meetings: after which steps all islands meet.
       init: makes the state before the first step.
       wanted: its shapes, dtypes and shardings.
       description: the description of the run, see `config.describe`.
@@ -69,6 +76,7 @@ class PreparedRun(NamedTuple):
     loader: Loader
     heldout: dict[str, Any]
     island_step: IslandStep | None
+    meetings: Meetings
     init: Callable[[], State]
     wanted: State
     description: dict[str, Any]
@@ -96,12 +104,12 @@ def prepare_run(
     if islands is not None:
         output.say(binding_text(binding(islands)))
     strategy = run.strategy
-    run = replace(run, strategy=_own_strategy(strategy, islands, output))
+    run = replace(run, strategy=_simplified(_own_strategy(strategy, islands, output), output))
     # Scale the run to the number of replicas; its description is of the run as it is trained.
     run = _scale(run, islands, output)
     description, run = describe(run), replace(run, loss=guarded(run.loss))
     # Open the data, and set up model, optimizer and mesh for it.
-    source, heldout = Coordination(islands).in_turn("data", lambda: _open_sources(run, folder))
+    source, heldout = Coordination(islands).in_turn("data", lambda: open_sources(run, folder))
     run = with_stage_cut(run, source, islands, output)
     setup = _make_setup(run, source, islands, output)
     coordination = _make_coordination(run, setup, islands)
@@ -128,8 +136,13 @@ def prepare_run(
         output.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
     if summary := getattr(run.data, "summary", None):
         output.note(summary(folder))
-    island_step = make_multi_island_step(run, setup, coordination, loader)
-    if isinstance(island_step, StageStep):
+    meetings = make_meetings(run)
+    wave_log = WaveLog(folder, 0 if islands is None else islands.seat.island, output.note)
+    stack.callback(wave_log.close)
+    island_step = make_multi_island_step(
+        run, setup, coordination, loader, shares=shares, meetings=meetings, wave_log=wave_log
+    )
+    if island_step is not None:
         stack.callback(island_step.close)
     if text := bridge_text(coordination):
         output.note(text)
@@ -148,6 +161,7 @@ def prepare_run(
         loader=loader,
         heldout=heldout,
         island_step=island_step,
+        meetings=meetings,
         init=init,
         wanted=wanted if island_step is None else island_step.wanted(wanted, batch),
         description=description,
@@ -180,6 +194,14 @@ def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsol
     return strategy.of_island(*own)
 
 
+def _simplified(strategy: Strategy, output: RunConsole) -> Strategy:
+    """Return the strategy with waves of one step, in which nobody may be ahead, as every step."""
+    found = strategy.synchronisation.simplified
+    if found is not strategy.synchronisation:
+        output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
+    return replace(strategy, synchronisation=found)
+
+
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
     """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
     num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
@@ -192,46 +214,6 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
             " exchange them. Where that matters use one island, or a norm without them (GroupNorm, LayerNorm)"
         )
     return setup
-
-
-def _open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the samples to train on, and the held-out sets by name.
-
-    Raises:
-      ValueError: they have no length, or no samples by number; or a held-out set has no usable name.
-    """
-    with user_code(lambda error: f"the data ({type(run.data).__name__})"):
-        train, heldout = run.data.train(folder), run.data.heldout(folder)
-    sets = _heldout_sets(heldout)
-    found = {"train(folder)": train}
-    found |= {f"heldout(folder){f'[{name!r}]' if name else ''}": source for name, source in sets.items()}
-    problems = [
-        f"{name} gave a {type(source).__name__}; give something with a length and samples by number"
-        " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it"
-        for name, source in found.items()
-        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
-    ]
-    named = [name for name, source in sets.items() if source is not heldout]
-    if any(not name or name != name.strip("/") for name in named):
-        problems.append(
-            f"heldout(folder) gave sets named {', '.join(map(repr, sets))}; each set's loss is logged as"
-            " heldout/NAME/loss: give each a name, without / at its ends"
-        )
-    if problems:
-        raise problems_error("the data cannot be read", problems)
-    return train, sets
-
-
-def _heldout_sets(heldout: Any) -> dict[str, Any]:
-    """Return name -> held-out samples; a single source has the name "".
-
-    A dict of samples by number is a single source.
-    """
-    if heldout is None:
-        return {}
-    if isinstance(heldout, Mapping) and all(isinstance(name, str) for name in heldout):
-        return dict(heldout)
-    return {"": heldout}
 
 
 def _check_best(run: Run, heldout: Mapping[str, Any], expected: Expected) -> None:

@@ -52,6 +52,11 @@ class RowShares:
         multiple = self._split.multiples[own]
         return batch_shard(rows, own, self._mesh, self._batch_axes, self._microbatches, multiple, capacity)
 
+    def own_share(self) -> float:
+        """Return the part of the rows of a batch that this island has."""
+        rows = self._split.rows if self._measured is None else self._measured.rows
+        return rows[self._split.own] / sum(rows)
+
     def add(self, seconds: Sequence[float]) -> str | None:
         """Add a step; return what changes before the next one, or None.
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 WINDOW = 20
@@ -17,31 +17,43 @@ class StepTimer:
 
     What comes after that barrier, waits, saves and evaluations, does not count.
 
-    >>> timer = StepTimer()
-    >>> timer.end()
+    Args:
+      clock: monotonic, in seconds.
+
+    >>> now = [0.0]
+    >>> timer = StepTimer(clock=lambda: now[0])
     >>> timer.take() is None
     True
+    >>> for seconds in (1.0, 3.0):
+    ...     timer.begin()
+    ...     now[0] += seconds
+    >>> timer.end()
+    >>> timer.take()
+    2.0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._num_steps = clock, 0
         self._start_seconds: float | None = None
         self._seconds: float | None = None
 
     def begin(self) -> None:
         """Start the timer, unless it runs: a step begins."""
+        self._num_steps += 1
         if self._start_seconds is None:
-            self._start_seconds = time.monotonic()
+            self._start_seconds = self._clock()
 
     def end(self) -> None:
         """Stop the timer, if it runs: this rank reaches a barrier."""
         if self._start_seconds is not None:
-            self._seconds = (self._seconds or 0.0) + time.monotonic() - self._start_seconds
+            self._seconds = (self._seconds or 0.0) + self._clock() - self._start_seconds
             self._start_seconds = None
 
     def take(self) -> float | None:
-        """Return the seconds since the last call and forget them; None if no barrier was reached."""
-        seconds, self._seconds, self._start_seconds = self._seconds, None, None
-        return seconds
+        """Return the seconds of a step since the last call; None if no barrier was reached."""
+        seconds, num_steps = self._seconds, self._num_steps
+        self._seconds, self._start_seconds, self._num_steps = None, None, 0
+        return None if seconds is None else seconds / max(num_steps, 1)
 
 
 class Stragglers:

@@ -1,0 +1,179 @@
+"""Parameters served in shards, one by each island, so that no island waits for another to compute.
+
+A thread of each process answers the others while its island computes. Next: `parameter_shard.py`, which
+decides what they get; `train_step/wave_merge.py`, which pushes.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardtrain.islands.bridge import MPI
+from shardtrain.islands.parameter_shard import Answer, ParameterShard, Push
+from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.watchdog.activity import ActivityRecord
+
+REQUEST, UPDATE, ANSWER, VALUES = 1, 2, 3, 4
+"""Tags of messages: the numbers of a push, its update; the numbers of an answer, its values."""
+
+LONGEST_NAP_SECONDS = 5e-4
+
+
+class ParameterServer:
+    """This island's shard, served to all islands; and the way to those of the others.
+
+    Constructing it is a collective call of all islands.
+
+    Args:
+      comm: duplicated; rank i is island i.
+      shard: the shard that this island serves.
+      names: island -> its name in messages.
+      activity: the activity record of this process; every wait is recorded there.
+      patience_seconds: how long to wait for the others.
+    """
+
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        shard: ParameterShard,
+        names: Sequence[str],
+        activity: ActivityRecord,
+        patience_seconds: float = 1800.0,
+    ) -> None:
+        self._comm, self._shard, self._names = comm.Dup(), shard, list(names)
+        self._activity, self._patience_seconds = activity, patience_seconds
+        self._bounds = [0] * (self.num_islands + 1)
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="parameter server", daemon=True)
+        self._thread.start()
+
+    @property
+    def island(self) -> int:
+        """The number of this island."""
+        return self._comm.rank
+
+    @property
+    def num_islands(self) -> int:
+        """The number of islands."""
+        return self._comm.size
+
+    def begin(self, step: int, values: np.ndarray, dtypes: Sequence[tuple[slice, Any]]) -> None:
+        """Start from common parameters; all islands must have called it before one pushes.
+
+        Args:
+          step: steps done.
+          values: float32 (n,), all parameters.
+          dtypes: parts of `values` whose parameters have fewer bits, and their dtype.
+        """
+        self._bounds = [values.size * i // self.num_islands for i in range(self.num_islands + 1)]
+        own = self._part(self.island)
+        inside = [
+            (slice(max(part.start, own.start) - own.start, min(part.stop, own.stop) - own.start), dtype)
+            for part, dtype in dtypes
+            if max(part.start, own.start) < min(part.stop, own.stop)
+        ]
+        with self._lock:
+            self._shard.begin(step, values[own], inside)
+
+    def push(self, push: Push) -> Answer:
+        """Push an update to all shards, and wait until every island has pushed `push.least` waves.
+
+        Args:
+          push: its `update` is of all parameters; None asks again.
+
+        Returns:
+          The answers of all shards: their values joined, and the smallest clocks.
+
+        Raises:
+          RankTimeout: islands that are behind did not push in time.
+        """
+        requests = []
+        numbers = np.array([push.step, push.least, push.calls_meeting, push.update is not None], np.int64)
+        request = numbers.tobytes() + push.totals.tobytes()
+        for island in range(self.num_islands):
+            requests.append(self._comm.Isend([request, MPI.BYTE], island, REQUEST))
+            if push.update is not None:
+                requests.append(self._comm.Isend(push.update[self._part(island)], island, UPDATE))
+        # an island that waits for others has joined as many waves as it pushed: the one behind has fewer
+        self._activity.num_collectives += push.update is not None
+        values = np.empty(self._bounds[-1], np.float32)
+        answers = [self._receive(island, values, push) for island in range(self.num_islands)]
+        MPI.Request.Waitall(requests)
+        clocks = tuple(map(min, zip(*(answer.clocks for answer in answers), strict=True)))
+        return answers[0]._replace(clocks=clocks, values=values)
+
+    def close(self) -> None:
+        """End the thread, once no island needs its shard any more."""
+        self._closing.set()
+        self._thread.join(timeout=5.0)
+
+    def _part(self, island: int) -> slice:
+        return slice(self._bounds[island], self._bounds[island + 1])
+
+    def _receive(self, island: int, values: np.ndarray, push: Push) -> Answer:
+        """Wait for the answer of a shard, and receive its values."""
+        what = f"wave of step {push.step}"
+        start, nap, status = time.monotonic(), 0.0, MPI.Status()
+        with self._activity.at(what, waits=True, kind="islands"):
+            # poll: a blocking receive could neither tell who is behind nor give up
+            while not self._comm.Iprobe(island, ANSWER, status):
+                if self._failed is not None:
+                    raise RuntimeError("the parameter server of this island failed") from self._failed
+                waited = time.monotonic() - start
+                behind = [i for i, clock in enumerate(self._shard.clocks) if clock < push.least]
+                if waited > 1:
+                    self._activity.awaits(tuple(behind or [island]))
+                if waited > self._patience_seconds:
+                    names = [self._names[i] for i in behind or [island]]
+                    raise RankTimeout(missing_text(what, names, waited), behind or [island])
+                time.sleep(nap)
+                nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+            numbers = bytearray(status.Get_count(MPI.BYTE))
+            self._comm.Recv([numbers, MPI.BYTE], island, ANSWER)
+            self._comm.Recv(values[self._part(island)], island, VALUES)
+        found = np.frombuffer(numbers, np.int64, self.num_islands + 1)
+        totals = np.frombuffer(numbers, np.float64, offset=found.nbytes)
+        return Answer(tuple(found[:-1].tolist()), int(found[-1]), totals, values)
+
+    def _serve(self) -> None:
+        # requests of MPI, each with its buffer, which must live until the send is complete
+        under_way: list[tuple[Any, Any]] = []
+        nap, status = 0.0, MPI.Status()
+        while not self._closing.is_set():
+            try:
+                if self._comm.Iprobe(MPI.ANY_SOURCE, REQUEST, status):
+                    push = self._receive_push(status)
+                    with self._lock:
+                        answers = self._shard.push(status.source, push)
+                    for island, answer in answers:
+                        numbers = np.array([*answer.clocks, answer.meeting], np.int64).tobytes()
+                        for data, tag in (
+                            ([numbers + answer.totals.tobytes(), MPI.BYTE], ANSWER),
+                            (answer.values, VALUES),
+                        ):
+                            under_way.append((self._comm.Isend(data, island, tag), data))
+                    nap = 0.0
+                    continue
+                under_way = [(request, data) for request, data in under_way if not request.Test()]
+            except Exception as error:
+                # the main thread raises this at its next push, and that ends all ranks
+                self._failed = error
+                return
+            time.sleep(nap)
+            nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+
+    def _receive_push(self, status: "MPI.Status") -> Push:
+        data = bytearray(status.Get_count(MPI.BYTE))
+        self._comm.Recv([data, MPI.BYTE], status.source, REQUEST)
+        step, least, calls_meeting, has_update = np.frombuffer(data, np.int64, 4).tolist()
+        totals = np.frombuffer(data, np.float64, offset=4 * 8)
+        update = None
+        if has_update:
+            own = self._part(self.island)
+            update = np.empty(own.stop - own.start, np.float32)
+            self._comm.Recv(update, status.source, UPDATE)
+        return Push(step, least, bool(calls_meeting), totals, update)

@@ -1,0 +1,110 @@
+"""The step of an island's own optimizer, some of which end with a merge of what islands changed.
+
+Next: `island_merge.py` and `wave_merge.py`, the merges; `local_steps.py`, the arithmetic.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.functional.loss import Batch
+from shardtrain.functional.rng import step_key
+from shardtrain.functional.sums import Sums
+from shardtrain.train_step.island_merge import IslandMerge
+from shardtrain.train_step.island_totals import loss_metrics, step_sums
+from shardtrain.train_step.local_steps import make_local_update, own_params
+from shardtrain.train_step.loss_scale import scale_of
+from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import Metrics, unless_skipped
+from shardtrain.train_step.wave_merge import WaveMerge
+
+
+class DeltaIslandStep:
+    """A step of the island's own optimizer; some end with a merge. See `island_step.GradientIslandStep`."""
+
+    def __init__(
+        self,
+        *,
+        gradients: Callable[..., Sums],
+        first_row: int,
+        optimizer: optax.GradientTransformation,
+        placement: Placement,
+        merge: IslandMerge | WaveMerge,
+        learning_rate: optax.Schedule | None,
+    ) -> None:
+        self._gradients, self.first_row, self._merge = gradients, np.uint32(first_row), merge
+        self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
+        specs, mesh = placement.specs, placement.mesh
+        whole = NamedSharding(mesh, PartitionSpec())
+        own_update = make_local_update(optimizer)
+
+        def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
+            local = state.local
+            own = constrain(own_params(state.params, local.drift), specs.params, mesh)
+            key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
+            found = gradients(own, local.model_state, key, batch, first_row, scale)
+            params = constrain(state.params, specs.sharded, mesh)
+            opt_state, drift = own_update(
+                params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
+            )
+            new = state._replace(
+                opt_state=opt_state,
+                local=local._replace(
+                    drift=drift, count=local.count + found.count, model_state=found.model_state
+                ),
+            )
+            metrics = {**found.logged, "grad_norm": optax.tree.norm(found.grads)}
+            new, metrics = unless_skipped(state, new, metrics, learning_rate, placement.in_float16)
+            sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
+            new = new._replace(local=new.local._replace(sums=sums))
+            shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())
+            return jax.lax.with_sharding_constraint(new, shardings), metrics
+
+        self._step = jax.jit(step, in_shardings=(None, placement.batch, whole), donate_argnums=0)
+
+    def begin(self, state: State, batch: Batch) -> State:
+        """Return the state with what this island changes alone, see `island_step.IslandStep`."""
+        return self._merge.begin(state, self._sums(state, batch))
+
+    def wanted(self, state: State, batch: Batch) -> State:
+        """Return the shapes of what `begin` returns, see `island_step.IslandStep`."""
+        return self._merge.wanted(state, self._sums(state, batch))
+
+    def _sums(self, state: State, batch: Batch) -> Any:
+        """Return the shapes of the sums over steps."""
+        found = jax.eval_shape(
+            self._gradients, state.params, state.model_state, step_key(jnp.uint32(0), jnp.int32(0)), batch
+        )
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+        metrics = {
+            **found.metrics,
+            **dict.fromkeys(("loss_sum", "count", "grad_norm", "skipped"), zero),
+        }
+        return jax.eval_shape(step_sums, metrics)
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run one step."""
+        number = self._merge.steps_done(state) + 1
+        # the combiner's state is no part of the local step's program
+        combine_state, state = state.combine_state, state._replace(combine_state=())
+        state, metrics = self._step(state, batch, self.first_row)
+        state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
+        sums = merged.pop("sums", None)
+        if sums is None:
+            zeros = jax.tree.map(jnp.zeros_like, state.local.sums)
+            return state, {**metrics, **loss_metrics(zeros), **merged}
+        others = {
+            "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
+            "skipped_by_islands": sums["skipped"],
+        }
+        return state, {**metrics, **loss_metrics(sums), **others, **merged}
+
+    def close(self) -> None:
+        """End what the merge keeps open, see `island_step.IslandStep`."""
+        self._merge.close()

@@ -1,0 +1,53 @@
+"""Open the samples of a run: those to train on, and the held-out sets by name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.errors.user_code import user_code
+from shardtrain.trainer.config import Run
+
+
+def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the samples to train on, and the held-out sets by name; a single set has the name "".
+
+    Args:
+      run: the run.
+      folder: its folder, for what the data writes there.
+
+    Raises:
+      ValueError: they have no length, or no samples by number; or a held-out set has no usable name.
+    """
+    with user_code(lambda error: f"the data ({type(run.data).__name__})"):
+        train, heldout = run.data.train(folder), run.data.heldout(folder)
+    sets = _named_sets(heldout)
+    found = {"train(folder)": train}
+    found |= {f"heldout(folder){f'[{name!r}]' if name else ''}": source for name, source in sets.items()}
+    problems = [
+        f"{name} gave a {type(source).__name__}; give something with a length and samples by number"
+        " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it"
+        for name, source in found.items()
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
+    ]
+    named = [name for name, source in sets.items() if source is not heldout]
+    if any(not name or name != name.strip("/") for name in named):
+        problems.append(
+            f"heldout(folder) gave sets named {', '.join(map(repr, sets))}; each set's loss is logged as"
+            " heldout/NAME/loss: give each a name, without / at its ends"
+        )
+    if problems:
+        raise problems_error("the data cannot be read", problems)
+    return train, sets
+
+
+def _named_sets(heldout: Any) -> dict[str, Any]:
+    """Return name -> held-out samples; a single source has the name "".
+
+    A dict of samples by number is a single source.
+    """
+    if heldout is None:
+        return {}
+    if isinstance(heldout, Mapping) and all(isinstance(name, str) for name in heldout):
+        return dict(heldout)
+    return {"": heldout}

@@ -1,0 +1,63 @@
+"""The events of an island's shard of the parameters, in `waves/` of the run folder: what a replay repeats."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardtrain.islands.parameter_shard import Event
+from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
+
+WAVES = "waves"
+"""Folder in that of a run; each island writes a file there."""
+
+
+def wave_file(folder: Path, island: int) -> Path:
+    """Return the file of the shard that an island serves."""
+    return folder / WAVES / f"shard-{island}.jsonl"
+
+
+class WaveLog:
+    """Writes the events of a shard, one on a line, as in `{"step": 8, "push": 1.0}`.
+
+    Args:
+      folder: the folder of the run.
+      island: the island that serves the shard.
+      report: receives a line when the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, island: int, report: Callable[[str], None]) -> None:
+        self._path, self._report = wave_file(folder, island), report
+        self._file: JsonLines | None = None
+
+    def begin(self, step: int) -> None:
+        """Drop the events after a step, from which the run goes on."""
+        self.close()
+        self._file = JsonLines(self._path, resume_after=step or None, report=self._report)
+
+    def write(self, event: Event) -> None:
+        """Append an event."""
+        assert self._file is not None
+        self._file.write(event.step, {event.kind: event.island})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_wave_log(folder: Path, island: int) -> list[Event]:
+    """Return the events of the shard that an island served in an earlier run.
+
+    Raises:
+      ValueError: the folder has no such file, or it is not one.
+    """
+    path = wave_file(folder, island)
+    if not path.is_file():
+        raise ValueError(
+            f"replay is {folder}, and {path} is not there; give the folder of a run in waves"
+            " (--clock-distance) of as many islands as this one"
+        )
+    found = []
+    for record in read_jsonl(path):
+        kind = "push" if "push" in record else "pull"
+        found.append(Event(kind, int(record[kind]), int(record["step"])))
+    return found

@@ -1,0 +1,140 @@
+"""Runs in waves on islands of unequal speed. Args: the text, a folder. Island 0 prints what it found as JSON."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.data import Text
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.islands.membership import join
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
+from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+
+TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
+ISLANDS = join()
+assert ISLANDS is not None
+ISLAND = ISLANDS.seat.island
+seconds = [0.0] * ISLANDS.seat.num_islands
+
+
+def slow_loss(apply, batch):
+    def sleep():
+        time.sleep(seconds[ISLAND])
+
+    jax.debug.callback(sleep)
+    return next_token_loss(apply, batch)
+
+
+RUN = Run(
+    model=TinyConfig(),
+    data=Text(paths=(TEXT,), seq=8, heldout_fraction=0.06),
+    loss=slow_loss,
+    optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2, warmup=2)),
+    batch=9,
+    steps=12,
+    seed=3,
+    log_every=1,
+    evaluate_every=None,
+    checkpoints=CheckpointPolicy(every_steps=None, keep=4),
+)
+WAVES = Synchronisation(on="deltas", every=2, distance=2)
+
+
+def run(name, synchronisation, sleeps=(), **changes):
+    """Train; return the result, what was printed, and the bits of the parameters."""
+    seconds[:] = sleeps or [0.0] * len(seconds)
+    strategy = Strategy(synchronisation=synchronisation)
+    console = Console(file=io.StringIO(), width=200)
+    given = dataclasses.replace(RUN, run_dir=FOLDER / name, strategy=strategy, **changes)
+    trained = train(given, console, ISLANDS)
+    return trained, console.file.getvalue(), params(trained.state)
+
+
+def params(state):
+    return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state.params)])
+
+
+# 1. waves of one step in which nobody may be ahead are every step, bit for bit
+_, _, plain = run("every-step", Synchronisation())
+_, text, found = run("one", Synchronisation(on="deltas", every=1, distance=0))
+assert found.tobytes() == plain.tobytes()
+assert ISLAND or "gradients are combined in every step" in text, text
+
+# 2. nobody may be ahead: local SGD with a merge at the end of each wave, the last one short
+_, _, local = run("local", Synchronisation(on="deltas", every=5))
+_, _, together = run("together", Synchronisation(on="deltas", every=5, distance=0))
+np.testing.assert_allclose(together, local, rtol=1e-5, atol=1e-6)
+
+# 3. fast islands run ahead; what they push adds up to what all end with
+pushed, starts, end_wave = [], [], WaveMerge._end_wave
+
+
+def recorded(self, state, number):
+    update = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state.local.drift)])
+    if not pushed:
+        starts.append(params(state))
+    pushed.append(update * np.float32(self._share()))
+    return end_wave(self, state, number)
+
+
+WaveMerge._end_wave = recorded
+SLOW = [0.0, 0.02, 0.1]
+first, _, ahead = run("ahead", WAVES, SLOW)
+WaveMerge._end_wave = end_wave
+sums = np.sum(ISLANDS.all_gather_islands("pushed", np.sum(pushed, 0).tolist()), 0)
+np.testing.assert_allclose(ahead, starts[0] + sums, rtol=1e-4, atol=1e-5)
+assert len({tuple(each) for each in ISLANDS.all_gather_islands("ends", [float(x) for x in ahead[:50]])}) == 1
+
+# 4. a replay on islands of other speeds
+_, _, again = run("again", WAVES, SLOW[::-1], replay=FOLDER / "ahead")
+assert again.tobytes() == ahead.tobytes()
+
+# 5. an island is asked to stop: all save at a common wave, and go on from there
+numbers = []
+
+
+def stopping_loss(apply, batch):
+    def count():
+        numbers.append(1)
+        if ISLAND == 2 and len(numbers) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(SLOW[ISLAND])
+
+    jax.debug.callback(count)
+    return next_token_loss(apply, batch)
+
+
+stopped, text, _ = run("stopped", WAVES, loss=stopping_loss, steps=40)
+assert stopped.stopped_by == signal.SIGTERM
+assert 4 <= stopped.step < 40, stopped.step
+assert stopped.step % WAVES.every == 0
+steps = ISLANDS.all_gather_islands("stopped", stopped.step)
+assert len(set(steps)) == 1, steps
+resumed, text, after = run("stopped", WAVES, steps=stopped.step + 4, loss=next_token_loss)
+assert ISLAND or f"resumed from step {stopped.step}" in text, text
+assert resumed.step == stopped.step + 4
+
+# 6. a replay of what was stopped and resumed
+_, _, again = run(
+    "stopped-again", WAVES, steps=stopped.step + 4, loss=next_token_loss, replay=FOLDER / "stopped"
+)
+assert again.tobytes() == after.tobytes()
+
+if ISLAND == 0:
+    print(json.dumps({"num_parameters": ahead.size, "stopped": stopped.step}))
