@@ -104,7 +104,7 @@ def prepare_run(
     if islands is not None:
         output.say(binding_text(binding(islands)))
     strategy = run.strategy
-    run = replace(run, strategy=_simplified(_own_strategy(strategy, islands, output), output))
+    run = replace(run, strategy=_simplified(_own_strategy(strategy, islands, output), islands, output))
     # Scale the run to the number of replicas; its description is of the run as it is trained.
     run = _scale(run, islands, output)
     description, run = describe(run), replace(run, loss=guarded(run.loss))
@@ -194,9 +194,14 @@ def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsol
     return strategy.of_island(*own)
 
 
-def _simplified(strategy: Strategy, output: RunConsole) -> Strategy:
+def _simplified(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
     """Return the strategy with waves of one step, in which nobody may be ahead, as every step."""
     found = strategy.synchronisation.simplified
+    if found.distance is not None and (islands is None or islands.seat.num_islands == 1):
+        output.note(
+            f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
+            " steps (launch several: shardtrain launch --islands N)"
+        )
     if found is not strategy.synchronisation:
         output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
     return replace(strategy, synchronisation=found)

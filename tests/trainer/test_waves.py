@@ -15,7 +15,7 @@ EVERY, DISTANCE, STEPS = 2, 2, 12
 
 def test_waves(tmp_path, mpiexec):
     text = tmp_path / "text.txt"
-    text.write_bytes(np.random.default_rng(0).integers(97, 123, 37 * 8 + 20, np.uint8).tobytes())
+    text.write_bytes(np.random.default_rng(0).integers(97, 123, 36 * 8 + 20, np.uint8).tobytes())
     found = json.loads(mpiexec(3, PROGRAM, text, tmp_path)[0])
     lines = read_jsonl(tmp_path / "ahead" / "metrics.jsonl")
     # island 0 is the fastest: it gets as far ahead as it may, and never further
