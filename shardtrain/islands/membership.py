@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from shardtrain.islands.binding import device_environment
 from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
-from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
 from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
 from shardtrain.islands.transfer import Transfer
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from shardtrain.islands.bridge import Control
     from shardtrain.islands.mailbox import Mailbox
-    from shardtrain.islands.parameter_server import ParameterServer
 
 START_SECONDS = 300.0
 """Seconds within which all ranks of a run must start."""
@@ -103,27 +101,6 @@ class Islands:
             return None
         caps = (across.bucket_bytes, across.first_bucket_bytes)
         return Transfer(mesh, groups, *caps, on_device, self.control.activity)
-
-    def parameter_server(self, shard: ParameterShard, patience_seconds: float) -> "ParameterServer":
-        """Make the server of this island's shard of the parameters; a collective call of all ranks.
-
-        Args:
-          shard: the shard.
-          patience_seconds: how long to wait for other islands.
-
-        Raises:
-          ValueError: an island has several processes.
-        """
-        if self.seat.num_islands < self.environment.size:
-            raise ValueError(
-                f"waves (--clock-distance) need islands of one process each, and these"
-                f" {self.seat.num_islands} have {self.environment.size}: start one process for all devices of"
-                " an island (--processes-per-island 1), or use --synchronisation local-sgd"
-            )
-        from shardtrain.islands.parameter_server import ParameterServer
-
-        control = self.control
-        return ParameterServer(self.comm, shard, control.names, control.activity, patience_seconds)
 
     def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
         """Make the mailbox between pipeline stages; a collective call of all ranks.

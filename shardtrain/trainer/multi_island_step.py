@@ -6,7 +6,6 @@ Next: `train_step/island_step.py`, `train_step/stage_step.py`.
 import jax
 
 from shardtrain.data import Loader
-from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
@@ -17,13 +16,12 @@ from shardtrain.report.timeline import figures, heading, unit_seconds, unit_time
 from shardtrain.train_step.island_step import IslandStep, make_island_step
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.stage_step import StageStep
-from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
-from shardtrain.trainer.evaluation import evaluated_every
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
-from shardtrain.trainer.wave_log import WaveLog, read_wave_log
+from shardtrain.trainer.wave_log import WaveLog
+from shardtrain.trainer.waves import make_waves
 
 
 def pipeline_text(run: Run, setup: RunSetup) -> str | None:
@@ -51,14 +49,6 @@ def bridge_text(coordination: Coordination) -> str | None:
         return None
     sizes_bytes = [size for each in coordination.transfers for size in each.bucket_times.sizes_bytes]
     return buckets_text(sizes_bytes) if sizes_bytes else None
-
-
-def make_meetings(run: Run) -> Meetings:
-    """Say after which steps all islands meet."""
-    synchronisation = run.strategy.synchronisation
-    every = evaluated_every(run)
-    others = [] if every is None else [every]
-    return Meetings(synchronisation, run.steps, run.checkpoints.every_steps, others)
 
 
 def make_multi_island_step(
@@ -100,40 +90,7 @@ def make_multi_island_step(
         start_row=loader.shard.start,
         last_step=run.steps,
         all_gather=coordination.meet,
-        waves=_make_waves(run, setup, coordination, shares, meetings, wave_log),
-    )
-
-
-def _make_waves(
-    run: Run,
-    setup: RunSetup,
-    coordination: Coordination,
-    shares: RowShares,
-    meetings: Meetings,
-    wave_log: WaveLog,
-) -> WaveMerge | None:
-    """Make what ends the waves of an island; None for a synchronisation without waves."""
-    synchronisation, islands, transfer = (
-        run.strategy.synchronisation,
-        coordination.islands,
-        coordination.transfer,
-    )
-    if synchronisation.distance is None:
-        return None
-    assert islands is not None
-    assert transfer is not None
-    order = [] if run.replay is None else read_wave_log(run.replay, islands.seat.island)
-    shard = ParameterShard(islands.seat.num_islands, wave_log, order)
-    return WaveMerge(
-        synchronisation,
-        setup.placement,
-        parameters=islands.parameter_server(shard, LONG_SECONDS),
-        meetings=meetings,
-        share=shares.own_share,
-        transfer=transfer,
-        all_gather=coordination.meet,
-        end_work=coordination.timer.end,
-        last_step=run.steps,
+        waves=make_waves(run, setup, coordination, shares, meetings, wave_log),
     )
 
 

@@ -34,7 +34,6 @@ from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.multi_island_step import (
     bridge_text,
-    make_meetings,
     make_multi_island_step,
     pipeline_text,
 )
@@ -46,6 +45,7 @@ from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy, island_numbers
 from shardtrain.trainer.transfers import make_transfers
 from shardtrain.trainer.wave_log import WaveLog
+from shardtrain.trainer.waves import make_meetings
 
 
 class PreparedRun(NamedTuple):

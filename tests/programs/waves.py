@@ -63,10 +63,11 @@ def run(name, synchronisation, sleeps=(), **changes):
     """Train; return the result, what was printed, and the bits of the parameters."""
     seconds[:] = sleeps or [0.0] * len(seconds)
     strategy = Strategy(synchronisation=synchronisation)
-    console = Console(file=io.StringIO(), width=200)
+    output = io.StringIO()
+    console = Console(file=output, width=200)
     given = dataclasses.replace(RUN, run_dir=FOLDER / name, strategy=strategy, **changes)
     trained = train(given, console, ISLANDS)
-    return trained, console.file.getvalue(), params(trained.state)
+    return trained, output.getvalue(), params(trained.state)
 
 
 def params(state):

@@ -27,5 +27,5 @@ def test_what_came_after_a_checkpoint_is_dropped_where_a_run_goes_on_from_it(tmp
 
 
 def test_a_replay_of_another_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="shard-1.jsonl is not there; give the folder of a run in waves"):
+    with pytest.raises(ValueError, match=r"shard-1\.jsonl is not there; give the folder of a run in waves"):
         read_wave_log(tmp_path, 1)

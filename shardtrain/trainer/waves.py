@@ -1,0 +1,77 @@
+"""The waves of islands: their end, as a run asks for it, and after which steps all islands meet.
+
+Next: `train_step/wave_merge.py`, `train_step/meetings.py`.
+"""
+
+from shardtrain.islands.parameter_shard import ParameterShard
+from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
+from shardtrain.trainer.evaluation import evaluated_every
+from shardtrain.trainer.row_shares import RowShares
+from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.wave_log import WaveLog, read_wave_log
+
+
+def make_meetings(run: Run) -> Meetings:
+    """Say after which steps all islands meet."""
+    synchronisation = run.strategy.synchronisation
+    every = evaluated_every(run)
+    others = [] if every is None else [every]
+    return Meetings(synchronisation, run.steps, run.checkpoints.every_steps, others)
+
+
+def make_waves(
+    run: Run,
+    setup: RunSetup,
+    coordination: Coordination,
+    shares: RowShares,
+    meetings: Meetings,
+    wave_log: WaveLog,
+) -> WaveMerge | None:
+    """Make what ends the waves of an island; None for a synchronisation without waves.
+
+    Args:
+      run: the run.
+      setup: the setup of this island.
+      coordination: the exchange with the other islands.
+      shares: the rows of each island.
+      meetings: after which steps islands meet.
+      wave_log: where the events of this island's shard are written.
+
+    Raises:
+      ValueError: an island has several processes; or the run to replay is not there.
+    """
+    synchronisation, islands, transfer = (
+        run.strategy.synchronisation,
+        coordination.islands,
+        coordination.transfer,
+    )
+    if synchronisation.distance is None:
+        return None
+    assert islands is not None
+    assert transfer is not None
+    seat, control = islands.seat, islands.control
+    if seat.num_islands < control.size:
+        raise ValueError(
+            f"waves (--clock-distance) need islands of one process each, and these {seat.num_islands} have"
+            f" {control.size}: start one process for all devices of an island (--processes-per-island 1), or"
+            " use --synchronisation local-sgd"
+        )
+    from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
+
+    order = [] if run.replay is None else read_wave_log(run.replay, seat.island)
+    shard = ParameterShard(seat.num_islands, wave_log, order)
+    server = ParameterServer(islands.comm, shard, control.names, control.activity, LONG_SECONDS)
+    return WaveMerge(
+        synchronisation,
+        setup.placement,
+        parameters=server,
+        meetings=meetings,
+        share=shares.own_share,
+        transfer=transfer,
+        all_gather=coordination.meet,
+        end_work=coordination.timer.end,
+        last_step=run.steps,
+    )
