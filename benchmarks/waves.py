@@ -1,0 +1,241 @@
+"""Waves beside other ways to synchronise, on islands that are held up in turns: loss, seconds and staleness.
+
+mpiexec -n 2 uv run python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
+
+Before each step an island pauses with a small chance, which a seed decides for each island and step, so every
+way meets the same pauses. Each way trains the same steps ("equal samples"); then the loss of its line at the
+seconds that the quickest way took is compared ("equal time"; learning rates are constant). Figures:
+docs/benchmarks/waves.md.
+"""
+
+import io
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+
+import tyro
+
+EVERY_STEP = "every-step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+      steps: of each run.
+      every: steps of a wave, and of local SGD and DiLoCo between merges.
+      pause: seconds for which an island is held up.
+      chance: of being held up before a step.
+      batch, seq, embed, num_layers: of the decoder that is trained.
+      rate: learning rate.
+      window: lines over which training losses are averaged.
+      seed: of parameters, data and pauses.
+    """
+
+    steps: int = 240
+    every: int = 4
+    pause: float = 0.3
+    chance: float = 0.05
+    batch: int = 16
+    seq: int = 64
+    embed: int = 64
+    num_layers: int = 2
+    rate: float = 2e-3
+    window: int = 20
+    seed: int = 0
+
+
+class Result(NamedTuple):
+    """One way to synchronise.
+
+    Args:
+      name: its name.
+      heldout: held-out loss after all steps.
+      step_seconds: mean seconds of a step, after the first tenth.
+      waiting: part of them in which island 0 waited for others.
+      staleness: the most steps of another island that were missing in a step, over islands; None: no waves.
+      curve: (seconds since the first tenth, mean training loss of the last lines), line by line.
+    """
+
+    name: str
+    heldout: float
+    step_seconds: float
+    waiting: float
+    staleness: int | None
+    curve: list[tuple[float, float]]
+
+
+def ways(every: int) -> dict[str, Any]:
+    """Return name -> a way to synchronise."""
+    from shardtrain.combine.synchronisation import Outer, Synchronisation
+
+    local = Synchronisation(on="deltas", every=every)
+    found = {EVERY_STEP: Synchronisation()}
+    found |= {f"wsp, D = {distance}": replace(local, distance=distance) for distance in (0, 4, 32)}
+    outer = Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
+    return {**found, "local-sgd": local, "diloco": replace(local, outer=outer)}
+
+
+def curve(lines: list[dict[str, float]], first_step: int, window: int) -> list[tuple[float, float]]:
+    """Return (seconds since a step, mean training loss of the last `window` steps), line by line.
+
+    >>> lines = [{"step": n, "wall_seconds": 2.0 * n, "train/loss": 4.0 - n} for n in (1, 2, 3)]
+    >>> curve(lines, first_step=1, window=2)
+    [(0.0, 3.0), (2.0, 2.5), (4.0, 1.5)]
+    """
+    start = next(line["wall_seconds"] for line in lines if line["step"] >= first_step)
+    points = [
+        (line["step"], line["wall_seconds"], line["train/loss"]) for line in lines if "train/loss" in line
+    ]
+    return [
+        (seconds - start, mean(loss for other, _, loss in points if step - window < other <= step))
+        for step, seconds, _ in points
+        if step >= first_step
+    ]
+
+
+def loss_after(points: list[tuple[float, float]], seconds: float) -> float:
+    """Return the loss of the last line within so many seconds.
+
+    >>> loss_after([(0.0, 3.0), (2.0, 2.5), (4.0, 1.5)], 3.0)
+    2.5
+    """
+    return [loss for at, loss in points if at <= seconds][-1]
+
+
+def run_of(options: Options, synchronisation: Any, folder: Path, pauses: Any) -> Any:
+    """Return the run, of text that every machine with Python has."""
+    import jax
+
+    from shardtrain import CheckpointPolicy, Optimizer, Run, Schedule, Strategy
+    from shardtrain.data import Text
+    from shardtrain.functional.loss import next_token_loss
+    from shardtrain.models.decoder import DecoderConfig
+
+    def loss(apply: Any, batch: Any) -> Any:
+        jax.debug.callback(pauses)
+        return next_token_loss(apply, batch)
+
+    sources = Path(os.__file__).parent
+    config = DecoderConfig(
+        vocab=256, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
+    )
+    return Run(
+        model=config,
+        data=Text(paths=tuple(sorted(sources.glob("a*.py"))), seq=options.seq),
+        loss=loss,
+        optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=options.rate, warmup=20)),
+        strategy=Strategy(synchronisation=synchronisation),
+        batch=options.batch,
+        steps=options.steps,
+        seed=options.seed,
+        log_every=1,
+        evaluate_every=None,
+        checkpoints=CheckpointPolicy(every_steps=None, every_minutes=None),
+        sinks=("jsonl",),
+        run_dir=folder,
+    )
+
+
+class Pauses:
+    """Called once a step: sleeps before some, which the seed and the island decide."""
+
+    def __init__(self, options: Options, island: int) -> None:
+        import numpy as np
+
+        draws = np.random.default_rng([options.seed, island]).random(2 * options.steps)
+        self._held_up, self._seconds, self._step = draws < options.chance, options.pause, 0
+
+    def __call__(self) -> None:
+        self._step += 1
+        if self._held_up[self._step % len(self._held_up)]:
+            time.sleep(self._seconds)
+
+
+def staleness(folder: Path, num_islands: int, every: int) -> int | None:
+    """Return the most steps of another island that were missing in a step, on any island, by the events."""
+    from shardtrain.trainer.wave_log import read_wave_log, wave_file
+
+    if not wave_file(folder, 0).is_file():
+        return None
+    most = 0
+    for shard in range(num_islands):
+        clocks = [0] * num_islands
+        for event in read_wave_log(folder, shard):
+            if event.kind == "push":
+                clocks[event.island] += 1
+            else:
+                most = max(most, clocks[event.island] - min(clocks))
+    return most * every + every - 1
+
+
+def measure(name: str, synchronisation: Any, options: Options, islands: Any) -> Result:
+    """Train once; the same result on all ranks."""
+    from rich.console import Console
+
+    from shardtrain import train
+    from shardtrain.report.sinks.json_lines import read_jsonl
+
+    folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
+    pauses = Pauses(options, islands.seat.island)
+    train(run_of(options, synchronisation, folder, pauses), Console(file=io.StringIO()), islands)
+    islands.all_gather_islands("trained", None)
+    found = None
+    if islands.is_first:
+        lines = read_jsonl(folder / "metrics.jsonl")
+        first = options.steps // 10
+        points = curve(lines, first, options.window)
+        timed = [line for line in lines if line["step"] > first]
+        waited = sum(line["seconds/islands"] for line in timed)
+        found = Result(
+            name=name,
+            heldout=lines[-1]["heldout/loss"],
+            step_seconds=points[-1][0] / (options.steps - first),
+            waiting=waited / points[-1][0],
+            staleness=staleness(folder, islands.seat.num_islands, options.every),
+            curve=points,
+        )
+        shutil.rmtree(folder)
+    return Result(*islands.broadcast("result", found))
+
+
+def table(results: list[Result]) -> str:
+    """Format the results; ratios are to every-step."""
+    seconds = min(result.curve[-1][0] for result in results)
+    base = results[0]
+    base_loss = loss_after(base.curve, seconds)
+    lines = [
+        "| synchronisation | held-out loss | ratio | s a step | ratio | waiting | staleness"
+        f" | training loss after {seconds:.0f} s | ratio |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for each in results:
+        loss = loss_after(each.curve, seconds)
+        lines.append(
+            f"| {each.name} | {each.heldout:.4f} | {each.heldout / base.heldout:.4f}"
+            f" | {each.step_seconds:.4f} | {each.step_seconds / base.step_seconds:.2f} | {each.waiting:.0%}"
+            f" | {'' if each.staleness is None else each.staleness} | {loss:.4f} | {loss / base_loss:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(options: Options) -> None:
+    from shardtrain.islands.membership import join
+
+    islands = join()
+    if islands is None:
+        sys.exit("start it on several ranks: mpiexec -n 2 uv run python benchmarks/waves.py")
+    results = [measure(name, way, options, islands) for name, way in ways(options.every).items()]
+    if islands.is_first:
+        print(table(results))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
