@@ -1,0 +1,38 @@
+"""The arithmetic of the benchmark of waves; what it runs is tests/trainer/test_waves.py's."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from shardtrain.islands.parameter_shard import Event
+from shardtrain.trainer.wave_log import WaveLog
+
+
+@pytest.fixture
+def benchmark_of_waves(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("waves")
+
+
+def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark_of_waves, tmp_path):
+    assert benchmark_of_waves.staleness(tmp_path, 2, 4) is None
+    for shard in range(2):
+        log = WaveLog(tmp_path, shard, print)
+        log.begin(0)
+        # island 1 pulls after two waves, while island 0 has pushed one
+        for event in [("push", 1, 4), ("push", 0, 4), ("push", 1, 8), ("pull", 1, 8), ("push", 1, 12)]:
+            log.write(Event(*event))
+        log.close()
+    assert benchmark_of_waves.staleness(tmp_path, 2, 4) == 4 + 3
+
+
+def test_losses_at_equal_time_are_those_when_the_quickest_way_ended(benchmark_of_waves):
+    slow = benchmark_of_waves.Result(
+        "every-step", 2.0, 0.2, 0.5, None, [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0)]
+    )
+    quick = benchmark_of_waves.Result("wsp", 2.1, 0.1, 0.1, 7, [(0.0, 4.0), (10.0, 2.4)])
+    text = benchmark_of_waves.table([slow, quick])
+    assert "training loss after 10 s" in text
+    assert "| every-step | 2.0000 | 1.0000 | 0.2000 | 1.00 | 50% |  | 3.0000 | 1.0000 |" in text
+    assert "| wsp | 2.1000 | 1.0500 | 0.1000 | 0.50 | 10% | 7 | 2.4000 | 0.8000 |" in text
