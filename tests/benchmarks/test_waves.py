@@ -21,8 +21,10 @@ def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark
         log = WaveLog(tmp_path, shard, print)
         log.begin(0)
         # island 1 pulls after two waves, while island 0 has pushed one
-        for event in [("push", 1, 4), ("push", 0, 4), ("push", 1, 8), ("pull", 1, 8), ("push", 1, 12)]:
-            log.write(Event(*event))
+        for island, step in [(1, 4), (0, 4), (1, 8)]:
+            log.write(Event("push", island, step))
+        log.write(Event("pull", 1, 8))
+        log.write(Event("push", 1, 12))
         log.close()
     assert benchmark_of_waves.staleness(tmp_path, 2, 4) == 4 + 3
 

@@ -201,7 +201,7 @@ def test_presets_are_found_by_name():
     assert (Synchronisation.short("diloco") or {})["every"] == 30
     assert preset("streaming-diloco").fragments == 5
     assert Synchronisation.short("int8+adasum") == {"by": "int8+adasum"}
-    assert len(PRESETS) == 6
+    assert len(PRESETS) == 7
     with pytest.raises(ValueError, match="did you mean 'diloco'"):
         preset("dilocco")
 
@@ -259,3 +259,24 @@ def test_the_preset_sends_at_most_a_quarter_at_a_time(num_layers):
     params, _, fragments = decoder_fragments(num_layers, number)
     largest = max(sum(x.size for x in each.take(params).values()) for each in fragments)
     assert largest <= sum(x.size for x in params.values()) / 4
+
+
+def test_waves_take_no_other_option_and_are_every_step_where_that_is_the_same():
+    with pytest.raises(ValueError) as caught:
+        Synchronisation(by="adasum", distance=-1, outer=Outer(momentum=0.5), every=4, fragments=2, overlap=1)
+    text = str(caught.value)
+    for part in (
+        "distance is -1 waves; use 0 or more, or None",
+        "use deltas (--combine-on deltas)",
+        "by is 'adasum', and updates of waves (--clock-distance) are added whole",
+        "outer is Outer(",
+        "fragments is 2, and updates",
+        "overlap is 1, and updates",
+    ):
+        assert part in text, text
+    assert Synchronisation(on="deltas", distance=0).simplified == Synchronisation()
+    for other in (
+        Synchronisation(on="deltas", distance=1),
+        Synchronisation(on="deltas", every=2, distance=0),
+    ):
+        assert other.simplified is other
