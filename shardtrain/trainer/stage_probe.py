@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from shardtrain.pipeline.block_costs import BACKWARD
 from shardtrain.pipeline.costs import Traced
 
-REPEATS = 5
-"""The shortest of so many times counts: longer ones were disturbed."""
+LEAST_RUNS, LEAST_SECONDS = 5, 1.0
+"""A block runs at least so often, and so long: a core that others use too is fast for a moment."""
 
 
 def flops_per_second(traced: Traced, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -45,12 +45,11 @@ def flops_per_second(traced: Traced, clock: Callable[[], float] = time.perf_coun
     gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
     floats = [x for x, yes in zip(leaves, is_float, strict=True) if yes]
     jax.block_until_ready(gradients(block, floats))  # compiles
-    seconds = []
-    for _ in range(REPEATS):
-        start = clock()
+    runs, seconds, start = 0, 0.0, clock()
+    while runs < LEAST_RUNS or seconds < LEAST_SECONDS:
         jax.block_until_ready(gradients(block, floats))
-        seconds.append(clock() - start)
-    return (1 + BACKWARD) * costs[number] / max(min(seconds), 1e-9)
+        runs, seconds = runs + 1, clock() - start
+    return (1 + BACKWARD) * costs[number] * runs / seconds
 
 
 def _is_float(x: Any) -> bool:
