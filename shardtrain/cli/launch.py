@@ -17,10 +17,11 @@ from typing import Any
 
 from shardtrain.cli import COMMANDS
 from shardtrain.errors.exit_codes import COME_AGAIN
-from shardtrain.errors.messages import near
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.islands.cluster import Cluster, read_cluster
 from shardtrain.islands.seat import parse_processes
 from shardtrain.launch.duration import parse_time
-from shardtrain.launch.hosts import Host
+from shardtrain.launch.hosts import Host, hosts_of_cluster
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher, shell_text
 from shardtrain.launch.log_folder import claim, write_new
@@ -28,6 +29,9 @@ from shardtrain.launch.registry import DEFAULT, LAUNCHERS, WITH_HOSTS
 from shardtrain.launch.restarts import Ended, Restarts, run_again
 from shardtrain.launch.supervise import supervise_once
 from shardtrain.system import terminal
+
+OF_RUNS = ("train", "inspect")
+"""Commands that take a run, and so the strategy of a cluster's islands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,8 @@ class Options:
       islands: number of islands; each is a separate JAX runtime. By default one per host, or one per number
         in --processes-per-island, else 1.
       processes_per_island: number of processes of each island: one number for all, or one each, such as 1,3.
+      cluster: a file with the kinds of islands, such as meshes/two_kinds_of_islands.toml: their numbers, nodes,
+        processes, devices, and what else is asked for or computed otherwise.
       logs: the folder for one log per rank, by default logs/DATE-TIME; if an earlier launch uses it, a
         number is added to its name.
       interface: network interface that the ranks use, such as eth1 or ib0; by default loopback on one
@@ -49,6 +55,7 @@ class Options:
 
     islands: int | None = None
     processes_per_island: str = "1"
+    cluster: Path | None = None
     logs: Path | None = None
     interface: str | None = None
     time: str | None = None
@@ -75,6 +82,12 @@ def main(arguments: Sequence[str]) -> int:
     hosts = launcher.hosts(special)
     if hosts and name is None:
         launcher = LAUNCHERS[WITH_HOSTS]
+    if options.cluster is not None:
+        cluster = _cluster(options.cluster, options)
+        options, hosts = _islands_of(cluster, options), hosts_of_cluster(hosts, cluster)
+        special = launcher.with_cluster(special, cluster) if launcher.with_cluster else special
+        if cluster.strategy_sections and program[0] in OF_RUNS:
+            program = [*program, "--cluster", str(options.cluster)]
     job = _job(options, hosts, program)
     if launcher.restarts is None:
         return _submit(launcher.launch(job, special, os.environ), options.dry_run)
@@ -142,6 +155,35 @@ def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
         f"{launchers}",
     )
     return parsed.launch, getattr(parsed, name or DEFAULT)
+
+
+def _cluster(path: Path, options: Options) -> Cluster:
+    """Read the cluster file, whose islands no other option may give."""
+    given = {"--islands": options.islands, "--processes-per-island": options.processes_per_island}
+    if names := [name for name, value in given.items() if value != getattr(Options(), _field(name))]:
+        raise ValueError(f"{' and '.join(names)} and --cluster are given; the cluster file says it")
+    cluster = read_cluster(path)
+    problems = [
+        f"kind {kind.kind}: there is no launcher {near(name, LAUNCHERS)}"
+        for kind in cluster.islands
+        for name in kind.launch
+        if name not in LAUNCHERS
+    ]
+    if problems:
+        raise problems_error(f"{path} cannot be used", problems)
+    return cluster
+
+
+def _field(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _islands_of(cluster: Cluster, options: Options) -> Options:
+    kinds = cluster.of_islands
+    processes = ",".join(str(kind.processes) for kind in kinds)
+    if len({kind.processes for kind in kinds}) == 1:
+        processes = str(kinds[0].processes)
+    return replace(options, islands=len(kinds), processes_per_island=processes)
 
 
 def _job(options: Options, hosts: tuple[Host, ...], program: Sequence[str]) -> Job:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardtrain.cli.field_options import with_fields
 from shardtrain.combine.synchronisation import preset
+from shardtrain.islands.cluster import read_cluster
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import read_strategy
@@ -22,10 +23,13 @@ class StrategyOptions:
       strategy: a strategy file, such as the strategy.toml of a run folder.
       synchronisation: a way to synchronise replicas, by name: every-step, local-sgd, diloco,
         streaming-diloco, adasum-deltas or hierarchical; its fields are the options beside it.
+      cluster: a cluster file, such as meshes/two_kinds_of_islands.toml: its kinds of islands have fields of the
+        strategy otherwise; sections of the strategy itself win.
     """
 
     strategy: Path | None = None
     synchronisation: str | None = None
+    cluster: Path | None = None
 
 
 def with_files(run: Run, words: Sequence[str]) -> Run:
@@ -43,6 +47,10 @@ def _with_strategy(run: Run, words: Sequence[str]) -> Run:
         run = with_fields(run, {"strategy": read_strategy(Path(given[-1]))})
     if given := _given(words, "--synchronisation"):
         run = with_fields(run, {"strategy.synchronisation": preset(given[-1])})
+    if given := _given(words, "--cluster"):
+        sections, own = read_cluster(Path(given[-1])).strategy_sections, run.strategy.islands
+        merged = {name: {**section, **own.get(name, {})} for name, section in sections.items()}
+        run = with_fields(run, {"strategy.islands": {**merged, **{k: own[k] for k in own if k not in merged}}})
     return run
 
 

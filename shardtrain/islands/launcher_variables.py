@@ -23,6 +23,9 @@ class LauncherVariables:
       num_nodes: variable of the number of hosts.
       node: variable of the index of this host.
       tasks_per_node: variable of the number of ranks of each host, in Slurm's short form: 2(x3),1.
+      ranks_here: variable with the ranks of this host: 2,3. It goes before those of all hosts.
+      components: variable that is set where hosts of several components are one launch; the order of hosts
+        in `tasks_per_node` is then not that of `node`.
       marker: further variables that must be set: a batch script may have the rank variable too.
       gpu_binding: variables that are set, and not "none", if the launcher bound GPUs to each rank.
       cpu_binding: the same for cores; None: compare the cores that the process has with those of the host.
@@ -38,6 +41,8 @@ class LauncherVariables:
     num_nodes: str | None = None
     node: str | None = None
     tasks_per_node: str | None = None
+    ranks_here: str | None = None
+    components: str | None = None
     marker: tuple[str, ...] = ()
     gpu_binding: tuple[str, ...] = ()
     cpu_binding: str | None = None
@@ -92,6 +97,8 @@ LAUNCHERS: Mapping[str, LauncherVariables] = {
         local_rank="SLURM_LOCALID",
         node="SLURM_NODEID",
         tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
+        ranks_here="SLURM_GTIDS",
+        components="SLURM_HET_SIZE",
         # a batch script has a SLURM_PROCID too, and is no rank
         marker=("SLURM_STEP_ID",),
         gpu_binding=("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK"),

@@ -122,7 +122,13 @@ def _local(
         num_nodes = _number(environ, variables.num_nodes)
         certain = {1: size, size: 1}.get(num_nodes, 0)
         return (rank, certain) if rank < certain else (None, None)
-    if variables.tasks_per_node is not None and variables.node is not None:
+    if variables.ranks_here is not None and (here := environ.get(variables.ranks_here)):
+        ranks = here.split(",")
+        if environ[variables.rank] in ranks and rank < len(ranks):
+            return rank, len(ranks)
+    # in a heterogeneous job Slurm lists the hosts by name, and numbers them by component
+    one_component = variables.components is None or variables.components not in environ
+    if variables.tasks_per_node is not None and variables.node is not None and one_component:
         counts = tasks_per_node(environ.get(variables.tasks_per_node, ""))
         node = environ.get(variables.node, "")
         if node.isdecimal() and int(node) < len(counts) and rank < counts[int(node)]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.errors.messages import problems_error
+from shardtrain.islands.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,3 +100,24 @@ def ranks_by_host(num_ranks: int, hosts: Sequence[Host]) -> tuple[tuple[str, int
     if all(slots) and sum(slots) == num_ranks:
         return tuple((host.name, n) for host, n in zip(hosts, slots, strict=True))
     return tuple((host.name, num_ranks // len(hosts)) for host in hosts)
+
+
+def hosts_of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[Host, ...]:
+    """Return the hosts with the ranks of each, if they were named without: the nodes of a cluster's islands.
+
+    Args:
+      hosts: in the order of the islands; as they are if a number of ranks is given, or there are none.
+      cluster: its islands.
+
+    Raises:
+      ValueError: there is another number of hosts than of nodes.
+    """
+    if not hosts or any(host.slots is not None for host in hosts):
+        return tuple(hosts)
+    slots = [kind.processes // kind.nodes for kind in cluster.of_islands for _ in range(kind.nodes)]
+    if len(slots) != len(hosts):
+        raise ValueError(
+            f"{len(hosts)} hosts are named, and the islands of the cluster file have {len(slots)} nodes; name"
+            f" {len(slots)} hosts, or say how many ranks each has: {hosts[0].name}:{slots[0]}"
+        )
+    return tuple(Host(name=host.name, slots=number) for host, number in zip(hosts, slots, strict=True))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardtrain.islands.cluster import Cluster
 from shardtrain.launch.hosts import Host
 from shardtrain.launch.job import Job
 from shardtrain.launch.restarts import Restarts
@@ -65,6 +66,8 @@ class Launcher:
       hosts: options -> the hosts that they name.
       restarts: options -> how often a run that fails is started again. None: `launch` submits to a batch
         system, which keeps the job; otherwise this process waits for the ranks.
+      with_cluster: (options, cluster) -> options that ask for the nodes of its islands. None: the launcher
+        takes the numbers of their processes alone.
     """
 
     summary: str
@@ -72,6 +75,7 @@ class Launcher:
     launch: Callable[[Job, Any, Mapping[str, str]], Launch]
     hosts: Callable[[Any], tuple[Host, ...]] = no_hosts
     restarts: Callable[[Any], Restarts] | None = None
+    with_cluster: Callable[[Any, Cluster], Any] | None = None
 
 
 def shell_text(launch: Launch) -> str:

@@ -1,14 +1,24 @@
 """`launch slurm`: a job as a batch script that a person can read and change, submitted by sbatch.
 
 The script stands alone: srun starts the ranks, `rank.py` keeps their logs, `outcome.py` reports how they
-ended.
+ended. Islands on unequal nodes are components of one heterogeneous job, and one step with one MPI world.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from shardtrain.errors.messages import problems_error
+from shardtrain.islands.cluster import Cluster
 from shardtrain.launch import batch
+from shardtrain.launch.components import (
+    Component,
+    Shares,
+    components,
+    counts,
+    options_by_island,
+    shares_of_processes,
+)
 from shardtrain.launch.duration import clock
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher
@@ -24,12 +34,16 @@ class Slurm:
       qos: quality of service; None: the default.
       job_name: name of the job in the queue, and the beginning of the log's name.
       nodes: number of nodes; None: one per island, or one per rank if islands are unequal.
-      gpus_per_island: number of GPUs of an island, divided evenly among its processes; None: no GPU.
-      cpus_per_island: number of CPU cores of an island, divided evenly among its processes; None: whole
-        nodes, whose cores the ranks divide among themselves.
+      nodes_per_island: number of nodes of each island, such as 1,1,2,2, or one number for all. Unequal nodes
+        are components of a heterogeneous job.
+      gpus_per_island: number of GPUs of an island, divided evenly among its processes; one number for all, or
+        one each, such as 4,4,8,8. None: no GPU.
+      cpus_per_island: number of CPU cores of an island, likewise; None: whole nodes, whose cores the ranks
+        divide among themselves.
       mpi: how srun starts an MPI program: pmi2 for MPICH and Intel MPI, pmix for Open MPI.
       requeue: requeue the job, so that it continues, if its time is over or a rank was lost or hung.
-      sbatch: further options of sbatch without their dashes, such as `constraint=a100`.
+      sbatch: further options of sbatch without their dashes, such as `constraint=a100`; with numbers of
+        islands before it, for their nodes alone: `0-1:partition=old`.
       setup: lines of shell to run before the start, such as `module load openmpi`.
     """
 
@@ -38,8 +52,9 @@ class Slurm:
     qos: str | None = None
     job_name: str = "shardtrain"
     nodes: int | None = None
-    gpus_per_island: int | None = None
-    cpus_per_island: int | None = None
+    nodes_per_island: str | None = None
+    gpus_per_island: int | str | None = None
+    cpus_per_island: int | str | None = None
     mpi: str = "pmi2"
     requeue: bool = True
     sbatch: tuple[str, ...] = ()
@@ -63,64 +78,151 @@ def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
     Raises:
       ValueError: lists everything that does not fit.
     """
-    nodes = batch.num_nodes(job, options.nodes)
-    if problems := _problems(job, options, nodes):
+    common, parts, problems = _components(job, options)
+    problems += _problems(job, options)
+    if problems:
         raise problems_error("this batch job cannot be written", problems)
-    # the number of nodes stands in one line, to be changed there
-    only_nodes = isinstance(job.processes_per_island, int) and job.islands == nodes
-    hint = ": --nodes alone says how many" if only_nodes else ""
-    lines = ["#!/bin/bash", f"# {batch.headline(job, nodes)}{hint}", ""]
-    lines += [f"#SBATCH {option}" for option in _directives(job, options, nodes)]
+    first = parts[0]
+    lines = ["#!/bin/bash", f"# {_headline(job, parts)}", ""]
+    lines += [f"#SBATCH {option}" for option in _directives(job, options, first, common)]
+    for component in parts[1:]:
+        lines += ["", "#SBATCH hetjob", f"# {_islands_text(component)}"]
+        lines += [f"#SBATCH {option}" for option in _own_directives(job, options, component, common)]
     lines += ["", *options.setup, *batch.exports(job, environ)]
-    lines += ["", *_run(job, options)]
+    lines += ["", *_run(job, options, parts)]
     return "\n".join(lines) + "\n"
 
 
-def _problems(job: Job, options: Slurm, nodes: int) -> list[str]:
+def _components(job: Job, options: Slurm) -> tuple[tuple[str, ...], tuple[Component, ...], list[str]]:
+    """Return the options of all nodes, the components of the job, and what does not fit."""
+    problems: list[str] = []
+
+    def found(make: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return make()
+        except ValueError as error:
+            problems.append(str(error))
+            return otherwise
+
+    none = (None,) * job.islands
+    common, own = found(
+        lambda: options_by_island(options.sbatch, job.islands), (options.sbatch, [()] * job.islands)
+    )
+    nodes = found(lambda: counts(options.nodes_per_island, job.islands, "nodes per island"), none)
+    each = {
+        what: found(lambda what=what, given=given: _shares(job, given, what), none)
+        for what, given in (("GPUs", options.gpus_per_island), ("CPUs", options.cpus_per_island))
+    }
+    shares = Shares(
+        nodes=None if None in nodes else nodes, gpus=each["GPUs"], cpus=each["CPUs"], options=tuple(own)
+    )
+    return common, found(lambda: components(job, options.nodes, shares), ()), problems
+
+
+def _shares(job: Job, given: int | str | None, what: str) -> tuple[int | None, ...]:
+    return shares_of_processes(job, counts(given, job.islands, f"{what} per island"), what)
+
+
+def _problems(job: Job, options: Slurm) -> list[str]:
     problems = []
     if job.hosts:
         problems.append("hosts are named, and Slurm chooses them; use --sbatch nodelist=a,b")
-    problems += batch.node_problems(job, nodes)
     words = {name: getattr(options, name) for name in ("partition", "account", "qos", "mpi")}
-    problems += batch.text_problems(options.job_name, words, job.logs, options.sbatch, "sbatch")
-    for what, count in (("GPUs", options.gpus_per_island), ("CPUs", options.cpus_per_island)):
-        otherwise = f"ask for what each process gets: --sbatch {what.lower()}-per-task=N"
-        problems += batch.share_problems(job, what, count, otherwise)
-    return problems
+    return problems + batch.text_problems(options.job_name, words, job.logs, options.sbatch, "sbatch")
 
 
-def _directives(job: Job, options: Slurm, nodes: int) -> list[str]:
-    gpus = batch.per_process(job, options.gpus_per_island)
-    cpus = batch.per_process(job, options.cpus_per_island)
+def _headline(job: Job, parts: tuple[Component, ...]) -> str:
+    nodes = sum(each.nodes for each in parts)
+    text = batch.headline(job, nodes)
+    if len(parts) > 1:
+        several = f"{job.islands} islands of {job.processes_text} processes"
+        return f"{several}, in a heterogeneous job of {len(parts)} components; the first: {_islands_text(parts[0])}"
+    # the number of nodes stands in one line, to be changed there
+    only_nodes = isinstance(job.processes_per_island, int) and job.islands == nodes
+    return text + (": --nodes alone says how many" if only_nodes else "")
+
+
+def _islands_text(component: Component) -> str:
+    first, last = component.islands[0], component.islands[-1]
+    return f"islands {first} to {last}" if last > first else f"island {first}"
+
+
+def _directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
+    own = _own_directives(job, options, part, common)
+    at = own.index("--requeue" if options.requeue else "--no-requeue") + 1
+    # the script runs in the first component: only there it has a name and an output
+    output = ["--open-mode=append", f"--output={job.logs}/%x-%j.log"]
+    return [f"--job-name={options.job_name}", *own[:at], *output, *own[at:]]
+
+
+def _own_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
+    """Return the directives of a component, as each may be reset by Slurm to its default."""
     named = {"partition": options.partition, "account": options.account, "qos": options.qos}
-    found = [f"--job-name={options.job_name}", f"--nodes={nodes}"]
-    found += [f"--ntasks-per-node={job.num_ranks // nodes}"]
-    found += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive", "--mem=0"]
-    found += [f"--gpus-per-task={gpus}"] if gpus else []
+    found = [f"--nodes={part.nodes}", f"--ntasks-per-node={part.ranks_per_node}"]
+    found += [f"--cpus-per-task={part.cpus}"] if part.cpus else ["--exclusive", "--mem=0"]
+    found += [f"--gpus-per-task={part.gpus}"] if part.gpus else []
     found += [f"--{name}={value}" for name, value in named.items() if value is not None]
     if job.time_seconds is not None:
         found += [f"--time={clock(job.time_seconds)}", f"--signal=USR1@{job.stop_seconds}"]
-    found += ["--requeue" if options.requeue else "--no-requeue", "--open-mode=append"]
-    found += [f"--output={job.logs}/%x-%j.log"]
-    return found + [f"--{option.lstrip('-')}" for option in options.sbatch]
+    found += ["--requeue" if options.requeue else "--no-requeue"]
+    return found + [f"--{option.lstrip('-')}" for option in (*common, *part.options)]
 
 
-def _run(job: Job, options: Slurm) -> list[str]:
-    gpus = batch.per_process(job, options.gpus_per_island)
-    cpus = batch.per_process(job, options.cpus_per_island)
+def _binding(part: Component) -> str:
     # srun takes over no --cpus-per-task since Slurm 22.05; without one it would bind a rank to one core
-    binding = [f"--cpus-per-task={cpus}", "--cpu-bind=cores"] if cpus else ["--cpu-bind=none"]
-    binding += [f"--gpus-per-task={gpus}", f"--gpu-bind=per_task:{gpus}"] if gpus else []
+    words = [f"--cpus-per-task={part.cpus}", "--cpu-bind=cores"] if part.cpus else ["--cpu-bind=none"]
+    words += [f"--gpus-per-task={part.gpus}", f"--gpu-bind=per_task:{part.gpus}"] if part.gpus else []
+    return " ".join(words)
+
+
+def _run(job: Job, options: Slurm, parts: tuple[Component, ...]) -> list[str]:
+    bindings = [_binding(part) for part in parts]
+    if len(parts) == 1:
+        words = bindings
+    elif len(set(bindings)) == 1:
+        words = [f"--het-group={','.join(map(str, range(len(parts))))} {bindings[0]}"]
+    else:
+        # components that are bound differently; the program after the last is that of all
+        words = [f"--het-group={number} {binding}" for number, binding in enumerate(bindings)]
+    steps = [f"{word} {':' if word is not words[-1] else ''}".rstrip() + " \\" for word in words]
     return [
         *batch.log_lines(job, '"$SLURM_JOB_ID"'),
-        f"srun --mpi={options.mpi} --kill-on-bad-exit=1 {' '.join(binding)} \\",
+        f"srun --mpi={options.mpi} --kill-on-bad-exit=1 {steps[0]}",
+        *(f"  {step}" for step in steps[1:]),
         *batch.rank_lines(job),
         *batch.end_lines("srun", 'scontrol requeue "$SLURM_JOB_ID"' if options.requeue else None),
     ]
+
+
+def with_cluster(options: Slurm, cluster: Cluster) -> Slurm:
+    """Return the options with the nodes, devices and own options of a cluster's islands.
+
+    Raises:
+      ValueError: an option says what the cluster file says too.
+    """
+    named = {
+        "nodes": options.nodes, "nodes-per-island": options.nodes_per_island,
+        "gpus-per-island": options.gpus_per_island,
+    }  # fmt: skip
+    if given := [f"--{name}" for name, value in named.items() if value is not None]:
+        raise ValueError(f"{', '.join(given)} and --cluster are both given; the cluster file says it")
+    devices = [kind.devices for kind in cluster.of_islands]
+    own = tuple(
+        f"{islands}:{name}" + ("" if value is True else f"={value}")
+        for islands, kind in cluster.sections
+        for name, value in kind.launch.get("slurm", {}).items()
+    )
+    return replace(
+        options,
+        nodes_per_island=",".join(str(kind.nodes) for kind in cluster.of_islands),
+        gpus_per_island=None if None in devices else ",".join(map(str, devices)),
+        sbatch=(*options.sbatch, *own),
+    )
 
 
 LAUNCHER = Launcher(
     summary="as a batch job of Slurm: writes its script and submits it by sbatch",
     options=Slurm,
     launch=launch,
+    with_cluster=with_cluster,
 )

@@ -27,6 +27,10 @@ def read_layout(path: Path) -> Layout:
         raise ValueError(f"there is no layout file {path} to read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a layout in TOML: {error}") from error
+    if "islands" in values:
+        raise ValueError(
+            f"{path} is a cluster file, as it has islands; a layout has none: give it to launch --cluster"
+        )
     if unknown := [key for key in values if key not in known]:
         raise problems_error(f"{path} cannot be read", [f"unknown key {near(key, known)}" for key in unknown])
     try:

@@ -17,6 +17,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.islands.options import Across
+from shardtrain.islands.sections import OF_ISLANDS, island_numbers
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import MOST_FILE_BYTES
@@ -89,23 +90,6 @@ class Strategy:
             if island in numbers if numbers is not None else fnmatchcase(kind.lower(), name.lower()):
                 found = _built(found, section, "", [])
         return found
-
-
-OF_ISLANDS = ("layout", "accumulate", "remat", "compute_dtype")
-"""Fields in which islands may differ."""
-
-
-def island_numbers(name: str) -> set[int] | None:
-    """Return the islands that numbers name; None if they are named by a kind of device.
-
-    >>> island_numbers("0,2-4"), island_numbers("*V100*")
-    ({0, 2, 3, 4}, None)
-    """
-    name = name.replace(" ", "")
-    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", name):
-        return None
-    ends = [each.partition("-") for each in name.split(",")]
-    return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}
 
 
 def _section_problems(strategy: Strategy, name: str, section: Any) -> list[str]:

@@ -25,6 +25,19 @@ SLURM_BATCH = {
     "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "67", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
     "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2(x2)",
 }  # fmt: skip
+HET_STEP = {
+    "SLURMD_NODENAME": "old0", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "6", "SLURM_PROCID": "0", "SLURM_GTIDS": "0", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x2)",
+    "SLURM_STEP_NODELIST": "new[0-1],old[0-1]", "SLURM_HET_SIZE": "2", "SLURM_MPI_TYPE": "pmi2",
+    "PMI_RANK": "0", "PMI_SIZE": "6", "SLURM_NTASKS_HET_GROUP_0": "2", "SLURM_NTASKS_HET_GROUP_1": "4",
+}  # fmt: skip
+"""The hosts are listed by name, so that the first number of ranks is not that of host 0."""
+
+HET_STEP_LAST = HET_STEP | {
+    "SLURMD_NODENAME": "new1", "SLURM_LOCALID": "1", "SLURM_NODEID": "3", "SLURM_PROCID": "5",
+    "SLURM_GTIDS": "4,5", "PMI_RANK": "5",
+}  # fmt: skip
 PROXY_STEP = {
     "SLURMD_NODENAME": "n2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_PROCID": "1",
     "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
@@ -67,6 +80,9 @@ MVAPICH = {
         (SLURM_STEP | {"PMI_RANK": "1", "PMI_SIZE": "3", "PMI_FD": "11"}, ("srun", 1, 3, 1, 2, "n1")),
         (SLURM_STEP | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.66.0"}, ("srun", 1, 3, 1, 2, "n1")),
         (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": ""}, ("srun", 1, 3, None, None, "n1")),
+        (HET_STEP, ("srun", 0, 6, 0, 1, "old0")),
+        (HET_STEP_LAST, ("srun", 5, 6, 1, 2, "new1")),
+        ({k: v for k, v in HET_STEP.items() if k != "SLURM_GTIDS"}, ("srun", 0, 6, None, None, "old0")),
         (SLURM_BATCH, ("none", 0, 1, 0, 1, "n1")),
         (PALS, ("pals", 5, 8, 1, 4, HERE)),
         (FLUX, ("flux", 3, 4, None, None, HERE)),

@@ -1,0 +1,198 @@
+"""A cluster of unequal islands: the kinds of islands, in the order of their numbers, and the file that has them.
+
+Values only: no jax, no MPI. `launch --cluster FILE` places the islands; `train --cluster FILE` takes the
+sections of the strategy. A file with the key `islands` is a cluster, others in `meshes/` are layouts.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.islands.sections import OF_ISLANDS, range_text
+from shardtrain.system.untrusted_files import read_text
+
+KEY = "islands"
+"""The key of a cluster file, by which it differs from a layout."""
+
+MOST_FILE_BYTES = 1 << 16
+MOST_ISLANDS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandKind:
+    """Islands that are alike.
+
+    Args:
+      kind: a name, such as "v100", for messages.
+      count: number of islands of this kind.
+      nodes: number of nodes of each island.
+      processes: number of processes of each island.
+      devices: number of devices of each island, which batch systems are asked for as GPUs; None: none is
+        asked for.
+      launch: launcher -> its options for these nodes, such as {"slurm": {"partition": "old"}}.
+      strategy: fields of the strategy that these islands have otherwise, see `Strategy.islands`.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+    """
+
+    kind: str
+    count: int = 1
+    nodes: int = 1
+    processes: int = 1
+    devices: int | None = None
+    launch: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self)
+        if not problems:
+            numbers = {name: getattr(self, name) for name in ("count", "nodes", "processes", "devices")}
+            problems += [
+                f"{name} is {value}; use 1 or more"
+                for name, value in numbers.items()
+                if value is not None and value < 1
+            ]
+            problems += [] if problems else self._uneven()
+            problems += self._option_problems()
+            problems += [
+                f"strategy has {near(key, OF_ISLANDS)}; islands may differ in these alone"
+                for key in self.strategy
+                if key not in OF_ISLANDS
+            ]
+        if problems:
+            raise problems_error(f"islands of kind {self.kind!r}", problems)
+
+    def _uneven(self) -> list[str]:
+        problems = []
+        if self.processes % self.nodes:
+            fixes = " or ".join(str(n) for n in range(1, self.processes + 1) if self.processes % n == 0)
+            problems.append(
+                f"processes is {self.processes}, on nodes = {self.nodes}: {self.processes} % {self.nodes} ="
+                f" {self.processes % self.nodes}; use nodes = {fixes}"
+            )
+        if self.devices is not None and self.devices % self.processes:
+            problems.append(
+                f"devices is {self.devices}, of processes = {self.processes}: {self.devices} %"
+                f" {self.processes} = {self.devices % self.processes}; each process has the same number"
+            )
+        return problems
+
+    def _option_problems(self) -> list[str]:
+        problems = []
+        for launcher, options in self.launch.items():
+            if not isinstance(options, Mapping):
+                problems.append(f"launch.{launcher} is {options!r}; give options and their values, as a table")
+                continue
+            for name, value in options.items():
+                where = f"launch.{launcher}.{name}"
+                if not re.fullmatch(r"[A-Za-z][A-Za-z-]*", name):
+                    problems.append(f"{where} is no name of an option; write it without dashes before it")
+                elif value is not True and (isinstance(value, bool) or not isinstance(value, str | int)):
+                    problems.append(f"{where} is {value!r}; use a text, a number, or true for an option alone")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The islands of a run, kind by kind.
+
+    Args:
+      islands: the kinds; islands are numbered from 0, first those of the first kind.
+
+    Raises:
+      ValueError: lists kinds that contradict each other.
+    """
+
+    islands: tuple[IslandKind, ...]
+
+    def __post_init__(self) -> None:
+        problems = []
+        names = [each.kind for each in self.islands]
+        if not names:
+            problems.append("there are no islands; give at least one kind: [[islands]]")
+        problems += [
+            f"kind {name!r} is there {names.count(name)} times; give each a name of its own"
+            for name in dict.fromkeys(names)
+            if names.count(name) > 1
+        ]
+        without = [each.kind for each in self.islands if each.devices is None]
+        if without and len(without) < len(names):
+            problems.append(f"kind {', '.join(without)} has no devices, and others have; say it for all or for none")
+        if (total := sum(each.count for each in self.islands)) > MOST_ISLANDS:
+            problems.append(f"there are {total} islands; use at most {MOST_ISLANDS}")
+        if problems:
+            raise problems_error("this cluster cannot be used", problems)
+
+    @property
+    def of_islands(self) -> tuple[IslandKind, ...]:
+        """The kind of each island."""
+        return tuple(kind for kind in self.islands for _ in range(kind.count))
+
+    @property
+    def sections(self) -> tuple[tuple[str, IslandKind], ...]:
+        """The numbers of the islands of each kind, as sections of a strategy name them.
+
+        >>> kinds = (IslandKind(kind="old", count=2), IslandKind(kind="new"))
+        >>> [numbers for numbers, kind in Cluster(islands=kinds).sections]
+        ['0-1', '2']
+        """
+        firsts = [sum(kind.count for kind in self.islands[:number]) for number in range(len(self.islands))]
+        return tuple(
+            (range_text(first, kind.count), kind) for first, kind in zip(firsts, self.islands, strict=True)
+        )
+
+    @property
+    def strategy_sections(self) -> dict[str, Mapping[str, Any]]:
+        """Islands -> the fields of the strategy that they have otherwise, see `Strategy.islands`."""
+        return {islands: kind.strategy for islands, kind in self.sections if kind.strategy}
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a cluster from a TOML file: a table [[islands]] for each kind, the fields of `IslandKind` by name.
+
+    Raises:
+      ValueError: not TOML, not a cluster, an unknown key, or values that `IslandKind` refuses.
+    """
+    try:
+        values = tomllib.loads(read_text(path, MOST_FILE_BYTES))
+    except OSError as error:
+        raise ValueError(f"there is no cluster file {path} to read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a cluster in TOML: {error}") from error
+    if KEY not in values:
+        raise ValueError(
+            f"{path} is no cluster file: it has no [[islands]]; a layout is given to --mesh, a strategy to"
+            " --strategy"
+        )
+    tables = values[KEY]
+    problems = [f"unknown key {near(key, [KEY])}" for key in values if key != KEY]
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{path}: islands is {tables!r}; write a table for each kind of islands: [[islands]]")
+    kinds = []
+    for number, table in enumerate(tables):
+        try:
+            kinds.append(_kind(table))
+        except ValueError as error:
+            problems.append(f"[[islands]] {number}: {error}")
+    if problems:
+        raise problems_error(f"{path} cannot be read", problems)
+    try:
+        return Cluster(islands=tuple(kinds))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _kind(table: Mapping[str, Any]) -> IslandKind:
+    known = [each.name for each in fields(IslandKind)]
+    problems = [f"unknown key {near(key, known)}" for key in table if key not in known]
+    if "kind" not in table:
+        problems.append('kind is missing; give these islands a name: kind = "a100"')
+    if problems:
+        raise problems_error("this kind of islands cannot be read", problems)
+    return IslandKind(**table)
