@@ -50,7 +50,9 @@ def _with_strategy(run: Run, words: Sequence[str]) -> Run:
     if given := _given(words, "--cluster"):
         sections, own = read_cluster(Path(given[-1])).strategy_sections, run.strategy.islands
         merged = {name: {**section, **own.get(name, {})} for name, section in sections.items()}
-        run = with_fields(run, {"strategy.islands": {**merged, **{k: own[k] for k in own if k not in merged}}})
+        run = with_fields(
+            run, {"strategy.islands": {**merged, **{k: own[k] for k in own if k not in merged}}}
+        )
     return run
 
 

@@ -161,7 +161,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
         [*field_options(DeviceOptions()), *field_options(StrategyOptions()), *options, *command_options]
     )
     changes = parse_options(groups, words, DESCRIPTIONS, f"{usage} {source}")
-    for name in ("cpu_devices", "strategy", "synchronisation"):  # these are applied already
+    for name in ("cpu_devices", "strategy", "synchronisation", "cluster"):  # these are applied already
         changes.pop(name, None)
     own_paths = {option.path for option in command_options}
     run_changes = {path: _from_text(path, new) for path, new in changes.items() if path not in own_paths}

@@ -74,8 +74,9 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
       with 75.
     """
     # before jax starts: the ranks of a host share its devices and cores
-    environment = find_rank_environment(os.environ)
-    os.environ.update(device_environment(environment, os.environ))
+    given = dict(os.environ)
+    environment = find_rank_environment(given)
+    os.environ.update(device_environment(environment, given))
     if cores := bind_cpus(environment):
         os.sched_setaffinity(0, cores)
     run, options = parse_run("train", arguments, TrainOptions)
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
 
     activity = activity_record()
     try:
-        islands = join(report=_to_stderr, activity=activity)
+        islands = join(given, report=_to_stderr, activity=activity)
     except RankTimeout as timeout:
         _end_for_timeout(timeout)
     stacks = (run.run_dir or Path("runs/run")) / STACKS

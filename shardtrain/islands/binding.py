@@ -11,6 +11,14 @@ from shardtrain.islands.rank_environment import RankEnvironment
 BIND = "SHARDTRAIN_BIND"
 """`no`: leave devices and cores as the launcher gave them."""
 
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables with the devices that a process sees; the first that is set counts."""
+
+OWN_IDS = "JAX_LOCAL_DEVICE_IDS"
+"""The user's own choice among the visible devices."""
+
+MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
 
 def share(things: Sequence, index: int, parts: int) -> list:
     """Return part `index` of `parts` consecutive parts; the first get one more if it does not divide.
@@ -23,54 +31,168 @@ def share(things: Sequence, index: int, parts: int) -> list:
     return list(things[start : start + each + (index < more)])
 
 
+def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: bool) -> tuple[int, ...]:
+    """Return the indices of the devices that a process uses, among those that it sees.
+
+    A process that is alone, or whose devices are bound to it, uses all of them. Ranks that see the same devices
+    use equal parts, in the order of their local ranks; if there are fewer devices than ranks, equal numbers of
+    ranks share each.
+
+    Args:
+      num_visible: number of devices that the process sees.
+      local_rank: its rank among the processes of the host.
+      local_size: number of processes of the host.
+      bound: whether no other process of the host uses these devices.
+
+    Raises:
+      ValueError: the devices cannot be shared evenly; the message computes what can.
+
+    >>> local_device_ids(4, 0, 1, False), local_device_ids(4, 1, 2, False), local_device_ids(4, 1, 2, True)
+    ((0, 1, 2, 3), (2, 3), (0, 1, 2, 3))
+    """
+    if bound or local_size == 1 or not num_visible:
+        return tuple(range(num_visible))
+    if num_visible % local_size == 0:
+        each = num_visible // local_size
+        return tuple(range(local_rank * each, (local_rank + 1) * each))
+    if local_size % num_visible == 0:
+        return (local_rank % num_visible,)
+    lower = num_visible // local_size * local_size
+    fix = (
+        f"make {lower} visible: CUDA_VISIBLE_DEVICES={','.join(map(str, range(lower)))}"
+        if lower
+        else f"start {local_size // num_visible * num_visible} ranks there"
+    )
+    starts = " or ".join(str(n) for n in range(1, num_visible + 1) if num_visible % n == 0)
+    raise ValueError(
+        f"{local_size} ranks of a host see the same {num_visible} GPUs, which cannot be shared evenly:"
+        f" {num_visible} % {local_size} = {num_visible % local_size}. Start {starts} ranks there, or {fix}; if"
+        f" each rank has GPUs of its own, bind them by the launcher or set {BIND}=no"
+    )
+
+
 def device_environment(
-    environment: RankEnvironment, environ: Mapping[str, str], num_gpus: int | None = None
+    environment: RankEnvironment,
+    environ: Mapping[str, str],
+    num_gpus: int | None = None,
+    neighbours: Sequence[str | None] | None = None,
 ) -> dict[str, str]:
     """Return the variables to set before jax starts, so that the ranks on one host share its GPUs.
 
-    None are set where there is one rank or no GPU, jax is to use the CPU, the launcher has bound GPUs to each
-    rank (srun --gpus-per-task, --gpu-bind; fewer visible than ranks), or SHARDTRAIN_BIND=no. A launcher
-    that binds several GPUs to each of several ranks by another way needs that last one. With fewer GPUs
-    than ranks, ranks share one, and its memory.
+    None are set where jax is to use the CPU, there is no GPU, or a rank uses all that it sees: it is alone, or
+    they are bound to it: by the launcher (srun --gpus-per-task, --gpu-bind), by SHARDTRAIN_BIND=no, by
+    JAX_LOCAL_DEVICE_IDS, or as ranks of the host have different CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES,
+    ROCR_VISIBLE_DEVICES).
 
     Args:
       environment: the rank environment of this rank; nothing is set if its local rank is None.
-      environ: the environment.
+      environ: the environment, as the launcher gave it.
       num_gpus: number of GPUs on this host; None counts them.
+      neighbours: the lists of visible devices of all ranks on the host, see `visible_list`. None: not known
+        before MPI has started; then nothing is set that depends on them.
 
     Returns:
-      CUDA_VISIBLE_DEVICES, and the fraction of memory per process where ranks share a GPU.
+      The variable with the devices, and the fraction of memory per process where ranks share a GPU.
+
+    Raises:
+      ValueError: ranks see some devices in common, or the same ones and cannot share them evenly; only where
+        neighbours are known.
 
     >>> environment = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
     >>> device_environment(environment, {}, num_gpus=4)
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     """
-    if environment.local_rank is None or environment.local_size in (None, 1) or environ.get(BIND) == "no":
+    rank, size = environment.local_rank, environment.local_size
+    if rank is None or size in (None, 1) or environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return {}
-    if environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu" or _gpus_are_bound(environment, environ):
-        return {}
-    assert environment.local_size is not None
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    assert size is not None
+    variable = _visible_variable(environ)
+    text = environ.get(variable)
+    gpus = _names(text)
+    if text is None:
         gpus = [str(i) for i in range(_count_gpus() if num_gpus is None else num_gpus)]
-    else:
-        gpus = [name for name in visible.split(",") if name]
-        if len(gpus) < environment.local_size:
-            return {}
-    if not gpus:
+    if not gpus or _declared_bound(environment, environ):
         return {}
-    if len(gpus) >= environment.local_size:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(share(gpus, environment.local_rank, environment.local_size))}
-    sharing = -(-environment.local_size // len(gpus))
-    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.75 / sharing:.3f}"}
-    return {"CUDA_VISIBLE_DEVICES": gpus[environment.local_rank % len(gpus)]} | {
-        name: value for name, value in memory.items() if name not in environ
-    }
+    # before MPI one cannot know whether the others see the same: only a list for all of them is divided
+    if neighbours is None and (len(gpus) % size or (text is not None and len(gpus) < size)):
+        return {} if text is not None or size % len(gpus) else _sharing(variable, gpus, rank, size, environ)
+    if neighbours is not None and _lists_are_bound(environment.host, neighbours):
+        return {}
+    return _sharing(variable, gpus, rank, size, environ)
 
 
-def _gpus_are_bound(environment: RankEnvironment, environ: Mapping[str, str]) -> bool:
+def _sharing(
+    variable: str, gpus: Sequence[str], rank: int, size: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    mine = local_device_ids(len(gpus), rank, size, bound=False)
+    found = {variable: ",".join(gpus[index] for index in mine)}
+    if len(gpus) < size and MEMORY not in environ:
+        found[MEMORY] = f"{0.75 / (size // len(gpus)):.3f}"
+    return found
+
+
+def _lists_are_bound(host: str, lists: Sequence[str | None]) -> bool:
+    """Return whether ranks of a host see different devices: each has its own.
+
+    Raises:
+      ValueError: they see some in common, and not the same.
+    """
+    if len(set(lists)) == 1:
+        return False
+    names = [name for text in lists for name in sorted(set(_names(text)))]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or None in lists:
+        shown = "; ".join("all" if text is None else text or "none" for text in lists)
+        raise ValueError(
+            f"the ranks of host {host} see different GPUs, and some of them twice: {shown}. Give all the same"
+            f" list, which they then share, or lists without {', '.join(twice) or 'one that is unset'} in common;"
+            f" if they are different GPUs of the same number, set {BIND}=no"
+        )
+    return True
+
+
+def visible_list(environ: Mapping[str, str]) -> str | None:
+    """Return the list of devices that a launcher or a user made visible; None: all of the host."""
+    return environ.get(_visible_variable(environ))
+
+
+def runtime_device_ids(environ: Mapping[str, str]) -> list[int] | None:
+    """Return the devices for `jax.distributed.initialize`: all that the process sees, or what its user says.
+
+    Args:
+      environ: the environment, after `device_environment`.
+
+    Returns:
+      None where no list says how many the process sees: jax then takes all.
+
+    >>> runtime_device_ids({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}), runtime_device_ids({})
+    ([0, 1, 2, 3], None)
+    >>> runtime_device_ids({"CUDA_VISIBLE_DEVICES": "4,5", "JAX_LOCAL_DEVICE_IDS": "1"})
+    [1]
+    """
+    if own := environ.get(OWN_IDS):
+        return [int(word) for word in own.split(",")]
+    names = _names(visible_list(environ))
+    # CUDA shows a process one part of a GPU, however many are listed
+    plain = names and not any(name.startswith("MIG") for name in names)
+    return list(range(len(names))) if plain else None
+
+
+def _names(text: str | None) -> list[str]:
+    """Return the devices of a list; those after an invalid entry are not visible."""
+    words = [word.strip() for word in (text or "").split(",")]
+    end = next((i for i, word in enumerate(words) if word in ("", "-1", "NoDevFiles")), len(words))
+    return words[:end]
+
+
+def _visible_variable(environ: Mapping[str, str]) -> str:
+    return next((name for name in VISIBLE if name in environ), VISIBLE[0])
+
+
+def _declared_bound(environment: RankEnvironment, environ: Mapping[str, str]) -> bool:
     names = LAUNCHERS[environment.launcher].gpu_binding if environment.launcher in LAUNCHERS else ()
-    return any(environ.get(name, "none") != "none" for name in names)
+    by_launcher = any(environ.get(name, "none") != "none" for name in names)
+    return by_launcher or environ.get(BIND) == "no" or OWN_IDS in environ
 
 
 def _count_gpus() -> int:

@@ -87,14 +87,18 @@ class IslandKind:
         problems = []
         for launcher, options in self.launch.items():
             if not isinstance(options, Mapping):
-                problems.append(f"launch.{launcher} is {options!r}; give options and their values, as a table")
+                problems.append(
+                    f"launch.{launcher} is {options!r}; give options and their values, as a table"
+                )
                 continue
             for name, value in options.items():
                 where = f"launch.{launcher}.{name}"
                 if not re.fullmatch(r"[A-Za-z][A-Za-z-]*", name):
                     problems.append(f"{where} is no name of an option; write it without dashes before it")
                 elif value is not True and (isinstance(value, bool) or not isinstance(value, str | int)):
-                    problems.append(f"{where} is {value!r}; use a text, a number, or true for an option alone")
+                    problems.append(
+                        f"{where} is {value!r}; use a text, a number, or true for an option alone"
+                    )
         return problems
 
 
@@ -123,7 +127,9 @@ class Cluster:
         ]
         without = [each.kind for each in self.islands if each.devices is None]
         if without and len(without) < len(names):
-            problems.append(f"kind {', '.join(without)} has no devices, and others have; say it for all or for none")
+            problems.append(
+                f"kind {', '.join(without)} has no devices, and others have; say it for all or for none"
+            )
         if (total := sum(each.count for each in self.islands)) > MOST_ISLANDS:
             problems.append(f"there are {total} islands; use at most {MOST_ISLANDS}")
         if problems:
@@ -173,7 +179,9 @@ def read_cluster(path: Path) -> Cluster:
     tables = values[KEY]
     problems = [f"unknown key {near(key, [KEY])}" for key in values if key != KEY]
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f"{path}: islands is {tables!r}; write a table for each kind of islands: [[islands]]")
+        raise ValueError(
+            f"{path}: islands is {tables!r}; write a table for each kind of islands: [[islands]]"
+        )
     kinds = []
     for number, table in enumerate(tables):
         try:

@@ -7,7 +7,7 @@
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from shardtrain.islands.binding import device_environment
+from shardtrain.islands.binding import VISIBLE, device_environment, runtime_device_ids, visible_list
 from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
@@ -129,7 +129,7 @@ def join(
     Where an island has several processes, `jax.distributed` joins them.
 
     Args:
-      environ: environment variables; by default those of this process.
+      environ: environment variables, as the launcher set them; by default those of this process.
       report: receives a line when the start takes long, with the missing ranks.
       activity: the activity record of this process, for its watchdog.
 
@@ -140,7 +140,7 @@ def join(
       ValueError: the processes do not make up the islands; or the launcher is of another MPI than mpi4py.
       bridge.RankTimeout: a rank did not come.
     """
-    environ = os.environ if environ is None else environ
+    environ = dict(os.environ if environ is None else environ)
     environment = find_rank_environment(environ)
     if environment.size == 1:
         return None
@@ -155,18 +155,16 @@ def join(
     seats = [find_seat(rank, environment.size, processes) for rank in range(environment.size)]
     control = Control(comm, report=report or (lambda text: None), activity=activity)
     # 3. wait for all ranks; from now on messages name a rank by island and host
-    found = control.all_gather("start", [environment.host, os.getpid()], START_SECONDS)
-    hosts, pids = zip(*found, strict=True)
+    facts = [environment.host, os.getpid(), visible_list(environ)]
+    found = control.all_gather("start", facts, START_SECONDS)
+    hosts, pids, lists = zip(*found, strict=True)
     control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
     unlink_shared_memory()
     seat = seats[environment.rank]
-    # 4. if the launcher does not number the ranks of a host, count them; bind devices before jax starts
-    if environment.local_rank is None:
-        local = {
-            "local_rank": hosts[: environment.rank].count(environment.host),
-            "local_size": hosts.count(environment.host),
-        }
-        os.environ.update(device_environment(replace(environment, **local), environ))
+    # 4. the devices of this process, now that it is known what the others of its host see
+    here = [rank for rank, host in enumerate(hosts) if host == environment.host]
+    local = replace(environment, local_rank=here.index(environment.rank), local_size=len(here))
+    _bind_devices(local, environ, [lists[rank] for rank in here])
     # 5. one JAX runtime for each island
     _join_processes(seat, comm, environment.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
@@ -179,6 +177,16 @@ def join(
         pids=pids,
         hosts=hosts,
     )
+
+
+def _bind_devices(
+    local: RankEnvironment, environ: Mapping[str, str], neighbours: Sequence[str | None]
+) -> None:
+    """Set the variables of this process's devices before jax starts, from what the launcher gave."""
+    for name in VISIBLE:
+        os.environ.pop(name, None)
+    os.environ.update({name: environ[name] for name in VISIBLE if name in environ})
+    os.environ.update(device_environment(local, environ, neighbours=neighbours))
 
 
 def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
@@ -240,8 +248,9 @@ def _start_runtime(seat: Seat, address: str, mine: str | None) -> None:
         address,
         seat.num_processes,
         seat.process,
-        # a process uses every GPU that it sees; jax's own detection takes one, by its number on the host,
-        # which is none of those that a process with bound GPUs has
+        # a process uses every GPU that it sees
+        runtime_device_ids(os.environ),
+        # jax's own detection takes one, by its number on the host, which a process with bound GPUs may not have
         cluster_detection_method="deactivate",
         coordinator_bind_address=None if mine is None else f"{mine}:{address.rpartition(':')[2]}",
     )

@@ -77,12 +77,13 @@ def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None,
     words = [word.strip() for word in str(text).split(",")]
     if wrong := [word for word in words if not word.isdecimal() or int(word) < 1]:
         raise ValueError(
-            f"{what} is {', '.join(wrong)}; use 1 or more, or leave it out; several islands: one number for all,"
-            " or one each, as in 4,4,8"
+            f"{what} is {', '.join(wrong)}; use 1 or more, or leave it out; several islands: one number for"
+            " all, or one each, as in 4,4,8"
         )
     if len(words) not in (1, islands):
         raise ValueError(
-            f"{what} {text} is for {len(words)} islands, and there are {islands}; give one number, or {islands}"
+            f"{what} {text} is for {len(words)} islands, and there are {islands}; give one number, or"
+            f" {islands}"
         )
     numbers = tuple(map(int, words))
     return numbers * islands if len(numbers) == 1 else numbers
@@ -197,8 +198,8 @@ def _nodes_of_islands(job: Job, nodes: int | None, given: tuple[int, ...] | None
         total = job.islands if nodes is None else nodes
         if total < 1 or total % job.islands:
             raise ValueError(
-                f"{total} nodes for {job.islands} islands that differ: each needs nodes of its own; use --nodes"
-                f" {job.islands}, or --nodes-per-island {_example(job)}"
+                f"{total} nodes for {job.islands} islands that differ: each needs nodes of its own; use"
+                f" --nodes {job.islands}, or --nodes-per-island {_example(job)}"
             )
         given = (total // job.islands,) * job.islands
     elif nodes is not None and nodes != sum(given):

@@ -135,8 +135,8 @@ def _headline(job: Job, parts: tuple[Component, ...]) -> str:
     nodes = sum(each.nodes for each in parts)
     text = batch.headline(job, nodes)
     if len(parts) > 1:
-        several = f"{job.islands} islands of {job.processes_text} processes"
-        return f"{several}, in a heterogeneous job of {len(parts)} components; the first: {_islands_text(parts[0])}"
+        several = f"{job.islands} islands of {job.processes_text} processes, in a heterogeneous job"
+        return f"{several} of {len(parts)} components; the first: {_islands_text(parts[0])}"
     # the number of nodes stands in one line, to be changed there
     only_nodes = isinstance(job.processes_per_island, int) and job.islands == nodes
     return text + (": --nodes alone says how many" if only_nodes else "")

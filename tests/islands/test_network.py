@@ -1,5 +1,6 @@
 """Where a run listens, and what jax is told of its devices."""
 
+import os
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from shardtrain.islands import membership
-from shardtrain.islands.binding import device_environment
+from shardtrain.islands.binding import VISIBLE, device_environment, runtime_device_ids, visible_list
 from shardtrain.islands.network import address_of, listening_address
 from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.islands.seat import Seat
@@ -28,12 +29,14 @@ def test_jax_is_told_everything_and_asked_to_find_nothing(mine, bind, monkeypatc
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda *words, **names: told.update(names, words=words)
     )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(jax.config, "update", lambda name, value: told.update({name: value}))
     made: dict[str, Any] = {}
     monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", made.update)
     seat = Seat(island=0, num_islands=2, process=1, num_processes=2)
     membership._start_runtime(seat, "127.0.0.1:77" if mine else "a:77", mine)
-    assert told["words"] == ("127.0.0.1:77" if mine else "a:77", 2, 1)
+    # all four that the process sees, by their numbers among these
+    assert told["words"] == ("127.0.0.1:77" if mine else "a:77", 2, 1, [0, 1, 2, 3])
     assert told["cluster_detection_method"] == "deactivate"
     assert told["coordinator_bind_address"] == bind
     assert told["jax_enable_preemption_service"] is False
@@ -65,6 +68,47 @@ def test_the_gpus_that_a_process_sees_are_those_it_uses(environ, local, seen):
         launcher="srun", rank=1, size=8, local_rank=local[0], local_size=local[1], host="a"
     )
     assert device_environment(environment, environ, num_gpus=4).get("CUDA_VISIBLE_DEVICES") == seen
+
+
+@pytest.mark.parametrize(
+    ("given", "neighbours", "used"),
+    [
+        # bound by something that set no other variable, such as a script around each rank
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, ["0,1", "2,3"], ("2,3", [0, 1])),
+        # the same list for both: shared, as one GPU is
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["0,1", "0,1"], ("1", [0])),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, ["5", "5"], ("5", [0])),
+        ({"HIP_VISIBLE_DEVICES": "0,1,2,3"}, ["0,1,2,3"] * 2, ("2,3", [0, 1])),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SHARDTRAIN_BIND": "no"}, ["0,1", "0,1"], ("0,1", [0, 1])),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_LOCAL_DEVICE_IDS": "1"}, ["0,1", "0,1"], ("0,1", [1])),
+    ],
+)
+def test_what_ranks_of_a_host_see_decides_what_each_uses(given, neighbours, used, monkeypatch):
+    """After MPI has started, whatever was guessed before: the last word is that of the lists."""
+    local = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
+    for name in (*VISIBLE, "JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    for name, value in {**given, "CUDA_VISIBLE_DEVICES": "guessed"}.items():
+        monkeypatch.setenv(name, value)
+    membership._bind_devices(local, given, neighbours)
+    assert (visible_list(os.environ), runtime_device_ids(os.environ)) == used
+
+
+@pytest.mark.parametrize(
+    ("visible", "neighbours", "text"),
+    [
+        ("0,1,2", ["0,1,2"] * 2, "2 ranks of a host see the same 3 GPUs, which cannot be shared evenly: 3 % 2"
+         " = 1. Start 1 or 3 ranks there, or make 2 visible: CUDA_VISIBLE_DEVICES=0,1;"),
+        ("1,2", ["0,1", "1,2"], "the ranks of host a see different GPUs, and some of them twice: 0,1; 1,2. Give"
+         " all the same list, which they then share, or lists without 1 in common"),
+    ],
+)  # fmt: skip
+def test_devices_that_cannot_be_shared_are_refused_with_the_numbers(visible, neighbours, text):
+    local = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
+    with pytest.raises(ValueError) as error:
+        device_environment(local, {"CUDA_VISIBLE_DEVICES": visible}, neighbours=neighbours)
+    assert text in str(error.value)
 
 
 def test_memory_loses_its_name_and_nothing_else_does(tmp_path):

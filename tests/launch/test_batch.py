@@ -41,6 +41,17 @@ SCRIPTS = {
             ),
         ),
         "unequal": (job(islands=2, processes_per_island=(1, 3)), Slurm(qos="long")),
+        "unequal_nodes": (
+            job(processes_per_island=(4, 4, 8, 8), time_seconds=3600),
+            Slurm(nodes=4, partition="gpu", sbatch=("exclude=bad",)),
+        ),
+        "two_kinds": (
+            job(islands=3, processes_per_island=(2, 2, 4)),
+            Slurm(
+                nodes_per_island="1,1,2", gpus_per_island="2,2,8", cpus_per_island="8,8,64",
+                sbatch=("0-1:partition=old", "2:partition=new", "2:constraint=h100"),
+            ),
+        ),
     },
     "flux": {
         "whole_nodes": (job(), Flux()),
@@ -114,10 +125,6 @@ def test_submitting_writes_the_script_into_the_log_folder(system):
             "6 GPUs of an island cannot be shared evenly by its 4 processes: 6 % 4 = 2. Use 4 or 8",
         ),
         ({}, {"cpus_per_island": 0}, "CPUs per island is 0; use 1 or more, or leave it out"),
-        (
-            {"islands": 2, "processes_per_island": (1, 3)}, {"gpus_per_island": 4},
-            "islands have 1,3 processes; give islands the same number, or ",
-        ),
         ({}, {"job_name": "my job"}, "job name 'my job' may have letters, digits"),
         ({"logs": Path("my logs")}, {}, "logs 'my logs': "),
         ({"logs": Path("a\n# b")}, {}, "logs 'a\\n# b': "),
@@ -160,6 +167,9 @@ def test_all_that_is_wrong_is_told_at_once(system):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_an_island_lies_on_one_node_or_fills_several(system, processes, nodes, straddling):
     unequal = job(islands=len(processes), processes_per_island=processes)
+    if system == "slurm" and nodes == len(processes) and straddling is not None:
+        assert "#SBATCH hetjob\n" in script(system, unequal, nodes=nodes)
+        return
     if straddling is None:
         assert f"--nodes={nodes}\n" in script(system, unequal, nodes=nodes)
         return

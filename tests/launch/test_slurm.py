@@ -4,18 +4,21 @@ from pathlib import Path
 
 import pytest
 
+from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import parse_hosts
 from shardtrain.launch.job import Job
-from shardtrain.launch.slurm import Slurm, clock, launch, script
+from shardtrain.launch.slurm import Slurm, clock, launch, script, with_cluster
 
 SCRIPTS = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
+EQUAL = [path for path in SCRIPTS if "hetjob" not in path.read_text()]
+CLUSTER = Path(__file__).parents[2] / "meshes/two_kinds_of_islands.toml"
 
 
 def job(**changes):
     return Job(**{"islands": 4, "program": ("python",), "arguments": ("train", "run.py"), **changes})
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EQUAL, ids=lambda path: path.stem)
 def test_the_number_of_nodes_is_in_one_place(path):
     text = path.read_text()
     assert text.count("--nodes=") == 1
@@ -35,7 +38,8 @@ def test_sbatch_submits_the_script():
         (
             {"islands": 2, "processes_per_island": (1, 3)},
             {"gpus_per_island": 4},
-            "or ask for what each process gets: --sbatch gpus-per-task=N",
+            "4 GPUs of island 1 cannot be shared evenly by its 3 processes: 4 % 3 = 1. Use 3 or 6; or one number"
+            " for each island, --gpus-per-island 4,8",
         ),
         (
             {},
@@ -50,6 +54,30 @@ def test_sbatch_submits_the_script():
             {"sbatch": ("constraint=a\nrm -r x",)},
             "sbatch option 'constraint=a\\nrm -r x' is more than one line",
         ),
+        (
+            {"processes_per_island": (4, 4, 8, 8)},
+            {"nodes": 2},
+            "or islands that fill nodes; unequal nodes: launch --hosts a:4,b:8 in an allocation of your own; say"
+            " how many nodes each island has: --nodes-per-island 1,1,1,1",
+        ),
+        (
+            {"processes_per_island": (4, 4, 8, 9)},
+            {"nodes_per_island": "1,1,1,2"},
+            "island 3 has 9 processes and 2 nodes: 9 % 2 = 1. Give it 1 or 3 or 9",
+        ),
+        ({}, {"nodes_per_island": "1,2"}, "nodes per island 1,2 is for 2 islands, and there are 4; give one"),
+        ({}, {"nodes_per_island": "2", "nodes": 4}, "nodes is 4, and islands of 2,2,2,2 nodes have 8; leave"),
+        ({}, {"gpus_per_island": "2,x,0,2"}, "GPUs per island is x, 0; use 1 or more"),
+        (
+            {},
+            {"sbatch": ("3-4:partition=a",)},
+            "'3-4:partition=a' is for islands 3-4, and there are 0-3; give",
+        ),
+        (
+            {},
+            {"sbatch": ("0:partition=a",), "nodes": 2},
+            "2 nodes for 4 islands that differ: each needs nodes of its own; use --nodes 4, or",
+        ),
         ({"logs": Path("my logs")}, {}, "logs 'my logs': sbatch takes a path of letters"),
     ],
 )
@@ -57,6 +85,30 @@ def test_what_slurm_cannot_do_is_refused_with_the_fix(changes, options, text):
     with pytest.raises(ValueError) as error:
         script(job(**changes), Slurm(**options), {})
     assert text in str(error.value)
+
+
+def test_the_ranks_of_components_are_those_of_their_islands():
+    """What the script asks for, component by component, and that one step starts all of them in order."""
+    unequal = job(processes_per_island=(4, 4, 8, 8))
+    first, second = script(unequal, Slurm(nodes_per_island="1,1,1,1"), {}).split("#SBATCH hetjob")
+    assert "--nodes=2\n#SBATCH --ntasks-per-node=4\n" in first
+    assert "--nodes=2\n#SBATCH --ntasks-per-node=8\n" in second
+    assert "--het-group=0,1 " in second
+    # islands 2 and 3 on two nodes each have as many ranks a node as the others: all nodes are equal
+    plain = script(unequal, Slurm(nodes_per_island="1,1,2,2"), {})
+    assert "hetjob" not in plain
+    assert "--nodes=6\n#SBATCH --ntasks-per-node=4\n" in plain
+
+
+def test_a_cluster_file_is_what_its_options_are():
+    cluster = read_cluster(CLUSTER)
+    unequal = job(processes_per_island=(4, 4, 8, 8))
+    own = ("0-1:partition=old", "0-1:constraint=v100", "2-3:partition=new", "2-3:constraint=h100")
+    written = Slurm(nodes_per_island="1,1,1,1", gpus_per_island="4,4,8,8", sbatch=own)
+    assert with_cluster(Slurm(), cluster) == written
+    assert "#SBATCH --constraint=h100\n" in script(unequal, written, {}).split("#SBATCH hetjob")[1]
+    with pytest.raises(ValueError, match="--nodes and --cluster are both given; the cluster file says it"):
+        with_cluster(Slurm(nodes=4), cluster)
 
 
 def test_times_are_written_as_slurm_reads_them():

@@ -16,7 +16,8 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import layout_text, read_layout
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES
 
-MESHES = sorted(Path(__file__).parents[2].glob("meshes/*.toml"))
+TABLES = sorted(Path(__file__).parents[2].glob("meshes/*.toml"))
+MESHES = [path for path in TABLES if "[[islands]]" not in path.read_text()]
 SIZES = {"data": 2, "fsdp": 4, "tensor": 8}
 KNOWN_AXES = "pipeline, data, fsdp, expert, context, tensor"
 
@@ -235,6 +236,14 @@ def test_the_layouts_of_meshes_are_read_and_written(path, tmp_path):
 
 def test_there_are_layouts_in_meshes():
     assert MESHES
+
+
+def test_a_cluster_file_is_no_layout():
+    (cluster,) = set(TABLES) - set(MESHES)
+    with pytest.raises(
+        ValueError, match="is a cluster file, as it has islands; a layout has none: give it to"
+    ):
+        read_layout(cluster)
 
 
 rules = st.dictionaries(
