@@ -186,7 +186,7 @@ def main() -> int:
     (folder / "run.py").write_text(RUN)
     launch = [
         *(sys.executable, "-m", "shardtrain", "launch", "slurm", "--cluster", "cluster.toml"),
-        *("--cpus-per-island", "1,1,4", "--time", "00:02:00", "--signal-seconds", "75", "--logs", "logs"),
+        *("--cpus-per-island", "1,1,4", "--time", "00:04:00", "--signal-seconds", "60", "--logs", "logs"),
         *("--", "train", "run.py", "--cpu-devices", "1", "--mesh", "data=-1", "--run-dir", "run"),
         *("--steps", str(options.steps), "--log-every", "20"),
     ]
