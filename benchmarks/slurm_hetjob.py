@@ -1,11 +1,11 @@
 """Two kinds of islands in one heterogeneous job of a real Slurm: ended by its time limit, requeued, resumed.
 
-uv run python benchmarks/slurm_hetjob.py [--folder runs/slurm_hetjob] [--steps 700] [--minutes 4]
+uv run python benchmarks/slurm_hetjob.py [--folder runs/slurm_hetjob] [--steps 700] [--minutes 8]
 
-Starts a Slurm of four virtual nodes on this machine (as root; Debian: apt-get install slurm-wlm munge), with a
-munge of its own, submits `launch slurm --cluster FILE` and waits for its end. Two nodes have one GPU, two have
-two: files stand for them, to see which ranks Slurm gives which. No figure of speed; docs/islands.md has what
-happened. Exit code 0 if the run was requeued, resumed and ended with its last step.
+Starts a Slurm of four virtual nodes on this machine (as root; Debian: apt-get install slurm-wlm munge), with
+a munge of its own, submits `launch slurm --cluster FILE` and waits for its end. Two nodes have one GPU, two
+have two: files stand for them. No figure of speed; what happened is in docs/benchmarks/slurm_hetjob.md. Exit
+code 0 if the run was requeued, resumed and ended with its last step.
 """
 
 import argparse
@@ -211,9 +211,11 @@ def report(folder: Path, steps: int) -> int:
     starts = len((folder / "run/environment.jsonl").read_text().splitlines())
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     found = [line["step"] for line in lines if "train/loss" in line or "loss" in line]
-    print(
-        f"{starts} starts; steps with metrics: {found[0]} to {found[-1]}, {len(found) - len(set(found))} twice"
-    )
+    if not found:
+        print(f"{starts} starts, and no step: the signal before the time limit came too early")
+        return 1
+    twice = len(found) - len(set(found))
+    print(f"{starts} starts; steps with metrics: {found[0]} to {found[-1]}, {twice} twice")
     return 0 if starts > 1 and found[-1] == steps and len(found) == len(set(found)) else 1
 
 

@@ -42,8 +42,8 @@ class Options:
       islands: number of islands; each is a separate JAX runtime. By default one per host, or one per number
         in --processes-per-island, else 1.
       processes_per_island: number of processes of each island: one number for all, or one each, such as 1,3.
-      cluster: a file with the kinds of islands, such as meshes/two_kinds_of_islands.toml: their numbers, nodes,
-        processes, devices, and what else is asked for or computed otherwise.
+      cluster: a file with the kinds of islands, such as meshes/two_kinds_of_islands.toml: their numbers,
+        nodes, processes, devices, launcher options, and fields of the strategy that differ.
       logs: the folder for one log per rank, by default logs/DATE-TIME; if an earlier launch uses it, a
         number is added to its name.
       interface: network interface that the ranks use, such as eth1 or ib0; by default loopback on one
@@ -163,11 +163,13 @@ def _cluster(path: Path, options: Options) -> Cluster:
     if names := [name for name, value in given.items() if value != getattr(Options(), _field(name))]:
         raise ValueError(f"{' and '.join(names)} and --cluster are given; the cluster file says it")
     cluster = read_cluster(path)
+    takers = [name for name, launcher in LAUNCHERS.items() if launcher.with_cluster]
     problems = [
-        f"kind {kind.kind}: there is no launcher {near(name, LAUNCHERS)}"
+        f"kind {kind.kind}: launch.{name} is for no launcher that takes options from a cluster file:"
+        f" {near(name, takers)}"
         for kind in cluster.islands
         for name in kind.launch
-        if name not in LAUNCHERS
+        if name not in takers
     ]
     if problems:
         raise problems_error(f"{path} cannot be used", problems)

@@ -23,8 +23,8 @@ class StrategyOptions:
       strategy: a strategy file, such as the strategy.toml of a run folder.
       synchronisation: a way to synchronise replicas, by name: every-step, local-sgd, diloco,
         streaming-diloco, adasum-deltas or hierarchical; its fields are the options beside it.
-      cluster: a cluster file, such as meshes/two_kinds_of_islands.toml: its kinds of islands have fields of the
-        strategy otherwise; sections of the strategy itself win.
+      cluster: a cluster file, such as meshes/two_kinds_of_islands.toml: its kinds of islands may have fields
+        of the strategy that differ; sections of the strategy itself win.
     """
 
     strategy: Path | None = None

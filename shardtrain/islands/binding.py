@@ -34,9 +34,9 @@ def share(things: Sequence, index: int, parts: int) -> list:
 def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: bool) -> tuple[int, ...]:
     """Return the indices of the devices that a process uses, among those that it sees.
 
-    A process that is alone, or whose devices are bound to it, uses all of them. Ranks that see the same devices
-    use equal parts, in the order of their local ranks; if there are fewer devices than ranks, equal numbers of
-    ranks share each.
+    A process that is alone, or whose devices are bound to it, uses all of them. Ranks that see the same
+    devices use equal parts, in the order of their local ranks; if there are fewer devices than ranks, equal
+    numbers of ranks share each.
 
     Args:
       num_visible: number of devices that the process sees.
@@ -58,15 +58,11 @@ def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: 
     if local_size % num_visible == 0:
         return (local_rank % num_visible,)
     lower = num_visible // local_size * local_size
-    fix = (
-        f"make {lower} visible: CUDA_VISIBLE_DEVICES={','.join(map(str, range(lower)))}"
-        if lower
-        else f"start {local_size // num_visible * num_visible} ranks there"
-    )
+    fewer = f", or make only {lower} of them visible" if lower else ""
     starts = " or ".join(str(n) for n in range(1, num_visible + 1) if num_visible % n == 0)
     raise ValueError(
         f"{local_size} ranks of a host see the same {num_visible} GPUs, which cannot be shared evenly:"
-        f" {num_visible} % {local_size} = {num_visible % local_size}. Start {starts} ranks there, or {fix}; if"
+        f" {num_visible} % {local_size} = {num_visible % local_size}. Start {starts} ranks there{fewer}; if"
         f" each rank has GPUs of its own, bind them by the launcher or set {BIND}=no"
     )
 
@@ -79,8 +75,8 @@ def device_environment(
 ) -> dict[str, str]:
     """Return the variables to set before jax starts, so that the ranks on one host share its GPUs.
 
-    None are set where jax is to use the CPU, there is no GPU, or a rank uses all that it sees: it is alone, or
-    they are bound to it: by the launcher (srun --gpus-per-task, --gpu-bind), by SHARDTRAIN_BIND=no, by
+    None are set where jax is to use the CPU, there is no GPU, or a rank uses all that it sees: it is alone,
+    or they are bound to it: by the launcher (srun --gpus-per-task, --gpu-bind), by SHARDTRAIN_BIND=no, by
     JAX_LOCAL_DEVICE_IDS, or as ranks of the host have different CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES,
     ROCR_VISIBLE_DEVICES).
 
@@ -121,6 +117,26 @@ def device_environment(
     return _sharing(variable, gpus, rank, size, environ)
 
 
+def bind_devices(
+    local: RankEnvironment, environ: Mapping[str, str], neighbours: Sequence[str | None]
+) -> None:
+    """Set the variables of this process's devices before jax starts, whatever was set before MPI was.
+
+    Args:
+      local: its rank environment, with its number among all ranks of the host.
+      environ: the environment, as the launcher gave it.
+      neighbours: the lists of visible devices of all ranks on the host, see `visible_list`.
+
+    Raises:
+      ValueError: see `device_environment`.
+    """
+    found = device_environment(local, environ, neighbours=neighbours)
+    for name in VISIBLE:
+        os.environ.pop(name, None)
+    os.environ.update({name: environ[name] for name in VISIBLE if name in environ})
+    os.environ.update(found)
+
+
 def _sharing(
     variable: str, gpus: Sequence[str], rank: int, size: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
@@ -144,9 +160,10 @@ def _lists_are_bound(host: str, lists: Sequence[str | None]) -> bool:
     if twice or None in lists:
         shown = "; ".join("all" if text is None else text or "none" for text in lists)
         raise ValueError(
-            f"the ranks of host {host} see different GPUs, and some of them twice: {shown}. Give all the same"
-            f" list, which they then share, or lists without {', '.join(twice) or 'one that is unset'} in common;"
-            f" if they are different GPUs of the same number, set {BIND}=no"
+            f"the ranks of host {host} see different GPUs, and some of them twice: {shown}. Give all the"
+            " same list, which they then share, or lists without"
+            f" {', '.join(twice) or 'one that is unset'} in common; if they are different GPUs of the same"
+            f" number, set {BIND}=no"
         )
     return True
 

@@ -1,4 +1,4 @@
-"""A cluster of unequal islands: the kinds of islands, in the order of their numbers, and the file that has them.
+"""A cluster of unequal islands: its kinds of islands, in the order of their numbers, and their file.
 
 Values only: no jax, no MPI. `launch --cluster FILE` places the islands; `train --cluster FILE` takes the
 sections of the strategy. A file with the key `islands` is a cluster, others in `meshes/` are layouts.
@@ -35,7 +35,7 @@ class IslandKind:
       devices: number of devices of each island, which batch systems are asked for as GPUs; None: none is
         asked for.
       launch: launcher -> its options for these nodes, such as {"slurm": {"partition": "old"}}.
-      strategy: fields of the strategy that these islands have otherwise, see `Strategy.islands`.
+      strategy: fields of the strategy that differ on these islands, see `Strategy.islands`.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -155,7 +155,7 @@ class Cluster:
 
     @property
     def strategy_sections(self) -> dict[str, Mapping[str, Any]]:
-        """Islands -> the fields of the strategy that they have otherwise, see `Strategy.islands`."""
+        """Islands -> the fields of the strategy that differ on them, see `Strategy.islands`."""
         return {islands: kind.strategy for islands, kind in self.sections if kind.strategy}
 
 

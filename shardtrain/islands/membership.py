@@ -7,7 +7,7 @@
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from shardtrain.islands.binding import VISIBLE, device_environment, runtime_device_ids, visible_list
+from shardtrain.islands.binding import bind_devices, runtime_device_ids, visible_list
 from shardtrain.islands.network import listening_address
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
@@ -164,7 +164,7 @@ def join(
     # 4. the devices of this process, now that it is known what the others of its host see
     here = [rank for rank, host in enumerate(hosts) if host == environment.host]
     local = replace(environment, local_rank=here.index(environment.rank), local_size=len(here))
-    _bind_devices(local, environ, [lists[rank] for rank in here])
+    bind_devices(local, environ, [lists[rank] for rank in here])
     # 5. one JAX runtime for each island
     _join_processes(seat, comm, environment.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
@@ -177,16 +177,6 @@ def join(
         pids=pids,
         hosts=hosts,
     )
-
-
-def _bind_devices(
-    local: RankEnvironment, environ: Mapping[str, str], neighbours: Sequence[str | None]
-) -> None:
-    """Set the variables of this process's devices before jax starts, from what the launcher gave."""
-    for name in VISIBLE:
-        os.environ.pop(name, None)
-    os.environ.update({name: environ[name] for name in VISIBLE if name in environ})
-    os.environ.update(device_environment(local, environ, neighbours=neighbours))
 
 
 def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
@@ -248,9 +238,9 @@ def _start_runtime(seat: Seat, address: str, mine: str | None) -> None:
         address,
         seat.num_processes,
         seat.process,
-        # a process uses every GPU that it sees
+        # every GPU that it sees: jax's own detection takes one, by its number on the host, which a process
+        # with bound GPUs may not have
         runtime_device_ids(os.environ),
-        # jax's own detection takes one, by its number on the host, which a process with bound GPUs may not have
         cluster_detection_method="deactivate",
         coordinator_bind_address=None if mine is None else f"{mine}:{address.rpartition(':')[2]}",
     )

@@ -1,5 +1,6 @@
 """Files of clusters: what they say, and what is refused, by file and key."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_hosts_get_the_ranks_of_their_islands():
         ValueError, match="2 hosts are named, and the islands of the cluster file have 4 nodes"
     ):
         hosts_of_cluster(parse_hosts("a,b"), cluster)
+
+
+def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[[islands]]\nkind = 'a'\nlaunch.flux = { queue = 'x' }\n")
+    text = (
+        "kind a: launch.flux is for no launcher that takes options from a cluster file: 'flux' (known: slurm)"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        main(["slurm", "--cluster", str(path), "--dry-run", "--", "train", "run.py"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ import pytest
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from shardtrain.islands import membership
-from shardtrain.islands.binding import VISIBLE, device_environment, runtime_device_ids, visible_list
+from shardtrain.islands.binding import (
+    VISIBLE,
+    bind_devices,
+    device_environment,
+    runtime_device_ids,
+    visible_list,
+)
 from shardtrain.islands.network import address_of, listening_address
 from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.islands.seat import Seat
@@ -91,23 +97,38 @@ def test_what_ranks_of_a_host_see_decides_what_each_uses(given, neighbours, used
         monkeypatch.delenv(name)
     for name, value in {**given, "CUDA_VISIBLE_DEVICES": "guessed"}.items():
         monkeypatch.setenv(name, value)
-    membership._bind_devices(local, given, neighbours)
+    bind_devices(local, given, neighbours)
     assert (visible_list(os.environ), runtime_device_ids(os.environ)) == used
 
 
 @pytest.mark.parametrize(
-    ("visible", "neighbours", "text"),
+    ("environ", "neighbours", "text"),
     [
-        ("0,1,2", ["0,1,2"] * 2, "2 ranks of a host see the same 3 GPUs, which cannot be shared evenly: 3 % 2"
-         " = 1. Start 1 or 3 ranks there, or make 2 visible: CUDA_VISIBLE_DEVICES=0,1;"),
-        ("1,2", ["0,1", "1,2"], "the ranks of host a see different GPUs, and some of them twice: 0,1; 1,2. Give"
-         " all the same list, which they then share, or lists without 1 in common"),
+        (
+            {},
+            [None] * 3,
+            "3 ranks of a host see the same 7 GPUs, which cannot be shared evenly: 7 % 3 = 1. Start 1 or 7"
+            " ranks there, or make only 6 of them visible; if each rank has GPUs of its own, bind them by the"
+            " launcher or set SHARDTRAIN_BIND=no",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "4,6"},
+            ["4,6"] * 3,
+            "3 ranks of a host see the same 2 GPUs, which cannot be shared evenly: 2 % 3 = 2. Start 1 or 2"
+            " ranks there; if",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "1,2"},
+            ["0,1", "1,2", "3"],
+            "the ranks of host a see different GPUs, and some of them twice: 0,1; 1,2; 3. Give all the same"
+            " list, which they then share, or lists without 1 in common",
+        ),
     ],
-)  # fmt: skip
-def test_devices_that_cannot_be_shared_are_refused_with_the_numbers(visible, neighbours, text):
-    local = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
+)
+def test_devices_that_cannot_be_shared_are_refused_with_the_numbers(environ, neighbours, text):
+    local = RankEnvironment(launcher="hydra", rank=1, size=3, local_rank=1, local_size=3, host="a")
     with pytest.raises(ValueError) as error:
-        device_environment(local, {"CUDA_VISIBLE_DEVICES": visible}, neighbours=neighbours)
+        device_environment(local, environ, num_gpus=7, neighbours=neighbours)
     assert text in str(error.value)
 
 

@@ -38,8 +38,8 @@ def test_sbatch_submits_the_script():
         (
             {"islands": 2, "processes_per_island": (1, 3)},
             {"gpus_per_island": 4},
-            "4 GPUs of island 1 cannot be shared evenly by its 3 processes: 4 % 3 = 1. Use 3 or 6; or one number"
-            " for each island, --gpus-per-island 4,8",
+            "4 GPUs of island 1 cannot be shared evenly by its 3 processes: 4 % 3 = 1. Use 3 or 6; or one"
+            " number for each island, --gpus-per-island 4,8",
         ),
         (
             {},
@@ -57,8 +57,8 @@ def test_sbatch_submits_the_script():
         (
             {"processes_per_island": (4, 4, 8, 8)},
             {"nodes": 2},
-            "or islands that fill nodes; unequal nodes: launch --hosts a:4,b:8 in an allocation of your own; say"
-            " how many nodes each island has: --nodes-per-island 1,1,1,1",
+            "or islands that fill nodes; unequal nodes: launch --hosts a:4,b:8 in an allocation of your own;"
+            " say how many nodes each island has: --nodes-per-island 1,1,1,1",
         ),
         (
             {"processes_per_island": (4, 4, 8, 9)},
