@@ -29,7 +29,7 @@ OTHERS = {
     " --reinstall-package --wheel --with",
     "mpiexec": "--bind-to --host --mca --oversubscribe --version",
     "Slurm": "--code --cpu-bind --cpus-per-task --exclusive --gpu-bind --gpus-per-task --gres"
-    " --kill-on-bad-exit --mem --ntasks-per-node --open-mode --output --signal",
+    " --het-group --kill-on-bad-exit --mem --ntasks-per-node --open-mode --output --signal",
     "Flux": "--cores-per-slot --cores-per-task --exclusive --gpus-per-slot --gpus-per-task --nslots --ntasks"
     " --output --parent --setattr --signal --tasks-per-node",
     "XLA": "--xla-cpu-enable-fast-math --xla-dump-to --xla-force-host-platform-device-count",
@@ -38,7 +38,7 @@ OTHERS = {
     "the tests": "--full",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--model --model.NAME --model.no --watch",
-    "rejected in a decision": "--placement",
+    "rejected in a decision": "--distribution --placement",
 }
 """Options of other programs that pages and messages name, and beginnings of ours."""
 
