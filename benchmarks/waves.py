@@ -168,7 +168,7 @@ def staleness(folder: Path, num_islands: int, every: int) -> int | None:
     most = 0
     for shard in range(num_islands):
         clocks = [0] * num_islands
-        for event in read_wave_log(folder, shard):
+        for event in read_wave_log(folder, shard, num_islands):
             if event.kind == "push":
                 clocks[event.island] += 1
             else:

@@ -6,12 +6,13 @@ decides what they get; `train_step/wave_merge.py`, which pushes.
 
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from shardtrain.islands.bridge import MPI
+from shardtrain.islands.bridge import MPI, end_all
 from shardtrain.islands.parameter_shard import Answer, ParameterShard, Push
 from shardtrain.islands.rank_timeout import RankTimeout, missing_text
 from shardtrain.islands.watchdog.activity import ActivityRecord
@@ -47,7 +48,7 @@ class ParameterServer:
         self._activity, self._patience_seconds = activity, patience_seconds
         self._bounds = [0] * (self.num_islands + 1)
         self._lock, self._closing = threading.Lock(), threading.Event()
-        self._failed: BaseException | None = None
+        self._num_bytes = 0
         self._thread = threading.Thread(target=self._serve, name="parameter server", daemon=True)
         self._thread.start()
 
@@ -60,6 +61,12 @@ class ParameterServer:
     def num_islands(self) -> int:
         """The number of islands."""
         return self._comm.size
+
+    def take_bytes(self) -> int:
+        """Return the bytes that this island sent to others since the last call: updates, and its shard."""
+        with self._lock:
+            found, self._num_bytes = self._num_bytes, 0
+        return found
 
     def begin(self, step: int, values: np.ndarray, dtypes: Sequence[tuple[slice, Any]]) -> None:
         """Start from common parameters; all islands must have called it before one pushes.
@@ -97,7 +104,9 @@ class ParameterServer:
         for island in range(self.num_islands):
             requests.append(self._comm.Isend([request, MPI.BYTE], island, REQUEST))
             if push.update is not None:
-                requests.append(self._comm.Isend(push.update[self._part(island)], island, UPDATE))
+                own = push.update[self._part(island)]
+                requests.append(self._comm.Isend(own, island, UPDATE))
+                self._count(own, island)
         # an island that waits for others has joined as many waves as it pushed: the one behind has fewer
         self._activity.num_collectives += push.update is not None
         values = np.empty(self._bounds[-1], np.float32)
@@ -111,6 +120,10 @@ class ParameterServer:
         self._closing.set()
         self._thread.join(timeout=5.0)
 
+    def _count(self, array: np.ndarray, island: int) -> None:
+        with self._lock:
+            self._num_bytes += array.nbytes * (island != self.island)
+
     def _part(self, island: int) -> slice:
         return slice(self._bounds[island], self._bounds[island + 1])
 
@@ -121,8 +134,6 @@ class ParameterServer:
         with self._activity.at(what, waits=True, kind="islands"):
             # poll: a blocking receive could neither tell who is behind nor give up
             while not self._comm.Iprobe(island, ANSWER, status):
-                if self._failed is not None:
-                    raise RuntimeError("the parameter server of this island failed") from self._failed
                 waited = time.monotonic() - start
                 behind = [i for i, clock in enumerate(self._shard.clocks) if clock < push.least]
                 if waited > 1:
@@ -140,40 +151,62 @@ class ParameterServer:
         return Answer(tuple(found[:-1].tolist()), int(found[-1]), totals, values)
 
     def _serve(self) -> None:
-        # requests of MPI, each with its buffer, which must live until the send is complete
-        under_way: list[tuple[Any, Any]] = []
+        try:
+            self._serve_all()
+        except BaseException:
+            # the others would wait for this shard for ever
+            traceback.print_exc()
+            end_all(1)
+
+    def _serve_all(self) -> None:
+        # requests of MPI with their buffers, which must live until they are complete: what is sent, and
+        # updates that arrive, of which a slow one holds up nobody else
+        sending: list[tuple[Any, Any]] = []
+        arriving: list[tuple[Any, int, Push]] = []
         nap, status = 0.0, MPI.Status()
         while not self._closing.is_set():
-            try:
-                if self._comm.Iprobe(MPI.ANY_SOURCE, REQUEST, status):
-                    push = self._receive_push(status)
-                    with self._lock:
-                        answers = self._shard.push(status.source, push)
-                    for island, answer in answers:
-                        numbers = np.array([*answer.clocks, answer.meeting], np.int64).tobytes()
-                        for data, tag in (
-                            ([numbers + answer.totals.tobytes(), MPI.BYTE], ANSWER),
-                            (answer.values, VALUES),
-                        ):
-                            under_way.append((self._comm.Isend(data, island, tag), data))
-                    nap = 0.0
-                    continue
-                under_way = [(request, data) for request, data in under_way if not request.Test()]
-            except Exception as error:
-                # the main thread raises this at its next push, and that ends all ranks
-                self._failed = error
-                return
-            time.sleep(nap)
-            nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+            come: list[tuple[int, Push]] = []
+            if self._comm.Iprobe(MPI.ANY_SOURCE, REQUEST, status):
+                push, request = self._receive_push(status)
+                if request is None:
+                    come.append((status.source, push))
+                else:
+                    arriving.append((request, status.source, push))
+                nap = 0.0
+            under_way = arriving
+            arriving = []
+            for request, island, push in under_way:
+                if request.Test():
+                    come.append((island, push))
+                else:
+                    arriving.append((request, island, push))
+            for island, push in come:
+                with self._lock:
+                    answers = self._shard.push(island, push)
+                for answered, answer in answers:
+                    sending += self._send(answered, answer)
+            sending = [(request, data) for request, data in sending if not request.Test()]
+            if not come:
+                time.sleep(nap)
+                nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
 
-    def _receive_push(self, status: "MPI.Status") -> Push:
+    def _send(self, island: int, answer: Answer) -> list[tuple[Any, Any]]:
+        """Start to send an answer: its numbers, then its values."""
+        numbers = np.array([*answer.clocks, answer.meeting], np.int64).tobytes() + answer.totals.tobytes()
+        self._count(answer.values, island)
+        return [
+            (self._comm.Isend([numbers, MPI.BYTE], island, ANSWER), numbers),
+            (self._comm.Isend(answer.values, island, VALUES), answer.values),
+        ]
+
+    def _receive_push(self, status: "MPI.Status") -> tuple[Push, Any]:
+        """Receive the numbers of a push; return it, and the request of its update, or None."""
         data = bytearray(status.Get_count(MPI.BYTE))
         self._comm.Recv([data, MPI.BYTE], status.source, REQUEST)
         step, least, calls_meeting, has_update = np.frombuffer(data, np.int64, 4).tolist()
-        totals = np.frombuffer(data, np.float64, offset=4 * 8)
-        update = None
-        if has_update:
-            own = self._part(self.island)
-            update = np.empty(own.stop - own.start, np.float32)
-            self._comm.Recv(update, status.source, UPDATE)
-        return Push(step, least, bool(calls_meeting), totals, update)
+        push = Push(step, least, bool(calls_meeting), np.frombuffer(data, np.float64, offset=4 * 8))
+        if not has_update:
+            return push, None
+        own = self._part(self.island)
+        update = np.empty(own.stop - own.start, np.float32)
+        return push._replace(update=update), self._comm.Irecv(update, status.source, UPDATE)

@@ -5,7 +5,7 @@ steps, and goes on from all that was pushed so far, if no island is too many wav
 MPI, no jax, no thread. Next: `parameter_server.py`, which brings messages here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -82,6 +82,7 @@ class ParameterShard:
       log: gets every event, in order; None: nothing is written.
       order: the events of an earlier run, which are repeated in this order; a meeting that it did not have
         ends that.
+      report: receives a line when the order ends before its last event.
 
     Attributes:
       clocks: island -> the number of waves that it has pushed.
@@ -92,8 +93,9 @@ class ParameterShard:
         num_islands: int,
         log: EventLog | None = None,
         order: Sequence[Event] = (),
+        report: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._num_islands, self._log = num_islands, log
+        self._num_islands, self._log, self._report = num_islands, log, report
         self._order = last_pulls(order)
         self.clocks = [0] * num_islands
 
@@ -119,6 +121,9 @@ class ParameterShard:
         """Take a push; return the answers that can be given now, as (island, answer)."""
         assert island not in self._waiting, island
         self._waiting[island] = push
+        # a meeting that the earlier run did not have: the order ends at this message, on every shard
+        if push.update is None and Event("pull", island, push.step) not in self._order:
+            self._end_order(push.step)
         answers = []
         while (event := self._next_event()) is not None:
             if self._log is not None:
@@ -142,9 +147,18 @@ class ParameterShard:
             return self._order.pop(0)
         if not possible or len(self._waiting) < self._num_islands:
             return None
-        # all islands wait, so nothing else will come: they meet where the earlier run did not
-        self._order = []
+        # all islands wait, so nothing else will come
+        self._end_order(possible[0].step)
         return possible[0]
+
+    def _end_order(self, step: int) -> None:
+        """Go on in an order of its own."""
+        if self._order:
+            self._report(
+                f"WARNING: the replay ends at step {step}, as islands met there and did not in the earlier run"
+                "; its parameters are not repeated from here on"
+            )
+        self._order = []
 
     def _add(self, island: int) -> None:
         push = self._waiting[island]

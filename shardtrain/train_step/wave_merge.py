@@ -35,6 +35,10 @@ class Parameters(Protocol):
         """Push an update, and wait until every island has pushed enough waves."""
         ...
 
+    def take_bytes(self) -> int:
+        """Return the bytes that were sent to other islands since the last call."""
+        ...
+
     def close(self) -> None:
         """End."""
         ...
@@ -135,7 +139,6 @@ class WaveMerge:
             update=drift,
         )
         answer = self._parameters.push(push)
-        self._transfer.num_bytes += drift.nbytes
         if answer.meeting == clock and not is_met:
             # another island called for a meeting here: wait for the waves of all
             is_met, totals = True, answer.totals
@@ -144,6 +147,7 @@ class WaveMerge:
             answer = answer._replace(totals=answer.totals + totals)
         meetings.called = number if is_met else NO_MEETING
         self._clock, self._least_clock, self._in_wave = clock, min(answer.clocks), 0
+        self._transfer.num_bytes += self._parameters.take_bytes()
         params = jax.device_put(unflat(answer.values, state.params), self._param_shardings)
         state = state._replace(params=params, local=_next_wave(local, is_met))
         if is_met:

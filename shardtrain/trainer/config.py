@@ -193,6 +193,11 @@ def _wrong_values(run: Run) -> list[str]:
             f"replay is {run.replay}, and only waves are repeated in an order; give --clock-distance too, as"
             " the earlier run had it, or leave replay out: other runs repeat themselves"
         )
+    if run.replay is not None and run.strategy.across.shares == "auto":
+        problems.append(
+            f"replay is {run.replay}, and shares is 'auto', by which rows depend on the clock; give weights,"
+            " those of the earlier run: --shares 2,1"
+        )
     problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")

@@ -134,7 +134,9 @@ class _Loop:
         parts.checkpoints.confirm(result.saved)
         _report_save(parts, result.saved)
         if result.bad:
-            raise self.log.fault or RollBack(result.bad, f"step {result.bad} was bad on another island")
+            # all roll back before the same step, the first bad one of any island
+            own = self.log.fault if bad == result.bad else None
+            raise own or RollBack(result.bad, f"step {result.bad} was bad on another island")
         # copies are compared where islands meet: between merges they differ
         self.check_is_due |= done % (self.options.check_every or 1) == 0
         if parts.check and result.met and (result.save or self.check_is_due):

@@ -47,7 +47,9 @@ def make_loop_parts(
     # all ranks vote where they meet; who is slow is reported here, and gets fewer rows
     def vote(step: int, own: StepVote) -> StepVote:
         met = meetings.at(step)
-        wants = own.stop or own.bad or (own.save and coordination.is_first)
+        # a replay saves only where the earlier run met too, as planned
+        wants_save = own.save and coordination.is_first and run.replay is None
+        wants = own.stop or own.bad or wants_save
         meetings.is_wanted = bool(wants) and not met
         voted = coordination.vote(step, own, meets=met)
         changed = voted.seconds and prepared.shares.add(voted.seconds)

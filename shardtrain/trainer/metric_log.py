@@ -92,13 +92,16 @@ class MetricLog:
         now_seconds = time.monotonic()
         self._rate = self._rate.after(now_seconds=now_seconds, units=count)
         self._updates = self._updates.after(now_seconds=now_seconds, units=not skipped)
+        # sums over many steps of all islands leave skipped ones out, so they count whatever this step was
+        of_many = "skipped_by_islands" in values
         if skipped:
-            self._handle_skipped(step, loss.value, values)
+            self._handle_skipped(step, None if of_many else loss.value, values)
         else:
             self._num_skipped, self.trained = 0, True
             self._detect_spike(step, loss.value)
-            self._merge(loss, values)
             self._count_update(float(values["grad_norm"]))
+        if of_many or not skipped:
+            self._merge(loss, values)
         if step % self._options.log_every and not (always or keep):
             return
         line = self._line(values, skipped)

@@ -25,13 +25,13 @@ class WaveLog:
     """
 
     def __init__(self, folder: Path, island: int, report: Callable[[str], None]) -> None:
-        self._path, self._report = wave_file(folder, island), report
+        self._path, self.report = wave_file(folder, island), report
         self._file: JsonLines | None = None
 
     def begin(self, step: int) -> None:
         """Drop the events after a step, from which the run goes on."""
         self.close()
-        self._file = JsonLines(self._path, resume_after=step or None, report=self._report)
+        self._file = JsonLines(self._path, resume_after=step or None, report=self.report)
 
     def write(self, event: Event) -> None:
         """Append an event."""
@@ -44,11 +44,11 @@ class WaveLog:
             self._file.close()
 
 
-def read_wave_log(folder: Path, island: int) -> list[Event]:
+def read_wave_log(folder: Path, island: int, num_islands: int) -> list[Event]:
     """Return the events of the shard that an island served in an earlier run.
 
     Raises:
-      ValueError: the folder has no such file, or it is not one.
+      ValueError: the folder has no such file, or is of a run with another number of islands.
     """
     path = wave_file(folder, island)
     if not path.is_file():
@@ -60,4 +60,9 @@ def read_wave_log(folder: Path, island: int) -> list[Event]:
     for record in read_jsonl(path):
         kind = "push" if "push" in record else "pull"
         found.append(Event(kind, int(record[kind]), int(record["step"])))
+    if (most := max((event.island for event in found), default=0)) >= num_islands:
+        raise ValueError(
+            f"replay is {folder}, a run of {most + 1} islands or more, and this one has {num_islands}; launch"
+            f" as many: shardtrain launch --islands {most + 1}"
+        )
     return found

@@ -17,8 +17,10 @@ from shardtrain.trainer.wave_log import WaveLog, read_wave_log
 def make_meetings(run: Run) -> Meetings:
     """Say after which steps all islands meet."""
     synchronisation = run.strategy.synchronisation
-    every = evaluated_every(run)
-    others = [] if every is None else [every]
+    others = [each for each in (evaluated_every(run), run.recovery.fingerprint_every) if each is not None]
+    if run.strategy.across.shares == "auto" and synchronisation.distance is not None:
+        # speeds are exchanged at meetings: once in as many waves as an island may be ahead
+        others.append(synchronisation.every * (synchronisation.distance + 1))
     return Meetings(synchronisation, run.steps, run.checkpoints.every_steps, others)
 
 
@@ -61,8 +63,8 @@ def make_waves(
         )
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
 
-    order = [] if run.replay is None else read_wave_log(run.replay, seat.island)
-    shard = ParameterShard(seat.num_islands, wave_log, order)
+    order = [] if run.replay is None else read_wave_log(run.replay, seat.island, seat.num_islands)
+    shard = ParameterShard(seat.num_islands, wave_log, order, wave_log.report)
     server = ParameterServer(islands.comm, shard, control.names, control.activity, LONG_SECONDS)
     return WaveMerge(
         synchronisation,

@@ -133,11 +133,11 @@ def test_a_called_meeting_is_at_one_wave_of_all_islands_with_equal_parameters(si
         assert len(waves) == 1
         assert sorted(island for island, _ in simulation.met) == list(range(num_islands))
         (wave,) = waves
-        assert caller[1] <= wave <= caller[1] + 2 * distance + 1
+        assert caller[1] <= wave <= caller[1] + distance
         values = {tuple(pulled[wave - 1][-1].tolist()) for pulled in simulation.pulled}
         assert len(values) == 1
     else:
-        assert caller[1] >= num_waves - 2 * distance - 1
+        assert caller[1] >= num_waves - distance
 
 
 @given(sizes, st.data())
@@ -148,6 +148,17 @@ def test_a_replay_gives_the_same_bits_in_any_order_of_messages(size, data):
     for one, other in zip(first.pulled, again.pulled, strict=True):
         for (*_, values), (*_, repeated) in zip(one, other, strict=True):
             assert values.tobytes() == repeated.tobytes()
+
+
+@given(sizes, st.data())
+def test_a_replay_that_meets_elsewhere_ends_and_hangs_nowhere(size, data):
+    num_islands, _, num_waves = size
+    caller = (data.draw(st.integers(0, num_islands - 1)), data.draw(st.integers(1, num_waves)))
+    choose = data.draw(st.randoms(use_true_random=False)).randrange
+    first = Simulation(*size).run(choose)
+    again = Simulation(*size, calls=[caller], orders=[log.events for log in first.logs]).run(choose)
+    assert all(len(pulled) == num_waves for pulled in again.pulled)
+    assert len({tuple(pulled[-1][-1].tolist()) for pulled in again.pulled}) == 1
 
 
 def test_a_replay_ends_where_islands_meet_otherwise():
