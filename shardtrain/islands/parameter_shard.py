@@ -155,8 +155,8 @@ class ParameterShard:
         """Go on in an order of its own."""
         if self._order:
             self._report(
-                f"WARNING: the replay ends at step {step}, as islands met there and did not in the earlier run"
-                "; its parameters are not repeated from here on"
+                f"WARNING: the replay ends at step {step}, as islands met there and not in the earlier"
+                " run; its parameters are not repeated from here on"
             )
         self._order = []
 
