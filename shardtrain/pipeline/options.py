@@ -58,8 +58,14 @@ class Pipeline:
             problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
         problems += _refused(lambda: parse_cuts(self.stages))
         for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
-            for part in getattr(self, name).split(";"):
+            parts = getattr(self, name).split(";")
+            for part in parts:
                 problems += _refused(partial(numbers_of_stages, name, part, words))
+            if len(parts) > 1 and "measured" in parts:
+                problems.append(
+                    f"{name} is {getattr(self, name)!r}; give 'measured' alone, which measures the islands of"
+                    " all pipelines, or numbers for each"
+                )
         if self.link_speed is not None and not 0 < self.link_speed < math.inf:
             problems.append(f"link_speed is {self.link_speed}; use gigabytes a second above 0")
         if problems:

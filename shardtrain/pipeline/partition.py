@@ -95,12 +95,18 @@ def parse_cuts(text: str) -> list[str | tuple[int, ...]]:
     """Parse one cut for all replicas of a pipeline, or one for each with semicolons between, "3,1;1,3".
 
     Raises:
-      ValueError: see `parse_stages`.
+      ValueError: see `parse_stages`; or "time" is one of several.
 
     >>> parse_cuts("flops"), parse_cuts("3,1;1,3")
     (['flops'], [(3, 1), (1, 3)])
     """
-    return [parse_stages(part) for part in text.split(";")]
+    found = [parse_stages(part) for part in text.split(";")]
+    if len(found) > 1 and "time" in found:
+        raise ValueError(
+            f"stages is {text!r}; give 'time' alone, which cuts each pipeline for its own islands, or numbers"
+            " of blocks for each"
+        )
+    return found
 
 
 def counts(

@@ -111,6 +111,11 @@ class StageCosts:
         return tuple(map(self.table.live, range(self.num_stages)))
 
     @cached_property
+    def delayed_weights(self) -> tuple[int, ...]:
+        """For each stage, the most microbatches there between their backward and their weight task."""
+        return tuple(map(self.table.delayed_weights, range(self.num_stages)))
+
+    @cached_property
     def _sums(self) -> Mapping[str, Sequence[float]]:
         names = ("forward_flops", "backward_flops", "state_bytes", "saved_bytes")
         return {
@@ -166,7 +171,11 @@ class StageCosts:
         return self.model.blocks[boundary - 1].output_bytes / link
 
     def memory_bytes(self, stage: int, begin: int, end: int) -> float:
-        """Return the bytes that each device of a stage needs: state, and activations in flight."""
+        """Return the bytes that each device of a stage needs: state, activations in flight, kept cotangents.
+
+        Where weight tasks are apart, the cotangents of what the stage sent are kept from the backward of a
+        microbatch to its weight task.
+        """
         devices = self.devices[stage]
         saved = self._sum("saved_bytes", stage, begin, end)
         if self.recomputes:
@@ -174,6 +183,8 @@ class StageCosts:
             activations = self.live[stage] * before.output_bytes + saved
         else:
             activations = self.live[stage] * saved
+        if stage < self.num_stages - 1:
+            activations += self.delayed_weights[stage] * self.model.blocks[end - 1].output_bytes
         state = self._sum("state_bytes", stage, begin, end)
         return state / devices.state_shards + activations / devices.row_shards
 

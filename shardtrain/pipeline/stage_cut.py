@@ -54,7 +54,7 @@ def best_cut(costs: StageCosts) -> StageCut:
 
     Up to `MOST_CUTS` cuts: of all. Of more: of the equal cut, if it fits, and those with the least time of
     one microbatch through all stages among the cuts whose slowest stage or link is at most so much (see
-    `SLACKS`) above the least possible; so it is never worse than the equal cut.
+    `SLACKS`) above the least possible; so it is never worse than the equal cut where that fits.
 
     Args:
       costs: of the blocks on these stages.
@@ -72,10 +72,10 @@ def best_cut(costs: StageCosts) -> StageCut:
     """
     sizes = (costs.num_blocks, costs.num_stages)
     if math.comb(sizes[0] - 1, sizes[1] - 1) <= MOST_CUTS:
-        found = [counts for counts in _all_cuts(*sizes) if _fits(costs, counts)]
+        found = [counts for counts in _all_cuts(*sizes) if fits(costs, counts)]
     else:
         equal = tuple(cut_by("equal", *sizes))
-        found = [*front(costs), *([equal] if _fits(costs, equal) else [])]
+        found = [*front(costs), *([equal] if fits(costs, equal) else [])]
     if not found:
         raise _no_fit(costs)
     return _shortest(costs, found)
@@ -187,7 +187,8 @@ def _all_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(end - begin for begin, end in pairwise((0, *inner, num_blocks)))
 
 
-def _fits(costs: StageCosts, counts: Sequence[int]) -> bool:
+def fits(costs: StageCosts, counts: Sequence[int]) -> bool:
+    """Return whether a cut fits the memory of all stages."""
     return all(
         costs.memory_bytes(*group) <= costs.devices[group[0]].memory_bytes for group in _groups(counts)
     )

@@ -101,6 +101,20 @@ class Table:
             live -= task.kind == self.kinds[-1]
         return most
 
+    def delayed_weights(self, stage: int) -> int:
+        """Return the largest number of (chunk, microbatch) on a stage between backward and weight task.
+
+        Each counts from the start of its backward to the end of its weight task; 0 without weight tasks.
+        """
+        if not self.has_weight:
+            return 0
+        delayed = most = 0
+        for task in self.order(stage):
+            delayed += task.kind == "backward"
+            most = max(most, delayed)
+            delayed -= task.kind == "weight"
+        return most
+
 
 def needs(table: Table, task: Task) -> list[tuple[str, int]]:
     """Return the dependencies of a task among those of its microbatch: (kind, part) of each.

@@ -114,7 +114,7 @@ DEVICES = (
         memory_bytes=32 * GB,
         memory_bytes_per_second=1638 * GB,
     ),
-    # NVIDIA product pages: cores and boost clock, of which the peak in float32 is 2 flops a core and cycle:
+    # Public listings of specifications: cores and boost clock; the float32 peak is 2 flops a core and cycle:
     # 5120 x 1.455 GHz, 4608 x 1.77, 1920 x 1.68, 1792 x 1.48. The names were not seen on such a machine.
     Device(
         kind="NVIDIA TITAN V",

@@ -16,6 +16,9 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.block_owners import OwnerGroup
 from shardtrain.pipeline.stage_model import StageModel
 
+LIKE_PARAMS = ("params", "opt_state", "outer_state")
+"""Fields of the state whose arrays may be of parameters."""
+
 ALL, REST = "all", "rest"
 """Instead of rows: the whole array; or an array of no parameter, such as a count, which all owners have."""
 
@@ -114,7 +117,11 @@ class OwnerTransfers:
 
     def _of_group(self, number: int, leaves: Mapping[str, Any]) -> list[tuple[str, Any, Rows]]:
         """Return (path, array, rows) of what a group has."""
-        found = [(path, x, self._rows(number, path, x.shape)) for path, x in leaves.items()]
+        is_params = self._params <= leaves.keys()
+        found = [
+            (path, x, self._rows(number, path, x.shape) if is_params or _of_params(path) else REST)
+            for path, x in leaves.items()
+        ]
         return [(path, x, rows) for path, x, rows in found if rows]
 
     def _rows(self, number: int, path: str, shape: tuple[int, ...]) -> Rows:
@@ -138,3 +145,8 @@ class OwnerTransfers:
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=shardings)
         return self._programs[key]
+
+
+def _of_params(path: str) -> bool:
+    """Return whether an array of the state is in a field whose arrays may be of parameters."""
+    return path.split("/")[0] in LIKE_PARAMS

@@ -33,7 +33,13 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     sizes = (stages.num_stages, microbatches, stages.num_chunks)
     table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
     found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
-    return f"{heading(table)}; blocks {_cuts_text(setup, stages)}\n{found}"
+    text = f"{heading(table)}; blocks {_cuts_text(setup, stages)}\n{found}"
+    if len(set(setup.cuts)) > 1:
+        text += (
+            "\nfaulty devices are looked for only among pipelines of the same cut: programs for other numbers"
+            " of blocks may round otherwise"
+        )
+    return text
 
 
 def _cuts_text(setup: RunSetup, stages: Partition) -> str:

@@ -38,7 +38,7 @@ from shardtrain.trainer.multi_island_step import (
     pipeline_text,
 )
 from shardtrain.trainer.row_shares import RowShares
-from shardtrain.trainer.run_facts import run_facts, step_program
+from shardtrain.trainer.run_facts import pipeline_facts, run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
 from shardtrain.trainer.sources import open_sources
 from shardtrain.trainer.stage_cut import with_stage_cut
@@ -110,12 +110,14 @@ def prepare_run(
     description, run = describe(run), replace(run, loss=guarded(run.loss))
     # Open the data, and set up model, optimizer and mesh for it.
     source, heldout = Coordination(islands).in_turn("data", lambda: open_sources(run, folder))
+    # How many collective calls follow depends on the pipeline, so it is compared before them.
+    Coordination(islands).check_agreement(pipeline_facts(description))
     run = with_stage_cut(run, source, islands, output)
     setup = _make_setup(run, source, islands, output)
+    description["data.fingerprint"] = getattr(source, "fingerprint", None)
+    Coordination(islands).check_agreement(run_facts(run, setup, description))
     coordination = _make_coordination(run, setup, islands)
     stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
-    description["data.fingerprint"] = getattr(source, "fingerprint", None)
-    coordination.check_agreement(run_facts(run, setup, description))
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     shares = make_shares(run, setup, coordination)
     loader = make_loader(run, setup, shares, source)

@@ -4,6 +4,8 @@ Next: `prepared_run.py`, which compares them.
 """
 
 import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +18,24 @@ from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.setup import RunSetup
+
+
+def pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts that decide what islands exchange before all their facts are compared.
+
+    Args:
+      description: the run, from `config.describe`.
+
+    >>> pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
+    {'run/strategy.across.axis': 'data', 'run/strategy.pipeline.stages': '1,3'}
+    """
+    found = {
+        f"run/{name}": value
+        for name, value in description.items()
+        if name.startswith(("strategy.across.", "strategy.pipeline."))
+    }
+    # as it arrives at the others, so that a tuple here is not another value than a list there
+    return json.loads(json.dumps(found))
 
 
 def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:

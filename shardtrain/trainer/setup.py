@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from shardtrain.axes import PIPELINE
+from shardtrain.axes import LAYERS, PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position
 from shardtrain.errors.messages import problems_error
@@ -24,6 +24,7 @@ from shardtrain.optim.separable import coupling_problems
 from shardtrain.pipeline.costs import Traced, make_partition, make_partitions
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
@@ -187,7 +188,12 @@ def _make_stage_setup(
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
     cuts = make_partitions(model, strategy.pipeline, num_stages, run.loss, microbatch, seats.num_replicas)
     traced = Traced(model, run.loss, microbatch)
-    if len(set(cuts)) > 1 and (problems := different_cut_problems(run, traced.model_state)):
+    if len(set(cuts)) > 1 and (
+        problems := [
+            *different_cut_problems(run, traced.model_state),
+            *sharded_blocks_problems(strategy.layout, mesh),
+        ]
+    ):
         raise problems_error(f"pipelines cannot be cut differently ({strategy.pipeline.stages})", problems)
     stages = cuts[seats.replica]
     stage_model = StageModel(model=model, stages=stages, traced=traced, stage=seats.stage)
@@ -223,6 +229,14 @@ def different_cut_problems(run: Run, model_state: Any) -> list[str]:
     if jax.tree.leaves(model_state):
         problems.append("the model has a state (batch norm), which is averaged by stage; use one cut for all")
     return problems
+
+
+def sharded_blocks_problems(layout: Layout, mesh: Mesh) -> list[str]:
+    """Return why the blocks of an island cannot be divided among owners: their dim is sharded in its mesh."""
+    dim_axes = [axis for axis in layout.parameter_rules.get(LAYERS, ()) if mesh.shape[axis] > 1]
+    if not dim_axes:
+        return []
+    return [f"the dim 'layers' is sharded over {dim_axes}; use the rule layers = [], or one cut for all"]
 
 
 def _coupled_arrays(optimizer: Any, dims: Any, traced: Traced) -> list[str]:

@@ -16,7 +16,7 @@ from shardtrain.islands.membership import Islands
 from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, numbers_of_stages
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
-from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut
+from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut, fits
 from shardtrain.plan.devices import TERA, Device, known_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
@@ -93,9 +93,11 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
     model, pipeline = model_of(run), run.strategy.pipeline
     state = jax.eval_shape(model.init, jax.random.key(0))[1]
     costs = block_costs(run, source, len(replicas))
-    if len(replicas) > 1 and different_cut_problems(run, state):
+    note = ""
+    if len(replicas) > 1 and (problems := different_cut_problems(run, state)):
         # one cut for all: each stage as the slowest of its islands
-        pools = [(pipeline, replicas)]
+        pools = [(_of_all_replicas(pipeline, len(replicas)), replicas)]
+        note = f"\nall pipelines have one cut, for the slowest of each stage: {'; '.join(problems)}"
     else:
         pools = [
             (_of_replica(pipeline, number, len(replicas)), [replica])
@@ -109,7 +111,7 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
         cuts.append(",".join(map(str, found.counts)))
         name = f"pipeline {len(cuts) - 1}:\n" if len(pools) > 1 else ""
         texts.append(f"{name}{cut_text(all_costs, found, counted)}")
-    return "\n".join(texts), ";".join(cuts if len(set(cuts)) > 1 else cuts[:1])
+    return "\n".join(texts) + note, ";".join(cuts if len(set(cuts)) > 1 else cuts[:1])
 
 
 def _of_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipeline:
@@ -123,6 +125,33 @@ def _of_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipeline
                 f" {num_replicas}; give one for all, or one each"
             )
         found[name] = parts[replica] if len(parts) > replica and len(parts) > 1 else parts[0]
+    if problems:
+        raise problems_error("pipelines cannot be cut by time", problems)
+    return replace(pipeline, **found)
+
+
+def _of_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
+    """Return the options with the least speed and memory of each stage in any replica.
+
+    Raises:
+      ValueError: they are for another number of replicas or stages, or some are words and others numbers.
+    """
+    owns = [_of_replica(pipeline, replica, num_replicas) for replica in range(num_replicas)]
+    found, problems = {}, []
+    for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
+        texts = [getattr(own, name) for own in owns]
+        found[name] = texts[0]
+        if len(set(texts)) == 1:
+            continue
+        given = [numbers_of_stages(name, text, words) for text in texts]
+        numbers = [each for each in given if each is not None]
+        if len(numbers) < len(given) or len(set(map(len, numbers))) > 1:
+            problems.append(
+                f"{name} is {getattr(pipeline, name)!r}, and all pipelines get one cut; give a number for"
+                " each stage in all of them, or one for all pipelines"
+            )
+        else:
+            found[name] = ",".join(repr(min(each)) for each in zip(*numbers, strict=True))
     if problems:
         raise problems_error("pipelines cannot be cut by time", problems)
     return replace(pipeline, **found)
@@ -142,7 +171,8 @@ def predicted_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
     strategy = run.strategy
     texts = (strategy.pipeline.stage_speeds, strategy.pipeline.stage_memory)
     given = [text.split(";") for text in texts if text not in (*SPEEDS, *MEMORY)]
-    num_stages = num_stages or strategy.across.partitions or next((x[0].count(",") + 1 for x in given), None)
+    numbers = [part for parts in given for part in parts if part not in (*SPEEDS, *MEMORY)]
+    num_stages = num_stages or strategy.across.partitions or next((x.count(",") + 1 for x in numbers), None)
     if num_stages is None:
         raise ValueError(
             "a cut by time was asked for, and nothing says for how many stages; give --pipeline-stages, or"
@@ -242,7 +272,7 @@ def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
 
 
 def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:
-    """Format a cut: a row a stage, and the step beside that of the equal cut.
+    """Format a cut: a row a stage, and the step beside that of the equal cut, if that fits the memory.
 
     Args:
       costs: what was cut.
@@ -260,8 +290,10 @@ def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:
         rows.append((str(stage), str(cut.counts[stage]), speed, busy, str(costs.live[stage]), memory))
     header = ("stage", "blocks", "speed", "time", "in flight", "memory a device")
     equal = tuple(counts("equal", costs.num_blocks, costs.num_stages))
-    ratio = costs.simulated(equal).makespan / cut.simulated.makespan
-    return (
-        f"{table_text(header, rows)}stages cut by time, {counted}: bubble {cut.simulated.bubble:.1%};"
-        f" predicted {ratio:.2f} times as fast as the equal cut {','.join(map(str, equal))}"
-    )
+    name = f"the equal cut {','.join(map(str, equal))}"
+    beside = f"{name} does not fit the memory"
+    if fits(costs, equal):
+        ratio = costs.simulated(equal).makespan / cut.simulated.makespan
+        beside = f"predicted {ratio:.2f} times as fast as {name}"
+    bubble = f"bubble {cut.simulated.bubble:.1%}"
+    return f"{table_text(header, rows)}stages cut by time, {counted}: {bubble}; {beside}"

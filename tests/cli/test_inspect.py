@@ -64,6 +64,16 @@ def test_stages_of_islands_are_cut_by_time(inspected):
     assert text.count("stages cut by time") == 2
     rows = [line.split()[:2] for line in text.splitlines() if line.strip()[:2] in ("0 ", "1 ")]
     assert int(rows[0][1]) > int(rows[2][1])
+    # the numbers of stages are in the second part
+    text = inspected(*words, "--stage-speeds", "auto;3,1", "--model.num-layers", "6")
+    assert text.count("stages cut by time") == 2
+    # one cut is forced: each stage as the slower of its islands
+    one = (*words, "--model.num-layers", "6", "--combine", "adasum")
+    text = inspected(*one, "--stage-speeds", "4,1;2,4")
+    assert "all pipelines have one cut, for the slowest of each stage: combine is 'adasum'" in text
+    rows = [line.split()[:3] for line in text.splitlines() if line.strip()[:2] in ("0 ", "1 ")]
+    assert [row[::2] for row in rows] == [["0", "1"], ["1", "0.5"]]
+    assert "give a number for each stage in all of them" in inspected(*one, "--stage-speeds", "auto;4,1")
     told = inspected(*words, "--stage-speeds", "3,1;1,3;1,1", "--stage-memory", "1,1;1,1")
     assert "stage_memory is for 2 pipelines, and there are 3; give one for all, or one each" in told
 

@@ -138,6 +138,19 @@ def test_seconds_and_bytes_by_hand():
     assert [kept.memory_bytes(*group) for group in groups((2, 2, 2))] == [8 + 36, 8 + 24, 8 + 12]
 
 
+def test_cotangents_wait_for_weight_tasks():
+    """Each stage keeps those of what it sent from the backward to the weight task; the last has sent none."""
+    block = BlockCost(forward_flops=1, backward_flops=2, output_bytes=100)
+    table = make_table("zero_bubble", 3, 4)
+    orders = ["".join(task.kind[0] for task in table.order(stage)) for stage in range(3)]
+    assert orders == ["fffbwfbwbwbw", "ffbfbwfbwbww", "fbfbfbwfbwww"]
+    devices = [StageDevices(flops_per_second=1)] * 3
+    costs = StageCosts(model=ModelCosts(blocks=[block] * 3), devices=devices, table=table)
+    assert costs.delayed_weights == (1, 2, 3)
+    # three inputs in flight on each, of which the tokens of the first are not counted
+    assert [costs.memory_bytes(*group) for group in groups((1, 1, 1))] == [100, 300 + 200, 300]
+
+
 def test_fewer_microbatches_in_flight_let_a_small_stage_have_more():
     """With the same memory everywhere the last stages, which have fewer in flight, get more blocks."""
     costs = even(6, (1.0, 1.0, 1.0), recomputes=False)

@@ -103,6 +103,11 @@ if ISLANDS is not None:
         assert "has 3 cuts, and there are 2 pipelines; give one for all; 2, one each" in refused(
             strategy=three
         )
+        # islands that differ in what decides the communicators are told so, and make none
+        own = STAGES if ISLANDS.seat.island == 0 else "1,2"
+        told = refused(strategy=dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages=own)))
+        assert "islands do not agree" in told, told
+        assert "strategy.pipeline.stages: 1,2 on island 1" in told, told
         moved = Synchronisation(on="deltas", by="adasum")
         told = refused(strategy=dataclasses.replace(RUN.strategy, synchronisation=moved))
         assert "cannot be cut differently (1,2;2,1)" in told, told

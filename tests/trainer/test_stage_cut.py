@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -13,9 +14,15 @@ from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.block_costs import model_costs
 from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.options import Pipeline
+from shardtrain.pipeline.partition import parse_cuts
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageCosts, StageDevices
+from shardtrain.pipeline.stage_cut import best_cut
 from shardtrain.plan.devices import known_device
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.stage_cut import IslandDevices, devices_of_stages, island_devices
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.trainer.setup import sharded_blocks_problems
+from shardtrain.trainer.stage_cut import IslandDevices, cut_text, devices_of_stages, island_devices
 from shardtrain.trainer.stage_probe import flops_per_second
 
 FAST, SLOW = "NVIDIA H100 80GB HBM3", "NVIDIA L4"
@@ -90,6 +97,43 @@ def test_the_costliest_block_is_timed():
         times = iter([seconds * i for i in range(runs + 1)])
         assert flops_per_second(traced, lambda times=times: next(times)) == flops / seconds
         assert not list(times)
+
+
+def test_words_that_are_for_all_pipelines():
+    for speeds in ("measured;4,1", "measured;measured"):
+        with pytest.raises(ValueError, match="give 'measured' alone, which measures the islands of all"):
+            Pipeline(stage_speeds=speeds)
+    with pytest.raises(ValueError, match="give 'time' alone, which cuts each pipeline for its own islands"):
+        parse_cuts("time;3,1")
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "beside"),
+    [
+        (1.0, "predicted 1.49 times as fast as the equal cut 2,2"),
+        (3e9, "the equal cut 2,2 does not fit the memory"),
+    ],
+)
+def test_a_cut_is_compared_with_the_equal_cut_if_that_fits(state_bytes, beside):
+    block = BlockCost(forward_flops=1, backward_flops=2, state_bytes=state_bytes)
+    devices = [
+        StageDevices(flops_per_second=3, memory_bytes=9e9),
+        StageDevices(flops_per_second=1, memory_bytes=3e9),
+    ]
+    table = make_table("1f1b", 2, 8)
+    costs = StageCosts(model=ModelCosts(blocks=[block] * 4), devices=devices, table=table)
+    found = best_cut(costs)
+    assert found.counts == (3, 1)
+    assert cut_text(costs, found, "by hand").endswith(f"; {beside}")
+
+
+def test_blocks_that_are_sharded_inside_an_island_have_no_owners():
+    layout = Layout(mesh={"fsdp": 2}, parameters={"layers": ("fsdp",)})
+    devices = jax.devices()[:2]
+    told = "the dim 'layers' is sharded over ['fsdp']; use the rule layers = [], or one cut for all"
+    assert sharded_blocks_problems(layout, make_mesh(layout, devices)) == [told]
+    plain = Layout(mesh={"fsdp": 2})
+    assert sharded_blocks_problems(plain, make_mesh(plain, devices)) == []
 
 
 def test_what_a_layout_shards():
