@@ -95,7 +95,7 @@ class MetricLog:
         # sums over many steps of all islands leave skipped ones out, so they count whatever this step was
         of_many = "skipped_by_islands" in values
         if skipped:
-            self._handle_skipped(step, None if of_many else loss.value, values)
+            self._handle_skipped(step, loss.value, values, of_many)
         else:
             self._num_skipped, self.trained = 0, True
             self._detect_spike(step, loss.value)
@@ -161,16 +161,16 @@ class MetricLog:
         """Record a fault; all islands roll back together at their next vote."""
         self.fault = self.fault or fault
 
-    def _handle_skipped(self, step: int, loss: float | None, values: Metrics) -> None:
+    def _handle_skipped(self, step: int, loss: float | None, values: Metrics, of_many: bool) -> None:
         self._num_skipped += 1
-        norm = float(values["grad_norm"])
         if values.get("overflowed", 0) and self._num_skipped < MOST_SKIPPED:
             # a smaller scale of the loss mends it: that is no fault of the run
             text = f"step {step} was skipped: gradients in float16 overflowed at their loss scale, now halved"
             self.why_skipped = self.why_skipped or text
             self._parts.progress.note(text)
             return
-        text = f"step {step} was skipped: loss {loss}, gradient norm {norm} not finite"
+        found = f"loss {loss}, gradient norm {float(values['grad_norm'])}"
+        text = f"step {step} was skipped: {'loss or gradient norm' if of_many else found} not finite"
         # only the first of a row is explained: that loads its batch again
         if self._num_skipped == 1 and (why := self._parts.explain(step)):
             text = f"{text}; {why}"

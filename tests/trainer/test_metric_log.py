@@ -1,0 +1,44 @@
+"""What becomes of the metrics of steps between the device and the line."""
+
+import math
+from types import SimpleNamespace
+
+from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.trainer.loop_parts import LoopOptions
+from shardtrain.trainer.metric_log import MetricLog
+
+
+def lines_of(steps):
+    """The losses by step, and the notes, where a line is due in every second step."""
+    lines, notes = {}, []
+    parts = SimpleNamespace(
+        activity=ActivityRecord(),
+        sink=SimpleNamespace(write=lambda step, line: lines.update({step: line.get("train/loss")})),
+        progress=SimpleNamespace(update=lambda step, line: None, note=notes.append),
+        hooks=SimpleNamespace(log=lambda step, line: None),
+        totals=SimpleNamespace(updated=lambda clipped: None, wall_seconds=lambda: 0.0),
+        spent=dict,
+        labels=(),
+        explain=lambda step: "",
+    )
+    log = MetricLog(parts, LoopOptions(steps=len(steps), log_every=2))  # pyright: ignore[reportArgumentType]
+    for step, metrics in enumerate(steps, start=1):
+        log.add(step, {"grad_norm": 1.0, "skipped": 0.0, **metrics})
+    log.finish()
+    return lines, notes
+
+
+def test_sums_of_many_steps_count_although_the_step_that_brings_them_was_skipped():
+    none = {"loss_sum": 0.0, "count": 0.0}
+    merged = {"loss_sum": 12.0, "count": 4.0, "skipped": 1.0, "skipped_by_islands": 1.0}
+    lines, (note,) = lines_of([none, merged])
+    assert lines == {2: 3.0}
+    assert note == "WARNING: step 2 was skipped: loss or gradient norm not finite"
+
+
+def test_a_skipped_step_of_its_own_does_not_count():
+    plain = {"loss_sum": 4.0, "count": 2.0}
+    bad = {"loss_sum": math.nan, "count": 2.0, "grad_norm": math.nan, "skipped": 1.0}
+    lines, (note,) = lines_of([plain, bad])
+    assert lines == {2: 2.0}
+    assert note == "WARNING: step 2 was skipped: loss nan, gradient norm nan not finite"
