@@ -159,6 +159,18 @@ class MeasuredShares:
         """The rows of each island with padding."""
         return [capacity(n, multiple) for n, multiple in zip(self.rows, self._multiples, strict=True)]
 
+    def restore(self, rows: Sequence[int]) -> bool:
+        """Go on with the rows of a checkpoint, if they are of as many islands and the same batch; else False.
+
+        >>> shares = MeasuredShares(32, [16, 16], [1, 1])
+        >>> shares.restore([21, 11]), shares.rows, shares.restore([16, 8, 8])
+        (True, [21, 11], False)
+        """
+        if len(rows) != len(self.rows) or sum(rows) != self._num_rows:
+            return False
+        self.rows, self._steps, self._pays = list(rows), [], False
+        return True
+
     def add(self, seconds: Sequence[float]) -> bool:
         """Add a step; return whether the rows change before the next one.
 

@@ -50,13 +50,14 @@ class Feed:
         return self.loader.place(batch), position
 
     def change(self, shard: BatchShard) -> None:
-        """Read other rows of the batches that follow."""
-        self._has_changed = True
+        """Read other rows of the batches that follow, or, if nothing is read yet, of all."""
+        self._has_changed, is_reading = True, self._loaded is not None
         self._end()
         batches = replace(self.loader.batches, rows=shard.rows)
         self.loader = replace(self.loader, batches=batches, shard=shard)
         self._loaders.append((self._num_read, self.loader))
-        self._begin(self._position)
+        if is_reading:
+            self._begin(self._position)
 
     def loader_of(self, number: int) -> Loader:
         """Return the loader that read a batch, by its number since reading began, from 0."""

@@ -228,7 +228,8 @@ class _Loop:
         _wait(parts)
         self._report_awaited_save()
         self.saving = step
-        extra = {**parts.extra, "position": self.position, WALL_SECONDS: parts.totals.wall_seconds()}
+        extra = {**parts.extra, **parts.shares(), "position": self.position}
+        extra[WALL_SECONDS] = parts.totals.wall_seconds()
         if unlogged is not None:
             extra[UNLOGGED] = {name: strict(value) for name, value in unlogged.items()}
         try:

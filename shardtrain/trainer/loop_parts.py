@@ -114,6 +114,7 @@ class LoopParts:
       sink: receives the metrics.
       progress: shows metrics and notes to the user.
       extra: what a checkpoint holds beside state and position.
+      shares: returns what it holds of the rows of islands.
       vote: (step, own vote) -> the vote of all islands; a single island keeps its own.
       timer: started at the begin of each step, see `stragglers.StepTimer`.
       recompiles: asked before a step: whether its program may have to be compiled, which takes long.
@@ -139,6 +140,7 @@ class LoopParts:
     vote: Callable[[int, StepVote], StepVote] = lambda step, vote: vote
     timer: StepTimer = field(default_factory=StepTimer)
     recompiles: Callable[[], bool] = lambda: False
+    shares: Callable[[], Mapping[str, Any]] = dict
     any_rank: Callable[[str, bool], bool] = lambda question, answer: answer
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()

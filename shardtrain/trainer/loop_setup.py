@@ -54,9 +54,7 @@ def make_loop_parts(
         voted = coordination.vote(step, own, meets=met)
         changed = voted.seconds and prepared.shares.add(voted.seconds)
         if changed:
-            assert isinstance(island_step, GradientIslandStep | DeltaIslandStep)
-            feed.change(prepared.shares.shard())
-            island_step.first_row = np.uint32(feed.loader.shard.start)
+            use_rows(prepared, feed)
             if coordination.stragglers is not None:
                 coordination.stragglers.restart()
             output.note(f"after step {step}: {changed}")
@@ -84,6 +82,7 @@ def make_loop_parts(
         vote=vote,
         timer=coordination.timer,
         recompiles=feed.take_change,
+        shares=prepared.shares.saved,
         any_rank=coordination.any_rank,
         before_save=before_save,
         labels=island_step.labels if island_step else combined_labels(placement),
@@ -92,6 +91,14 @@ def make_loop_parts(
         hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
         check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
     )
+
+
+def use_rows(prepared: PreparedRun, feed: Feed) -> None:
+    """Read, and train, the rows that this island has from now on."""
+    step = prepared.island_step
+    assert isinstance(step, GradientIslandStep | DeltaIslandStep)
+    feed.change(prepared.shares.shard())
+    step.first_row = np.uint32(feed.loader.shard.start)
 
 
 def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:

@@ -6,7 +6,7 @@ Any layout reads the checkpoint of any other: meshes, islands, stages, replicas.
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class StartPoint:
       position: the position in the data.
       unlogged: metrics of that step that were to be written after its evaluation.
       wall_seconds: the wall time of the run when it was saved.
+      extra: what the checkpoint holds beside arrays; {} without one.
     """
 
     state: State
@@ -48,6 +49,7 @@ class StartPoint:
     position: Position
     unlogged: Mapping[str, Any] | None = None
     wall_seconds: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_start_point(
@@ -121,6 +123,7 @@ def find_start_point(
         position=position,
         unlogged=found.extra.get(UNLOGGED),
         wall_seconds=saved_wall_seconds(found.extra.get(WALL_SECONDS)),
+        extra=found.extra,
     )
 
 

@@ -3,14 +3,18 @@
 Next: `feed.py`, which reads them.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
 from shardtrain.data import BatchShard, batch_shard
 from shardtrain.islands.measured_shares import MeasuredShares
+from shardtrain.system.untrusted_files import whole_number
 from shardtrain.trainer.coordination import Coordination
+
+ROWS, MOST_ROWS = "rows", 1 << 31
+"""Key in a checkpoint, and the largest number there."""
 
 
 class RowShares:
@@ -51,6 +55,26 @@ class RowShares:
             rows, capacity = self._measured.rows, self._measured.capacities[own]
         multiple = self._split.multiples[own]
         return batch_shard(rows, own, self._mesh, self._batch_axes, self._microbatches, multiple, capacity)
+
+    def saved(self) -> dict[str, list[int]]:
+        """Return what a checkpoint holds of the rows: those of each island, if they were measured."""
+        return {} if self._measured is None else {ROWS: list(self._measured.rows)}
+
+    def restore(self, extra: Mapping[str, Any]) -> str | None:
+        """Go on with the rows in a checkpoint; return a line if it has any for these islands and this batch.
+
+        Args:
+          extra: what the checkpoint holds beside arrays.
+
+        Raises:
+          ValueError: the rows there are no whole numbers.
+        """
+        if self._measured is None or not isinstance(saved := extra.get(ROWS), list):
+            return None
+        rows = [whole_number(each, ROWS, MOST_ROWS) for each in saved]
+        if rows == self._measured.rows or not self._measured.restore(rows):
+            return None
+        return f"rows of the islands, as they were measured before: {', '.join(map(str, rows))}"
 
     def own_share(self) -> float:
         """Return the part of the rows of a batch that this island has."""

@@ -214,3 +214,9 @@ def test_shares_follow_the_measured_speed_and_losses_stay_those_of_one_device(fo
     assert cli.main(["train", "tiny.py", *options, "--run-dir", "one"]) == 0
     one = [line["train/loss"] for line in read_jsonl(Path("one/metrics.jsonl"))]
     assert islands == pytest.approx(one, rel=2e-5)
+    # it goes on with the rows that it had
+    longer = ["--steps", "42", "--batch", "32", "--shares", "auto"]
+    code, out, err = ended(start(*longer, SECONDS_A_ROW="0.002,0.006"))
+    assert code == 0, err
+    assert f"rows of the islands, as they were measured before: {first}, {second}" in out
+    assert len(read_jsonl(Path("run/metrics.jsonl"))) == len(one) + 2
