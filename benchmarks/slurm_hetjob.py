@@ -1,6 +1,6 @@
 """Two kinds of islands in one heterogeneous job of a real Slurm: ended by its time limit, requeued, resumed.
 
-uv run python benchmarks/slurm_hetjob.py [--folder runs/slurm_hetjob] [--steps 700] [--minutes 8]
+uv run python benchmarks/slurm_hetjob.py [--folder runs/slurm_hetjob] [--steps 700] [--minutes 12]
 
 Starts a Slurm of four virtual nodes on this machine (as root; Debian: apt-get install slurm-wlm munge), with
 a munge of its own, submits `launch slurm --cluster FILE` and waits for its end. Two nodes have one GPU, two
@@ -172,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/slurm_hetjob"))
     parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--minutes", type=float, default=12)
     options = parser.parse_args()
     if problem := missing():
         print(f"slurm_hetjob: {problem}", file=sys.stderr)
