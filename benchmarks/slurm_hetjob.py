@@ -194,7 +194,15 @@ def main() -> int:
         environ["PYTHONPATH"] = str(ROOT)
         print(output(environ, "sinfo", "-N", "-o", "%N %P %c %G"))
         subprocess.run(launch, env=environ, cwd=folder, check=True)
-        wait_for("end of the job", lambda: not output(environ, "squeue", "-h").strip(), options.minutes * 60)
+        try:
+            wait_for(
+                "end of the job", lambda: not output(environ, "squeue", "-h").strip(), options.minutes * 60
+            )
+        except TimeoutError:
+            # else its ranks would go on after the daemons have ended
+            output(environ, "scancel", "1")
+            wait_for("end of its ranks", lambda: not output(environ, "squeue", "-h").strip(), 60)
+            raise
         job = output(environ, "scontrol", "show", "job")
     shown = [
         line

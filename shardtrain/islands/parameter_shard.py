@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 NO_MEETING = -1
-"""Stands for a meeting that nobody has called."""
+"""The wave of a meeting where no island has asked for one."""
 
 
 class Event(NamedTuple):
@@ -32,7 +32,7 @@ class EventLog(Protocol):
     """Where the events of a shard are written."""
 
     def begin(self, step: int) -> None:
-        """Drop what came after a step, from which the run goes on."""
+        """Delete the events after a step: the run resumes from it."""
         ...
 
     def write(self, event: Event) -> None:
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
 
     Args:
       clocks: island -> the number of its waves in `values`.
-      meeting: the wave after which all islands meet; `NO_MEETING`: none was called.
+      meeting: the number of waves after which all islands synchronise; `NO_MEETING`: no island asked for it.
       totals: float64 (k,): for island 0 the sum of what was pushed since its last answer, else zeros.
       values: float32, the shard: the values at the start plus all updates that were pushed.
     """

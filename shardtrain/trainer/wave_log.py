@@ -9,6 +9,9 @@ from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 WAVES = "waves"
 """Folder in that of a run; each island writes a file there."""
 
+MOST_ISLANDS = 1 << 20
+"""A larger number in a file of events is no island."""
+
 
 def wave_file(folder: Path, island: int) -> Path:
     """Return the file of the shard that an island serves."""
@@ -48,7 +51,7 @@ def read_wave_log(folder: Path, island: int, num_islands: int) -> list[Event]:
     """Return the events of the shard that an island served in an earlier run.
 
     Raises:
-      ValueError: the folder has no such file, or is of a run with another number of islands.
+      ValueError: the folder has no such file, or it has other lines, or those of another number of islands.
     """
     path = wave_file(folder, island)
     if not path.is_file():
@@ -59,7 +62,13 @@ def read_wave_log(folder: Path, island: int, num_islands: int) -> list[Event]:
     found = []
     for record in read_jsonl(path):
         kind = "push" if "push" in record else "pull"
-        found.append(Event(kind, int(record[kind]), int(record["step"])))
+        number = record.get(kind, -1.0)
+        if not (0 <= number < MOST_ISLANDS and number.is_integer() and record["step"] > 0):
+            raise ValueError(
+                f"{path} has the line {record}, which is no event of a wave, such as"
+                ' {"step": 8, "push": 1}; give the folder of a run as it wrote it'
+            )
+        found.append(Event(kind, int(number), int(record["step"])))
     if (most := max((event.island for event in found), default=0)) >= num_islands:
         raise ValueError(
             f"replay is {folder}, a run of {most + 1} islands or more, and this one has {num_islands}; launch"

@@ -28,6 +28,17 @@ def test_what_came_after_a_checkpoint_is_dropped_where_a_run_goes_on_from_it(tmp
     assert read_wave_log(tmp_path, 1, 2) == []
 
 
+@pytest.mark.parametrize(
+    "line", ['{"step": 2}', '{"step": 2, "push": -1}', '{"step": 2, "pull": NaN}', '{"step": 0, "push": 1}']
+)
+def test_lines_that_are_no_events_are_refused(line, tmp_path):
+    path = wave_file(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text(f"{line}\n")
+    with pytest.raises(ValueError, match="which is no event of a wave"):
+        read_wave_log(tmp_path, 0, 2)
+
+
 def test_a_replay_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shard-1\.jsonl is not there; give the folder of a run in waves"):
         read_wave_log(tmp_path, 1, 2)
