@@ -29,9 +29,10 @@ class ParameterServer:
     Constructing it is a collective call of all islands.
 
     Args:
-      comm: duplicated; rank i is island i.
+      comm: duplicated; its ranks are the islands that push these parameters.
       shard: the shard that this island serves.
-      names: island -> its name in messages.
+      names: rank -> its name in messages.
+      ranks: rank -> its rank among all of the run, for the activity.
       activity: the activity record of this process; every wait is recorded there.
       patience_seconds: how long to wait for the others.
     """
@@ -41,10 +42,13 @@ class ParameterServer:
         comm: "MPI.Comm",
         shard: ParameterShard,
         names: Sequence[str],
+        ranks: Sequence[int],
         activity: ActivityRecord,
+        *,
         patience_seconds: float = 1800.0,
     ) -> None:
-        self._comm, self._shard, self._names = comm.Dup(), shard, list(names)
+        self._comm, self._shard = comm.Dup(), shard
+        self._names, self._ranks = list(names), list(ranks)
         self._activity, self._patience_seconds = activity, patience_seconds
         self._bounds = [0] * (self.num_islands + 1)
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -135,12 +139,13 @@ class ParameterServer:
             # poll: a blocking receive could neither tell who is behind nor give up
             while not self._comm.Iprobe(island, ANSWER, status):
                 waited = time.monotonic() - start
-                behind = [i for i, clock in enumerate(self._shard.clocks) if clock < push.least]
+                clocks = self._shard.clocks
+                behind = [i for i, clock in enumerate(clocks) if clock < push.least] or [island]
                 if waited > 1:
-                    self._activity.awaits(tuple(behind or [island]))
+                    self._activity.awaits(tuple(self._ranks[i] for i in behind))
                 if waited > self._patience_seconds:
-                    names = [self._names[i] for i in behind or [island]]
-                    raise RankTimeout(missing_text(what, names, waited), behind or [island])
+                    text = missing_text(what, [self._names[i] for i in behind], waited)
+                    raise RankTimeout(text, [self._ranks[i] for i in behind])
                 time.sleep(nap)
                 nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
             numbers = bytearray(status.Get_count(MPI.BYTE))

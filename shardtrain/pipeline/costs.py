@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Loss, model_inputs, once
+from shardtrain.functional.loss import Loss, checked, model_inputs, once
 from shardtrain.functional.model import BLOCKS, Chain, Model, path_text
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.partition import Costs, counts, parse_cuts
@@ -124,12 +124,20 @@ class Traced:
 
     def last(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
         """Return the loss sum of the activations that leave the blocks."""
+        return self._loss(params, activations, batch, model_state)[0]
+
+    def _loss(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
         state = self.model_zeros() if model_state is None else model_state
 
         def apply(*inputs: Any) -> Any:
             return self.chain.last(params, state, jax.random.key(0), True, activations)[0]
 
-        return self.loss(once(apply), batch)[0]
+        return checked(self.loss(once(apply), batch))
+
+    @cached_property
+    def losses(self) -> Any:
+        """Shapes of what the loss returns: (sum, count, metrics)."""
+        return jax.eval_shape(self._loss, self.params, self.leaving, self.batch)
 
     def model_zeros(self) -> Any:
         """Return a model state of zeros to trace with."""

@@ -16,7 +16,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.train_step.island_merge import IslandMerge
-from shardtrain.train_step.island_totals import loss_metrics, step_sums
+from shardtrain.train_step.island_totals import shapes_of_sums, step_sums, with_sums_of_islands
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.loss_scale import scale_of
 from shardtrain.train_step.placement import Placement, constrain
@@ -81,12 +81,7 @@ class DeltaIslandStep:
         found = jax.eval_shape(
             self._gradients, state.params, state.model_state, step_key(jnp.uint32(0), jnp.int32(0)), batch
         )
-        zero = jax.ShapeDtypeStruct((), jnp.float32)
-        metrics = {
-            **found.metrics,
-            **dict.fromkeys(("loss_sum", "count", "grad_norm", "skipped"), zero),
-        }
-        return jax.eval_shape(step_sums, metrics)
+        return shapes_of_sums(found.metrics)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
@@ -95,15 +90,7 @@ class DeltaIslandStep:
         combine_state, state = state.combine_state, state._replace(combine_state=())
         state, metrics = self._step(state, batch, self.first_row)
         state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
-        sums = merged.pop("sums", None)
-        if sums is None:
-            zeros = jax.tree.map(jnp.zeros_like, state.local.sums)
-            return state, {**metrics, **loss_metrics(zeros), **merged}
-        others = {
-            "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
-            "skipped_by_islands": sums["skipped"],
-        }
-        return state, {**metrics, **loss_metrics(sums), **others, **merged}
+        return state, with_sums_of_islands(metrics, merged, jax.tree.map(jnp.zeros_like, state.local.sums))
 
     def close(self) -> None:
         """End what the merge keeps open, see `island_step.IslandStep`."""

@@ -68,6 +68,31 @@ def step_sums(metrics: Metrics) -> dict[str, Any]:
     return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
 
 
+def shapes_of_sums(metrics: Any) -> dict[str, Any]:
+    """Return the shapes of `step_sums`, for a loss with these metrics."""
+    zero = jax.ShapeDtypeStruct((), jnp.float32)
+    names = ("loss_sum", "count", "grad_norm", "skipped")
+    return jax.eval_shape(step_sums, {**jax.tree.map(lambda _: zero, metrics), **dict.fromkeys(names, zero)})
+
+
+def with_sums_of_islands(metrics: Metrics, merged: Metrics, zeros: dict[str, Any]) -> Metrics:
+    """Return the metrics of a local step: of the loss those of all islands, where they have come in.
+
+    Args:
+      metrics: those of this island's step.
+      merged: those of its merge; "sums" are of all steps and islands since the last one that had them.
+      zeros: sums (see `step_sums`) of no steps.
+    """
+    sums = merged.pop("sums", None)
+    if sums is None:
+        return {**metrics, **loss_metrics(zeros), **merged}
+    others = {
+        "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
+        "skipped_by_islands": sums["skipped"],
+    }
+    return {**metrics, **loss_metrics(sums), **others, **merged}
+
+
 def loss_metrics(sums: dict[str, Any]) -> Metrics:
     """Return the sums that are metrics of the loss."""
     return {"loss_sum": sums["loss_sum"], "count": sums["count"], **sums["metrics"]}

@@ -1,10 +1,11 @@
 """The training step of one pipeline stage across islands, with other pipelines as replicas.
 
-All stages execute the same table, replicas combine gradients stage by stage, and every stage updates the
-parameters that it owns. Losses and the gradient's norm are all-gathered. Next: `stage_executor.py`.
+All stages execute the same table, replicas combine gradients or deltas stage by stage, and every stage
+updates the parameters that it owns. Losses and the gradient's norm are those of all stages. Next:
+`stage_executor.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,16 +25,22 @@ from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
-from shardtrain.train_step.island_totals import average_model_state
+from shardtrain.train_step.island_totals import (
+    average_model_state,
+    shapes_of_sums,
+    with_sums_of_islands,
+)
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import StagePrograms
+from shardtrain.train_step.stage_sums import StageSums
 from shardtrain.train_step.stage_update import make_gradient_programs, make_own_update, make_update
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
+from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 
 if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
@@ -59,6 +66,7 @@ class StageStep:
       start_row: the first row of this pipeline in the whole batch.
       last_step: the last step of the run, see `step.make_step`.
       observe: called after each task, see `StageExecutor`.
+      make_waves: makes what ends the waves of a synchronisation with a `distance`, for a virtual worker.
       owners: the owners of each block, where pipelines cut the model differently; None: `transfer` reaches
         those of all blocks of this stage.
     """
@@ -82,14 +90,16 @@ class StageStep:
         start_row: int = 0,
         last_step: int = -1,
         observe: Observe | None = None,
+        make_waves: Callable[[VirtualWorker], WaveMerge] | None = None,
         owners: OwnerTransfers | None = None,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._all_gather = all_gather
         self.placement, self._transfer = placement, transfer
-        # tags of borrowed parameters follow those of all values
+        # tags of sums and of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
-        self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag)
+        self._stage_sums = StageSums(seats, mailbox, first_tag)
+        self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag + 1)
         # training has dropout and backward tasks, evaluation forward tasks only: different programs
         self._train_programs, self._evaluation_programs = (
             StagePrograms(
@@ -101,11 +111,15 @@ class StageStep:
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
         # gradients are combined in each step, or what pipelines changed in some: one of these is not used
-        exchanges: Sequence[IslandMerge | IslandCombiner]
-        self._merge: IslandMerge | None = None
+        exchanges: Sequence[IslandMerge | WaveMerge | IslandCombiner]
+        self._merge: IslandMerge | WaveMerge | None = None
         self._owners = owners or OwnerTransfers.of_stage(stage_model, transfer)
         if synchronisation.on_deltas:
-            self._merge = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
+            if make_waves is None:
+                self._merge = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
+            else:
+                self._merge = make_waves(self._stage_sums)
+            self._sums = shapes_of_sums(stage_model.traced.losses[2])
             exchanges = [self._merge]
         else:
             shapes = self._owners.shapes(placement.specs.abstract.params)
@@ -119,7 +133,7 @@ class StageStep:
         self._gradient_programs = make_gradient_programs(placement)
         self._update = make_update(optimizer, clip, placement, learning_rate)
         if self._merge is not None:
-            shardings = self._merge.shardings(placement.state)._replace(combine_state=())
+            shardings = self._merge.shardings(placement.state, self._sums)._replace(combine_state=())
             self._own_params, self._own_update = make_own_update(
                 optimizer, clip, placement, learning_rate, shardings
             )
@@ -128,13 +142,13 @@ class StageStep:
         """Return the state with what this stage needs for the exchange, see `IslandStep`."""
         if self._merge is None:
             return state._replace(combine_state=[each.init() for each in self._combiners])
-        return self._merge.begin(state)
+        return self._merge.begin(state, self._sums)
 
     def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes of what `begin` returns, see `IslandStep`."""
         if self._merge is None:
             return state._replace(combine_state=[each.wanted() for each in self._combiners])
-        return self._merge.wanted(state)
+        return self._merge.wanted(state, self._sums)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
@@ -154,18 +168,17 @@ class StageStep:
         # batch, whose count the last stage knows
         grads, borrowed, loss_sums = self._gradient_programs.reduced(programs.take_sums())
         self._borrowed.return_gradients(borrowed)
-        losses = self._gather_losses("losses", loss_sums)
-        count = np.float32(losses[seats.replica]["count"])
+        count, totals = self._losses(loss_sums)
         grads = self._gradient_programs.scaled(grads, self._borrowed.receive_gradients(), count)
         model_state = self._merged_state(programs.model_state, batch)
-        totals = _sum_losses(losses)
         # 3. an update of this pipeline's own, and at the end of some steps a merge with the others
         if self._merge is not None:
             number = self._merge.steps_done(state) + 1
-            squares = self._gather_squares(grads)
-            state, metrics = self._own_update(state, grads, model_state, totals, squares, count)
+            squares = self._stage_sums.add("gradient norms", float(self._gradient_programs.squares(grads)))
+            state, metrics = self._own_update(state, grads, model_state, totals, np.float32(squares), count)
             state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
-            return state, {**metrics, **found}
+            zeros = jax.tree.map(jnp.zeros_like, state.local.sums)
+            return state, with_sums_of_islands(metrics, found, zeros)
         # 4. or gradients combined with the owners of the same blocks in the other pipelines, and one update
         # for all
         combine_metrics: Any = []
@@ -173,7 +186,7 @@ class StageStep:
             grads, combine_state, combine_metrics, model_state = self._combined(
                 grads, combine_state, count, model_state
             )
-        squares = self._gather_squares(grads, replica=0)
+        squares = self._gather_squares(grads)
         return self._update(state, grads, model_state, totals, squares, combine_state, combine_metrics)
 
     def follow(self, table: Table) -> None:
@@ -195,23 +208,40 @@ class StageStep:
         return {**totals.pop("metrics"), **totals}
 
     def close(self) -> None:
-        """End the mailbox's thread."""
+        """End the mailbox's thread, and what the merge keeps open."""
+        if self._merge is not None:
+            self._merge.close()
         self.mailbox.close()
 
-    def _gather_squares(self, grads: Tree, replica: int | None = None) -> np.float32:
-        """Return the square of the norm of the gradient of all stages of a pipeline, by default of this one.
+    def _losses(self, loss_sums: dict[str, Any]) -> tuple[np.float32, dict[str, Any]]:
+        """Return (the count of this pipeline, sums of the loss): its own, or those of all by gradients."""
+        if self._merge is None:
+            losses = self._gather_losses("losses", loss_sums)
+            return np.float32(losses[self.seats.replica]["count"]), _sum_losses(losses)
+        # only the last stage knows the loss
+        _, _, metrics = self.stage_model.traced.losses
+        zeros = jax.tree.map(lambda _: 0.0, {"loss_sum": 0, "count": 0, "metrics": metrics})
+        own = jax.device_get(loss_sums) if self._is_last else zeros
+        totals = jax.tree.map(np.float32, self._stage_sums.add("losses", own))
+        return totals["count"], totals
 
-        A combined gradient is the same in all, but its sum over stages that were cut otherwise is rounded
-        otherwise: then all take that of one pipeline.
+    @property
+    def _is_last(self) -> bool:
+        return self.seats.stage == self.stage_model.stages.part_placement.last_stage
+
+    def _gather_squares(self, grads: Tree) -> np.float32:
+        """Return the square of the norm of the gradient of all stages.
+
+        A combined gradient is the same in all pipelines, but its sum over stages that were cut otherwise is
+        rounded otherwise: so all take that of the first pipeline.
         """
         squares = self._all_gather("gradient norms", float(self._gradient_programs.squares(grads)))
-        return np.float32(np.sum(self.seats.of_replica(squares, replica)))
+        return np.float32(np.sum(self.seats.of_replica(squares, 0)))
 
     def _gather_losses(self, name: str, loss_sums: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the sums of the loss of each pipeline, gathered from their last stages."""
         seats, last_stage = self.seats, self.stage_model.stages.part_placement.last_stage
-        is_last = seats.stage == last_stage
-        own = jax.tree.map(float, jax.device_get(loss_sums)) if is_last else None
+        own = jax.tree.map(float, jax.device_get(loss_sums)) if self._is_last else None
         # only the last stage of a pipeline knows its loss
         found = self._all_gather(name, own)
         return [seats.of_replica(found, replica)[last_stage] for replica in range(seats.num_replicas)]

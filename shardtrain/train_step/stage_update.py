@@ -17,6 +17,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.stage_model import nested
 from shardtrain.train_step.gradients import merge_replicas, sum_replicas
 from shardtrain.train_step.island_combiner import joined_metrics
+from shardtrain.train_step.island_totals import step_sums
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
@@ -155,7 +156,9 @@ def make_own_update(
         local = local._replace(drift=drift, count=local.count + count, model_state=model_state)
         new = state._replace(opt_state=opt_state, local=local)
         metrics = {**totals["metrics"], "loss_sum": totals["loss_sum"], "count": totals["count"]}
-        return unless_skipped(state, new, {**metrics, "grad_norm": norm}, learning_rate)
+        new, metrics = unless_skipped(state, new, {**metrics, "grad_norm": norm}, learning_rate)
+        sums = jax.tree.map(jnp.add, state.local.sums, step_sums(metrics))
+        return new._replace(local=new.local._replace(sums=sums)), metrics
 
     whole, sharded = _shardings(placement)
     own = jax.jit(lambda state: own_params(state.params, state.local.drift), out_shardings=shardings.params)

@@ -44,8 +44,35 @@ class Parameters(Protocol):
         ...
 
 
+class VirtualWorker(Protocol):
+    """The islands that train one replica in waves: one, or the stages of a pipeline."""
+
+    def any_wants_meeting(self, own: bool) -> bool:
+        """Return whether any of its islands wants all islands to meet."""
+        ...
+
+    def meeting(self, answered: int) -> int:
+        """Return the wave of the meeting that the shards answered to its first island."""
+        ...
+
+
+class OneIsland:
+    """A virtual worker of one island."""
+
+    def any_wants_meeting(self, own: bool) -> bool:
+        """Return what this island wants."""
+        return own
+
+    def meeting(self, answered: int) -> int:
+        """Return what this island was answered."""
+        return answered
+
+
 class WaveMerge:
     """The end of an island's waves; as `IslandMerge`, but islands do not wait for each other's steps.
+
+    Where islands are stages of pipelines, this is the end of those of a stage, whose parameters all
+    pipelines push to. All stages of a pipeline meet after the same wave.
 
     Args:
       synchronisation: how many steps a wave has, and how many waves an island may be ahead.
@@ -56,6 +83,7 @@ class WaveMerge:
       transfer: to the other islands, for the model's state at meetings.
       all_gather: called with a name when this island reaches the end of a wave alone (`None`) or with all.
       last_step: the last step of the run, which ends the last wave.
+      worker: the virtual worker of which this island is a stage; None: it is one itself.
     """
 
     labels: list[str] = []
@@ -73,12 +101,13 @@ class WaveMerge:
         all_gather: AllGather,
         end_work: Callable[[], None],
         last_step: int = -1,
+        worker: VirtualWorker | None = None,
     ) -> None:
         assert synchronisation.distance is not None
         self._synchronisation, self._distance = synchronisation, synchronisation.distance
         self._parameters, self._meetings, self._share = parameters, meetings, share
         self._transfer, self._all_gather, self._end_work = transfer, all_gather, end_work
-        self._last_step = last_step
+        self._last_step, self._worker = last_step, worker or OneIsland()
         self._own = OwnState(synchronisation, placement, fragments_of(synchronisation, placement.specs))
         self.begin, self.wanted, self.shardings = self._own.begin, self._own.wanted, self._own.shardings
         self._param_shardings = placement.state.params
@@ -134,12 +163,12 @@ class WaveMerge:
         push = Push(
             step=number,
             least=clock if is_met else clock - self._distance,
-            calls_meeting=meetings.is_wanted,
+            calls_meeting=self._worker.any_wants_meeting(meetings.is_wanted),
             totals=np.array(sums, np.float64),
             update=drift,
         )
         answer = self._parameters.push(push)
-        if answer.meeting == clock and not is_met:
+        if self._worker.meeting(answer.meeting) == clock and not is_met:
             # another island called for a meeting here: wait for the waves of all
             is_met, totals = True, answer.totals
             again = push._replace(least=clock, calls_meeting=False, totals=np.zeros_like(totals), update=None)

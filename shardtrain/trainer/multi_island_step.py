@@ -3,6 +3,9 @@
 Next: `train_step/island_step.py`, `train_step/stage_step.py`.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 
 from shardtrain.data import Loader
@@ -16,6 +19,7 @@ from shardtrain.report.timeline import figures, heading, unit_seconds, unit_time
 from shardtrain.train_step.island_step import IslandStep, make_island_step
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.row_shares import RowShares
@@ -83,8 +87,11 @@ def make_multi_island_step(
     """
     if coordination.transfer is None:
         return None
+    waves = None
+    if run.strategy.synchronisation.distance is not None:
+        waves = partial(make_waves, run, setup, coordination, shares, meetings, wave_log)
     if setup.stage_model is not None:
-        return _make_stage_step(run, setup, setup.stage_model, coordination, loader)
+        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, waves)
     return make_island_step(
         setup.model,
         run.loss,
@@ -96,12 +103,17 @@ def make_multi_island_step(
         start_row=loader.shard.start,
         last_step=run.steps,
         all_gather=coordination.meet,
-        waves=make_waves(run, setup, coordination, shares, meetings, wave_log),
+        waves=None if waves is None else waves(),
     )
 
 
 def _make_stage_step(
-    run: Run, setup: RunSetup, stage_model: StageModel, coordination: Coordination, loader: Loader
+    run: Run,
+    setup: RunSetup,
+    stage_model: StageModel,
+    coordination: Coordination,
+    loader: Loader,
+    waves: Callable[[VirtualWorker], WaveMerge] | None,
 ) -> StageStep:
     islands, seats, transfer = coordination.islands, setup.seats, coordination.transfer
     assert islands is not None
@@ -127,6 +139,7 @@ def _make_stage_step(
         transfer=transfer,
         seats=seats,
         owners=coordination.owners,
+        make_waves=waves,
         mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
         all_gather=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
         synchronisation=run.strategy.synchronisation,

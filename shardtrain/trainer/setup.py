@@ -175,12 +175,6 @@ def _make_stage_setup(
         problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
     if strategy.scales_loss:
         problems.append(SCALED_PIPELINE)
-    if run.strategy.synchronisation.distance is not None:
-        problems.append(
-            "distance (--clock-distance) is of waves, and the stages of all pipelines exchange losses in each"
-            " step; make each island a pipeline of its own devices (--across data --mesh pipeline=N), or use"
-            " --synchronisation local-sgd"
-        )
     if problems:
         raise problems_error("islands cannot hold the stages of a pipeline", problems)
     # cut the model: from here on the model of this island is that of its stage

@@ -47,11 +47,11 @@ class WaveLog:
             self._file.close()
 
 
-def read_wave_log(folder: Path, island: int, num_islands: int) -> list[Event]:
+def read_wave_log(folder: Path, island: int, num_workers: int) -> list[Event]:
     """Return the events of the shard that an island served in an earlier run.
 
     Raises:
-      ValueError: the folder has no such file, or it has other lines, or those of another number of islands.
+      ValueError: the folder has no such file, or it has other lines, or those of more virtual workers.
     """
     path = wave_file(folder, island)
     if not path.is_file():
@@ -69,9 +69,9 @@ def read_wave_log(folder: Path, island: int, num_islands: int) -> list[Event]:
                 ' {"step": 8, "push": 1}; give the folder of a run as it wrote it'
             )
         found.append(Event(kind, int(number), int(record["step"])))
-    if (most := max((event.island for event in found), default=0)) >= num_islands:
+    if (most := max((event.island for event in found), default=0)) >= num_workers:
         raise ValueError(
-            f"replay is {folder}, a run of {most + 1} islands or more, and this one has {num_islands}; launch"
-            f" as many: shardtrain launch --islands {most + 1}"
+            f"replay is {folder}, a run of {most + 1} virtual workers (islands, or pipelines of islands) or"
+            f" more, and this one has {num_workers}; launch as many islands, in pipelines as long"
         )
     return found

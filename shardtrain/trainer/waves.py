@@ -5,7 +5,7 @@ Next: `train_step/wave_merge.py`, `train_step/meetings.py`.
 
 from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.train_step.meetings import Meetings
-from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import evaluated_every
@@ -31,8 +31,9 @@ def make_waves(
     shares: RowShares,
     meetings: Meetings,
     wave_log: WaveLog,
-) -> WaveMerge | None:
-    """Make what ends the waves of an island; None for a synchronisation without waves.
+    worker: VirtualWorker | None = None,
+) -> WaveMerge:
+    """Make what ends the waves of an island; a collective call of all ranks.
 
     Args:
       run: the run.
@@ -41,6 +42,7 @@ def make_waves(
       shares: the rows of each island.
       meetings: after which steps islands meet.
       wave_log: where the events of this island's shard are written.
+      worker: the virtual worker of which this island is a stage; None: it is one itself.
 
     Raises:
       ValueError: an island has several processes; or the run to replay is not there.
@@ -50,8 +52,6 @@ def make_waves(
         coordination.islands,
         coordination.transfer,
     )
-    if synchronisation.distance is None:
-        return None
     assert islands is not None
     assert transfer is not None
     seat, control = islands.seat, islands.control
@@ -63,9 +63,14 @@ def make_waves(
         )
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
 
-    order = [] if run.replay is None else read_wave_log(run.replay, seat.island, seat.num_islands)
-    shard = ParameterShard(seat.num_islands, wave_log, order, wave_log.report)
-    server = ParameterServer(islands.comm, shard, control.names, control.activity, LONG_SECONDS)
+    # islands that are stages push to those of the same stage
+    stage, replica = (0, seat.island) if setup.seats is None else (setup.seats.stage, setup.seats.replica)
+    comm = islands.comm.Split(stage, replica)
+    ranks = comm.allgather(control.rank)
+    order = [] if run.replay is None else read_wave_log(run.replay, seat.island, len(ranks))
+    shard = ParameterShard(len(ranks), wave_log, order, wave_log.report)
+    names = [control.names[rank] for rank in ranks]
+    server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
     return WaveMerge(
         synchronisation,
         setup.placement,
@@ -76,4 +81,5 @@ def make_waves(
         all_gather=coordination.meet,
         end_work=coordination.timer.end,
         last_step=run.steps,
+        worker=worker,
     )

@@ -21,7 +21,7 @@ def test_what_came_after_a_checkpoint_is_dropped_where_a_run_goes_on_from_it(tmp
     again.write(Event("push", 1, 4))
     again.close()
     assert read_wave_log(tmp_path, 1, 2) == [*events[:2], events[3], Event("push", 1, 4)]
-    with pytest.raises(ValueError, match=r"a run of 2 islands or more, and this one has 1"):
+    with pytest.raises(ValueError, match=r"a run of 2 virtual workers .* or more, and this one has 1"):
         read_wave_log(tmp_path, 1, 1)
     again.begin(0)
     again.close()
