@@ -197,7 +197,7 @@ class Stage:
             inputs = {value: self.random(value) for value in self.flow.reads[part]}
             cotangents = {value: self.random(value) for value in self.flow.writes[part]}
             for kind in kinds:
-                given = (inputs,) if kind == "forward" else (inputs, cotangents)
+                given = {"forward": (inputs,), "backward": (inputs, cotangents), "weight": ()}[kind]
                 start = time.perf_counter()
                 jax.block_until_ready(getattr(self.programs, kind)(part, 0, *given))
                 self.programs.wait()

@@ -258,7 +258,7 @@ def test_the_pipeline_page_has_the_figures_of_the_tables():
     for name, two, cells in rows:
         num_chunks = 2 if two else 1
         free, mesh = (make_table(name, 4, 8, num_chunks, lockstep) for lockstep in (False, True))
-        forwards = {"forward": 1.0, "backward": 2.0 if free.has_weight else 3.0, "weight": 3.0}
+        forwards = {"forward": 1.0, "backward": 2.0 if free.has_weight else 3.0, "weight": 1.0}
         found = simulate(free, {kind: seconds / num_chunks for kind, seconds in forwards.items()})
         live = [" ".join(str(table.live(stage)) for stage in range(4)) for table in (free, mesh)]
         expected = [free.num_ticks, mesh.num_ticks, f"{found.makespan:.0f}", f"{found.bubble:.1%}", *live]

@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from shardtrain.functional.deferred_outputs import defer
 from shardtrain.functional.model import BLOCKS, path_text
 from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts
@@ -31,12 +33,13 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
     params = traced.params
     per_byte = _bytes(jax.eval_shape(init_optimizer, params)) / max(_bytes(params), 1)
 
-    def cost(flops: float, own: Any, saved: float, output: float) -> BlockCost:
+    def cost(flops: float, own: Any, saved: float, output: float, deferred: float = 0.0) -> BlockCost:
         return BlockCost(
             forward_flops=flops,
             backward_flops=BACKWARD * flops,
             state_bytes=_bytes(own) * (1 + per_byte) + GRADIENT_BYTES * _elements(own),
             saved_bytes=saved,
+            deferred_bytes=deferred,
             output_bytes=output,
         )
 
@@ -44,9 +47,9 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
     blocks, activations = [], traced.entering
     for number in range(1 if traced.chain.stacked else traced.chain.num_blocks):
         block, run = traced.block(number), partial(traced.run, number)
-        saved = _saved_bytes(run, block, activations)
+        saved, deferred = (count(run, block, activations) for count in (_saved_bytes, _deferred_bytes))
         activations = jax.eval_shape(run, block, activations)
-        blocks.append(cost(flops.blocks[number], block, saved, _bytes(activations)))
+        blocks.append(cost(flops.blocks[number], block, saved, _bytes(activations), deferred))
     blocks = blocks * traced.chain.num_blocks if traced.chain.stacked else blocks
 
     def end(paths: Any) -> list[Any]:
@@ -56,8 +59,12 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
     batch, leaving = traced.batch, traced.leaving
     borrowed = end(traced.last_paths & traced.first_paths)
     first = _saved_bytes(lambda p: traced.first(p, traced.zeros(batch)), params)
-    last = _saved_bytes(lambda p, x: traced.last(p, x, traced.zeros(batch)), params, leaving)
-    own_last = cost(flops.last, end(traced.last_paths - traced.first_paths), last, 0.0)
+
+    def run_last(params: Any, activations: Any) -> Any:
+        return traced.last(params, activations, traced.zeros(batch))
+
+    last, deferred = (count(run_last, params, leaving) for count in (_saved_bytes, _deferred_bytes))
+    own_last = cost(flops.last, end(traced.last_paths - traced.first_paths), last, 0.0, deferred)
     # what the first stage has too is lent to the last one, which keeps no optimizer state of it
     lent = _bytes(borrowed) + GRADIENT_BYTES * _elements(borrowed)
     return ModelCosts(
@@ -78,6 +85,27 @@ def _saved_bytes(function: Callable[..., Any], params: Any, *inputs: Any) -> flo
         else:
             found += _bytes(leaf)
     return found
+
+
+def _deferred_bytes(function: Callable[..., Any], params: Any, activations: Any) -> float:
+    """Return the bytes that a backward keeps for a weight task: what it computes, not what it is given."""
+
+    def is_float(x: Any) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def halves(params: Any, activations: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(activations)
+
+        def run(params: Any, floats: list[Any]) -> list[Any]:
+            left = iter(floats)
+            given = jax.tree.unflatten(structure, [next(left) if is_float(x) else x for x in leaves])
+            return list(filter(is_float, jax.tree.leaves(function(params, given))))
+
+        out, pull = jax.vjp(run, params, list(filter(is_float, leaves)))
+        grads, found = pull([jnp.ones_like(x) for x in out])
+        return found, grads
+
+    return _bytes(jax.eval_shape(defer(halves), params, activations)[1].kept)
 
 
 def _bytes(tree: Any) -> float:

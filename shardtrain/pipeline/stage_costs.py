@@ -24,6 +24,7 @@ class BlockCost:
       backward_flops: those of its backward, without computing the forward again.
       state_bytes: its parameters, their gradients and their optimizer state.
       saved_bytes: the activations that its backward reads.
+      deferred_bytes: what its backward keeps for its weight task, where these are apart.
       output_bytes: the activations that it hands on to the next block.
     """
 
@@ -31,6 +32,7 @@ class BlockCost:
     backward_flops: float = 0.0
     state_bytes: float = 0.0
     saved_bytes: float = 0.0
+    deferred_bytes: float = 0.0
     output_bytes: float = 0.0
 
 
@@ -117,7 +119,7 @@ class StageCosts:
 
     @cached_property
     def _sums(self) -> Mapping[str, Sequence[float]]:
-        names = ("forward_flops", "backward_flops", "state_bytes", "saved_bytes")
+        names = ("forward_flops", "backward_flops", "state_bytes", "saved_bytes", "deferred_bytes")
         return {
             name: list(accumulate((getattr(block, name) for block in self.model.blocks), initial=0.0))
             for name in names
@@ -149,9 +151,10 @@ class StageCosts:
         ahead = 0.0 if last else forward
         if not self.table.has_weight:
             return {"forward": ahead, "backward": forward + backward}
-        # both halves compute it again, and a weight task the cotangents between its own blocks too
-        to_input = 0.0 if first and not last else forward + backward / 2
-        return {"forward": ahead, "backward": to_input, "weight": forward + backward}
+        # the first stage has no cotangents to send: all of its backward is its weight task, but for the loss
+        cotangents = 0.0 if first else backward / 2
+        to_input = 0.0 if first and not last else forward + cotangents
+        return {"forward": ahead, "backward": to_input, "weight": forward + backward - to_input}
 
     def busy_seconds(self, stage: int, begin: int, end: int) -> float:
         """Return the seconds of all tasks of a stage, for one microbatch."""
@@ -171,10 +174,10 @@ class StageCosts:
         return self.model.blocks[boundary - 1].output_bytes / link
 
     def memory_bytes(self, stage: int, begin: int, end: int) -> float:
-        """Return the bytes that each device of a stage needs: state, activations in flight, kept cotangents.
+        """Return the bytes that each device of a stage needs: state, activations in flight, what is deferred.
 
-        Where weight tasks are apart, the cotangents of what the stage sent are kept from the backward of a
-        microbatch to its weight task.
+        Where weight tasks are apart, the cotangents of what the stage sent, and what its backward has
+        computed of their inputs, are kept from the backward of a microbatch to its weight task.
         """
         devices = self.devices[stage]
         saved = self._sum("saved_bytes", stage, begin, end)
@@ -185,6 +188,8 @@ class StageCosts:
             activations = self.live[stage] * saved
         if stage < self.num_stages - 1:
             activations += self.delayed_weights[stage] * self.model.blocks[end - 1].output_bytes
+        if stage > 0:
+            activations += self.delayed_weights[stage] * self._sum("deferred_bytes", stage, begin, end)
         state = self._sum("state_bytes", stage, begin, end)
         return state / devices.state_shards + activations / devices.row_shards
 

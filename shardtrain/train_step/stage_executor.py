@@ -33,8 +33,8 @@ class Programs(Protocol):
         """Compute the cotangents of the values that a part read, from those of the values that it wrote."""
         ...
 
-    def weight(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> None:
-        """Compute the gradients of a part's weights, where they are tasks of their own."""
+    def weight(self, part: int, microbatch: int) -> None:
+        """Compute the gradients of a part's weights after its backward, where they are tasks of their own."""
         ...
 
     def to_devices(self, value: Value, array: np.ndarray) -> Any:
@@ -89,8 +89,8 @@ class StageExecutor:
         self._values = sorted(flow.shapes)
         # arrays between two parts that are both on this stage
         self._local: dict[_Message, Any] = {}
-        # (part, microbatch) -> what its backward or weight task will need: inputs and cotangents
-        self._saved: dict[tuple[int, int], tuple[Arrays, Arrays]] = {}
+        # (part, microbatch) -> the inputs of its forward, which its backward reads again
+        self._inputs: dict[tuple[int, int], Arrays] = {}
 
     def run(self, programs: Programs) -> None:
         """Run all tasks of a step."""
@@ -107,7 +107,7 @@ class StageExecutor:
                 self._observe(task, start, time.perf_counter())
         # whatever is left was computed for a task that the table does not have
         assert not self._local
-        assert not self._saved
+        assert not self._inputs
 
     def _receive_all(self, programs: Programs, task: Task, part: int) -> Arrays:
         """Wait for the arrays of other parts that a task needs, and return them by value."""
@@ -118,7 +118,7 @@ class StageExecutor:
                 for value in flow.reads[part]
             }
         if task.kind == "weight":
-            return {}  # its backward has saved everything
+            return {}  # its backward has kept what it needs
         cotangents = {}
         for value in filter(flow.has_cotangent, flow.writes[part]):
             # several parts may have read the value: its cotangent is the sum of theirs
@@ -136,18 +136,16 @@ class StageExecutor:
             for reader in self._flow.readers(value):
                 self._send(programs, outputs[value], _Message("activations", value, reader, microbatch))
         if "backward" in self._table.kinds:
-            self._saved[part, microbatch] = (inputs, {})
+            self._inputs[part, microbatch] = inputs
 
     def _backward(self, programs: Programs, part: int, microbatch: int, cotangents: Arrays) -> None:
-        inputs, _ = self._saved.pop((part, microbatch))
+        inputs = self._inputs.pop((part, microbatch))
         found = programs.backward(part, microbatch, inputs, cotangents)
         for value in filter(self._flow.has_cotangent, inputs):
             self._send(programs, found[value], _Message("cotangents", value, part, microbatch))
-        if self._table.has_weight:
-            self._saved[part, microbatch] = (inputs, cotangents)
 
     def _weight(self, programs: Programs, part: int, microbatch: int, _: Arrays) -> None:
-        programs.weight(part, microbatch, *self._saved.pop((part, microbatch)))
+        programs.weight(part, microbatch)
 
     def _send(self, programs: Programs, array: Any, message: _Message) -> None:
         """Send an array to the stage of its receiver; keep it here if that is this stage."""

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.deferred_outputs import Deferred, defer
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import row_key
@@ -144,15 +145,20 @@ class StageFunctions:
         sums = sums._replace(grads=self._add_grads(part, sums.grads, grads))
         return cotangents, self._add_loss(sums, loss), model_state
 
-    def input_backward(self, part: int, sums: Sums, task: TaskInputs) -> tuple[Any, Sums, Tree]:
-        """Return the same as `backward` without gradients, which weight tasks compute."""
-        _, cotangents, loss, model_state = self._vjp(part, task)
-        return cotangents, self._add_loss(sums, loss), model_state
+    def input_backward(self, part: int, sums: Sums, task: TaskInputs) -> tuple[Any, Sums, Tree, Deferred]:
+        """Return the same as `backward`, but the gradients deferred to the weight task."""
 
-    def weight(self, part: int, sums: Sums, task: TaskInputs) -> Sums:
-        """Return the sums with the gradients of a part added."""
-        grads, *_ = self._vjp(part, task)
-        return sums._replace(grads=self._add_grads(part, sums.grads, grads))
+        def halves(task: TaskInputs) -> tuple[Any, Tree]:
+            grads, cotangents, loss, model_state = self._vjp(part, task)
+            # other parts have the model state from their forward
+            return (cotangents, loss, model_state if part == self.stage_model.last_part else {}), grads
+
+        (cotangents, loss, model_state), grads = defer(halves)(task)
+        return cotangents, self._add_loss(sums, loss), model_state, grads
+
+    def weight(self, part: int, sums: Sums, grads: Deferred) -> Sums:
+        """Return the sums with the deferred gradients of a part added."""
+        return sums._replace(grads=self._add_grads(part, sums.grads, grads.compute()))
 
     def _run(self, part: int, task: TaskInputs, train: bool) -> tuple[Any, Tree]:
         run = self._replica_run(part, task.key, train)

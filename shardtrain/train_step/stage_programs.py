@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardtrain.functional.deferred_outputs import Deferred
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.sums import Sums
@@ -57,6 +58,8 @@ class StagePrograms:
         self._step = TaskInputs(params, self.model_state, key, first_rows, batch, np.int32(0))
         # a backward recomputes its forward, so it needs the model state that the forward began with
         self._state_before: dict[tuple[int, int], Tree] = {}
+        # gradients that weight tasks will compute from what a backward has kept
+        self._deferred: dict[tuple[int, int], Deferred] = {}
         self._outputs: Any = ()
         self.sums: Sums = self._initial_sums(self._step)
 
@@ -86,20 +89,20 @@ class StagePrograms:
         if is_last:
             # the forward task of the last part does nothing: this is its forward too
             self._state_before[part, microbatch] = self.model_state
-        backward = self._input_backwards if self._has_weight else self._backwards
         task = self._inputs(part, microbatch, inputs, cotangents)
-        found, self.sums, model_state = backward[part](self.sums, task)
+        if self._has_weight:
+            found, self.sums, model_state, grads = self._input_backwards[part](self.sums, task)
+            self._deferred[part, microbatch] = grads.given(task)
+        else:
+            found, self.sums, model_state = self._backwards[part](self.sums, task)
         if is_last:
             self.model_state = model_state
-        if not self._has_weight:
-            del self._state_before[part, microbatch]
+        del self._state_before[part, microbatch]
         return dict(zip(filter(self._flow.has_cotangent, self._flow.reads[part]), found, strict=True))
 
-    def weight(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> None:
+    def weight(self, part: int, microbatch: int) -> None:
         """See `stage_executor.Programs`."""
-        task = self._inputs(part, microbatch, inputs, cotangents)
-        self.sums = self._weights[part](self.sums, task)
-        del self._state_before[part, microbatch]
+        self.sums = self._weights[part](self.sums, self._deferred.pop((part, microbatch)))
 
     def _inputs(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> TaskInputs:
         return self._step._replace(

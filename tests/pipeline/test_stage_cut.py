@@ -138,9 +138,12 @@ def test_seconds_and_bytes_by_hand():
     assert [kept.memory_bytes(*group) for group in groups((2, 2, 2))] == [8 + 36, 8 + 24, 8 + 12]
 
 
-def test_cotangents_wait_for_weight_tasks():
-    """Each stage keeps those of what it sent from the backward to the weight task; the last has sent none."""
-    block = BlockCost(forward_flops=1, backward_flops=2, output_bytes=100)
+def test_what_waits_for_weight_tasks():
+    """Cotangents of what a stage sent, and what its backward kept; no task computes what another has.
+
+    The last stage has sent nothing, and the first has no cotangents to send: its backward is the weight task.
+    """
+    block = BlockCost(forward_flops=1, backward_flops=2, output_bytes=100, deferred_bytes=10)
     table = make_table("zero_bubble", 3, 4)
     orders = ["".join(task.kind[0] for task in table.order(stage)) for stage in range(3)]
     assert orders == ["fffbwfbwbwbw", "ffbfbwfbwbww", "fbfbfbwfbwww"]
@@ -148,7 +151,12 @@ def test_cotangents_wait_for_weight_tasks():
     costs = StageCosts(model=ModelCosts(blocks=[block] * 3), devices=devices, table=table)
     assert costs.delayed_weights == (1, 2, 3)
     # three inputs in flight on each, of which the tokens of the first are not counted
-    assert [costs.memory_bytes(*group) for group in groups((1, 1, 1))] == [100, 300 + 200, 300]
+    assert [costs.memory_bytes(*group) for group in groups((1, 1, 1))] == [100, 300 + 220, 300 + 30]
+    assert [tuple(costs.seconds(*group).values()) for group in groups((1, 1, 1))] == [
+        (1, 0, 3),
+        (1, 2, 1),
+        (0, 2, 1),
+    ]
 
 
 def test_fewer_microbatches_in_flight_let_a_small_stage_have_more():

@@ -1,0 +1,86 @@
+"""Split a function into what is computed now and what is deferred, without computing anything twice.
+
+So a backward pass is split into the cotangents of its inputs and the gradients of its parameters. Next:
+`jaxpr_split.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import jax
+
+from shardtrain.functional.jaxpr_split import Split
+
+
+@dataclass(frozen=True, eq=False)
+class _Later:
+    """The program that runs later: one object for all calls of a compiled function.
+
+    Args:
+      split: both programs.
+      needed: of each argument, whether this one needs it.
+      structure: of its outputs.
+    """
+
+    split: Split
+    needed: tuple[bool, ...]
+    structure: Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["kept", "arguments"], meta_fields=["later"])
+@dataclass(frozen=True)
+class Deferred:
+    """The outputs of a function that are computed later; a pytree, which compiled functions can return.
+
+    Args:
+      kept: the intermediate arrays that are needed.
+      arguments: those of the function's arguments that are needed, see `given`.
+      later: the program.
+    """
+
+    kept: list[jax.Array]
+    arguments: list[jax.Array]
+    later: _Later
+
+    def given(self, *arguments: Any) -> "Deferred":
+        """Add what is needed of the function's arguments, as compiled functions copy what they return."""
+        return replace(self, arguments=list(compress(jax.tree.leaves(arguments), self.later.needed)))
+
+    def compute(self) -> Any:
+        """Return the outputs, after `given`."""
+        split = self.later.split
+        arrays = compress(split.inputs, self.later.needed)
+        given = [*zip(arrays, self.arguments, strict=True), *zip(split.kept, self.kept, strict=True)]
+        return jax.tree.unflatten(self.later.structure, split.later.run(given))
+
+
+def defer(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Deferred]]:
+    """Return a function that computes the first output of a function, and the second one `Deferred`.
+
+    Args:
+      function: returns (what is needed now, what is needed later), each a pytree of arrays.
+
+    >>> def moments(x, y):
+    ...     z = x + y
+    ...     return z.sum(), z**2
+    >>> x, y = jax.numpy.arange(3.0), jax.numpy.ones(3)
+    >>> total, squares = defer(moments)(x, y)
+    >>> float(total), squares.given(x, y).compute().tolist(), len(squares.kept)
+    (6.0, [1.0, 4.0, 9.0], 1)
+    """
+
+    def run(*arguments: Any) -> tuple[Any, Deferred]:
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        (now, of_now), (later, of_later) = map(jax.tree.flatten, shapes)
+        is_now = [True] * len(now) + [False] * len(later)
+        split = Split(jaxpr, is_now, [not yes for yes in is_now])
+        split.now.outputs += split.kept
+        found = split.now.run(zip(split.inputs, jax.tree.leaves(arguments), strict=True))
+        needed = tuple(map(split.later.needs, split.inputs))
+        deferred = Deferred(found[len(now) :], [], _Later(split, needed, of_later))
+        return jax.tree.unflatten(of_now, found[: len(now)]), deferred
+
+    return run
