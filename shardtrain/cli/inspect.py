@@ -116,7 +116,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
-    RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
+    if run.batch_unit == "examples":
+        RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
     if run.strategy.pipeline.stages == "time" and run.strategy.across.axis == "pipeline":
         terminal.out("\n" + _stages_by_time(run, options) + "\n")
     if options.unused:
@@ -151,7 +152,12 @@ def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
     with TemporaryDirectory() as folder:
         rows = microbatch_of(run, run.data.train(Path(folder)))
     parts = make_setup(run, microbatch=rows, mesh=mesh)
-    batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in rows.items()}
+    num_rows = run.batch
+    if run.batch_unit == "tokens":
+        # those of the first batch, with padding
+        split = RowSplit.of(sizes, run.strategy.layout.batch_axes, run.strategy.accumulate)
+        num_rows = split.padded(len(rows["weights"]) * run.strategy.accumulate)
+    batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in rows.items()}
     compiled = compile_step(
         parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=run.strategy.accumulate
     )

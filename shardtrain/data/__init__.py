@@ -1,30 +1,34 @@
 """Data: text or tokens -> windows -> batches in a fixed order -> arrays on the mesh.
 
-`text.py`, `tokens.py` and `windows.py` make sources, `batches.py` (Grain) puts a source in order,
-`row_split.py` decides who gets which rows and what is padding, `loader.py` and `placement.py` (jax) put a
-process's rows on the mesh. Names load at first use: a config needs neither Grain nor jax.
+`text.py`, `tokens.py` and `windows.py` make sources, `batches.py` (Grain) and `token_batches.py` put a source
+in order, `row_split.py` decides who gets which rows and what is padding, `loader.py` and `placement.py` (jax)
+put a process's rows on the mesh. Names load at first use: a config needs neither Grain nor jax.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardtrain.data.batches import Batch, Batches, Position, Source
+    from shardtrain.data.batches import Batches, Position
     from shardtrain.data.loader import BatchShard, Loader, batch_shard
     from shardtrain.data.masked import MaskedTokens
     from shardtrain.data.placement import place, process_rows
     from shardtrain.data.row_split import RowSplit, split_over_islands
+    from shardtrain.data.samples import Batch, Source
     from shardtrain.data.text import Text
+    from shardtrain.data.token_batches import SizedSource, TokenBatches
     from shardtrain.data.tokens import open_tokens, write_tokens
     from shardtrain.data.windows import Tokens, Windows
 
 _FILES = {
-    "batches": ("Batch", "Batches", "Position", "Source"),
+    "batches": ("Batches", "Position"),
     "masked": ("MaskedTokens",),
     "loader": ("BatchShard", "Loader", "batch_shard"),
     "placement": ("place", "process_rows"),
     "row_split": ("RowSplit", "split_over_islands"),
+    "samples": ("Batch", "Source"),
     "text": ("Text",),
+    "token_batches": ("SizedSource", "TokenBatches"),
     "tokens": ("open_tokens", "write_tokens"),
     "windows": ("Tokens", "Windows"),
 }
@@ -37,8 +41,10 @@ __all__ = [
     "MaskedTokens",
     "Position",
     "RowSplit",
+    "SizedSource",
     "Source",
     "Text",
+    "TokenBatches",
     "Tokens",
     "Windows",
     "batch_shard",

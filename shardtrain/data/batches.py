@@ -5,7 +5,7 @@ loaded on its own, so a run resumes at a saved position at no cost. Next: `place
 """
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,22 +15,12 @@ import grain
 import numpy as np
 
 from shardtrain.data.row_split import fill_with_copies, weigh
+from shardtrain.data.samples import Batch, Source, load_sample, stacked
 from shardtrain.errors.messages import problems_error
-from shardtrain.errors.user_code import user_code
-
-Batch = dict[str, np.ndarray]
-
-
-class Source(Protocol):
-    """Samples by index, read by several threads at once."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, np.ndarray]: ...
 
 
 class Position(TypedDict):
-    """The position of a run in its data, as a dict for JSON; independent of the batch size.
+    """The position of a run in its data, as a dict for JSON; independent of the batch size in examples.
 
     epoch: the epoch of the next batch.
     index: number of samples of this epoch before it.
@@ -124,6 +114,15 @@ class Batches:
         if problems:
             raise problems_error("these batches cannot be made", problems)
 
+    @property
+    def row_counts(self) -> list[int]:
+        """The numbers of rows that batches have."""
+        return [self.batch]
+
+    def num_rows(self, position: Position | None) -> int:
+        """Return the number of rows of the batch at a position: that of all."""
+        return self.batch
+
     def advance(self, position: Position, num_batches: int = 1) -> Position:
         """Return the position some batches later.
 
@@ -160,7 +159,7 @@ class Batches:
           ValueError: the samples of a batch have different names or shapes, or cannot be arrays.
           UserCodeFailed: the source raised.
         """
-        position = self._normalise(position)
+        position = normalised(position, len(self.source))
         first = position["index"]
         # the last batch of an epoch may be short: its missing rows are copies with weight 0
         num_real = min(self.batch, len(self.source) - first)
@@ -169,13 +168,9 @@ class Batches:
         rows, real = fill_with_copies(rows, num_real)
         indices = [order(first + int(row)) for row in rows]
         # a sample that fills several rows is loaded once
-        batch = stacked({index: self._sample(index) for index in indices}, indices)
+        batch = stacked({index: load_sample(self.source, index) for index in indices}, indices)
         weights = batch.get("weights", np.ones(len(rows), np.float32))
         return batch | {"weights": weigh(weights, real)}
-
-    def _sample(self, index: int) -> Mapping[str, np.ndarray]:
-        with user_code(lambda error: f"sample {index} of {type(self.source).__name__}"):
-            return self.source[index]
 
     def iterate(self, position: Position | None = None) -> Generator[tuple[Batch, Position]]:
         """Iterate over the batches from a position on, with prefetching.
@@ -190,101 +185,50 @@ class Batches:
         Raises:
           ValueError: the position is outside the source.
         """
-        start = self._normalise(position or Position(epoch=0, index=0))
-        return self._iterate(start)
-
-    def _iterate(self, start: Position) -> Generator[tuple[Batch, Position]]:
-        options = grain.ReadOptions(num_threads=self.prefetch, prefetch_buffer_size=self.prefetch)
-        dataset = grain.MapDataset.source(_BatchSource(self, start)).to_iter_dataset(options)
-        # the threads of Grain load ahead, and end with the generator
-        with closing(iter(dataset)) as loaded:
-            for number, batch in enumerate(loaded, start=1):
-                yield batch, self.advance(start, number)
+        return read_ahead(self, normalised(position or Position(epoch=0, index=0), len(self.source)))
 
     def _num_batches(self, num_samples: int) -> int:
         return -(-num_samples // self.batch)
 
-    def _normalise(self, position: Position) -> Position:
-        epoch, index = position["epoch"], position["index"]
-        if epoch < 0 or not 0 <= index <= len(self.source):
-            raise ValueError(
-                f"position {dict(position)} is not in a source of {len(self.source)} samples: index goes from"
-                f" 0 to {len(self.source)}. Use the data that it was saved with, or begin at epoch 0."
-            )
-        return Position(epoch=epoch + 1, index=0) if index == len(self.source) else position
 
-
-def stacked(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[int]) -> Batch:
-    """Stack samples as the rows of one batch.
-
-    Args:
-      samples: index -> sample.
-      indices: the index of each row's sample.
+def normalised(position: Position, num_samples: int) -> Position:
+    """Return a position with the end of an epoch as the beginning of the next.
 
     Raises:
-      ValueError: a sample is not a dict of numbers, or samples differ in their names or shapes.
+      ValueError: the position is outside the source.
     """
-    if problems := [text for index, sample in samples.items() for text in sample_problems(sample, index)]:
-        raise problems_error("the data has samples that cannot be batched", problems[:MAX_PROBLEMS])
-    shapes = {
-        str({name: np.shape(value) for name, value in sorted(sample.items())}) for sample in samples.values()
-    }
-    if len(shapes) > 1:
+    epoch, index = position["epoch"], position["index"]
+    if epoch < 0 or not 0 <= index <= num_samples:
         raise ValueError(
-            f"samples of one batch differ: {' and '.join(sorted(shapes))}; give all the same shapes"
+            f"position {dict(position)} is not in a source of {num_samples} samples: index goes from"
+            f" 0 to {num_samples}. Use the data that it was saved with, or begin at epoch 0."
         )
-    return {name: np.stack([samples[index][name] for index in indices]) for name in samples[indices[0]]}
+    return Position(epoch=epoch + 1, index=0) if index == num_samples else Position(epoch=epoch, index=index)
 
 
-MAX_PROBLEMS = 8
-"""Number of problems that are listed for the samples of a batch."""
+class Loadable(Protocol):
+    """What `read_ahead` needs of batches, see `Batches`."""
 
-NUMBERS = "biufcV"
-"""Kinds of dtypes that devices take; V is bfloat16 and similar dtypes that numpy does not know."""
-
-
-def sample_problems(sample: object, index: int) -> list[str]:
-    """Return the problems that keep a sample from being a row of a batch, one line each.
-
-    >>> sample_problems({"text": "a story", "label": 3}, 7)
-    ["sample 7: 'text' is text ('a story'), not numbers; make tokens of it, or leave it out"]
-    """
-    if not isinstance(sample, Mapping):
-        return [
-            f"sample {index} is a {type(sample).__name__}; give a dict that names each array, such as"
-            " {'image': ..., 'label': ...}"
-        ]
-    return [
-        f"sample {index}: {name!r} is {why}"
-        for name, value in sample.items()
-        if (why := _array_problem(value))
-    ]
+    @property
+    def prefetch(self) -> int: ...
+    def num_batches(self, position: Position | None = None, /) -> int: ...
+    def advance(self, position: Position, num_batches: int = 1, /) -> Position: ...
+    def load(self, position: Position, /) -> Batch: ...
 
 
-def _array_problem(value: object) -> str:
-    """Return what a value is and what to do, if it is not an array of numbers; else an empty text."""
-    if value is None:
-        return "None; give a number for what is missing, such as 0 with a weight of 0, or leave it out"
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        return "a ragged list, whose rows have different lengths; pad them, with weights of 0 where padded"
-    if array.dtype.kind in NUMBERS and array.dtype.names is None:
-        return ""
-    brief = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
-    if array.dtype.kind in "US":
-        return f"text ({brief}), not numbers; make tokens of it, or leave it out"
-    if array.dtype.kind in "mM":
-        return f"{array.dtype}, not numbers; use .astype('int64'), or leave it out"
-    return (
-        f"{type(value).__name__} of dtype {array.dtype} ({brief}); give an array of numbers, or leave it out"
-    )
+def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
+    """Yield (batch, the position after it), from a position on; threads of Grain load ahead."""
+    options = grain.ReadOptions(num_threads=batches.prefetch, prefetch_buffer_size=batches.prefetch)
+    dataset = grain.MapDataset.source(_BatchSource(batches, start)).to_iter_dataset(options)
+    with closing(iter(dataset)) as loaded:
+        for number, batch in enumerate(loaded, start=1):
+            yield batch, batches.advance(start, number)
 
 
 class _BatchSource:
     """The batches after a position, by index, for Grain's threads."""
 
-    def __init__(self, batches: Batches, start: Position) -> None:
+    def __init__(self, batches: Loadable, start: Position) -> None:
         self._batches, self._start = batches, start
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from shardtrain.axes import PIPELINE
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.errors.field_types import wrong_types
@@ -84,7 +85,9 @@ class Run:
       optimizer: options of a built-in optimizer, or any optax transformation; each update receives the loss
         as `value`. `strategy.accumulate` replaces optax.MultiSteps, with a single reduction per step.
       strategy: layout, gradient accumulation, replicas, islands and pipeline.
-      batch: number of examples in a step, over all devices and microbatches.
+      batch: number of examples in a step, or of tokens at most, over all devices and microbatches.
+      batch_unit: what `batch` counts. "tokens": samples of similar length share a batch, padded to one of few
+        lengths, and padding counts; the data gives the `lengths` of its samples.
       steps: number of training steps; a resumed run counts those already done.
       seed: random seed of the initial parameters, dropout and data order.
       nonfinite: what to do if the loss or a gradient is not finite. Such a step never changes the parameters;
@@ -124,6 +127,7 @@ class Run:
     optimizer: Optimizer | optax.GradientTransformation = Optimizer()
     strategy: Strategy = Strategy()
     batch: int = 32
+    batch_unit: Literal["examples", "tokens"] = "examples"
     steps: int = 1000
     seed: int = 0
     nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
@@ -197,6 +201,12 @@ def _wrong_values(run: Run) -> list[str]:
         problems.append(
             f"replay is {run.replay}, and shares is 'auto', by which rows depend on the clock; give weights,"
             " those of the earlier run: --shares 2,1"
+        )
+    in_stages = run.strategy.across.axis == PIPELINE or run.strategy.layout.mesh.get(PIPELINE, 1) != 1
+    if run.batch_unit == "tokens" and in_stages:
+        problems.append(
+            "batch_unit is 'tokens', and the stages of a pipeline are made for one shape of batches; use"
+            " --batch-unit examples, or no pipeline"
         )
     problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:

@@ -31,17 +31,21 @@ LONG_SECONDS = 5 * 60 * 60.0
 
 
 class BatchSplit(NamedTuple):
-    """The rows of each batch that every island gets.
+    """How the rows of a batch are split over islands.
 
     Args:
-      rows: of each island, or pipeline of islands.
+      weights: of each island, or pipeline of islands.
       multiples: what each of them can split without padding.
       own: the number of this one.
     """
 
-    rows: Sequence[int]
+    weights: Sequence[float]
     multiples: Sequence[int]
     own: int
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Return the rows of each in a batch of so many."""
+        return split_over_islands(num_rows, self.weights, self.multiples)
 
 
 class Voted(NamedTuple):
@@ -110,22 +114,20 @@ class Coordination:
 
     def split(
         self,
-        batch: int,
         weights: Sequence[float] | None,
         mesh: Mesh,
         batch_axes: Sequence[str],
         microbatches: int,
-    ) -> "BatchSplit":
-        """Return the rows of each batch that every island, or pipeline of islands, gets.
+    ) -> BatchSplit:
+        """Return how the rows of batches are split over islands, or pipelines of islands.
 
         Args:
-          batch: rows of a whole batch.
           weights: island -> weight of its share; None takes the rates of its devices, where those of all
             islands are known, and else their number.
           mesh, batch_axes, microbatches: of this island.
 
         Raises:
-          ValueError: there are not as many weights as islands; or one island cannot split the batch.
+          ValueError: there are not as many weights as islands.
         """
         if self.islands is None:
             if weights is not None and len(weights) != 1:
@@ -133,7 +135,7 @@ class Coordination:
                     f"shares has {len(weights)} weights, and this run has one island: leave --shares out, or"
                     f" start {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
                 )
-            return BatchSplit([batch], [RowSplit.of(mesh.shape, batch_axes, microbatches).multiple], 0)
+            return BatchSplit([1], [RowSplit.of(mesh.shape, batch_axes, microbatches).multiple], 0)
         # what each island can split without padding; its devices are its weight, unless shares are given
         unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
         device = known_device(mesh.devices.flat[0].device_kind)
@@ -152,10 +154,7 @@ class Coordination:
                 f"shares has {len(weights)} weights, and there are {len(found)}"
                 f" {'islands' if self.seats is None else 'pipelines'}; give one each"
             )
-        if len(found) == 1:
-            RowSplit({"data": unit // microbatches}, microbatches).check(batch)
-        units = [unit for _, unit in found]
-        return BatchSplit(split_over_islands(batch, weights or [n for n, _ in found], units), units, replica)
+        return BatchSplit(weights or [n for n, _ in found], [unit for _, unit in found], replica)
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from shardtrain.data import Batches, Loader
 from shardtrain.optim.optimizer_state import evaluated_params
 from shardtrain.report.metrics import Mean
 from shardtrain.train_step.island_step import IslandStep
@@ -22,6 +21,7 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.sources import make_batches
 
 Evaluate = Callable[[State], dict[str, float]]
 """state -> held-out values by name."""
@@ -56,18 +56,13 @@ def make_evaluation(
         return lambda state: {}
     in_stages = isinstance(island_step, StageStep)
     evaluate = island_step.evaluate if in_stages else make_evaluate(setup.model, run.loss, setup.placement)
-    axes, mesh = run.strategy.layout.batch_axes, setup.mesh
     # a pipeline needs microbatches to keep more than one stage busy
     microbatches = run.strategy.accumulate if in_stages or setup.placement.stages else 1
     # rows are shared as in training; the held-out data is passed through once, in its own order
-    shares = run.strategy.across.shares
-    shard = RowShares(coordination, run.batch, shares, mesh, axes, microbatches).shard()
-
-    def make_loader(source: Any) -> Loader:
-        batches = Batches(source=source, batch=run.batch, epochs=1, shuffle=False, rows=shard.rows)
-        return Loader(batches, shard, mesh, axes, microbatches)
-
-    loaders = {heldout_prefix(name): make_loader(source) for name, source in heldout.items()}
+    of_sets = {name: make_batches(run, source, epochs=1, shuffle=False) for name, source in heldout.items()}
+    row_counts = sorted({count for batches in of_sets.values() for count in batches.row_counts})
+    shares = RowShares(coordination, row_counts, run, setup.mesh, microbatches)
+    loaders = {heldout_prefix(name): shares.loader(batches) for name, batches in of_sets.items()}
     select = make_select_params(run, setup)
 
     def values(state: State) -> dict[str, float]:
@@ -78,9 +73,9 @@ def make_evaluation(
         # start all batches of all sets before waiting for the first result
         metrics = {}
         for prefix, loader in loaders.items():
-            with closing(loader.batches.iterate()) as loaded:
-                first = islice(loaded, run.evaluate_batches)
-                metrics[prefix] = [evaluate(state, loader.place(batch)) for batch, _ in first]
+            with closing(loader.iterate()) as placed:
+                first = islice(placed, run.evaluate_batches)
+                metrics[prefix] = [evaluate(state, batch) for batch, _ in first]
         # islands add up sums and counts, so the mean is that of all rows, however they are split
         sums = {
             f"{prefix}{name}": (mean.sum, mean.count)

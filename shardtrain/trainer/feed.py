@@ -3,9 +3,8 @@
 Next: `loop.py`, which takes them.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 from shardtrain.data import BatchShard, Loader, Position
@@ -19,10 +18,14 @@ class Feed:
 
     Attributes:
       loader: the same, of the rows that are read now.
+      num_rows: rows of the whole batch that was given last.
+      first_row: the number of this island's first row in it.
     """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
+        self.num_rows, self.first_row = 0, 0
+        self._row_counts: set[int] = set()
         self._position: Position | None = None
         self._has_changed = False
         # since reading began: how many batches, and before which of them the rows changed
@@ -44,17 +47,22 @@ class Feed:
 
     def __next__(self) -> tuple[Any, Position]:
         assert self._loaded is not None
-        batch, position = next(self._loaded)
-        self._position = position
+        placed, after = next(self._loaded)
+        self.num_rows = self.loader.batches.num_rows(self._position)
+        self.first_row = self.loader.shards[self.num_rows].start
+        if self.num_rows not in self._row_counts:
+            self._row_counts.add(self.num_rows)
+            self._has_changed = True
+        self._position = after
         self._num_read += 1
-        return self.loader.place(batch), position
+        return placed, after
 
-    def change(self, shard: BatchShard) -> None:
+    def change(self, shards: Mapping[int, BatchShard]) -> None:
         """Read other rows of the batches that follow, or, if nothing is read yet, of all."""
-        self._has_changed, is_reading = True, self._loaded is not None
+        is_reading = self._loaded is not None
+        self._row_counts.clear()
         self._end()
-        batches = replace(self.loader.batches, rows=shard.rows)
-        self.loader = replace(self.loader, batches=batches, shard=shard)
+        self.loader = self.loader.with_shards(shards)
         self._loaders.append((self._num_read, self.loader))
         if is_reading:
             self._begin(self._position)
@@ -64,12 +72,12 @@ class Feed:
         return next(loader for first, loader in reversed(self._loaders) if first <= number)
 
     def take_change(self) -> bool:
-        """Return whether the rows have changed since the last call, so that a step may be compiled."""
+        """Return whether a batch was given whose rows no earlier one had, so that a step may be compiled."""
         found, self._has_changed = self._has_changed, False
         return found
 
     def _begin(self, position: Position | None) -> None:
-        self._position, self._loaded = position, self.loader.batches.iterate(position)
+        self._position, self._loaded = position, self.loader.iterate(position)
 
     def _end(self) -> None:
         if self._loaded is not None:

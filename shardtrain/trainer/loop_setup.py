@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from shardtrain.functional.loss import Batch
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.sinks.sink import Sinks
@@ -14,7 +15,7 @@ from shardtrain.train_step.delta_island_step import DeltaIslandStep
 from shardtrain.train_step.island_step import GradientIslandStep
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import combined_labels, make_step
+from shardtrain.train_step.step import Metrics, Step, combined_labels, make_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import evaluated_every, make_evaluation
@@ -52,9 +53,9 @@ def make_loop_parts(
         wants = own.stop or own.bad or wants_save
         meetings.is_wanted = bool(wants) and not met
         voted = coordination.vote(step, own, meets=met)
-        changed = voted.seconds and prepared.shares.add(voted.seconds)
+        changed = voted.seconds and prepared.shares.add(voted.seconds, feed.num_rows)
         if changed:
-            use_rows(prepared, feed)
+            feed.change(prepared.shares.shards())
             if coordination.stragglers is not None:
                 coordination.stragglers.restart()
             output.note(f"after step {step}: {changed}")
@@ -68,10 +69,7 @@ def make_loop_parts(
 
     # sinks differ in each segment: `train._train_segment` sets them
     return LoopParts(
-        step=island_step
-        or make_step(
-            setup.model, run.loss, setup.optimizer, placement, setup.learning_rate, last_step=run.steps
-        ),
+        step=_make_step(prepared, feed),
         batches=feed,
         evaluate=make_evaluation(run, setup, coordination, prepared.heldout, island_step),
         checkpoints=checkpoints,
@@ -93,12 +91,20 @@ def make_loop_parts(
     )
 
 
-def use_rows(prepared: PreparedRun, feed: Feed) -> None:
-    """Read, and train, the rows that this island has from now on."""
-    step = prepared.island_step
-    assert isinstance(step, GradientIslandStep | DeltaIslandStep)
-    feed.change(prepared.shares.shard())
-    step.first_row = np.uint32(feed.loader.shard.start)
+def _make_step(prepared: PreparedRun, feed: Feed) -> Step:
+    """Make the step; among several islands it is told which rows of the whole batch its own are."""
+    run, setup, island_step = prepared.run, prepared.setup, prepared.island_step
+    if island_step is None:
+        rate, last = setup.learning_rate, run.steps
+        return make_step(setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=last)
+    if not isinstance(island_step, GradientIslandStep | DeltaIslandStep):
+        return island_step
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        island_step.first_row = np.uint32(feed.first_row)
+        return island_step(state, batch)
+
+    return step
 
 
 def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:

@@ -100,7 +100,7 @@ def make_multi_island_step(
         coordination.transfer,
         synchronisation=run.strategy.synchronisation,
         learning_rate=setup.learning_rate,
-        start_row=loader.shard.start,
+        start_row=loader.shard().start,
         last_step=run.steps,
         all_gather=coordination.meet,
         waves=None if waves is None else waves(),
@@ -122,7 +122,7 @@ def _make_stage_step(
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
     sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
     # the shapes that stages exchange are those of this pipeline's rows, with padding
-    rows = loader.rows_of_microbatch
+    rows = loader.shard().num_rows // microbatches
     shapes = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in stage_model.traced.batch.items()
@@ -144,6 +144,6 @@ def _make_stage_step(
         all_gather=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
         synchronisation=run.strategy.synchronisation,
         learning_rate=setup.learning_rate,
-        start_row=loader.shard.start,
+        start_row=loader.shard().start,
         last_step=run.steps,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardtrain.data import Batches, Loader
+from shardtrain.data import Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import guarded
 from shardtrain.islands.membership import Islands, binding
@@ -40,7 +40,7 @@ from shardtrain.trainer.multi_island_step import (
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import pipeline_facts, run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
-from shardtrain.trainer.sources import open_sources
+from shardtrain.trainer.sources import make_batches, open_sources
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy, island_numbers
 from shardtrain.trainer.transfers import make_transfers
@@ -119,8 +119,9 @@ def prepare_run(
     coordination = _make_coordination(run, setup, islands)
     stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
-    shares = make_shares(run, setup, coordination)
-    loader = make_loader(run, setup, shares, source)
+    batches = make_batches(run, source)
+    shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
+    loader = shares.loader(batches)
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
     _check_best(run, heldout, expected)
@@ -270,17 +271,3 @@ def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Co
     # the stages of a pipeline take different times by nature, so they are not compared
     stragglers = None if setup.seats else Stragglers(islands.control.names, run.recovery.straggler)
     return Coordination(islands, transfer, setup.seats, stragglers, owners=owners)
-
-
-def make_shares(run: Run, setup: RunSetup, coordination: Coordination) -> RowShares:
-    """Make the rows of each island in a training batch."""
-    strategy = run.strategy
-    batch_axes, microbatches = strategy.layout.batch_axes, strategy.accumulate
-    return RowShares(coordination, run.batch, strategy.across.shares, setup.mesh, batch_axes, microbatches)
-
-
-def make_loader(run: Run, setup: RunSetup, shares: RowShares, source: Any) -> Loader:
-    """Make the loader of this process's rows of training batches."""
-    shard = shares.shard()
-    batches = Batches(source=source, batch=run.batch, seed=run.seed, rows=shard.rows)
-    return Loader(batches, shard, setup.mesh, run.strategy.layout.batch_axes, run.strategy.accumulate)

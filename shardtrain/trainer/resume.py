@@ -117,6 +117,9 @@ def find_start_point(
     if found.extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
         note("WARNING: the data is not that of the checkpoint: training continues from its beginning")
         position = FIRST_POSITION
+    elif _forms_other_batches(found.extra["run"], run):
+        note("WARNING: batches have another number of tokens: the epoch is read from its beginning again")
+        position = Position(epoch=position["epoch"], index=0)
     return StartPoint(
         state=state,
         step=found.step,
@@ -138,6 +141,12 @@ def _refuse_imported(run: Run, extra: Mapping[str, Any]) -> None:
             f"{run.run_dir} holds imported parameters, and no run that can be resumed; use another --run-dir"
             f" and start from them: --start-from.checkpoint {run.run_dir}"
         )
+
+
+def _forms_other_batches(saved: Mapping[str, Any], run: Run) -> bool:
+    """Return whether the samples before a position are others than when it was saved."""
+    units = (saved.get("batch_unit", "examples"), run.batch_unit)
+    return "tokens" in units and (units[0] != units[1] or saved.get("batch") != run.batch)
 
 
 def _position(saved: Mapping[str, Any]) -> Position:

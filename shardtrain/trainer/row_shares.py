@@ -4,13 +4,22 @@ Next: `feed.py`, which reads them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import Mesh
 
-from shardtrain.data import BatchShard, batch_shard
-from shardtrain.islands.measured_shares import MeasuredShares
+from shardtrain.data import (
+    Batches,
+    BatchShard,
+    Loader,
+    RowSplit,
+    TokenBatches,
+    batch_shard,
+    split_over_islands,
+)
+from shardtrain.islands.measured_shares import MeasuredShares, capacity
 from shardtrain.system.untrusted_files import whole_number
+from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 
 ROWS, MOST_ROWS = "rows", 1 << 31
@@ -22,39 +31,69 @@ class RowShares:
 
     Args:
       coordination: the exchange with the other islands.
-      batch: rows of a whole batch.
-      shares: see `islands.options.Across`.
-      mesh, batch_axes, microbatches: of this island.
+      row_counts: the numbers of rows that batches have: one, unless they are counted in tokens.
+      run: its strategy says how rows are split.
+      mesh: of this island.
+      microbatches: parts of a batch that a program handles one after the other.
 
     Raises:
-      ValueError: see `Coordination.split`.
+      ValueError: see `Coordination.split`; or one island cannot split the batch.
     """
 
     def __init__(
-        self,
-        coordination: Coordination,
-        batch: int,
-        shares: Sequence[float] | Literal["auto"] | None,
-        mesh: Mesh,
-        batch_axes: Sequence[str],
-        microbatches: int,
+        self, coordination: Coordination, row_counts: Sequence[int], run: Run, mesh: Mesh, microbatches: int
     ) -> None:
+        shares, self._batch_axes = run.strategy.across.shares, run.strategy.layout.batch_axes
         weights = None if isinstance(shares, str) else shares
-        self._split = coordination.split(batch, weights, mesh, batch_axes, microbatches)
-        self._mesh, self._batch_axes, self._microbatches = mesh, batch_axes, microbatches
+        self._split = coordination.split(weights, mesh, self._batch_axes, microbatches)
+        self._row_counts, self._mesh, self._microbatches = row_counts, mesh, microbatches
+        # the numbers of rows of batches of tokens follow from lengths, so nobody can choose what divides
+        self._pads = run.batch_unit == "tokens"
+        if len(self._split.multiples) == 1 and not self._pads and coordination.islands is not None:
+            unit = self._split.multiples[0]
+            RowSplit({"data": unit // microbatches}, microbatches).check(row_counts[0])
         self._measured: MeasuredShares | None = None
-        if shares == "auto" and len(self._split.rows) > 1:
-            self._measured = MeasuredShares(batch, self._split.rows, self._split.multiples)
+        self._compiled: set[tuple[int, ...]] = set()
+        if shares == "auto" and len(self._split.multiples) > 1:
+            most = max(row_counts)
+            self._measured = MeasuredShares(most, self._split.rows(most), self._split.multiples)
 
-    def shard(self) -> BatchShard:
-        """Return the rows that this process loads from now on."""
-        rows, own = self._split.rows, self._split.own
-        capacity = None
+    def loader(self, batches: Batches | TokenBatches) -> Loader:
+        """Return the loader of the rows that this process has now."""
+        loader = Loader(batches, {}, self._mesh, self._batch_axes, self._microbatches)
+        return loader.with_shards(self.shards())
+
+    def shards(self) -> dict[int, BatchShard]:
+        """Return the rows that this process loads from now on, by the number of rows of the whole batch."""
+        return {num_rows: self._shard(num_rows) for num_rows in self._row_counts}
+
+    def _shard(self, num_rows: int) -> BatchShard:
+        rows, own = self._rows(num_rows), self._split.own
+        padded = self._pads or self._measured is not None
+        return batch_shard(
+            rows,
+            own,
+            self._mesh,
+            self._batch_axes,
+            self._microbatches,
+            self._split.multiples[own],
+            self._capacities(rows)[own] if padded else None,
+        )
+
+    def _rows(self, num_rows: int) -> list[int]:
+        """Return the rows of each island in a batch of so many."""
+        if self._measured is None:
+            return self._split.rows(num_rows)
+        if num_rows == sum(self._measured.rows):
+            return self._measured.rows
+        return split_over_islands(num_rows, self._measured.rows, self._split.multiples)
+
+    def _capacities(self, rows: Sequence[int]) -> list[int]:
+        """Return these rows with padding: few numbers where they are measured, so that few are compiled."""
+        multiples = self._split.multiples
         if self._measured is not None:
-            # few numbers of rows, with padding, so that few programs are compiled
-            rows, capacity = self._measured.rows, self._measured.capacities[own]
-        multiple = self._split.multiples[own]
-        return batch_shard(rows, own, self._mesh, self._batch_axes, self._microbatches, multiple, capacity)
+            return [capacity(n, multiple) for n, multiple in zip(rows, multiples, strict=True)]
+        return [RowSplit({"data": each}).padded(n) for n, each in zip(rows, multiples, strict=True)]
 
     def saved(self) -> dict[str, list[int]]:
         """Return what a checkpoint holds of the rows: those of each island, if they were measured."""
@@ -78,17 +117,29 @@ class RowShares:
 
     def own_share(self) -> float:
         """Return the part of the rows of a batch that this island has."""
-        rows = self._split.rows if self._measured is None else self._measured.rows
+        rows = self._rows(max(self._row_counts))
         return rows[self._split.own] / sum(rows)
 
-    def add(self, seconds: Sequence[float]) -> str | None:
+    def add(self, seconds: Sequence[float], num_rows: int) -> str | None:
         """Add a step; return what changes before the next one, or None.
 
         Args:
           seconds: of each island's own work in the step, the same on all ranks.
+          num_rows: rows of its whole batch.
         """
         measured = self._measured
-        if measured is None or not measured.add(seconds):
+        if measured is None:
+            return None
+        most, found = max(self._row_counts), self._capacities(self._rows(num_rows))
+        if num_rows != most:
+            # batches of tokens differ in their rows: what counts is the time for a part of a batch
+            parts = zip(seconds, found, measured.capacities, strict=True)
+            seconds = [x * (now / most) / (n / num_rows) for x, n, now in parts]
+        # a step with numbers of rows that are new may have been compiled
+        if len(self._row_counts) > 1 and (key := (num_rows, *found)) not in self._compiled:
+            self._compiled.add(key)
+            return None
+        if not measured.add(seconds):
             return None
         before, expected = measured.seconds
         return (

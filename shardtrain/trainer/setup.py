@@ -29,6 +29,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.sources import make_batches
 
 FIRST_POSITION = Position(epoch=0, index=0)
 
@@ -271,7 +272,12 @@ def _check_evaluated(run: Run, placement: Placement) -> None:
 
 
 def microbatch_of(run: Run, source: Any) -> Batch:
-    """Return a microbatch of all devices with the right shapes; only one sample is loaded."""
-    rows = max(run.batch // run.strategy.accumulate, 1)
-    batch = Batches(source=source, batch=run.batch, seed=run.seed, rows=[0]).load(FIRST_POSITION)
+    """Return a microbatch of all devices with the shapes of the first batch; only one sample is loaded."""
+    batches = make_batches(run, source)
+    num_rows = batches.num_rows(FIRST_POSITION)
+    rows = max(num_rows // run.strategy.accumulate, 1)
+    if isinstance(batches, Batches):
+        batch = replace(batches, rows=[0]).load(FIRST_POSITION)
+    else:
+        batch = replace(batches, rows={num_rows: [0]}).load(FIRST_POSITION)
     return {name: np.broadcast_to(x, (rows, *x.shape[1:])) for name, x in batch.items()}

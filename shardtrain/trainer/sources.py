@@ -1,9 +1,10 @@
-"""Open the samples of a run: those to train on, and the held-out sets by name."""
+"""Open the samples of a run, those to train on and the held-out sets by name; make batches of them."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtrain.data import Batches, TokenBatches
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 from shardtrain.trainer.config import Run
@@ -39,6 +40,25 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
     if problems:
         raise problems_error("the data cannot be read", problems)
     return train, sets
+
+
+def make_batches(
+    run: Run, source: Any, *, epochs: int | None = None, shuffle: bool = True
+) -> Batches | TokenBatches:
+    """Return the batches of a source, counted as the run counts them.
+
+    Raises:
+      ValueError: they are counted in tokens, and the source does not know the lengths of its samples, or one
+        is longer than a batch.
+    """
+    if run.batch_unit == "examples":
+        return Batches(source=source, batch=run.batch, seed=run.seed, epochs=epochs, shuffle=shuffle)
+    if not hasattr(source, "lengths"):
+        raise ValueError(
+            f"batch_unit is 'tokens', and the data's samples, a {type(source).__name__}, have no `lengths`:"
+            " give them that attribute, the number of tokens of each, or use --batch-unit examples"
+        )
+    return TokenBatches(source=source, batch=run.batch, seed=run.seed, epochs=epochs, shuffle=shuffle)
 
 
 def _named_sets(heldout: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.loop_parts import LoopParts
-from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts, use_rows
+from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
@@ -146,7 +146,7 @@ def _train_segments(
             )
         if text := prepared.shares.restore(start.extra):
             assert isinstance(parts.batches, Feed)
-            use_rows(prepared, parts.batches)
+            parts.batches.change(prepared.shares.shards())
             output.note(text)
         rollbacks.restored(start.step)
         parts.hooks.restored(start.step)

@@ -1,5 +1,7 @@
 """The rows of a process, padded and placed on the mesh, with the weights of padding set to 0."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -43,10 +45,10 @@ def test_padding_is_a_copy_of_the_island_with_weight_0():
         ([10, 0], 1, None, [0, 0, 0, 0], [0, 0, 0, 0]),
     ]:
         shard = batch_shard(counts, island, mesh(2), AXES, 2, multiple)
-        batches = Batches(source=source, batch=10, shuffle=False, rows=shard.rows)
-        loader = Loader(batches, shard, mesh(2), AXES, 2)
-        placed = loader.place(batches.load({"epoch": 0, "index": 0}))
-        assert placed["x"].shape == (2, loader.rows_of_microbatch) == (2, len(rows) // 2)
+        loader = Loader(Batches(source=source, batch=10, shuffle=False), {}, mesh(2), AXES, 2)
+        loader = loader.with_shards({10: shard})
+        placed, _ = next(loader.iterate())
+        assert placed["x"].shape == (2, loader.shard().num_rows // 2) == (2, len(rows) // 2)
         np.testing.assert_array_equal(placed["x"].reshape(-1), rows)
         np.testing.assert_array_equal(placed["weights"].reshape(-1, 3)[:, 0], 0.5 * np.array(real))
 
@@ -54,9 +56,8 @@ def test_padding_is_a_copy_of_the_island_with_weight_0():
 def test_a_short_last_batch_and_an_uneven_island_pad_together():
     source = [{"x": np.array(float(i))} for i in range(8)]
     shard = batch_shard([3, 3], 1, mesh(2), AXES, 1)
-    batches = Batches(source=source, batch=6, shuffle=False, rows=shard.rows)
-    placed = Loader(batches, shard, mesh(2), AXES, 1).place(batches.load({"epoch": 0, "index": 6}))
+    loader = Loader(Batches(source=source, batch=6, shuffle=False), {}, mesh(2), AXES, 1)
+    (first, _), (placed, _) = itertools.islice(loader.with_shards({6: shard}).iterate(), 2)
     # rows 3 to 5 of a batch of which only 2 rows exist: nothing counts
     np.testing.assert_array_equal(placed["weights"], np.zeros((1, 4)))
-    first = Loader(batches, shard, mesh(2), AXES, 1).place(batches.load({"epoch": 0, "index": 0}))
     np.testing.assert_array_equal(first["weights"], [[1, 1, 1, 0]])

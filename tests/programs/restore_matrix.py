@@ -34,10 +34,12 @@ from shardtrain.trainer import setup as setup_module
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.prepared_run import PreparedRun, make_loader, make_shares, prepare_run
+from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.resume import StartPoint, find_start_point
+from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.strategy import Strategy
 
 FULL = sys.argv[1] == "full"
@@ -205,7 +207,8 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
         batch.pop("number")
         setup = setup_module.make_setup(run, microbatch=batch)
         coordination = Coordination()
-        loader = make_loader(run, setup, make_shares(run, setup, coordination), RUN.data)
+        shares = RowShares(coordination, [run.batch], run, setup.mesh, run.strategy.accumulate)
+        loader = shares.loader(make_batches(run, RUN.data))
         step = make_step(setup.model, run.loss, setup.optimizer, setup.placement)
         return Laid(run, setup, coordination, loader, None, step, [])
     output = RunConsole(Console(file=io.StringIO()), ISLANDS)

@@ -1,0 +1,108 @@
+"""Samples of a source: loaded, checked, and stacked as the rows of a batch. Next: `batches.py`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.errors.user_code import user_code
+
+Batch = dict[str, np.ndarray]
+
+
+class Source(Protocol):
+    """Samples by index, read by several threads at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, np.ndarray]: ...
+
+
+def load_sample(source: Source, index: int) -> Mapping[str, np.ndarray]:
+    """Return a sample of a source.
+
+    Raises:
+      UserCodeFailed: the source raised.
+    """
+    with user_code(lambda error: f"sample {index} of {type(source).__name__}"):
+        return source[index]
+
+
+def check_samples(samples: Mapping[int, Mapping[str, np.ndarray]]) -> None:
+    """Check that samples are dicts of numbers.
+
+    Args:
+      samples: index -> sample.
+
+    Raises:
+      ValueError: lists what is not.
+    """
+    if problems := [text for index, sample in samples.items() for text in sample_problems(sample, index)]:
+        raise problems_error("the data has samples that cannot be batched", problems[:MAX_PROBLEMS])
+
+
+def stacked(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[int]) -> Batch:
+    """Stack samples as the rows of one batch.
+
+    Args:
+      samples: index -> sample.
+      indices: the index of each row's sample.
+
+    Raises:
+      ValueError: a sample is not a dict of numbers, or samples differ in their names or shapes.
+    """
+    check_samples(samples)
+    shapes = {
+        str({name: np.shape(value) for name, value in sorted(sample.items())}) for sample in samples.values()
+    }
+    if len(shapes) > 1:
+        raise ValueError(
+            f"samples of one batch differ: {' and '.join(sorted(shapes))}; give all the same shapes"
+        )
+    return {name: np.stack([samples[index][name] for index in indices]) for name in samples[indices[0]]}
+
+
+MAX_PROBLEMS = 8
+"""Number of problems that are listed for the samples of a batch."""
+
+NUMBERS = "biufcV"
+"""Kinds of dtypes that devices take; V is bfloat16 and similar dtypes that numpy does not know."""
+
+
+def sample_problems(sample: object, index: int) -> list[str]:
+    """Return the problems that keep a sample from being a row of a batch, one line each.
+
+    >>> sample_problems({"text": "a story", "label": 3}, 7)
+    ["sample 7: 'text' is text ('a story'), not numbers; make tokens of it, or leave it out"]
+    """
+    if not isinstance(sample, Mapping):
+        return [
+            f"sample {index} is a {type(sample).__name__}; give a dict that names each array, such as"
+            " {'image': ..., 'label': ...}"
+        ]
+    return [
+        f"sample {index}: {name!r} is {why}"
+        for name, value in sample.items()
+        if (why := _array_problem(value))
+    ]
+
+
+def _array_problem(value: object) -> str:
+    """Return what a value is and what to do, if it is not an array of numbers; else an empty text."""
+    if value is None:
+        return "None; give a number for what is missing, such as 0 with a weight of 0, or leave it out"
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return "a ragged list, whose rows have different lengths; pad them, with weights of 0 where padded"
+    if array.dtype.kind in NUMBERS and array.dtype.names is None:
+        return ""
+    brief = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
+    if array.dtype.kind in "US":
+        return f"text ({brief}), not numbers; make tokens of it, or leave it out"
+    if array.dtype.kind in "mM":
+        return f"{array.dtype}, not numbers; use .astype('int64'), or leave it out"
+    return (
+        f"{type(value).__name__} of dtype {array.dtype} ({brief}); give an array of numbers, or leave it out"
+    )
