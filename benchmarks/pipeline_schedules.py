@@ -29,7 +29,8 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.bridge import MPI, world
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.pipeline.costs import Traced, make_partition
+from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.part_placement import PartPlacement
 from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, make_table

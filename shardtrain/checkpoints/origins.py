@@ -88,8 +88,9 @@ def array_origins(
 def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[int, ...], int]:
     """Return the block of each row of stacked arrays, and their number; ((), 0) if all are in order."""
     if stage_model is not None:
-        stacked = stage_model.model.chain is not None and stage_model.model.chain.stacked
-        return (tuple(stage_model.block_numbers), stage_model.stages.num_blocks) if stacked else ((), 0)
+        if not stage_model.stacked:
+            return (), 0
+        return tuple(stage_model.block_numbers), stage_model.stages.num_blocks
     stages = placement.stages
     return ((), 0) if stages is None or stages.is_plain else (stages.stored_blocks, stages.num_blocks)
 

@@ -120,6 +120,8 @@ def main(arguments: Sequence[str]) -> int:
         RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
     if run.strategy.pipeline.stages == "time" and run.strategy.across.axis == "pipeline":
         terminal.out("\n" + _stages_by_time(run, options) + "\n")
+    elif model.chain is None and run.strategy.across.axis == "pipeline":
+        terminal.out("\n" + _traced_stages(run, options) + "\n")
     if options.unused:
         terminal.out(_unused(run, model) + "\n")
     if options.compile is not None:
@@ -142,6 +144,14 @@ def _stages_by_time(run: Run, options: InspectOptions) -> str:
 
     with TemporaryDirectory() as folder:
         return predicted_cut_text(run, run.data.train(Path(folder)), options.pipeline_stages)
+
+
+def _traced_stages(run: Run, options: InspectOptions) -> str:
+    """Cut a model that says no blocks by tracing it; the data is prepared in a temporary folder."""
+    from shardtrain.trainer.traced_text import inspected_cut_text
+
+    with TemporaryDirectory() as folder:
+        return inspected_cut_text(run, run.data.train(Path(folder)), options.pipeline_stages)
 
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:

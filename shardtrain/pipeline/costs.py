@@ -1,79 +1,29 @@
-"""Trace a model to find the costs of its blocks and the parameters of its ends, and cut it into stages."""
+"""Trace a model that says its blocks: their costs, the parameters of its ends, and the parts of a cut.
 
-from collections.abc import Mapping
+Next: `traced_cut.py`, the same of a model that does not say them; `cuts.py`, which chooses the cut."""
+
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Loss, checked, model_inputs, once
-from shardtrain.functional.model import BLOCKS, Chain, Model, path_text
-from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.partition import Costs, counts, parse_cuts
+from shardtrain.functional.loss import Batch, Loss, checked, model_inputs, once
+from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, path_text
+from shardtrain.pipeline.flow import Flow, find_flow
+from shardtrain.pipeline.partition import Costs
 from shardtrain.pipeline.stacking import Partition
 
 NO_BLOCKS = (
-    "the model does not say what its blocks are, so a pipeline cannot cut it; give the nnx module `blocks`,"
-    " first(*inputs), run(blocks, activations, keys) and last(activations) (docs/pipeline.md), where every"
-    " parameter of stacked blocks names its first dim `layers`; or use pipeline=1"
+    "the model does not say what its blocks are, so a pipeline inside a mesh cannot cut it; use --across"
+    " pipeline, where any model is cut by tracing, or give the nnx module `blocks`, first(*inputs),"
+    " run(blocks, activations, keys) and last(activations) (docs/pipeline.md), where every parameter of"
+    " stacked blocks names its first dim `layers`; or use pipeline=1"
 )
 
 STATE = "model_state/"
 """Prefix of the paths of model state, where they are listed with those of parameters."""
-
-
-def make_partition(
-    model: Model, pipeline: Pipeline, num_stages: int, loss: Loss, microbatch: Mapping[str, Any]
-) -> Partition:
-    """Cut a model's blocks into the stages of one pipeline, see `make_partitions`."""
-    return make_partitions(model, pipeline, num_stages, loss, microbatch, 1)[0]
-
-
-def make_partitions(
-    model: Model,
-    pipeline: Pipeline,
-    num_stages: int,
-    loss: Loss,
-    microbatch: Mapping[str, Any],
-    num_replicas: int,
-) -> list[Partition]:
-    """Cut a model's blocks into the stages of each replica of a pipeline.
-
-    Args:
-      model: with a chain.
-      pipeline: how to cut: all replicas alike, or each in its own way.
-      num_stages: S.
-      loss: what calls the model.
-      microbatch: name -> array or shape (rows, ...), as the loss is given it.
-      num_replicas: number of pipelines.
-
-    Raises:
-      ValueError: the model does not say what its blocks are, or they cannot be cut like this; or there are
-        other numbers of cuts and of replicas.
-    """
-    chain = model.chain
-    if chain is None:
-        raise ValueError(NO_BLOCKS)
-    ways = parse_cuts(pipeline.stages)
-    if len(ways) not in (1, num_replicas):
-        use = "; ".join(["one for all", *([f"{num_replicas}, one each"] if num_replicas > 1 else [])])
-        pipelines = f"{num_replicas} pipeline{'' if num_replicas == 1 else 's'}"
-        raise ValueError(
-            f"stages {pipeline.stages!r} has {len(ways)} cuts, and there are {pipelines}; give {use}"
-        )
-    found = {by: Traced(model, loss, microbatch).costs(by) for by in ("params", "flops") if by in ways}
-    num_parts = num_stages * pipeline.virtual_stages
-    cuts = [
-        Partition(
-            num_stages=num_stages,
-            num_chunks=pipeline.virtual_stages,
-            placement=pipeline.placement,
-            counts=tuple(counts(by, chain.num_blocks, num_parts, **found)),
-        )
-        for by in ways
-    ]
-    return cuts * num_replicas if len(cuts) == 1 else cuts
 
 
 class Traced:
@@ -92,6 +42,20 @@ class Traced:
         self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
         self.params, self.model_state = jax.eval_shape(model.init, jax.random.key(0))
         self.entering = jax.eval_shape(self.first, self.params, self.batch)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return self.chain.num_blocks
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the parameters of all blocks are stacked."""
+        return self.chain.stacked
+
+    def is_block(self, path: str) -> bool:
+        """Whether a parameter or model state belongs to a block."""
+        return path.startswith(f"{BLOCKS}/")
 
     @cached_property
     def leaving(self) -> Any:
@@ -156,6 +120,67 @@ class Traced:
         return _used(
             lambda params, state: self.last(params, activations, batch, state), self.params, self.model_state
         )
+
+    def part_paths(self, stages: Partition, part: int) -> frozenset[str]:
+        """Return the paths of the parameters and model state outside the blocks that a part reads."""
+        found = self.first_paths if part == 0 else frozenset()
+        return found | self.last_paths if part == len(stages.counts) - 1 else found
+
+    def run_part(
+        self,
+        stages: Partition,
+        part: int,
+        params: Tree,
+        model_state: Tree,
+        rng: Any,
+        train: bool,
+        batch: Batch,
+        activations: Any,
+    ) -> tuple[Any, Tree]:
+        """Run a part, see `StageModel.run`."""
+        chain, start, count = self.chain, stages.starts[part], stages.counts[part]
+        # before the blocks: only the first part reads the inputs of the batch
+        if part == 0:
+            activations, model_state = self.enter(params, model_state, rng, train, batch)
+        # the blocks of this part; between parts that is all
+        blocks = {BLOCKS: params[BLOCKS]}
+        activations, model_state = chain.run(blocks, model_state, rng, train, start, count, activations)
+        if part < len(stages.counts) - 1:
+            return activations, model_state
+        # after the blocks: the loss calls the rest of the model, whose model state is kept beside its result
+        left = []
+
+        def apply(*inputs: Any) -> Any:
+            outputs, changed = chain.last(params, model_state, rng, train, activations)
+            left.append(changed)
+            return outputs
+
+        loss_sum, count, metrics = checked(self.loss(once(apply), batch))
+        return (loss_sum, (count, metrics)), left[0]
+
+    def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
+        """Return the values between all parts, see `StageModel.flow`."""
+        batch, state = self.zeros(microbatch), self.model_zeros()
+
+        def part(number: int) -> Callable[[Any, Any], Any]:
+            start, count = stages.starts[number], stages.counts[number]
+
+            def run(params: Any, activations: Any) -> Any:
+                # the blocks that a stage gives the part
+                blocks = params.get(BLOCKS, {})
+                if self.stacked:
+                    blocks = jax.tree.map(lambda x: x[start : start + count], blocks)
+                else:
+                    numbers = map(str, range(start, start + count))
+                    blocks = {name: blocks[name] for name in numbers if name in blocks}
+                key = jax.random.key(0)
+                params = {**params, BLOCKS: blocks}
+                return self.run_part(stages, number, params, state, key, True, batch, activations)[0]
+
+            return run
+
+        num_rows = next(iter(microbatch.values())).shape[0]
+        return find_flow([part(number) for number in range(len(stages.counts))], self.params, num_rows)
 
     def zeros(self, shapes: Any) -> Any:
         """Return arrays of zeros of these shapes."""

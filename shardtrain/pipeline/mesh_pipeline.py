@@ -64,7 +64,7 @@ def pipeline_sums(
         raise ValueError(
             f"schedule {table.name!r} is for {table.part_placement}, and the blocks are cut for"
             f" {stages.part_placement}; make the partition with placement={table.placement!r}, as"
-            " pipeline.costs.make_partition does"
+            " pipeline.cuts.make_partition does"
         )
     # the computations of this stage, and the scan that carries out its column of the table
     compute = StageCompute(

@@ -70,6 +70,53 @@ def cut(
     return _best_cut(list(accumulate(costs, initial=0)), num_parts, first_cost, last_cost)
 
 
+def narrow_cut(
+    costs: Sequence[float], num_parts: int, sent_bytes: Sequence[float], slack: float = 1.1
+) -> list[int]:
+    """Cut pieces into parts of about equal cost where the least is sent between them.
+
+    Of the cuts whose most expensive part costs at most `slack` times the least possible, the one that sends
+    the least; of equal ones that whose early parts have more pieces. By dynamic programming.
+
+    Args:
+      costs: the cost of each piece, in order, 0 or more, in any unit.
+      num_parts: how many parts, each with one piece or more.
+      sent_bytes: what is sent behind each piece but the last.
+      slack: from 1.
+
+    Returns:
+      The number of pieces of each part.
+
+    Raises:
+      ValueError: see `cut`.
+
+    >>> narrow_cut([10, 10, 10, 10, 10, 10], 2, [1, 8, 8, 8, 1])
+    [3, 3]
+    >>> narrow_cut([10, 10, 10, 1, 10, 10, 10], 2, [1, 8, 8, 2, 8, 1])
+    [4, 3]
+    """
+    sums = list(accumulate(costs, initial=0.0))
+    ends = accumulate(cut(costs, num_parts), initial=0)
+    limit = slack * max(sums[end] - sums[begin] for begin, end in pairwise(ends))
+    # end -> (bytes sent so far, where parts end, negative so that late ends come first)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for part in range(num_parts):
+        after = num_parts - 1 - part
+        found = {}
+        for end in range(part + 1, len(costs) - after + 1) if after else (len(costs),):
+            sent = sent_bytes[end - 1] if after else 0.0
+            ways = [
+                (before + sent, (*cuts, -end))
+                for begin, (before, cuts) in best.items()
+                if begin < end and sums[end] - sums[begin] <= limit
+            ]
+            if ways:
+                found[end] = min(ways)
+        best = found
+    bounds = (0, *(-end for end in best[len(costs)][1]))
+    return [end - begin for begin, end in pairwise(bounds)]
+
+
 def parse_stages(text: str) -> str | tuple[int, ...]:
     """Parse how to cut a model: "equal", "params", "flops", "time", or numbers of blocks, "3,4,4,1".
 

@@ -4,7 +4,7 @@ Every parameter belongs to one stage, the first that uses it; a later one that u
 the embedding) borrows it for the step. So the stages split a model, its optimizer state and its checkpoint.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Batch, checked, once
+from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
-from shardtrain.pipeline.costs import STATE, Traced
-from shardtrain.pipeline.flow import Flow, find_flow
+from shardtrain.pipeline.costs import STATE
+from shardtrain.pipeline.cuts import Parts
+from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stacking import Partition
 
 
@@ -26,13 +27,13 @@ class StageModel:
     Args:
       model: the whole model.
       stages: the partition of its blocks.
-      traced: the traced functions of the model.
+      traced: the model, traced.
       stage: the number of this stage.
     """
 
     model: Model
     stages: Partition
-    traced: Traced
+    traced: Parts
     stage: int
 
     @property
@@ -48,25 +49,35 @@ class StageModel:
     @cached_property
     def users(self) -> dict[str, list[int]]:
         """Path of a parameter outside the blocks, or of a model state (`model_state/...`) -> its stages."""
-        first, last = self.traced.first_paths, self.traced.last_paths
-        last_stage = self.stages.part_placement.last_stage
-        found = {}
-        for path in self._paths():
-            stages = {0} if path in first else set()
-            stages |= {last_stage} if path in last else set()
-            found[path] = sorted(stages or {0})
+        parts = range(len(self.stages.counts))
+        found: dict[str, set[int]] = {}
+        for part in parts:
+            for path in self.traced.part_paths(self.stages, part):
+                found.setdefault(path, set()).add(self.stages.part_placement.stage(part))
+        # what no part reads is the first stage's
+        users = {path: sorted(found.get(path, {0})) for path in self._paths()}
+        for path, stages in users.items():
             if path.startswith(STATE) and len(stages) > 1:
                 raise ValueError(
                     f"{path} is used before the blocks and after them, which are different stages; give"
                     " each a state of its own"
                 )
-        return found
+        return users
+
+    def is_block(self, path: str) -> bool:
+        """Whether a parameter or model state belongs to a block, which one stage has."""
+        return self.traced.is_block(path)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the parameters of all blocks are stacked, so that a stage has some rows of them."""
+        return self.traced.stacked
 
     def _paths(self) -> list[str]:
         params = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.params)]
         state = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.model_state)]
-        found = [path for path in params if not path.startswith(f"{BLOCKS}/")]
-        return found + [f"{STATE}{path}" for path in state if not path.startswith(f"{BLOCKS}/")]
+        found = [path for path in params if not self.is_block(path)]
+        return found + [f"{STATE}{path}" for path in state if not self.is_block(path)]
 
     @property
     def borrowed(self) -> dict[str, int]:
@@ -99,10 +110,10 @@ class StageModel:
             name = path_text(path)
             # outside the blocks the first stage that uses a leaf owns it; of stacked blocks a stage has some
             # rows, of others those with its numbers
-            if not name.startswith(f"{BLOCKS}/"):
+            if not self.is_block(name):
                 if self.users[prefix + name][0] == self.stage:
                     found[name] = leaf
-            elif self.model.chain is not None and self.model.chain.stacked:
+            elif self.stacked:
                 found[name] = self._own_blocks(leaf)
             elif int(name.split("/")[1]) in self.block_numbers:
                 found[name] = leaf
@@ -131,18 +142,16 @@ class StageModel:
 
     def part_params(self, params: Tree, part: int) -> Tree:
         """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""
-        found: Tree = {BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
-        uses: frozenset[str] = frozenset()
-        if part == 0:
-            uses |= self.traced.first_paths
-        if part == self.last_part:
-            uses |= self.traced.last_paths
+        uses = self.traced.part_paths(self.stages, part)
         rest = {path_text(p): leaf for p, leaf in jax.tree.leaves_with_path(params)}
-        return {**nested({path: leaf for path, leaf in rest.items() if path in uses}), **found}
+        found = nested({path: leaf for path, leaf in rest.items() if path in uses})
+        if self.model.chain is None:
+            return found
+        return {**found, BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
 
     def _blocks(self, blocks: Tree, part: int) -> Tree:
         start, count = self.stages.starts[part], self.stages.counts[part]
-        if not self.traced.chain.stacked:
+        if not self.stacked:
             numbers = [str(i) for i in range(start, start + count)]
             return {number: blocks[number] for number in numbers if number in blocks}
         offset = self.block_numbers.index(start)
@@ -151,7 +160,6 @@ class StageModel:
     def add_grads(self, grads: Tree, part: int, found: Tree) -> Tree:
         """Add the gradients of a part's parameters (see `part_params`) to those of its stage, in float32."""
         by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
-        stacked = self.traced.chain.stacked
         offset = self.block_numbers.index(self.stages.starts[part])
 
         def add(path: Any, total: jax.Array) -> jax.Array:
@@ -159,7 +167,7 @@ class StageModel:
             if name not in by_path:
                 return total
             more = by_path[name].astype(jnp.float32)
-            if stacked and name.startswith(f"{BLOCKS}/") and len(more) != len(total):
+            if self.stacked and self.is_block(name) and len(more) != len(total):
                 return total.at[offset : offset + len(more)].add(more)
             return total + more
 
@@ -186,26 +194,7 @@ class StageModel:
           batch: these rows, for the first and the last part.
           activations: those that the part before returned.
         """
-        chain, loss = self.traced.chain, self.traced.loss
-        start, count = self.stages.starts[part], self.stages.counts[part]
-        # before the blocks: only the first part reads the inputs of the batch
-        if part == 0:
-            activations, model_state = self.traced.enter(params, model_state, rng, train, batch)
-        # the blocks of this part; between parts that is all
-        blocks = {BLOCKS: params[BLOCKS]}
-        activations, model_state = chain.run(blocks, model_state, rng, train, start, count, activations)
-        if part < self.last_part:
-            return activations, model_state
-        # after the blocks: the loss calls the rest of the model, whose model state is kept beside its result
-        left = []
-
-        def apply(*inputs: Any) -> Any:
-            outputs, changed = chain.last(params, model_state, rng, train, activations)
-            left.append(changed)
-            return outputs
-
-        loss_sum, count, metrics = checked(loss(once(apply), batch))
-        return (loss_sum, (count, metrics)), left[0]
+        return self.traced.run_part(self.stages, part, params, model_state, rng, train, batch, activations)
 
     def flow(self, microbatch: Mapping[str, Any]) -> Flow:
         """Return the values between all parts of the model.
@@ -213,29 +202,7 @@ class StageModel:
         Args:
           microbatch: name -> array or shape (rows, ...).
         """
-        batch = self.traced.zeros(microbatch)
-        state = self.traced.model_zeros()
-
-        def part(number: int) -> Callable[[Any, Any], Any]:
-            def run(params: Any, activations: Any) -> Any:
-                stage_model = StageModel(
-                    model=self.model,
-                    stages=self.stages,
-                    traced=self.traced,
-                    stage=self.stages.part_placement.stage(number),
-                )
-                # as on its stage: the blocks that the stage owns, and of these the ones of the part
-                params = stage_model.part_params(
-                    {**params, BLOCKS: stage_model.own({BLOCKS: params.get(BLOCKS, {})}).get(BLOCKS, {})},
-                    number,
-                )
-                return stage_model.run(number, params, state, jax.random.key(0), True, batch, activations)[0]
-
-            return run
-
-        num_rows = next(iter(microbatch.values())).shape[0]
-        parts = [part(number) for number in range(self.last_part + 1)]
-        return find_flow(parts, self.traced.params, num_rows)
+        return self.traced.flow(self.stages, microbatch)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.combine.fragments import by_path, like_paths
-from shardtrain.functional.model import BLOCKS
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.block_owners import OwnerGroup
 from shardtrain.pipeline.stage_model import StageModel
@@ -41,7 +40,6 @@ class OwnerTransfers:
         self.groups, self.transfers = tuple(groups), tuple(transfers)
         self._stage_model = stage_model
         self._numbers = stage_model.block_numbers
-        self._is_stacked = stage_model.model.chain is not None and stage_model.model.chain.stacked
         self._params = frozenset(by_path(stage_model.own(stage_model.traced.params)))
         self._programs: dict[Any, Any] = {}
 
@@ -131,10 +129,10 @@ class OwnerTransfers:
         name = next((end for end in ends if end in self._params), None)
         if name is None:
             return REST
-        if not name.startswith(f"{BLOCKS}/"):
+        if not self._stage_model.is_block(name):
             # the first stages own it in every replica, or the last ones
             return ALL if set(group.stages) == {self._stage_model.users[name][0]} else ()
-        if not self._is_stacked:
+        if not self._stage_model.stacked:
             return ALL if int(name.split("/")[1]) in group.blocks else ()
         if shape[:1] != (len(self._numbers),):
             return REST

@@ -31,7 +31,7 @@ def check_stages(
         raise ValueError(
             f"the mesh has pipeline={num_stages}, and the model is cut into"
             f" {'no stages' if stages is None else f'{stages.num_stages} stages'}; make them with"
-            f" pipeline.costs.make_partition(model, Pipeline(), {num_stages}, loss, microbatch)"
+            f" pipeline.cuts.make_partition(model, Pipeline(), {num_stages}, loss, microbatch)"
         )
     if stages is None:
         return

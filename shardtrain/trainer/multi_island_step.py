@@ -14,6 +14,7 @@ from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import buckets_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.island_step import IslandStep, make_island_step
@@ -24,6 +25,7 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.traced_text import traced_cut_text
 from shardtrain.trainer.wave_log import WaveLog
 from shardtrain.trainer.waves import make_waves
 
@@ -38,6 +40,8 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
     found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
     text = f"{heading(table)}; blocks {_cuts_text(setup, stages)}\n{found}"
+    if setup.stage_model is not None and isinstance(setup.stage_model.traced, TracedModel):
+        text = f"{traced_cut_text(setup.stage_model.traced, stages)}{text}"
     if len(set(setup.cuts)) > 1:
         text += (
             "\nfaulty devices are looked for only among pipelines of the same cut: programs for other numbers"

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from shardtrain.islands.rank_facts import facts, program_fact
 from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.step import make_step
@@ -59,8 +61,17 @@ def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[st
             "compute_dtype": run.strategy.compute_dtype,
             "pipeline.tasks": digest,
             "pipeline.blocks": [list(cut.counts) for cut in setup.cuts],
+            "pipeline.sent": _sent(stage_model),
         }
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
+
+
+def _sent(stage_model: StageModel) -> list[list[str]]:
+    """Return what each part of a model that was cut by tracing sends on; [] for a model with blocks."""
+    traced, stages = stage_model.traced, stage_model.stages
+    if not isinstance(traced, TracedModel):
+        return []
+    return [traced.sent_texts(stages, part) for part in range(len(stages.counts))]
 
 
 def _rows_digest(run: Run, setup: RunSetup) -> str | None:

@@ -21,7 +21,7 @@ from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
 from shardtrain.optim.separable import coupling_problems
-from shardtrain.pipeline.costs import Traced, make_partition, make_partitions
+from shardtrain.pipeline.cuts import Parts, make_partition, make_partitions, trace_parts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
@@ -37,6 +37,8 @@ SCALED_PIPELINE = (
     "compute_dtype is 'float16', which needs a scaled loss, and a pipeline does not scale it; use bfloat16 or"
     " float32"
 )
+
+TRACED_CUTS = "the model does not say its blocks, so it is cut by tracing; use one cut for all"
 
 MOST_UNUSED = 8
 """So many parameters that the loss does not depend on are named."""
@@ -181,11 +183,12 @@ def _make_stage_setup(
     # cut the model: from here on the model of this island is that of its stage
     num_stages = strategy.across.partitions or num_islands
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
-    cuts = make_partitions(model, strategy.pipeline, num_stages, run.loss, microbatch, seats.num_replicas)
-    traced = Traced(model, run.loss, microbatch)
+    traced = trace_parts(model, run.loss, microbatch)
+    cuts = make_partitions(traced, strategy.pipeline, num_stages, seats.num_replicas)
     if len(set(cuts)) > 1 and (
         problems := [
             *different_cut_problems(run, traced.model_state),
+            *([] if model.chain else [TRACED_CUTS]),
             *sharded_blocks_problems(strategy.layout, mesh),
         ]
     ):
@@ -234,7 +237,7 @@ def sharded_blocks_problems(layout: Layout, mesh: Mesh) -> list[str]:
     return [f"the dim 'layers' is sharded over {dim_axes}; use the rule layers = [], or one cut for all"]
 
 
-def _coupled_arrays(optimizer: Any, dims: Any, traced: Traced) -> list[str]:
+def _coupled_arrays(optimizer: Any, dims: Any, traced: Parts) -> list[str]:
     """Return why stages cannot update their parameters separately with this optimizer."""
     return [] if isinstance(optimizer, Optimizer) else coupling_problems(optimizer, dims, traced.params)
 

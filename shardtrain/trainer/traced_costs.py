@@ -8,12 +8,17 @@ import jax
 
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.block_costs import model_costs
-from shardtrain.pipeline.costs import NO_BLOCKS, Traced
+from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
 from shardtrain.plan.devices import GB
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.setup import microbatch_of
+
+TIME_NEEDS_BLOCKS = (
+    "stages is 'time', and the model does not say its blocks, whose times are predicted; use --stages flops,"
+    " by which any model is cut, or give it `blocks` (docs/pipeline.md)"
+)
 
 
 def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
@@ -35,7 +40,7 @@ def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> Trac
     """
     model = model_of(run)
     if model.chain is None:
-        raise ValueError(NO_BLOCKS)
+        raise ValueError(TIME_NEEDS_BLOCKS)
     rows = max(run.batch // run.strategy.accumulate // num_replicas // row_shards, 1)
     batch = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)

@@ -12,7 +12,8 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.pipeline.costs import Traced, make_partition
+from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
 
 VOCAB, SEQ, EMBED, MLP = 64, 8, 16, 32

@@ -25,7 +25,7 @@ from shardtrain.islands.mailbox import Mailbox
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.pipeline.block_owners import owner_groups
-from shardtrain.pipeline.costs import Traced, make_partitions
+from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.stage_model import StageModel
@@ -93,6 +93,28 @@ class Skips(nnx.Module):
         return self.last(self.run(self.blocks, self.first(image), None))
 
 
+class Unblocked(nnx.Module):
+    """It says no blocks: a skip, dropout, integers that follow from activations, and a tied table."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(
+            0.3 * jax.random.normal(rngs.params(), (VOCAB, 32)), out_sharding=("vocab", None)
+        )
+        self.layers = nnx.List(
+            [nnx.Linear(32, 32, kernel_init=names("embed", "mlp"), rngs=rngs) for _ in range(5)]
+        )
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, tokens):
+        early = x = self.table[...][tokens]
+        for number, layer in enumerate(self.layers):
+            x = x + self.drop(nnx.gelu(layer(x)))
+            if number == 2:
+                best = jnp.argmax(x[..., :4], -1)
+        x = jnp.where(best[..., None] > 1, x, early)
+        return x @ self.table[...].T
+
+
 def names(*dims):
     return nnx.with_metadata(nnx.initializers.normal(0.3), out_sharding=dims)
 
@@ -116,7 +138,7 @@ def model(name):
         )
     dropout = 0.0 if name == "plain" else 0.3
     tiny = TinyConfig(vocab=VOCAB, embed=32, num_layers=7, mlp=64, dropout=dropout, tied=name == "tied")
-    return from_nnx(Skips if name == "skips" else tiny)
+    return from_nnx({"skips": Skips, "traced": Unblocked}.get(name, tiny))
 
 
 @cache
@@ -189,8 +211,8 @@ def make(
     rows["weights"] = np.where(np.arange(padded) < number, rows["weights"], 0).astype(np.float32)
     microbatch = {key: value[: padded // microbatches] for key, value in rows.items()}
     pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages=cuts)
-    partitions = make_partitions(model(name), pipeline, num_stages, loss, microbatch, seats.num_replicas)
-    traced = Traced(model(name), loss, microbatch)
+    traced = trace_parts(model(name), loss, microbatch)
+    partitions = make_partitions(traced, pipeline, num_stages, seats.num_replicas)
     stages = partitions[seats.replica]
     stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
     placement = make_placement(stage_model.as_model(), optimizer, layout, mesh)
@@ -237,6 +259,8 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
     """One set of compiled parts, and every table that fits it."""
     # two pipelines cut the model differently, and stages have other meshes too
     cuts = {2: "3,4;5,2", 3: "1,2,4;3,2,2"}[num_stages] if shares else "params"
+    if name == "traced":
+        cuts = "equal"
     step, state, batch = make(
         comm, num_stages, name, schedules[0], chunks, microbatches, shares=shares, cuts=cuts
     )
@@ -253,7 +277,7 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
         close(jax.device_get(after.model_state), step.stage_model.own(model_state, "model_state/"), case)
         if name in ("tied", "untied"):
             traffic(step, sent, microbatches, case)
-    if name == "skips" or schedules[0] in ("1f1b", "zb_v"):
+    if name in ("skips", "traced") or schedules[0] in ("1f1b", "zb_v"):
         close(step.evaluate(state, batch), heldout, f"{case}, held-out")
     if name == "skips":
         a_bad_gradient(step, state, batch)
@@ -386,7 +410,7 @@ def main() -> None:
     unequal = {1: [40], 2: [24, 16]}[comm.size // num_stages]
     plain = ["1f1b", "gpipe", "zero_bubble"]
     cases = {
-        (2, 1): [("tied", 1, 5, plain, None)],
+        (2, 1): [("tied", 1, 5, plain, None), ("traced", 2, 2, ["interleaved"], None)],
         (3, 1): [("skips", 2, 4, ["interleaved"], None), ("tied", 2, 5, ["zb_v"], None)],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
         (2, 2): [("untied", 1, 2, plain, unequal)],
@@ -395,7 +419,8 @@ def main() -> None:
     if FULL:
         cases[2, 1] += [("skips", chunks, 2, [name, "gpipe"], None) for chunks, name in SKIPS_ON_TWO]
         cases[3, 1] += [("translation", 1, 2, ["zero_bubble"], None), ("skips", 2, 8, ["interleaved"], None)]
-        cases[2, 2] += [("tied", 2, 1, ["interleaved"], None)]
+        cases[2, 2] += [("tied", 2, 1, ["interleaved"], None), ("traced", 1, 2, plain, unequal)]
+        cases[3, 1] += [("traced", 1, 2, ["zero_bubble"], None)]
     for case in cases[num_stages, comm.size // num_stages]:
         the_plain_step(comm, num_stages, *case)
     if comm.size == 4:

@@ -10,7 +10,8 @@ from tiny_language_model import TinyConfig
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.pipeline.costs import Traced, make_partition
+from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout

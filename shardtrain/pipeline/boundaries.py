@@ -1,0 +1,170 @@
+"""Find the places where a traced program can be cut, and find them again in another trace of the same model.
+
+A place lies between the first uses of two parameters of different layers, where all values that cross have
+the rows of the batch first. Next: `traced_cut.py`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from shardtrain.pipeline.program import Program, Signature, array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """A place to cut.
+
+    Args:
+      params: the paths of the parameters that are read before it for the first time.
+      states: the numbers of the model states that are used before it.
+      sent: what crosses it.
+    """
+
+    params: frozenset[str]
+    states: frozenset[int]
+    sent: tuple[Signature, ...]
+
+
+class Boundaries:
+    """The places where a model can be cut, in training and in evaluation.
+
+    Args:
+      program: a trace of the model.
+      wide: a trace for twice the rows, which shows which dims are rows.
+      evaluation: a trace of the model where it does not train.
+      params: the paths of the parameters.
+      states: the paths of the model states.
+      num_rows: the rows of `program`.
+
+    Raises:
+      ValueError: the program depends on the number of rows by more than its shapes.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        wide: Program,
+        evaluation: Program,
+        params: Sequence[str],
+        states: Sequence[str],
+        num_rows: int,
+    ) -> None:
+        self._program, self._evaluation = program, evaluation
+        self._params, self._states, self._num_rows = params, states, num_rows
+        if len(program.equations) != len(wide.equations):
+            raise ValueError(
+                f"the model does other operations for {num_rows} rows than for {2 * num_rows}, so it cannot"
+                " be cut by tracing; let it do the same for any number"
+            )
+        self._wrong = self._without_rows(wide)
+        self.problems: list[str] = []
+        self.found = self._find()
+
+    def _find(self) -> list[Boundary]:
+        by_use: dict[int, list[str]] = {}
+        for path, number in self._first_uses(self._program).items():
+            by_use.setdefault(number, []).append(path)
+        found, before = [], list[str]()
+        for earlier, later in pairwise(sorted(by_use)):
+            before += by_use[earlier]
+            if _same_layer(by_use[earlier], by_use[later]):
+                continue
+            boundary = self._best(range(later, earlier, -1), frozenset(before))
+            if boundary is not None:
+                found.append(boundary)
+            else:
+                problem = self._problem(later) or "other values cross in evaluation than in training"
+                self.problems.append(f"between {by_use[earlier][-1]} and {by_use[later][0]} {problem}")
+        return found
+
+    def _best(self, positions: Iterable[int], params: frozenset[str]) -> Boundary | None:
+        """Return the narrowest place of some positions, the first of several; None if there is none."""
+        program = self._program
+        for position in sorted(positions, key=lambda p: program.num_bytes[p]):
+            if self._problem(position):
+                continue
+            states = frozenset(s for s, (_, end) in program.state_spans.items() if end < position)
+            boundary = Boundary(params=params, states=states, sent=program.signature(position))
+            again = self._again(self._evaluation, boundary)
+            if again is not None:
+                # states that training does not use are where evaluation uses them
+                spans = self._evaluation.state_spans
+                more = {s for s, (_, end) in spans.items() if end < again and s not in program.state_spans}
+                return replace(boundary, states=states | more)
+        return None
+
+    def _without_rows(self, wide: Program) -> dict[Any, str]:
+        """Return the values that do not have the rows first, or have them elsewhere too: value -> shape."""
+        found = {}
+        for ours, theirs in zip(self._program.equations, wide.equations, strict=True):
+            for v, other in zip(ours.outvars, theirs.outvars, strict=True):
+                sizes = zip(array(v).shape, array(other).shape, strict=True)
+                rows = [dim for dim, (size, wide_size) in enumerate(sizes) if size != wide_size]
+                if rows != [0] or array(v).shape[0] != self._num_rows:
+                    found[v] = v.aval.str_short()
+        return found
+
+    def _problem(self, position: int) -> str:
+        """Return why the program cannot be cut at a position; "" if it can."""
+        for state, (begin, end) in self._program.state_spans.items():
+            if begin < position <= end:
+                return f"the model state {self._states[state]} is used on both sides"
+        for v in self._program.crossing(position):
+            if v in self._wrong:
+                return f"crosses {self._wrong[v]}, an array whose first dim is not the rows of the batch"
+        return ""
+
+    def position(self, program: Program, boundary: Boundary) -> int:
+        """Return where a boundary is in another trace of the model.
+
+        Raises:
+          ValueError: the same values cross nowhere between the same parameters.
+        """
+        found = self._again(program, boundary)
+        if found is not None:
+            return found
+        values = ", ".join(map(str, boundary.sent))
+        raise ValueError(
+            f"the model was cut by tracing where {values} crosses, and has no such place when it is traced"
+            " for other rows; let it do the same for any number, or give it `blocks` (docs/pipeline.md)"
+        )
+
+    def _again(self, program: Program, boundary: Boundary) -> int | None:
+        """Return the last position of a trace that lies between the same parameters and sends the same."""
+        uses = self._first_uses(program)
+        earliest = max((number for path, number in uses.items() if path in boundary.params), default=-1)
+        latest = min((number for path, number in uses.items() if path not in boundary.params), default=-1)
+        known = self._program.state_spans.keys() | boundary.states
+        for position in range(latest, earliest, -1):
+            # each state is on the same side in all traces
+            fits = all(
+                end < position if state in boundary.states else begin >= position or state not in known
+                for state, (begin, end) in program.state_spans.items()
+            )
+            split = any(begin < position <= end for begin, end in program.state_spans.values())
+            if fits and not split and program.signature(position) == boundary.sent:
+                return position
+        return None
+
+    def _first_uses(self, program: Program) -> dict[str, int]:
+        """Return the first equation that reads each parameter."""
+        uses = program.first_use.items()
+        return {self._params[weight]: number for weight, number in uses if weight < len(self._params)}
+
+
+def _same_layer(earlier: Sequence[str], later: Sequence[str]) -> bool:
+    """Return whether parameters belong to one layer, such as its kernel and bias."""
+    return bool({_layer(path) for path in earlier} & {_layer(path) for path in later} - {""})
+
+
+def _layer(path: str) -> str:
+    """Return the path of the layer of a parameter; the parameters of a list are layers themselves.
+
+    >>> _layer("down/kernel"), _layer("weights/0"), _layer("table")
+    ('down', 'weights/0', '')
+    """
+    parent, _, name = path.rpartition("/")
+    return path if name.isdecimal() else parent

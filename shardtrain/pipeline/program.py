@@ -1,0 +1,243 @@
+"""The equations of a model and its loss as one flat list, and what a cut between two of them would send.
+
+A value that depends on parameters and on the batch is sent from part to part; everything else (masks, random
+numbers, casts of weights) is computed again where it is read. Next: `traced_cut.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from shardtrain.pipeline.inline import Inliner
+
+
+class Signature(NamedTuple):
+    """The dtype of a value that is sent, and its shape without the rows."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[rows{''.join(f',{size}' for size in self.shape)}]"
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of one row."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartProgram:
+    """The equations of one part.
+
+    Args:
+      closed: the program; its inputs are those below, in this order, and its outputs `sent`, then the model
+        state, then (the last part) the results of the whole program.
+      weights: the numbers of the parameters and model states that it reads.
+      rest: the numbers of the other inputs (key and batch) that it reads.
+      received: the values that it reads, of those that cross where it begins.
+      sent: the values that it computes, of those that cross where it ends.
+    """
+
+    closed: ClosedJaxpr
+    weights: tuple[int, ...]
+    rest: tuple[int, ...]
+    received: tuple[Var, ...]
+    sent: tuple[Var, ...]
+
+
+class Program:
+    """A function (weights, rest) -> (new model states, results) as equations, traced without computing.
+
+    Args:
+      function: of two lists of arrays; the states that it returns are a list too, the results any tree.
+      weights: shapes of the parameters, then of the model states.
+      num_states: how many of them are model states.
+      rest: shapes of everything else: key and batch.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], weights: Sequence[Any], num_states: int, rest: Sequence[Any]
+    ) -> None:
+        self.num_weights, self.num_states = len(weights), num_states
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(list(weights), list(rest))
+        self.result_structure = jax.tree.structure(shapes[1])
+        sizes_bytes = [x.size * x.dtype.itemsize for x in weights]
+        inline = Inliner(sizes_bytes)
+        # traced again with calls replaced by what they call
+        self._closed = jax.make_jaxpr(lambda *inputs: inline.run(traced, inputs))(*weights, *rest)
+        self.jaxpr: Jaxpr = self._closed.jaxpr
+        self.equations: Sequence[JaxprEqn] = self.jaxpr.eqns
+        self._find_dependences()
+
+    def _find_dependences(self) -> None:
+        """Find which values are sent, and the weights that each equation reads, also through others."""
+        inputs = self.jaxpr.invars
+        # value -> numbers of the weights of which it is made without the batch
+        self._roots: dict[Var, frozenset[int]] = {
+            v: frozenset([number]) for number, v in enumerate(inputs[: self.num_weights])
+        }
+        of_batch = {v for v in inputs[self.num_weights :] if not _is_key(v)}
+        of_weights: set[Var] = set(inputs[: self.num_weights])
+        self.is_sent: list[bool] = []
+        self.reads: list[frozenset[int]] = []
+        for equation in self.equations:
+            given = [v for v in equation.invars if isinstance(v, Var)]
+            outputs = equation.outvars
+            roots = frozenset[int]().union(*(self._roots.get(v, frozenset()) for v in given))
+            if any(v in of_batch for v in given):
+                of_batch.update(outputs)
+            if any(v in of_weights for v in given):
+                of_weights.update(outputs)
+            is_sent = bool(outputs) and outputs[0] in of_batch and outputs[0] in of_weights
+            self.is_sent.append(is_sent)
+            self.reads.append(roots)
+            if not is_sent:
+                self._roots.update(dict.fromkeys(outputs, roots))
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters; the model states follow them."""
+        return self.num_weights - self.num_states
+
+    @property
+    def new_states(self) -> list[Any]:
+        """The model states after the program."""
+        return self.jaxpr.outvars[: self.num_states]
+
+    @property
+    def results(self) -> list[Any]:
+        """What the program returns beside the model states."""
+        return self.jaxpr.outvars[self.num_states :]
+
+    @cached_property
+    def _is_needed(self) -> list[bool]:
+        """Whether the outputs of the program need an equation."""
+        needed = {v for v in self.jaxpr.outvars if isinstance(v, Var)}
+        found = []
+        for equation in reversed(self.equations):
+            is_needed = bool(equation.effects) or any(v in needed for v in equation.outvars)
+            if is_needed:
+                needed.update(v for v in equation.invars if isinstance(v, Var))
+            found.append(is_needed)
+        return found[::-1]
+
+    @cached_property
+    def defined(self) -> dict[Var, int]:
+        """The number of the equation that computes each value that may be sent."""
+        return {
+            v: number
+            for number, equation in enumerate(self.equations)
+            if self.is_sent[number] and self._is_needed[number]
+            for v in equation.outvars
+        }
+
+    @cached_property
+    def last_use(self) -> dict[Var, int]:
+        """The last equation that reads each of these values; the number of equations for a result."""
+        found: dict[Var, int] = {}
+        for number, equation in enumerate(self.equations):
+            if self._is_needed[number]:
+                found.update({v: number for v in equation.invars if isinstance(v, Var) and v in self.defined})
+        found.update({v: len(self.equations) for v in self.results if v in self.defined})
+        return found
+
+    @cached_property
+    def first_use(self) -> dict[int, int]:
+        """The first equation that reads each weight, of those that compute values to send."""
+        found: dict[int, int] = {}
+        for number in self._working():
+            for weight in self.reads[number]:
+                found.setdefault(weight, number)
+        return found
+
+    @cached_property
+    def state_spans(self) -> dict[int, tuple[int, int]]:
+        """The first and the last equation of each model state: those that read it or compute it anew."""
+        spans: dict[int, tuple[int, int]] = {}
+
+        def add(state: int, number: int) -> None:
+            begin, end = spans.get(state, (number, number))
+            spans[state] = (min(begin, number), max(end, number))
+
+        for number in self._working():
+            for weight in self.reads[number]:
+                if weight >= self.num_params:
+                    add(weight - self.num_params, number)
+        for state, v in enumerate(self.new_states):
+            if isinstance(v, Var) and v in self.defined:
+                add(state, self.defined[v])
+        return spans
+
+    def _working(self) -> Iterator[int]:
+        """Yield the numbers of the equations that are needed and compute values to send."""
+        return (n for n in range(len(self.equations)) if self.is_sent[n] and self._is_needed[n])
+
+    @cached_property
+    def num_bytes(self) -> list[int]:
+        """The bytes that would be sent at each position: before each equation, and behind the last one."""
+        return self._summed(lambda v: array(v).size * array(v).dtype.itemsize)
+
+    def _summed(self, weight: Callable[[Var], int]) -> list[int]:
+        """Return, for each position, the sum of a number over the values that cross there."""
+        steps = [0] * (len(self.equations) + 2)
+        for v, end in self.last_use.items():
+            steps[self.defined[v] + 1] += weight(v)
+            steps[min(end, len(self.equations)) + 1] -= weight(v)
+        return list(accumulate(steps))[: len(self.equations) + 1]
+
+    def crossing(self, position: int) -> list[Var]:
+        """Return the values that are computed before a position and read behind it, in order."""
+        return [v for v, number in self.defined.items() if number < position <= self.last_use.get(v, -1)]
+
+    def signature(self, position: int) -> tuple[Signature, ...]:
+        """Return the dtypes and shapes of the values that cross a position."""
+        return tuple(Signature(str(array(v).dtype), array(v).shape[1:]) for v in self.crossing(position))
+
+    def part(self, begin: int, end: int, states: Sequence[int]) -> PartProgram:
+        """Return the equations of the part between two positions, which has some of the model states."""
+        is_last = end == len(self.equations)
+        sent = tuple(v for v in self.crossing(end) if self.defined[v] >= begin) if not is_last else ()
+        outputs = [*sent, *(self.new_states[state] for state in states), *(self.results if is_last else ())]
+        needed = {v for v in outputs if isinstance(v, Var)}
+        kept = []
+        # backwards: its own equations, and those of values that are computed again wherever they are read
+        for number in reversed(range(len(self.equations))):
+            equation = self.equations[number]
+            is_own = begin <= number < end
+            wanted = any(v in needed for v in equation.outvars) or (is_own and bool(equation.effects))
+            if wanted and (is_own or not self.is_sent[number]):
+                kept.append(equation)
+                needed.update(v for v in equation.invars if isinstance(v, Var))
+        inputs = self.jaxpr.invars
+        weights = tuple(n for n, v in enumerate(inputs[: self.num_weights]) if v in needed)
+        rest = tuple(n for n, v in enumerate(inputs[self.num_weights :]) if v in needed)
+        received = tuple(v for v in self.crossing(begin) if v in needed)
+        jaxpr = self.jaxpr.replace(
+            invars=[
+                *(inputs[n] for n in weights),
+                *(inputs[self.num_weights + n] for n in rest),
+                *received,
+            ],
+            outvars=outputs,
+            eqns=kept[::-1],
+            effects=frozenset().union(*(equation.effects for equation in kept)),
+        )
+        closed = ClosedJaxpr(jaxpr, self._closed.consts)
+        return PartProgram(closed=closed, weights=weights, rest=rest, received=received, sent=sent)
+
+
+def array(v: Any) -> Any:
+    """Return the shape and dtype of a value of a program."""
+    return v.aval
+
+
+def _is_key(v: Var) -> bool:
+    return jnp.issubdtype(array(v).dtype, jax.dtypes.prng_key)

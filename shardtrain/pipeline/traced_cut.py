@@ -1,0 +1,284 @@
+"""Cut any model into parts by tracing it, without a change in it: where few values cross, between parameters.
+
+A piece is what lies between two neighbouring places to cut; a part of a pipeline has some pieces. Each
+parameter belongs to the first stage that reads it; later ones borrow it. Next: `stage_model.py`.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import use_abstract_mesh
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.functional.unused_parameters import ONE
+from shardtrain.pipeline.boundaries import Boundaries, Boundary
+from shardtrain.pipeline.costs import STATE
+from shardtrain.pipeline.flow import Flow, Value
+from shardtrain.pipeline.partition import Costs
+from shardtrain.pipeline.program import PartProgram, Program, array
+from shardtrain.pipeline.stacking import Partition
+
+MOST_PROBLEMS = 6
+"""So many places where a model cannot be cut are named."""
+
+
+class TracedModel:
+    """A model and its loss, traced, and the places where they can be cut.
+
+    Args:
+      model: any model.
+      loss: what calls the model.
+      microbatch: name -> array or shape (rows, ...).
+
+    Raises:
+      ValueError: the program depends on the number of rows by more than its shapes.
+    """
+
+    stacked = False
+
+    def __init__(self, model: Model, loss: Loss, microbatch: Mapping[str, Any]) -> None:
+        self.model, self.loss = model, loss
+        self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
+        self.params, self.model_state = jax.eval_shape(model.init, jax.random.key(0))
+        params, states = (tuple(_by_path(tree)) for tree in (self.params, self.model_state))
+        self._states = states
+        self._paths = (*params, *(f"{STATE}{path}" for path in states))
+        # a single row would be traced in another way, and a second number shows which dims are rows
+        self._program, wide = (self._traced_of(self.batch, True, factor) for factor in (2, 4))
+        self._evaluation = self._traced_of(self.batch, False, 2)
+        self._boundaries = Boundaries(
+            program=self._program,
+            wide=wide,
+            evaluation=self._evaluation,
+            params=params,
+            states=states,
+            num_rows=2 * next(iter(self.batch.values())).shape[0],
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of pieces."""
+        return len(self._boundaries.found) + 1
+
+    @property
+    def sent_bytes(self) -> list[float]:
+        """What one row sends behind each piece but the last."""
+        return [float(sum(value.num_bytes for value in each.sent)) for each in self._boundaries.found]
+
+    def is_block(self, path: str) -> bool:
+        """Whether a parameter belongs to a block: no, its stages are those that read it."""
+        return False
+
+    @property
+    def losses(self) -> Any:
+        """Shapes of what the loss returns: (sum, count, metrics)."""
+        shapes = [jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v in self._program.results]
+        return jax.tree.unflatten(self._program.result_structure, shapes)
+
+    def own_params(self) -> dict[str, Any]:
+        """Return path -> shape of the parameters, in the order in which the model reads them first."""
+        found = _by_path(self.params)
+        order = [self._paths[number] for number in self._program.first_use if number < len(found)]
+        return {path: found[path] for path in dict.fromkeys([*order, *found])}
+
+    def sent_texts(self, stages: Partition, part: int) -> list[str]:
+        """Return the dtypes and shapes of the values that cross behind a part."""
+        cuts = self._cuts(stages)
+        return [str(value) for value in cuts[part].sent] if part < len(cuts) else []
+
+    def bytes_behind(self, stages: Partition, part: int) -> int:
+        """Return what crosses behind a part for each row."""
+        cuts = self._cuts(stages)
+        return sum(value.num_bytes for value in cuts[part].sent) if part < len(cuts) else 0
+
+    # -- the parts of a cut --
+
+    def check(self, num_parts: int) -> None:
+        """Raise if there are fewer pieces than parts.
+
+        Raises:
+          ValueError: it says where the model cannot be cut, and why.
+        """
+        if num_parts <= self.num_blocks:
+            return
+        problems = [*self._boundaries.problems[:MOST_PROBLEMS], *self._large_operations()]
+        use = f"use --partitions {self.num_blocks}" if self.num_blocks > 1 else "use --across data"
+        pieces = f"{self.num_blocks} piece{'' if self.num_blocks == 1 else 's'}"
+        raise problems_error(
+            f"the model is cut by tracing, has {pieces} and cannot be cut into {num_parts} parts; {use}",
+            problems or ["it has too few layers with parameters"],
+        )
+
+    def _large_operations(self) -> list[str]:
+        """Return a problem for each operation with a program of its own that reads several parameters."""
+        found = []
+        for equation, read in zip(self._program.equations, self._program.reads, strict=True):
+            if len(read) > 1 and any(True for _ in jaxprs_in_params(equation.params)):
+                first, *_, last = (self._paths[weight] for weight in sorted(read))
+                found.append(
+                    f"one operation ({equation.primitive.name}) reads {len(read)} parameters, from {first} to"
+                    f" {last}; write it as several, or give the model `blocks` (docs/pipeline.md)"
+                )
+        return found
+
+    def _cuts(self, stages: Partition) -> list[Boundary]:
+        """Return the boundaries between the parts."""
+        return [self._boundaries.found[start - 1] for start in stages.starts[1:]]
+
+    def _positions(self, program: Program, stages: Partition) -> list[int]:
+        """Return where the parts of a program begin, and its end."""
+        between = [self._boundaries.position(program, boundary) for boundary in self._cuts(stages)]
+        return [0, *between, len(program.equations)]
+
+    def _states_of(self, stages: Partition, part: int) -> list[int]:
+        """Return the numbers of the model states that a part has; the last part has those of no use."""
+        ends = [*(boundary.states for boundary in self._cuts(stages)), frozenset(range(len(self._states)))]
+        return sorted(ends[part] - (ends[part - 1] if part else frozenset()))
+
+    def _part(self, program: Program, stages: Partition, part: int) -> PartProgram:
+        begin, end = self._positions(program, stages)[part : part + 2]
+        return program.part(begin, end, self._states_of(stages, part))
+
+    def _parts(self, program: Program, stages: Partition) -> list[PartProgram]:
+        return [self._part(program, stages, part) for part in range(len(stages.counts))]
+
+    def part_paths(self, stages: Partition, part: int) -> frozenset[str]:
+        """Return the paths of the parameters and model state (`model_state/...`) that a part reads."""
+        both = [self._part(program, stages, part) for program in (self._program, self._evaluation)]
+        states = (f"{STATE}{self._states[state]}" for state in self._states_of(stages, part))
+        return frozenset([*(self._paths[number] for each in both for number in each.weights), *states])
+
+    def run_part(
+        self,
+        stages: Partition,
+        part: int,
+        params: Tree,
+        model_state: Tree,
+        rng: Any,
+        train: bool,
+        batch: Batch,
+        activations: Any,
+    ) -> tuple[Any, Tree]:
+        """Run a part, see `StageModel.run`; the activations are the values that cross, in a list."""
+        program = self._traced(rng, batch, train)
+        positions = self._positions(program, stages)
+        found, states = self._part(program, stages, part), self._states_of(stages, part)
+        weights = _by_path(params) | {f"{STATE}{path}": x for path, x in _by_path(model_state).items()}
+        entering = dict(zip(program.crossing(positions[part]), activations, strict=True))
+        rest = jax.tree.leaves((rng, dict(batch)))
+        outputs = jaxpr_as_fun(found.closed)(
+            *(weights[self._paths[number]] for number in found.weights),
+            *(rest[number] for number in found.rest),
+            *(entering[v] for v in found.received),
+        )
+        sent = len(found.sent)
+        changed = dict(zip((self._states[state] for state in states), outputs[sent:], strict=False))
+        new_state = jax.tree.map_with_path(lambda path, old: changed.get(path_text(path), old), model_state)
+        if part < len(stages.counts) - 1:
+            values = entering | dict(zip(found.sent, outputs[:sent], strict=True))
+            return [values[v] for v in program.crossing(positions[part + 1])], new_state
+        loss_sum, count, metrics = jax.tree.unflatten(program.result_structure, outputs[sent + len(states) :])
+        return (loss_sum, (count, metrics)), new_state
+
+    def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
+        """Return the values between the parts.
+
+        Args:
+          stages: the partition of the pieces.
+          microbatch: name -> array or shape (rows, ...).
+
+        Raises:
+          ValueError: training and evaluation read other values.
+        """
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
+        trained, evaluated = (self._flow(stages, self._traced_of(shapes, train)) for train in (True, False))
+        if trained.reads != evaluated.reads:
+            raise ValueError(
+                "the model was cut by tracing, and reads other values in evaluation than in training where it"
+                " was cut; cut it elsewhere (--stages with numbers of pieces), or give it `blocks`"
+                " (docs/pipeline.md)"
+            )
+        return trained
+
+    def _flow(self, stages: Partition, program: Program) -> Flow:
+        positions, parts = self._positions(program, stages), self._parts(program, stages)
+        crossing = [program.crossing(position) if position else [] for position in positions[:-1]]
+        # a value is named by the part that computes it, and its place among those that cross behind it
+        values = {
+            v: Value(part, crossing[part + 1].index(v)) for part, each in enumerate(parts) for v in each.sent
+        }
+        shapes = {value: jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v, value in values.items()}
+        reads = tuple(tuple(dict.fromkeys(values[v] for v in each.received)) for each in parts)
+        read = sorted({value for each in reads for value in each})
+        return Flow(
+            activations=tuple([shapes[values[v]] for v in each] for each in crossing),
+            sources=tuple(tuple(values[v] for v in each) for each in crossing),
+            reads=reads,
+            writes=tuple(tuple(v for v in read if v.part == part) for part in range(len(parts))),
+            shapes={value: shapes[value] for value in read},
+        )
+
+    # -- costs --
+
+    def costs(self, by: str) -> Costs:
+        """Return the cost of each piece: "params", numbers of parameters; or "flops", of a forward pass."""
+        if by == "params":
+            sizes = {path: x.size for path, x in _by_path(self.params).items()}
+            befores = [frozenset[str](), *(each.params for each in self._boundaries.found), frozenset(sizes)]
+            return Costs(blocks=[float(sum(sizes[p] for p in b - a)) for a, b in pairwise(befores)])
+        known: dict[str, float] = {}
+        stages = Partition(num_stages=self.num_blocks, counts=(1,) * self.num_blocks)
+        return Costs(blocks=[_flops(part, known) for part in self._parts(self._program, stages)])
+
+    # -- tracing --
+
+    def _traced_of(self, batch: Mapping[str, Any], train: bool, factor: int = 1) -> Program:
+        """Trace for a multiple of the rows of a batch, outside any mesh."""
+        shapes = {
+            name: jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype)
+            for name, x in batch.items()
+        }
+        with use_abstract_mesh(ONE):
+            return self._traced(jax.eval_shape(lambda: jax.random.key(0)), shapes, train)
+
+    def _traced(self, rng: Any, batch: Mapping[str, Any], train: bool) -> Program:
+        weights, structure = jax.tree.flatten((self.params, self.model_state))
+        rest, rest_structure = jax.tree.flatten((rng, dict(batch)))
+
+        def function(weights: list[Any], rest: list[Any]) -> Any:
+            params, model_state = jax.tree.unflatten(structure, weights)
+            rng, batch = jax.tree.unflatten(rest_structure, rest)
+            states = [model_state]
+
+            def apply(*inputs: Any) -> Any:
+                outputs, states[0] = self.model.apply(params, model_state, rng, train, *inputs)
+                return outputs
+
+            results = checked(self.loss(apply, batch))
+            return jax.tree.leaves(states[0]), results
+
+        num_states = len(jax.tree.leaves(self.model_state))
+        return Program(function, weights, num_states, [_shape(x) for x in rest])
+
+
+def _flops(part: PartProgram, known: dict[str, float]) -> float:
+    """Return the flops of a part, counted once for parts of the same equations."""
+    text = str(part.closed.jaxpr)
+    if text not in known:
+        shapes = [jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v in part.closed.jaxpr.invars]
+        found = jax.jit(jaxpr_as_fun(part.closed)).lower(*shapes).cost_analysis() or {}
+        known[text] = float(found.get("flops", 0.0))
+    return known[text]
+
+
+def _by_path(tree: Tree) -> dict[str, Any]:
+    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
