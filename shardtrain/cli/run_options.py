@@ -81,7 +81,7 @@ HEADINGS = {
     "model": ("model.",),
     "data": ("data.",),
     "optimizer": ("optimizer.",),
-    "training": ("nonfinite", "evaluate_with", "unit", "sinks", "hook_errors"),
+    "training": ("batch_growth", "nonfinite", "evaluate_with", "unit", "sinks", "hook_errors"),
     "layout": ("strategy", LAYOUT),
     "replicas": ("synchronisation", SYNCHRONISATION),
     "islands": (ACROSS,),

@@ -29,6 +29,7 @@ from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks import DEFAULT_SINKS, sink_problems
+from shardtrain.trainer.batch_growth import growth_problems
 from shardtrain.trainer.hooks import Hook, HookErrors
 from shardtrain.trainer.recovery import Recovery
 from shardtrain.trainer.strategy import Strategy
@@ -88,6 +89,8 @@ class Run:
       batch: number of examples in a step, or of tokens at most, over all devices and microbatches.
       batch_unit: what `batch` counts. "tokens": samples of similar length share a batch, padded to one of few
         lengths, and padding counts; the data gives the `lengths` of its samples.
+      batch_growth: a larger batch later, instead of a lower rate: "500:2,1000:4" takes 2 batches in each step
+        after step 500, and 4 after step 1000, with as many times the microbatches.
       steps: number of training steps; a resumed run counts those already done.
       seed: random seed of the initial parameters, dropout and data order.
       nonfinite: what to do if the loss or a gradient is not finite. Such a step never changes the parameters;
@@ -128,6 +131,7 @@ class Run:
     strategy: Strategy = Strategy()
     batch: int = 32
     batch_unit: Literal["examples", "tokens"] = "examples"
+    batch_growth: str = ""
     steps: int = 1000
     seed: int = 0
     nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
@@ -208,6 +212,7 @@ def _wrong_values(run: Run) -> list[str]:
             "batch_unit is 'tokens', and the stages of a pipeline are made for one shape of batches; use"
             " --batch-unit examples, or no pipeline"
         )
+    problems += growth_problems(run.batch_growth, run.batch_unit, run.strategy)
     problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")

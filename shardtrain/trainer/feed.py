@@ -1,4 +1,4 @@
-"""The batches of a run, from a position in the data on; the rows of this process can change between two.
+"""The batches of a run, from a position in the data on; rows of this process, and the batch, can change.
 
 Next: `loop.py`, which takes them.
 """
@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
-from shardtrain.data import BatchShard, Loader, Position
+from shardtrain.data import Batch, BatchShard, Loader, Position
 
 
 class Feed:
@@ -15,6 +15,7 @@ class Feed:
 
     Args:
       loader: of this process's rows.
+      later: number of steps done -> the loader from then on, of a larger batch; rows then do not change.
 
     Attributes:
       loader: the same, of the rows that are read now.
@@ -22,20 +23,30 @@ class Feed:
       first_row: the number of this island's first row in it.
     """
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, later: Mapping[int, Loader] | None = None) -> None:
         self.loader = loader
+        self._loader_after = {0: loader, **later} if later else {}
+        self._step = 0
         self.num_rows, self.first_row = 0, 0
         self._row_counts: set[int] = set()
-        self._position: Position | None = None
+        self._position = Position(epoch=0, index=0)
         self._has_changed = False
-        # since reading began: how many batches, and before which of them the rows changed
-        self._num_read, self._loaders = 0, [(0, loader)]
+        # since reading began: how many batches; and (number, loader, position) of the first of each loader
+        self._num_read, self._loaders = 0, [(0, loader, self._position)]
         self._loaded: Generator[Any, None, None] | None = None
 
     @contextmanager
-    def reading(self, position: Position | None) -> Iterator[None]:
-        """Load batches ahead, from a position on, until the end of the block."""
-        self._num_read, self._loaders = 0, [(0, self.loader)]
+    def reading(self, position: Position, step: int = 0) -> Iterator[None]:
+        """Load batches ahead until the end of the block.
+
+        Args:
+          position: of the first one.
+          step: number of steps done.
+        """
+        self._step = step
+        if self._loader_after:
+            self.loader = self._loader_after[max(first for first in self._loader_after if first <= step)]
+        self._num_read, self._loaders = 0, [(0, self.loader, position)]
         self._begin(position)
         try:
             yield
@@ -46,6 +57,8 @@ class Feed:
         return self
 
     def __next__(self) -> tuple[Any, Position]:
+        if self._loader_after.get(self._step, self.loader) is not self.loader:
+            self._use(self._loader_after[self._step])
         assert self._loaded is not None
         placed, after = next(self._loaded)
         self.num_rows = self.loader.batches.num_rows(self._position)
@@ -54,29 +67,33 @@ class Feed:
             self._row_counts.add(self.num_rows)
             self._has_changed = True
         self._position = after
-        self._num_read += 1
+        self._num_read, self._step = self._num_read + 1, self._step + 1
         return placed, after
 
     def change(self, shards: Mapping[int, BatchShard]) -> None:
         """Read other rows of the batches that follow, or, if nothing is read yet, of all."""
+        self._use(self.loader.with_shards(shards))
+
+    def _use(self, loader: Loader) -> None:
         is_reading = self._loaded is not None
         self._row_counts.clear()
         self._end()
-        self.loader = self.loader.with_shards(shards)
-        self._loaders.append((self._num_read, self.loader))
+        self.loader = loader
+        self._loaders.append((self._num_read, loader, self._position))
         if is_reading:
             self._begin(self._position)
 
-    def loader_of(self, number: int) -> Loader:
-        """Return the loader that read a batch, by its number since reading began, from 0."""
-        return next(loader for first, loader in reversed(self._loaders) if first <= number)
+    def load(self, number: int) -> Batch:
+        """Load a batch again, as its loader had it, by its number since reading began, from 0."""
+        first, loader, position = next(each for each in reversed(self._loaders) if each[0] <= number)
+        return loader.batches.load(loader.batches.advance(position, number - first))
 
     def take_change(self) -> bool:
         """Return whether a batch was given whose rows no earlier one had, so that a step may be compiled."""
         found, self._has_changed = self._has_changed, False
         return found
 
-    def _begin(self, position: Position | None) -> None:
+    def _begin(self, position: Position) -> None:
         self._position, self._loaded = position, self.loader.iterate(position)
 
     def _end(self) -> None:

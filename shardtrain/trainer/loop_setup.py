@@ -43,7 +43,7 @@ def make_loop_parts(
     run, setup, coordination = prepared.run, prepared.setup, prepared.coordination
     island_step, placement, meetings = prepared.island_step, setup.placement, prepared.meetings
 
-    feed = Feed(prepared.loader)
+    feed = Feed(prepared.loader, prepared.later_loaders)
 
     # all ranks vote where they meet; who is slow is reported here, and gets fewer rows
     def vote(step: int, own: StepVote) -> StepVote:
@@ -157,7 +157,4 @@ def make_loop_options(run: Run) -> LoopOptions:
 
 def explain_step(prepared: PreparedRun, feed: Feed, start: StartPoint, step: int) -> str:
     """Return what is wrong with this process's rows of the batch of a step; "" if nothing is."""
-    number = step - start.step - 1
-    batches = feed.loader_of(number).batches
-    position = batches.advance(start.position, number)
-    return "; ".join(class_problems(prepared.expected, batches.load(position)))
+    return "; ".join(class_problems(prepared.expected, feed.load(step - start.step - 1)))

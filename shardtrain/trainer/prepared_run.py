@@ -27,6 +27,7 @@ from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.state import State
+from shardtrain.trainer.batch_growth import parse_growth
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
@@ -58,6 +59,7 @@ class PreparedRun(NamedTuple):
       coordination: the exchange with the other islands.
       shares: the rows of each island.
       loader: the loader of this process's rows, as they are at first.
+      later_loaders: number of steps done -> the loader from then on, of a batch that has grown.
       heldout: name -> samples held out; a single set has the name "", {} without any.
       island_step: the step of several islands; None for a run of one island.
       meetings: after which steps all islands meet.
@@ -74,6 +76,7 @@ class PreparedRun(NamedTuple):
     coordination: Coordination
     shares: RowShares
     loader: Loader
+    later_loaders: dict[int, Loader]
     heldout: dict[str, Any]
     island_step: IslandStep | None
     meetings: Meetings
@@ -122,6 +125,7 @@ def prepare_run(
     batches = make_batches(run, source)
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
+    later_loaders = _make_later_loaders(run, setup, coordination, source)
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
     _check_best(run, heldout, expected)
@@ -162,6 +166,7 @@ def prepare_run(
         coordination=coordination,
         shares=shares,
         loader=loader,
+        later_loaders=later_loaders,
         heldout=heldout,
         island_step=island_step,
         meetings=meetings,
@@ -222,6 +227,20 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
             " exchange them. Where that matters use one island, or a norm without them (GroupNorm, LayerNorm)"
         )
     return setup
+
+
+def _make_later_loaders(
+    run: Run, setup: RunSetup, coordination: Coordination, source: Any
+) -> dict[int, Loader]:
+    """Make the loader after each change of the batch: that of a run with so many times the batch."""
+    found = {}
+    for steps, factor in parse_growth(run.batch_growth).items():
+        strategy = replace(run.strategy, accumulate=run.strategy.accumulate * factor)
+        grown = replace(run, batch=run.batch * factor, strategy=strategy)
+        batches = make_batches(grown, source)
+        shares = RowShares(coordination, batches.row_counts, grown, setup.mesh, strategy.accumulate)
+        found[steps] = shares.loader(batches)
+    return found
 
 
 def _check_best(run: Run, heldout: Mapping[str, Any], expected: Expected) -> None:

@@ -198,7 +198,7 @@ def _train_segment(
         stack.callback(output.detach)
         # Load batches from where the data was left.
         assert isinstance(feed, Feed)
-        stack.enter_context(feed.reading(start.position))
+        stack.enter_context(feed.reading(start.position, start.step))
         parts = replace(
             parts,
             sink=sinks,

@@ -40,6 +40,7 @@ RUN = Run(
     optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2, warmup=2)),
     strategy=Strategy(layout=Layout(mesh={"data": -1}), accumulate=2, across=Across(bucket_bytes=3000)),
     batch=8,
+    batch_growth="4:2",
     steps=6,
     seed=3,
     log_every=1,

@@ -1,0 +1,117 @@
+"""A batch that grows: the steps are those of a run that is resumed with the larger batch."""
+
+import io
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.data import Text
+from shardtrain.islands.options import Across
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.batch_growth import parse_growth
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+
+SEQ = 8
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """37 windows of text, so an epoch ends within the steps."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(np.random.default_rng(0).integers(97, 123, 37 * SEQ + 20, np.uint8).tobytes())
+    return Run(
+        model=TinyConfig(num_layers=2, dropout=0.1),
+        data=Text(paths=(path,), seq=SEQ, heldout_fraction=0.06),
+        # a rate that does not depend on the last step, at which parts of the run end
+        optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-2)),
+        batch=8,
+        batch_growth="2:2,4:3",
+        steps=6,
+        seed=3,
+        log_every=1,
+        evaluate_every=None,
+        checkpoints=CheckpointPolicy(every_steps=3, keep=9),
+    )
+
+
+def trained(run, folder):
+    """The parameters after a run as bits, and the losses and counts of its steps."""
+    found = train(replace(run, run_dir=folder), Console(file=io.StringIO()))
+    lines = read_jsonl(folder / "metrics.jsonl")
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(found.state.params)], [
+        (line["step"], line["train/loss"], line["grad_norm"]) for line in lines
+    ]
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "data": 2, "tensor": 2}]
+)
+def test_a_batch_grows_as_if_the_run_were_resumed_with_a_larger_one(run, mesh, tmp_path):
+    run = replace(run, strategy=Strategy(layout=Layout(mesh=mesh), accumulate=2))
+    grown = trained(run, tmp_path / "grown")
+    # saved in the middle of a stretch, and resumed there
+    for steps in (3, 6):
+        resumed = trained(replace(run, steps=steps), tmp_path / "resumed")
+    assert resumed == grown
+    # by hand: the same data in the same order, and as many times the microbatches
+    for steps, factor in ((2, 1), (4, 2), (6, 3)):
+        strategy = replace(run.strategy, accumulate=2 * factor)
+        part = replace(run, strategy=strategy, batch=8 * factor, batch_growth="", steps=steps)
+        by_hand = trained(part, tmp_path / "by_hand")
+    assert by_hand == grown
+    assert trained(replace(run, batch_growth=""), tmp_path / "same")[1][2:] != grown[1][2:]
+
+
+def test_the_text_is_read_by_value():
+    assert parse_growth("") == {}
+    assert parse_growth("500:2, 1000:4") == {500: 2, 1000: 4}
+    with pytest.raises(ValueError) as error:
+        parse_growth("500:2,400:3,0:1,half:2")
+    assert str(error.value) == (
+        "batch_growth '500:2,400:3,0:1,half:2' cannot be read:\n"
+        "  - '400:3' comes after step 500; give the changes in their order\n"
+        "  - '0:1' is no two numbers from 1; give STEPS:BATCHES for each change, such as 500:2,1000:4\n"
+        "  - 'half:2' is no two numbers from 1; give STEPS:BATCHES for each change, such as 500:2,1000:4"
+    )
+
+
+def test_where_a_batch_cannot_grow_is_refused(run):
+    for strategy, name, why in (
+        (
+            Strategy(across=Across(axis="pipeline"), pipeline=Pipeline(), accumulate=4),
+            "across 'pipeline'",
+            "the schedule of its stages has one number of microbatches; use a mesh with the axis pipeline,"
+            " or islands without stages",
+        ),
+        (
+            Strategy(across=Across(shares="auto")),
+            "shares 'auto'",
+            "a step's time then tells no speed; give weights, such as --shares 2,1",
+        ),
+        (
+            Strategy(synchronisation=Synchronisation(on="deltas", every=2, distance=1)),
+            "clock_distance",
+            "islands that are ahead would change their batches earlier; use local steps",
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            replace(run, strategy=strategy)
+        assert str(error.value) == (
+            "this run cannot be started:\n"
+            f"  - batch_growth is '2:2,4:3', which cannot be with {name}: {why}, or leave batch_growth out"
+        )
+        replace(run, strategy=strategy, batch_growth="")
+    with pytest.raises(ValueError, match="positions in the data are those of batches of one size; use exam"):
+        replace(run, batch_unit="tokens")
