@@ -68,6 +68,7 @@ SHORT = {
     f"{PIPELINE}stage_speeds": "stage_speeds",
     f"{PIPELINE}stage_memory": "stage_memory",
     f"{PIPELINE}link_speed": "link_speed",
+    f"{PIPELINE}in_flight": "in_flight",
 }
 """Path of a field -> the short name of its option; the path works too."""
 

@@ -103,8 +103,8 @@ class ParameterServer:
           RankTimeout: islands that are behind did not push in time.
         """
         requests = []
-        numbers = np.array([push.step, push.least, push.calls_meeting, push.update is not None], np.int64)
-        request = numbers.tobytes() + push.totals.tobytes()
+        words = [push.step, push.least, push.calls_meeting, push.meets, push.update is not None]
+        request = np.array(words, np.int64).tobytes() + push.totals.tobytes()
         for island in range(self.num_islands):
             requests.append(self._comm.Isend([request, MPI.BYTE], island, REQUEST))
             if push.update is not None:
@@ -208,8 +208,9 @@ class ParameterServer:
         """Receive the numbers of a push; return it, and the request of its update, or None."""
         data = bytearray(status.Get_count(MPI.BYTE))
         self._comm.Recv([data, MPI.BYTE], status.source, REQUEST)
-        step, least, calls_meeting, has_update = np.frombuffer(data, np.int64, 4).tolist()
-        push = Push(step, least, bool(calls_meeting), np.frombuffer(data, np.float64, offset=4 * 8))
+        step, least, calls_meeting, meets, has_update = np.frombuffer(data, np.int64, 5).tolist()
+        totals = np.frombuffer(data, np.float64, offset=5 * 8)
+        push = Push(step, least, bool(calls_meeting), totals, meets=bool(meets))
         if not has_update:
             return push, None
         own = self._part(self.island)

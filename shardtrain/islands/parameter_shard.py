@@ -14,16 +14,20 @@ NO_MEETING = -1
 """The wave of a meeting where no island has asked for one."""
 
 
+Kind = Literal["push", "pull", "meeting"]
+"""Of events."""
+
+
 class Event(NamedTuple):
     """Something that changes a shard, or is read from it; their order decides the parameters.
 
     Args:
-      kind: "push": an update was added; "pull": an island was answered.
+      kind: "push": an update was added; "pull": an island was answered; "meeting": it was, where all meet.
       island: whose.
       step: the step that ended its wave.
     """
 
-    kind: Literal["push", "pull"]
+    kind: Kind
     island: int
     step: int
 
@@ -49,6 +53,7 @@ class Push(NamedTuple):
       calls_meeting: it wants all islands to meet as soon as they can.
       totals: float64 (k,), added up for island 0.
       update: float32, what the island changed of this shard; None: it was pushed before.
+      meets: all islands meet after this wave.
     """
 
     step: int
@@ -56,6 +61,7 @@ class Push(NamedTuple):
     calls_meeting: bool = False
     totals: np.ndarray = np.zeros(0)
     update: np.ndarray | None = None
+    meets: bool = False
 
 
 class Answer(NamedTuple):
@@ -63,7 +69,7 @@ class Answer(NamedTuple):
 
     Args:
       clocks: island -> the number of its waves in `values`.
-      meeting: the number of waves after which all islands synchronise; `NO_MEETING`: no island asked for it.
+      meeting: the number of waves after which all islands meet; `NO_MEETING`: no island asked for it.
       totals: float64 (k,): for island 0 the sum of what was pushed since its last answer, else zeros.
       values: float32, the shard: the values at the start plus all updates that were pushed.
     """
@@ -83,6 +89,7 @@ class ParameterShard:
       order: the events of an earlier run, which are repeated in this order; a meeting that it did not have
         ends that.
       report: receives a line when the order ends before its last event.
+      waves_ahead: how many waves an island may have started when it is told of a meeting.
 
     Attributes:
       clocks: island -> the number of waves that it has pushed.
@@ -94,8 +101,11 @@ class ParameterShard:
         log: EventLog | None = None,
         order: Sequence[Event] = (),
         report: Callable[[str], object] = lambda text: None,
+        *,
+        waves_ahead: int = 0,
     ) -> None:
         self._num_islands, self._log, self._report = num_islands, log, report
+        self._waves_ahead = waves_ahead
         self._order = last_pulls(order)
         self.clocks = [0] * num_islands
 
@@ -127,7 +137,8 @@ class ParameterShard:
         answers = []
         while (event := self._next_event()) is not None:
             if self._log is not None:
-                self._log.write(event)
+                meets = event.kind == "pull" and self._waiting[event.island].meets
+                self._log.write(event._replace(kind="meeting") if meets else event)
             if event.kind == "push":
                 self._add(event.island)
             else:
@@ -170,8 +181,8 @@ class ParameterShard:
         if self.clocks[island] > self._meeting:
             self._meeting = NO_MEETING
         if push.calls_meeting and self._meeting == NO_MEETING:
-            # nobody is beyond the wave that follows its last answer
-            self._meeting = max(self._answered) + 1
+            # nobody is beyond the wave that follows its last answer, but for those that it has in flight
+            self._meeting = max(self._answered) + 1 + self._waves_ahead
         self._waiting[island] = push._replace(update=None)
 
     def _answer(self, island: int) -> Answer:
@@ -184,10 +195,12 @@ class ParameterShard:
 
 
 def last_pulls(events: Sequence[Event]) -> list[Event]:
-    """Return the events without the pulls of an island that it repeated in the same step, at a meeting.
+    """Return the pushes and pulls, without the pulls that an island repeated in the same step, at a meeting.
 
-    >>> last_pulls([Event("push", 0, 4), Event("pull", 0, 4), Event("push", 1, 4), Event("pull", 0, 4)])[1:]
+    >>> found = [Event("push", 0, 4), Event("pull", 0, 4), Event("push", 1, 4), Event("meeting", 0, 4)]
+    >>> last_pulls(found)[1:]
     [Event(kind='push', island=1, step=4), Event(kind='pull', island=0, step=4)]
     """
+    events = [event._replace(kind="pull") if event.kind == "meeting" else event for event in events]
     last = {event: number for number, event in enumerate(events)}
     return [event for number, event in enumerate(events) if last[event] == number]

@@ -36,6 +36,9 @@ class Pipeline:
       stage_memory: gigabytes of each device of each stage, for a cut by time: numbers such as "80,40,40";
         for each replica "80,40;16,16"; "auto": from the table of known devices; "unlimited".
       link_speed: gigabytes a second from stage to stage, for a cut by time; None: sending takes no time.
+      in_flight: for pipelines across islands in waves: how many batches, each a step of the pipeline's own
+        optimizer, are in the pipeline at the same time. A batch does not see the updates of the others, and
+        its backward uses the weights of its forward. 1: the pipeline is flushed after each step.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -47,6 +50,7 @@ class Pipeline:
     stage_speeds: str = "auto"
     stage_memory: str = "auto"
     link_speed: float | None = None
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)
@@ -57,6 +61,7 @@ class Pipeline:
         elif not self.schedule.endswith(".csv"):
             problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
         problems += _refused(lambda: parse_cuts(self.stages))
+        problems += self._in_flight_problems()
         for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
             parts = getattr(self, name).split(";")
             for part in parts:
@@ -70,6 +75,17 @@ class Pipeline:
             problems.append(f"link_speed is {self.link_speed}; use gigabytes a second above 0")
         if problems:
             raise problems_error("this pipeline cannot be made", problems)
+
+    def _in_flight_problems(self) -> list[str]:
+        if self.in_flight < 1:
+            return [f"in_flight is {self.in_flight} batches; use 1 to flush after each step, or more"]
+        if self.in_flight > 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):
+            return [
+                f"in_flight is {self.in_flight} batches, whose forwards and backwards take turns, and the"
+                f" schedule is {self.schedule!r} with {self.virtual_stages} parts on a stage; use 1f1b with"
+                " 1, or in_flight 1"
+            ]
+        return []
 
     @property
     def placement(self) -> str:

@@ -20,6 +20,7 @@ class Meetings:
     Attributes:
       is_wanted: this island wants a meeting as soon as possible.
       called: the step of a meeting that was called; -1: none was.
+      repeated: the steps of the meetings of an earlier run, which is repeated.
 
     >>> waves = Synchronisation(on="deltas", every=4, distance=2)
     >>> meetings = Meetings(waves, last_step=30, saves_every=10)
@@ -40,6 +41,7 @@ class Meetings:
         self._synchronisation, self._last_step = synchronisation, last_step
         self._saves_every, self._others_every = saves_every, tuple(others_every)
         self.is_wanted, self.called = False, -1
+        self.repeated: frozenset[int] = frozenset()
 
     def at(self, step: int) -> bool:
         """Return whether all islands meet after a step, as is planned or was called."""
@@ -48,7 +50,7 @@ class Meetings:
     def is_planned(self, step: int) -> bool:
         """Return whether all islands know from the beginning that they meet after a step."""
         every, saves_every = self._synchronisation.every, self._saves_every
-        if step == self._last_step:
+        if step == self._last_step or step in self.repeated:
             return True
         if self._synchronisation.distance is None:
             return step % every == 0 or (saves_every is not None and step % saves_every == 0)

@@ -92,10 +92,17 @@ class StageExecutor:
         # (part, microbatch) -> the inputs of its forward, which its backward reads again
         self._inputs: dict[tuple[int, int], Arrays] = {}
 
-    def run(self, programs: Programs) -> None:
-        """Run all tasks of a step."""
+    def run(self, programs: Programs, kind: str | None = None) -> None:
+        """Run all tasks of a step, or of these all of one kind.
+
+        Args:
+          programs: the computations.
+          kind: the kind; None runs all.
+        """
         run_task = {"forward": self._forward, "backward": self._backward, "weight": self._weight}
         for task in self._order:
+            if kind is not None and task.kind != kind:
+                continue
             part = self._table.part(task)
             # the only wait: all stages follow the same table, so what is awaited is sent before it
             arrived = self._receive_all(programs, task, part)
@@ -106,8 +113,8 @@ class StageExecutor:
                 programs.wait()
                 self._observe(task, start, time.perf_counter())
         # whatever is left was computed for a task that the table does not have
-        assert not self._local
-        assert not self._inputs
+        assert kind == "forward" or not self._local
+        assert kind == "forward" or not self._inputs
 
     def _receive_all(self, programs: Programs, task: Task, part: int) -> Arrays:
         """Wait for the arrays of other parts that a task needs, and return them by value."""

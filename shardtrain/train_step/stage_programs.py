@@ -4,7 +4,8 @@ Next: `stage_executor.py`, which calls them in the order of a table; `stage_step
 """
 
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -61,12 +62,25 @@ class StagePrograms:
         # gradients that weight tasks will compute from what a backward has kept
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._outputs: Any = ()
-        self.sums: Sums = self._initial_sums(self._step)
+        self._sums: Sums | None = None
+
+    def of_batch(self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch) -> Self:
+        """Return the same programs with arrays of their own, begun for a batch; see `begin`."""
+        programs = copy(self)
+        programs.begin(params, model_state, key, batch)
+        return programs
+
+    @property
+    def sums(self) -> Sums:
+        """The sums so far."""
+        # as large as the parameters, so not before a task that adds to them
+        sums = self._initial_sums(self._step) if self._sums is None else self._sums
+        self._sums = sums
+        return sums
 
     def take_sums(self) -> Sums:
         """Return the sums of a step and drop them here, so that the caller may donate them."""
-        sums = self.sums
-        del self.sums
+        sums, self._sums = self.sums, None
         return sums
 
     def forward(self, part: int, microbatch: int, inputs: Arrays) -> Arrays:
@@ -79,7 +93,7 @@ class StagePrograms:
         if not self._train:
             del self._state_before[part, microbatch]
         if part == self._last_part:
-            self.sums = self._add([self.sums, found])
+            self._sums = self._add([self.sums, found])
             return {}
         return dict(zip(self._flow.writes[part], found, strict=True))
 
@@ -91,10 +105,10 @@ class StagePrograms:
             self._state_before[part, microbatch] = self.model_state
         task = self._inputs(part, microbatch, inputs, cotangents)
         if self._has_weight:
-            found, self.sums, model_state, grads = self._input_backwards[part](self.sums, task)
+            found, self._sums, model_state, grads = self._input_backwards[part](self.sums, task)
             self._deferred[part, microbatch] = grads.given(task)
         else:
-            found, self.sums, model_state = self._backwards[part](self.sums, task)
+            found, self._sums, model_state = self._backwards[part](self.sums, task)
         if is_last:
             self.model_state = model_state
         del self._state_before[part, microbatch]
@@ -102,7 +116,7 @@ class StagePrograms:
 
     def weight(self, part: int, microbatch: int) -> None:
         """See `stage_executor.Programs`."""
-        self.sums = self._weights[part](self.sums, self._deferred.pop((part, microbatch)))
+        self._sums = self._weights[part](self.sums, self._deferred.pop((part, microbatch)))
 
     def _inputs(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> TaskInputs:
         return self._step._replace(
@@ -127,4 +141,4 @@ class StagePrograms:
 
     def wait(self) -> None:
         """See `stage_executor.Programs`."""
-        jax.block_until_ready((self._outputs, self.sums, self.model_state))
+        jax.block_until_ready((self._outputs, self._sums, self.model_state))

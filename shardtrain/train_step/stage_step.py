@@ -20,6 +20,7 @@ from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.flow import Flow
+from shardtrain.pipeline.in_flight import forwards_ahead
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
@@ -30,16 +31,19 @@ from shardtrain.train_step.island_totals import (
     shapes_of_sums,
     with_sums_of_islands,
 )
+from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.owner_transfers import OwnerTransfers
+from shardtrain.train_step.pipeline_losses import gather_losses, sum_losses
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import StagePrograms
-from shardtrain.train_step.stage_sums import StageSums
+from shardtrain.train_step.stage_sums import StagesInFlight, StagesInStep
 from shardtrain.train_step.stage_update import make_gradient_programs, make_own_update, make_update
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
+from shardtrain.train_step.unflushed_steps import UnflushedSteps
 from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 
 if TYPE_CHECKING:
@@ -66,6 +70,8 @@ class StageStep:
       start_row: the first row of this pipeline in the whole batch.
       last_step: the last step of the run, see `step.make_step`.
       observe: called after each task, see `StageExecutor`.
+      in_flight: batches that are in the pipeline at the same time, see `unflushed_steps.py`; 1: one.
+      meetings: says after which steps a pipeline with several is drained.
       make_waves: makes what ends the waves of a synchronisation with a `distance`, for a virtual worker.
       owners: the owners of each block, where pipelines cut the model differently; None: `transfer` reaches
         those of all blocks of this stage.
@@ -90,15 +96,18 @@ class StageStep:
         start_row: int = 0,
         last_step: int = -1,
         observe: Observe | None = None,
+        in_flight: int = 1,
+        meetings: Meetings | None = None,
         make_waves: Callable[[VirtualWorker], WaveMerge] | None = None,
         owners: OwnerTransfers | None = None,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
-        self._all_gather = all_gather
+        self._all_gather, self._last_stage = all_gather, stage_model.stages.part_placement.last_stage
         self.placement, self._transfer = placement, transfer
         # tags of sums and of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
-        self._stage_sums = StageSums(seats, mailbox, first_tag)
+        stages = (StagesInStep if in_flight == 1 else StagesInFlight)(seats, mailbox, first_tag)
+        self._stage_sums = stages
         self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag + 1)
         # training has dropout and backward tasks, evaluation forward tasks only: different programs
         self._train_programs, self._evaluation_programs = (
@@ -118,7 +127,7 @@ class StageStep:
             if make_waves is None:
                 self._merge = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
             else:
-                self._merge = make_waves(self._stage_sums)
+                self._merge = make_waves(stages)
             self._sums = shapes_of_sums(stage_model.traced.losses[2])
             exchanges = [self._merge]
         else:
@@ -136,6 +145,25 @@ class StageStep:
             shardings = self._merge.shardings(placement.state, self._sums)._replace(combine_state=())
             self._own_params, self._own_update = make_own_update(
                 optimizer, clip, placement, learning_rate, shardings
+            )
+        self._unflushed: UnflushedSteps | None = None
+        if isinstance(stages, StagesInFlight):
+            assert isinstance(self._merge, WaveMerge)
+            assert meetings is not None
+            ahead = forwards_ahead(seats.num_stages, in_flight)[seats.stage]
+            self._unflushed = UnflushedSteps(
+                in_flight=in_flight,
+                ahead=ahead,
+                programs=self._train_programs,
+                executors=[StageExecutor(table, flow, mailbox) for _ in range(ahead + 1)],
+                borrowed=self._borrowed,
+                gradient_programs=self._gradient_programs,
+                own_params=self._own_params,
+                own_update=self._own_update,
+                merge=self._merge,
+                stages=stages,
+                meetings=meetings,
+                no_losses=self._no_losses,
             )
 
     def begin(self, state: State, batch: Batch) -> State:
@@ -156,6 +184,9 @@ class StageStep:
         # the combiner's state is no part of the local update's program
         combine_state = state.combine_state
         state = state if self._merge is None else state._replace(combine_state=())
+        if self._unflushed is not None:
+            state, metrics = self._unflushed(state, batch)
+            return state._replace(combine_state=combine_state), metrics
         # 1. the tasks of all microbatches, which exchange activations and cotangents with the other stages
         own, own_state = state.params, state.model_state
         if self._merge is not None:
@@ -202,8 +233,9 @@ class StageStep:
         params = self._borrowed.exchange(state.params)
         programs.begin(params, state.model_state, jax.random.key(0), batch)
         self._evaluation_executor.run(programs)
-        totals = _sum_losses(
-            self._gather_losses("held-out losses", self._gradient_programs.loss_sums(programs.take_sums()))
+        own = self._gradient_programs.loss_sums(programs.take_sums())
+        totals = sum_losses(
+            gather_losses("held-out losses", own, self.seats, self._last_stage, self._all_gather)
         )
         return {**totals.pop("metrics"), **totals}
 
@@ -216,18 +248,17 @@ class StageStep:
     def _losses(self, loss_sums: dict[str, Any]) -> tuple[np.float32, dict[str, Any]]:
         """Return (the count of this pipeline, sums of the loss): its own, or those of all by gradients."""
         if self._merge is None:
-            losses = self._gather_losses("losses", loss_sums)
-            return np.float32(losses[self.seats.replica]["count"]), _sum_losses(losses)
+            losses = gather_losses("losses", loss_sums, self.seats, self._last_stage, self._all_gather)
+            return np.float32(losses[self.seats.replica]["count"]), sum_losses(losses)
         # only the last stage knows the loss
-        _, _, metrics = self.stage_model.traced.losses
-        zeros = jax.tree.map(lambda _: 0.0, {"loss_sum": 0, "count": 0, "metrics": metrics})
-        own = jax.device_get(loss_sums) if self._is_last else zeros
+        own = jax.device_get(loss_sums) if self.seats.stage == self._last_stage else self._no_losses
         totals = jax.tree.map(np.float32, self._stage_sums.add("losses", own))
         return totals["count"], totals
 
     @property
-    def _is_last(self) -> bool:
-        return self.seats.stage == self.stage_model.stages.part_placement.last_stage
+    def _no_losses(self) -> dict[str, Any]:
+        metrics = self.stage_model.traced.losses[2]
+        return jax.tree.map(lambda _: 0.0, {"loss_sum": 0, "count": 0, "metrics": metrics})
 
     def _gather_squares(self, grads: Tree) -> np.float32:
         """Return the square of the norm of the gradient of all stages.
@@ -237,14 +268,6 @@ class StageStep:
         """
         squares = self._all_gather("gradient norms", float(self._gradient_programs.squares(grads)))
         return np.float32(np.sum(self.seats.of_replica(squares, 0)))
-
-    def _gather_losses(self, name: str, loss_sums: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the sums of the loss of each pipeline, gathered from their last stages."""
-        seats, last_stage = self.seats, self.stage_model.stages.part_placement.last_stage
-        own = jax.tree.map(float, jax.device_get(loss_sums)) if self._is_last else None
-        # only the last stage of a pipeline knows its loss
-        found = self._all_gather(name, own)
-        return [seats.of_replica(found, replica)[last_stage] for replica in range(seats.num_replicas)]
 
     def _combined(
         self, grads: Tree, combine_state: Any, count: np.float32, model_state: Tree
@@ -275,9 +298,3 @@ class StageStep:
         )
         weights = jnp.where(real.sum() > 0, real / real.sum(), 1 / len(real))
         return self._gradient_programs.merged_state(model_state, weights)
-
-
-def _sum_losses(by_replica: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add up the sums of the loss over pipelines, in their order: the same on every rank."""
-    found = [{**x, "metrics": {name: tuple(pair) for name, pair in x["metrics"].items()}} for x in by_replica]
-    return jax.tree.map(lambda *x: np.float32(sum(x)), *found)

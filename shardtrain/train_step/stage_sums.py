@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StageSums:
-    """Sums over the stages of one pipeline, equal on all of them; also how they decide together in waves.
+    """Sums over the stages of one pipeline: added up from the last stage to the first, and passed on to all.
 
     Args:
       seats: which island has which stage.
@@ -23,29 +23,74 @@ class StageSums:
     def __init__(self, seats: Seats, mailbox: "Mailbox", tag: int) -> None:
         self._seats, self._mailbox, self._tag = seats, mailbox, tag
 
-    def add(self, name: str, tree: Any) -> Any:
-        """Return the sums of a tree of numbers over all stages, in float64; all stages must join.
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the stage with the highest number."""
+        return self._seats.stage == self._seats.num_stages - 1
+
+    def up(self, name: str, tree: Any) -> Any:
+        """Add numbers to those of later stages, send the sums to the stage before, and return them.
 
         Args:
           name: what is added up, for the message where a stage is missing.
-          tree: numbers, the same structure on all stages.
+          tree: numbers, the same structure on all stages; sums are in float64.
         """
         leaves, structure = jax.tree.flatten(tree)
-        own, stage, mailbox = np.array(leaves, np.float64), self._seats.stage, self._mailbox
-        others = [other for other in range(self._seats.num_stages) if other != stage]
-        for other in others:
-            mailbox.send(own, other, self._tag)
-        found = {stage: own}
-        for other in others:
-            what = f"{name} of stage {other}"
-            found[other] = mailbox.receive(own.shape, own.dtype, other, self._tag, what)
-        # in the order of stages: the same bits on all of them
-        return jax.tree.unflatten(structure, list(np.sum([found[each] for each in sorted(found)], 0)))
+        values, stage = np.array(leaves, np.float64), self._seats.stage
+        if not self.is_last:
+            values = values + self._receive(name, values, stage + 1)
+        if stage > 0:
+            self._mailbox.send(values, stage - 1, self._tag)
+        return jax.tree.unflatten(structure, values.tolist())
+
+    def down(self, name: str, tree: Any) -> Any:
+        """Return the numbers of the first stage, and pass them on.
+
+        Args:
+          name: what they are, for the message where a stage is missing.
+          tree: numbers, the same structure on all stages; only those of the first stage matter.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        values, stage = np.array(leaves, np.float64), self._seats.stage
+        if stage > 0:
+            values = self._receive(name, values, stage - 1)
+        if not self.is_last:
+            self._mailbox.send(values, stage + 1, self._tag)
+        return jax.tree.unflatten(structure, values.tolist())
+
+    def add(self, name: str, tree: Any) -> Any:
+        """Return the sums over all stages, the same on all of them; see `up` for the arguments."""
+        return self.down(name, self.up(name, tree))
+
+    def _receive(self, name: str, like: np.ndarray, source: int) -> np.ndarray:
+        return self._mailbox.receive(like.shape, like.dtype, source, self._tag, f"{name} from stage {source}")
+
+
+class StagesInStep(StageSums):
+    """A virtual worker whose stages are all at the end of the same step (`wave_merge.VirtualWorker`)."""
 
     def any_wants_meeting(self, own: bool) -> bool:
-        """Return whether a stage of this pipeline wants all islands to meet."""
+        """Ask all stages."""
         return self.add("the wish to meet", float(own)) > 0
 
     def meeting(self, answered: int) -> int:
-        """Return the wave of the meeting that the first stage was told."""
-        return int(self.add("the next meeting", float(answered) if self._seats.stage == 0 else 0.0))
+        """Return the answer of the first stage."""
+        return int(self.down("the next meeting", float(answered)))
+
+
+class StagesInFlight(StageSums):
+    """A virtual worker whose stages are at different batches (`wave_merge.VirtualWorker`).
+
+    Attributes:
+      wants_meeting: whether a stage wanted a meeting at its backward of the batch that is updated.
+    """
+
+    wants_meeting = False
+
+    def any_wants_meeting(self, own: bool) -> bool:
+        """Return what came with the cotangents."""
+        return self.wants_meeting
+
+    def meeting(self, answered: int) -> int:
+        """Return the answer of the first stage."""
+        return int(self.down("the next meeting", float(answered)))

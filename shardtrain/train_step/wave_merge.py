@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.islands.parameter_shard import NO_MEETING, Answer, Push
+from shardtrain.islands.parameter_shard import Answer, Push
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.island_merge import AllGather
 from shardtrain.train_step.island_totals import average_model_state
@@ -140,7 +140,7 @@ class WaveMerge:
           in the parameters of this step; at the end of a wave, on island 0, "sums": those of all waves of all
           islands that have come in since.
         """
-        metrics: Metrics = {"staleness": self._staleness}
+        metrics: Metrics = {"staleness": self.staleness()}
         self._in_wave += 1
         if self._synchronisation.is_sent(0, number, self._last_step):
             state, sums = self._end_wave(state, number)
@@ -148,9 +148,14 @@ class WaveMerge:
         self._last = (state.step, number)
         return state, metrics
 
-    @property
-    def _staleness(self) -> float:
-        return float((self._clock - self._least_clock) * self._synchronisation.every + self._in_wave)
+    def staleness(self, in_flight: int = 0) -> float:
+        """Return how many steps of another virtual worker, up to the next own one, its parameters lack.
+
+        Args:
+          in_flight: own steps before that one whose updates are to come.
+        """
+        waves = self._clock - self._least_clock
+        return float(waves * self._synchronisation.every + self._in_wave + in_flight)
 
     def _end_wave(self, state: State, number: int) -> tuple[State, Metrics]:
         local, meetings = state.local, self._meetings
@@ -159,22 +164,27 @@ class WaveMerge:
         drift, _ = flat(local.drift)
         drift *= np.float32(self._share())
         sums, structure = jax.tree.flatten(jax.device_get(local.sums))
-        clock, is_met = self._clock + 1, meetings.is_planned(number)
+        clock, is_met = self._clock + 1, meetings.at(number)
         push = Push(
             step=number,
             least=clock if is_met else clock - self._distance,
             calls_meeting=self._worker.any_wants_meeting(meetings.is_wanted),
             totals=np.array(sums, np.float64),
             update=drift,
+            meets=is_met,
         )
         answer = self._parameters.push(push)
-        if self._worker.meeting(answer.meeting) == clock and not is_met:
+        meeting = self._worker.meeting(answer.meeting)
+        if meeting == clock and not is_met:
             # another island called for a meeting here: wait for the waves of all
             is_met, totals = True, answer.totals
-            again = push._replace(least=clock, calls_meeting=False, totals=np.zeros_like(totals), update=None)
+            again = push._replace(
+                least=clock, calls_meeting=False, totals=np.zeros_like(totals), update=None, meets=True
+            )
             answer = self._parameters.push(again)
             answer = answer._replace(totals=answer.totals + totals)
-        meetings.called = number if is_met else NO_MEETING
+        if meeting >= clock:
+            meetings.called = number + (meeting - clock) * self._synchronisation.every
         self._clock, self._least_clock, self._in_wave = clock, min(answer.clocks), 0
         self._transfer.num_bytes += self._parameters.take_bytes()
         params = jax.device_put(unflat(answer.values, state.params), self._param_shardings)

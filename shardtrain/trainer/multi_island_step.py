@@ -10,6 +10,7 @@ import jax
 
 from shardtrain.data import Loader
 from shardtrain.optim.optimizer import Optimizer
+from shardtrain.pipeline.in_flight import in_flight_text
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
@@ -40,6 +41,8 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     table = make_table(pipeline.schedule, *sizes, lockstep=setup.stage_model is None)
     found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
     text = f"{heading(table)}; blocks {_cuts_text(setup, stages)}\n{found}"
+    if pipeline.in_flight > 1:
+        text = f"blocks {_cuts_text(setup, stages)}; {in_flight_text(stages.num_stages, pipeline.in_flight)}"
     if setup.stage_model is not None and isinstance(setup.stage_model.traced, TracedModel):
         text = f"{traced_cut_text(setup.stage_model.traced, stages)}{text}"
     if len(set(setup.cuts)) > 1:
@@ -95,7 +98,7 @@ def make_multi_island_step(
     if run.strategy.synchronisation.distance is not None:
         waves = partial(make_waves, run, setup, coordination, shares, meetings, wave_log)
     if setup.stage_model is not None:
-        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, waves)
+        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, meetings, waves)
     return make_island_step(
         setup.model,
         run.loss,
@@ -117,6 +120,7 @@ def _make_stage_step(
     stage_model: StageModel,
     coordination: Coordination,
     loader: Loader,
+    meetings: Meetings,
     waves: Callable[[VirtualWorker], WaveMerge] | None,
 ) -> StageStep:
     islands, seats, transfer = coordination.islands, setup.seats, coordination.transfer
@@ -135,7 +139,8 @@ def _make_stage_step(
     return StageStep(
         stage_model=stage_model,
         flow=stage_model.flow(shapes),
-        table=make_table(pipeline.schedule, *sizes),
+        # without a flush the microbatches of a batch go through together
+        table=make_table(pipeline.schedule if pipeline.in_flight == 1 else "gpipe", *sizes),
         evaluation_table=forward_only(*sizes, placement=pipeline.placement),
         optimizer=setup.optimizer,
         clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
@@ -143,6 +148,8 @@ def _make_stage_step(
         transfer=transfer,
         seats=seats,
         owners=coordination.owners,
+        in_flight=pipeline.in_flight,
+        meetings=meetings,
         make_waves=waves,
         mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
         all_gather=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),

@@ -204,7 +204,9 @@ def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsol
 
 def _simplified(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
     """Return the strategy with waves of one step, in which nobody may be ahead, as every step."""
-    found = strategy.synchronisation.simplified
+    # batches in flight do not see each other's updates, in waves of one step neither
+    is_flushed = strategy.pipeline.in_flight == 1
+    found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
     if found.distance is not None and (islands is None or islands.seat.num_islands == 1):
         output.note(
             f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"

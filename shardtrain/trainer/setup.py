@@ -178,6 +178,11 @@ def _make_stage_setup(
         problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
     if strategy.scales_loss:
         problems.append(SCALED_PIPELINE)
+    if (in_flight := strategy.pipeline.in_flight) > 1 and strategy.synchronisation.distance is None:
+        problems.append(
+            f"in_flight is {in_flight} batches, each a step of a pipeline's own optimizer, and there are no"
+            f" waves; use --synchronisation wsp --local-steps {in_flight}, or in_flight 1"
+        )
     if problems:
         raise problems_error("islands cannot hold the stages of a pipeline", problems)
     # cut the model: from here on the model of this island is that of its stage
@@ -185,6 +190,11 @@ def _make_stage_setup(
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
     traced = trace_parts(model, run.loss, microbatch)
     cuts = make_partitions(traced, strategy.pipeline, num_stages, seats.num_replicas)
+    if in_flight > 1 and jax.tree.leaves(traced.model_state):
+        raise ValueError(
+            f"in_flight is {in_flight} batches, and the model has a state (batch norm), which each changes"
+            " for the next; use a norm without statistics (GroupNorm, LayerNorm), or in_flight 1"
+        )
     if len(set(cuts)) > 1 and (
         problems := [
             *different_cut_problems(run, traced.model_state),

@@ -62,6 +62,11 @@ class Strategy:
         if self.accumulate < 1:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
         if not problems:
+            if (in_flight := self.pipeline.in_flight) > 1 and self.across.axis != "pipeline":
+                problems.append(
+                    f"in_flight is {in_flight} batches, which follow each other from island to island; use"
+                    " --across pipeline, or in_flight 1"
+                )
             for name, section in self.islands.items():
                 problems += _section_problems(self, name, section)
         if problems:

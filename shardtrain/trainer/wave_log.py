@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from shardtrain.islands.parameter_shard import Event
+from shardtrain.islands.parameter_shard import Event, Kind
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 
 WAVES = "waves"
 """Folder in that of a run; each island writes a file there."""
+
+KINDS: tuple[Kind, ...] = ("push", "pull", "meeting")
 
 MOST_ISLANDS = 1 << 20
 """A larger number in a file of events is no island."""
@@ -61,7 +63,8 @@ def read_wave_log(folder: Path, island: int, num_workers: int) -> list[Event]:
         )
     found = []
     for record in read_jsonl(path):
-        kind = "push" if "push" in record else "pull"
+        kinds: list[Kind] = [each for each in KINDS if each in record]
+        kind = (kinds or KINDS)[0]
         number = record.get(kind, -1.0)
         if not (0 <= number < MOST_ISLANDS and number.is_integer() and record["step"] > 0):
             raise ValueError(

@@ -4,6 +4,7 @@ Next: `train_step/wave_merge.py`, `train_step/meetings.py`.
 """
 
 from shardtrain.islands.parameter_shard import ParameterShard
+from shardtrain.pipeline.in_flight import waves_before_meeting
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 from shardtrain.trainer.config import Run
@@ -68,7 +69,9 @@ def make_waves(
     comm = islands.comm.Split(stage, replica)
     ranks = comm.allgather(control.rank)
     order = [] if run.replay is None else read_wave_log(run.replay, seat.island, len(ranks))
-    shard = ParameterShard(len(ranks), wave_log, order, wave_log.report)
+    meetings.repeated = frozenset(event.step for event in order if event.kind == "meeting")
+    ahead = waves_before_meeting(run.strategy.pipeline.in_flight, synchronisation.every)
+    shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
     return WaveMerge(

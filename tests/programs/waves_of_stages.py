@@ -1,4 +1,7 @@
-"""Waves of two pipelines of two stages each. Args: the text, a folder. Island 0 prints figures as JSON."""
+"""Waves of two pipelines of two stages each. Args: the text, a folder, how many batches are in flight.
+
+Island 0 prints figures as JSON.
+"""
 
 import dataclasses
 import io
@@ -22,13 +25,14 @@ from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
+from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
-TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
+TEXT, FOLDER, IN_FLIGHT = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 ISLANDS = join()
 assert ISLANDS is not None
 ISLAND = ISLANDS.seat.island
@@ -52,6 +56,7 @@ STRATEGY = Strategy(
     layout=Layout(mesh={"data": 1}),
     synchronisation=WAVES,
     across=Across(axis="pipeline", partitions=2, shares=(2.0, 1.0)),
+    pipeline=Pipeline(in_flight=IN_FLIGHT),
 )
 RUN = Run(
     # the table of the first stage is borrowed by the last one
@@ -83,6 +88,19 @@ def params(state):
     return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state.params)])
 
 
+def refused(**changes):
+    try:
+        run("refused", **changes)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(changes)
+
+
+# 0. batches in flight are steps of a pipeline's own optimizer
+if IN_FLIGHT > 1:
+    local = dataclasses.replace(STRATEGY, synchronisation=Synchronisation(on="deltas", every=2))
+    assert "there are no waves; use --synchronisation wsp --local-steps 2" in refused(strategy=local)
+
 # 1. the first pipeline runs ahead; what both push adds up to what both end with, stage by stage
 pushed, starts, end_wave = [], [], WaveMerge._end_wave
 
@@ -96,7 +114,9 @@ def recorded(self, state, number):
 
 
 WaveMerge._end_wave = recorded
-_, _, ahead = run("ahead", (0.0, 0.3))
+_, text, ahead = run("ahead", (0.0, 0.3))
+kept = "without a flush; stages keep 2, 1 versions of their weights, and 1, 2 gradients"
+assert ISLAND or (kept in text) == (IN_FLIGHT > 1), text
 WaveMerge._end_wave = end_wave
 sums = ISLANDS.all_gather_islands("pushed", np.sum(pushed, 0).tolist())
 np.testing.assert_allclose(ahead, starts[0] + np.sum(sums[STAGE::2], 0), rtol=1e-4, atol=1e-5)

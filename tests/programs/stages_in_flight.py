@@ -1,0 +1,182 @@
+"""Pipelines that are not flushed: their parameters are those of plain arithmetic with the same delays.
+
+Two virtual workers of two stages each, in waves. Arguments: batches in flight, steps of a wave. Every rank
+computes the whole model for one virtual worker, on one device, and gathers what the other one pushes.
+"""
+
+import sys
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tiny_language_model import TinyConfig
+
+from shardtrain.combine.fragments import by_path
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.data import place
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.islands.bridge import MPI, Control, MpiGroup, world
+from shardtrain.islands.mailbox import Mailbox
+from shardtrain.islands.parameter_server import ParameterServer
+from shardtrain.islands.parameter_shard import ParameterShard
+from shardtrain.islands.transfer import Transfer
+from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.pipeline.cuts import make_partitions, trace_parts
+from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_meeting
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.wave_merge import WaveMerge
+
+IN_FLIGHT, EVERY = int(sys.argv[1]), int(sys.argv[2])
+STEPS, DRAINED, STAGES, MICROBATCHES = 14, 8, 2, 2
+ROWS, SHARES, RATE, CLIP = 4, (0.75, 0.25), 2.0, 0.1
+# a table that the last stage borrows, so that its gradient comes from two stages
+CONFIG = TinyConfig(vocab=16, num_layers=3, tied=True)
+COMM = world()
+SEATS = Seats(num_islands=COMM.size, num_stages=STAGES, island=COMM.rank)
+MODEL = from_nnx(CONFIG)
+
+
+def batch_of(replica, number):
+    random = np.random.default_rng([replica, number])
+    tokens = random.integers(0, 16, (ROWS, CONFIG.seq + 1), np.int32)
+    # batches of unequal numbers of examples: gradients are of the mean of each
+    return {"tokens": tokens, "weights": (np.arange(ROWS) < ROWS - number % 2).astype(np.float32)}
+
+
+@jax.jit
+def gradient(params, rows):
+    def mean_loss(params):
+        apply = lambda x: MODEL.apply(params, {}, jax.random.key(0), True, x)[0]  # noqa: E731
+        total, count, *_ = next_token_loss(apply, rows)
+        return total / count
+
+    grads = jax.grad(mean_loss)(params)
+    norm = optax.tree.norm(grads)
+    return jax.tree.map(lambda g: g * jnp.where(norm < CLIP, 1, CLIP / norm), grads), norm
+
+
+def expected(start):
+    """Return the last parameters, those after each update, and norms: each batch with its own weights."""
+    replica, found = SEATS.replica, {0: start}
+    drift, common, norms = jax.tree.map(np.zeros_like, start), start, []
+    for number in range(1, STEPS + 1):
+        # the updates of all batches up to the one that has left the pipeline, or all after a meeting
+        seen = max(number - IN_FLIGHT, DRAINED if number > DRAINED else 0)
+        grads, norm = jax.device_get(gradient(found[seen], batch_of(replica, number)))
+        norms.append(float(norm))
+        drift = jax.tree.map(lambda d, g: d - RATE * g, drift, grads)
+        found[number] = jax.tree.map(np.add, common, drift)
+        if number % EVERY == 0 or number == STEPS:
+            drifts = COMM.allgather(drift)[::STAGES]
+            common = jax.tree.map(
+                lambda c, *d: c + sum(s * x for s, x in zip(SHARES, d, strict=True)), common, *drifts
+            )
+            drift, found[number] = jax.tree.map(np.zeros_like, drift), common
+    return common, found, norms
+
+
+def make_stage_step(meetings):
+    mesh = make_mesh(Layout(mesh={"data": 1}), jax.local_devices()[:1])
+    layout, optimizer = Layout(mesh={"data": 1}), optax.sgd(RATE)
+    microbatch = {name: x[: ROWS // MICROBATCHES] for name, x in batch_of(0, 1).items()}
+    traced = trace_parts(MODEL, next_token_loss, microbatch)
+    (stages,) = make_partitions(traced, Pipeline(), STAGES, 1)
+    stage_model = StageModel(model=MODEL, stages=stages, traced=traced, stage=SEATS.stage)
+    placement = make_placement(stage_model.as_model(), optimizer, layout, mesh)
+    control, way = Control(COMM), Synchronisation(on="deltas", every=EVERY, distance=0)
+    peers = COMM.Split(SEATS.stage, SEATS.replica)
+    transfer = Transfer(mesh, [MpiGroup(peers)])
+    shard = ParameterShard(peers.size, waves_ahead=waves_before_meeting(IN_FLIGHT, EVERY))
+
+    def make_waves(worker):
+        names = [f"worker {i}" for i in range(peers.size)]
+        ranks = list(range(SEATS.stage, COMM.size, STAGES))
+        return WaveMerge(
+            way,
+            placement,
+            parameters=ParameterServer(peers, shard, names, ranks, ActivityRecord(), patience_seconds=60),
+            meetings=meetings,
+            share=lambda: SHARES[SEATS.replica],
+            transfer=transfer,
+            all_gather=control.all_gather,
+            end_work=lambda: None,
+            last_step=STEPS,
+            worker=worker,
+        )
+
+    step = StageStep(
+        stage_model=stage_model,
+        flow=stage_model.flow(microbatch),
+        table=make_table("gpipe", STAGES, MICROBATCHES, 1),
+        evaluation_table=forward_only(STAGES, MICROBATCHES, 1),
+        optimizer=optimizer,
+        clip=CLIP,
+        placement=placement,
+        transfer=transfer,
+        seats=SEATS,
+        mailbox=Mailbox(COMM.Split(SEATS.replica, SEATS.stage), ["stage 0", "stage 1"], 60),
+        all_gather=control.all_gather,
+        synchronisation=way,
+        last_step=STEPS,
+        in_flight=IN_FLIGHT,
+        meetings=meetings,
+        make_waves=make_waves,
+    )
+    state = init_state(stage_model.as_model(), optimizer, placement, 7)
+    return step, state, lambda number: place(batch_of(SEATS.replica, number), mesh, ("data",), MICROBATCHES)
+
+
+def whole_params():
+    layout = Layout(mesh={"data": 1})
+    mesh = make_mesh(layout, jax.local_devices()[:1])
+    placement = make_placement(MODEL, optax.sgd(RATE), layout, mesh)
+    return jax.device_get(init_state(MODEL, optax.sgd(RATE), placement, 7).params)
+
+
+def main():
+    # nothing is in flight at the planned meeting after step 8, and after the last step
+    meetings = Meetings(Synchronisation(on="deltas", every=EVERY, distance=0), STEPS, DRAINED)
+    step, state, batch = make_stage_step(meetings)
+    state = step.begin(state, batch(1))
+    common, found, norms = expected(whole_params())
+    assert min(norms) < CLIP < max(norms), norms  # some are clipped
+    seen = defaultdict(float)
+    for number in range(1, STEPS + 1):
+        state, metrics = step(state, batch(number))
+        for name in ("loss_sum", "count"):
+            seen[name] += float(metrics[name])
+        updates = number if meetings.at(number) else max(number - IN_FLIGHT, DRAINED * (number > DRAINED))
+        # the update that is due at the beginning of a step was done in it
+        assert int(state.step) == updates, (number, int(state.step))
+        if number == DRAINED:
+            compare(step, state, found[DRAINED], "at the meeting")
+    compare(step, state, common, "at the end")
+    # the losses of all batches of both virtual workers are in the metrics of the first, once
+    examples = sum(batch_of(r, n)["weights"].sum() for r in (0, 1) for n in range(1, STEPS + 1))
+    assert COMM.rank or seen["count"] == examples * CONFIG.seq, seen
+    assert forwards_ahead(STAGES, IN_FLIGHT)[0] == IN_FLIGHT - 1
+    COMM.barrier()
+    step.close()
+    sys.stdout.write("done\n")
+
+
+def compare(step, state, params, case):
+    reference = by_path(step.stage_model.own(params))
+    for path, x in by_path(jax.device_get(state.params)).items():
+        np.testing.assert_allclose(x, reference[path], 1e-5, 1e-6, err_msg=f"{case}: {path}")
+
+
+assert MPI.COMM_WORLD.size == 4
+main()
