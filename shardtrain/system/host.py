@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,22 @@ def memory_bytes(name: str, file: Path = Path("/proc/meminfo")) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def peak_resident_bytes(file: Path = Path("/proc/self/status")) -> int:
+    """Return the most memory that this process has had resident at once.
+
+    The kernel's figure for the process's own memory: that of getrusage may be of the program that started it.
+
+    >>> peak_resident_bytes() > 1 << 20
+    True
+    """
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if own is None else own)
 
 
 def network_links(folder: Path = Path("/sys/class/net")) -> dict[str, Any]:

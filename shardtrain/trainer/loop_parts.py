@@ -16,6 +16,7 @@ from shardtrain.report.sinks.sink import Sink
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Step
 from shardtrain.trainer.hooks import Hooks
+from shardtrain.trainer.memory import peak_memory
 from shardtrain.trainer.recovery import Spikes
 from shardtrain.trainer.run_totals import RunTotals
 from shardtrain.trainer.spent import Spent
@@ -125,6 +126,7 @@ class LoopParts:
       check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
       hooks: functions of the user, called at the events of the run.
       totals: the wall time of the run, and the updates of this start.
+      peak_memory_bytes: returns the most memory that this rank has used at once.
       spent: returns on what time was spent, and what was sent, since its last call, as metrics.
       explain: step -> why the data of this step gives no finite loss; "" where the reason is unknown.
     """
@@ -148,5 +150,6 @@ class LoopParts:
     check: Callable[[int, State], None] | None = None
     hooks: Hooks = field(default_factory=Hooks)
     totals: RunTotals = field(default_factory=RunTotals)
+    peak_memory_bytes: Callable[[], int] = lambda: peak_memory().num_bytes
     spent: Spent = field(default_factory=lambda: Spent(ActivityRecord()))
     explain: Callable[[int], str] = lambda step: ""

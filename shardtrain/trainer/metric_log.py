@@ -140,7 +140,7 @@ class MetricLog:
         if self._clipped.value is not None:
             line["clipped"] = self._clipped.value
         line["wall_seconds"] = self._parts.totals.wall_seconds()
-        line |= self._parts.spent()
+        line |= {**self._parts.spent(), "peak_memory_bytes": self._parts.peak_memory_bytes()}
         self._means, self._clipped = {}, Mean()
         return line
 

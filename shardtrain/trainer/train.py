@@ -25,6 +25,7 @@ from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.loop_parts import LoopParts
 from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts
+from shardtrain.trainer.memory import memory_text, peak_memory
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
@@ -103,6 +104,8 @@ def train(
             with activity.at("the end", long=True):
                 output.say(totals.summary(step))
                 output.say(parts.spent.summary())
+                peaks = prepared.coordination.meet("peak memory", list(peak_memory()))
+                output.say(memory_text(peaks, prepared.coordination.seats))
                 sample = _end(prepared, state, step, output, stop)
     return Trained(
         state=state,

@@ -57,5 +57,7 @@ def test_slow_data_is_charged_to_the_input(tmp_path):
     walls = [line["wall_seconds"] for line in lines]
     # nothing is left out, and nothing counted twice
     assert sum(seconds[1:]) == pytest.approx(walls[-1] - walls[0], abs=0.05)
+    assert all(line["peak_memory_bytes"] > 1 << 20 for line in lines)
     assert "time of this start: " in output.getvalue()
+    assert "peak memory of the process: " in output.getvalue()
     assert not any(name.startswith(("bytes/", "own_seconds/")) for line in lines for name in line)
