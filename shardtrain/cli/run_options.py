@@ -59,6 +59,7 @@ SHORT = {
     f"{ACROSS}partitions": "partitions",
     f"{ACROSS}shares": "shares",
     f"{ACROSS}reduce": "reduce",
+    f"{ACROSS}reduce_dtype": "reduce_dtype",
     f"{ACROSS}bucket_bytes": "bucket_bytes",
     f"{ACROSS}first_bucket_bytes": "first_bucket_bytes",
     f"{ACROSS}memory": "bridge_memory",

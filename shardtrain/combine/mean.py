@@ -60,15 +60,20 @@ def sum() -> Combiner:
 
 
 def add_up(tree: Any, group: Group) -> Any:
-    """Return the sums over all ranks of a tree of float32 leaves.
+    """Return the sums over all ranks of a tree of leaves of float32, or of 16 bits.
 
     The mean of sums that are weighted already, as gradients of a summed loss are, is their total over that of
     the counts: so it costs no pass over memory. Small leaves are sent in one all-reduce, and those of `LARGE`
-    elements or more in one each.
+    elements or more in one each. Leaves of 16 bits are sent as such, and added in float32, as in `mean`.
     """
     leaves, structure = jax.tree.flatten(tree)
-    small = [i for i, leaf in enumerate(leaves) if leaf.size < LARGE]
-    found = [leaf if i in small else group.all_reduce(leaf) for i, leaf in enumerate(leaves)]
+    narrow = [i for i, leaf in enumerate(leaves) if leaf.dtype.itemsize == 2]
+    small = [i for i, leaf in enumerate(leaves) if leaf.size < LARGE and i not in narrow]
+    found = [leaf if i in (*small, *narrow) else group.all_reduce(leaf) for i, leaf in enumerate(leaves)]
+    if narrow:
+        sums, _ = _combine_narrow([leaves[i] for i in narrow], jnp.ones(group.size), jnp.ones(()), group)
+        for i, x in zip(narrow, sums, strict=True):
+            found[i] = x
     if small:
         packed = group.all_reduce(jnp.concatenate([leaves[i].reshape(-1) for i in small]))
         for i, x in zip(small, _unpacked(packed, [leaves[i] for i in small]), strict=True):

@@ -23,6 +23,9 @@ class Across:
         devices; "auto": by their devices at first, then by the speed that is measured.
       reduce: how arrays are summed over islands: by one all-reduce; on island 0, which broadcasts the sum
         ("root"); or within each host first, then between hosts ("hierarchical").
+      reduce_dtype: dtype of the gradients that islands exchange: "float32", or "bfloat16", half of the bytes.
+        They are added in float32, and the sum is rounded again. A codec (bfloat16+mean) adds what it rounds
+        off to the next step; this does not, and so keeps no copy of it.
       bucket_bytes: gradients are sent in buckets of about this size; 0: one bucket per array.
       first_bucket_bytes: size of the first bucket, smaller so that sending starts early.
       memory: the memory that MPI reads and writes: "device", "host", or "auto": device memory if a probe
@@ -36,6 +39,7 @@ class Across:
     partitions: int | None = None
     shares: tuple[float, ...] | Literal["auto"] | None = None
     reduce: Literal["all_reduce", "root", "hierarchical"] = "all_reduce"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     bucket_bytes: int = CAP_BYTES
     first_bucket_bytes: int = FIRST_BYTES
     memory: Literal["auto", "device", "host"] = "auto"
@@ -54,6 +58,10 @@ class Across:
         if self.shares == "auto" and self.axis == "pipeline":
             problems.append(
                 "shares is 'auto', and the stages of a pipeline are made for their rows; give weights"
+            )
+        if self.reduce_dtype != "float32" and self.axis == "pipeline":
+            problems.append(
+                f"reduce_dtype is {self.reduce_dtype!r}, and stages send float32; use a codec (bfloat16+mean)"
             )
         if isinstance(self.shares, tuple) and (
             any(not 0 <= share < math.inf for share in self.shares) or not sum(self.shares)

@@ -53,6 +53,7 @@ class IslandCombiner:
       transfer: to the other islands.
       params: path -> shape of what is combined; None: of all parameters.
       of_sums: what is combined are sums over examples, for a mean; the result is their total.
+      dtype: of what is combined: float32, or 16 bits.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class IslandCombiner:
         params: dict[str, jax.ShapeDtypeStruct] | None = None,
         *,
         of_sums: bool = False,
+        dtype: str = "float32",
     ) -> None:
         specs = placement.specs
         self._program = self._add_up if of_sums else self._combine
@@ -71,12 +73,14 @@ class IslandCombiner:
         self._stacked = frozenset() if combiner.linear else stacked_paths(specs.arrays, specs.sharded)
         self._whole = whole = NamedSharding(transfer.mesh, PartitionSpec())
         params = by_path(specs.abstract.params) if params is None else params
-        leaves = [(path, jax.ShapeDtypeStruct(leaf.shape, jnp.float32)) for path, leaf in params.items()]
+        leaves = [(path, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))) for path, leaf in params.items()]
         # leaves of one unit are sent in one bucket
         units = ["all"] * len(leaves) if combiner.across_leaves else None
         self._buckets = []
         buckets = transfer.buckets([leaf for _, leaf in leaves], units)
-        sizes_bytes = [sum(4 * leaves[i][1].size for i in bucket) for bucket in buckets]
+        sizes_bytes = [
+            sum(leaves[i][1].dtype.itemsize * leaves[i][1].size for i in bucket) for bucket in buckets
+        ]
         first_number = transfer.bucket_times.add(sizes_bytes)
         for number, bucket in enumerate(buckets, first_number):
             like = dict(leaves[i] for i in bucket)
@@ -110,7 +114,7 @@ class IslandCombiner:
         """Start to send and combine every bucket, in the background.
 
         Args:
-          tree: path -> float32 array on the mesh, the mean over this island's examples, or their sum.
+          tree: path -> array on the mesh, the mean over this island's examples, or their sum.
           count: float32 scalar on the mesh, how many examples.
           state: from `init`, or of the step before.
 

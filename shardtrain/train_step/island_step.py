@@ -75,6 +75,7 @@ def make_island_step(
     transfer: Transfer,
     *,
     synchronisation: Synchronisation = Synchronisation(),
+    reduce_dtype: str = "float32",
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
     last_step: int = -1,
@@ -90,6 +91,7 @@ def make_island_step(
       placement: the placement of this model and optimizer on this island, whose own replicas are averaged.
       transfer: to the other islands.
       synchronisation: how islands are synchronised.
+      reduce_dtype: of the gradients that are sent, see `islands.options.Across`.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the number of this island's first row in the whole batch.
       last_step: the last step of the run, see `step.make_step`.
@@ -122,6 +124,7 @@ def make_island_step(
         placement=placement,
         transfer=transfer,
         synchronisation=synchronisation,
+        reduce_dtype=reduce_dtype,
         learning_rate=learning_rate,
         all_gather=all_gather,
     )
@@ -142,6 +145,7 @@ class GradientIslandStep:
         placement: Placement,
         transfer: Transfer,
         synchronisation: Synchronisation,
+        reduce_dtype: str,
         learning_rate: optax.Schedule | None,
         all_gather: AllGather,
     ) -> None:
@@ -149,7 +153,9 @@ class GradientIslandStep:
         self.first_row = np.uint32(first_row)
         # a mean sends sums over examples: they are weighted already, and divided where they are used
         of_sums = synchronisation.is_mean
-        self._combiner = IslandCombiner(synchronisation.combiner, placement, transfer, of_sums=of_sums)
+        self._combiner = IslandCombiner(
+            synchronisation.combiner, placement, transfer, of_sums=of_sums, dtype=reduce_dtype
+        )
         self.labels, self.keeps_state = self._combiner.labels, self._combiner.keeps_state
         mesh = placement.mesh
         # with inside "sum" an island sends the sum over its replicas: their mean times their number
@@ -166,11 +172,13 @@ class GradientIslandStep:
                 own["finite"] = jnp.isfinite(optax.tree.norm(grads))
                 over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
                 own["overflowed"] = jnp.float32(over)
-            return found._replace(grads=grads), own
+            # what is sent is rounded here, so that 32 bits of it are never written
+            return found._replace(grads=jax.tree.map(lambda g: g.astype(reduce_dtype), grads)), own
 
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
         ) -> tuple[State, Metrics]:
+            found = found._replace(grads=jax.tree.map(lambda g: g.astype(jnp.float32), found.grads))
             found = found.of_mean_loss if of_sums else found
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)

@@ -106,6 +106,7 @@ def make_multi_island_step(
         setup.placement,
         coordination.transfer,
         synchronisation=run.strategy.synchronisation,
+        reduce_dtype=run.strategy.across.reduce_dtype,
         learning_rate=setup.learning_rate,
         start_row=loader.shard().start,
         last_step=run.steps,

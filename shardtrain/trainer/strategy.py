@@ -61,6 +61,7 @@ class Strategy:
         problems = wrong_types(self)
         if self.accumulate < 1:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
+        problems += _reduce_problems(self.across.reduce_dtype, self.synchronisation)
         if not problems:
             if (in_flight := self.pipeline.in_flight) > 1 and self.across.axis != "pipeline":
                 problems.append(
@@ -211,3 +212,18 @@ def _built(default: Any, values: Mapping[str, Any], path: str, problems: list[st
         nested = is_dataclass(inner) and not isinstance(inner, type) and isinstance(value, Mapping)
         found[key] = _built(inner, value, name, problems) if nested else value
     return replace(default, **found) if not problems else default
+
+
+def _reduce_problems(dtype: str, synchronisation: Synchronisation) -> list[str]:
+    """Return why gradients cannot be sent in a dtype, one line each."""
+    if dtype == "float32":
+        return []
+    by = synchronisation.by if isinstance(synchronisation.by, str) else ""
+    problems = []
+    if synchronisation.on_deltas:
+        problems.append(
+            f"reduce_dtype is {dtype!r}, and deltas are float32; use a codec: --combine {dtype}+mean"
+        )
+    if "+" in by:
+        problems.append(f"reduce_dtype is {dtype!r}, and {by!r} has a codec already; use one of the two")
+    return problems

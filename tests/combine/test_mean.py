@@ -31,3 +31,17 @@ def test_large_leaves_have_the_values_of_packed_ones(name, large, counts, monkey
     for leaf, ours in zip(tree, found, strict=True):
         expected = sum(n * leaf[i] for i, n in enumerate(counts) if n) * means / total
         np.testing.assert_allclose(ours, np.broadcast_to(expected, leaf.shape), rtol=1e-6, atol=1e-7)
+
+
+def test_sums_of_16_bits_are_added_in_float32_and_rounded_once():
+    """257 is no bfloat16, and 256 + 1 + 1 + 1 = 259 becomes 260; rounded after each addition it stays 256."""
+    narrow = jnp.array([[256.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], jnp.bfloat16)
+    wide = jnp.array([257.0, 1.0, 1.0, 1.0])
+
+    def combine(narrow, wide):
+        return MEAN.add_up({"narrow": narrow, "wide": wide}, MeshGroup("data", 4))
+
+    found = jax.vmap(combine, axis_name="data")(narrow, wide)
+    assert found["narrow"].dtype == jnp.bfloat16
+    assert found["narrow"].tolist() == [[260.0, 4.0]] * 4
+    assert found["wide"].tolist() == [260.0] * 4

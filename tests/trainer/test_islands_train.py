@@ -62,6 +62,13 @@ def test_islands_train_as_one_device_does_and_resume(
     assert (
         6 * 4 * num_parameters < sum(line["bytes/islands"] for line in lines) < 6 * (4 * num_parameters + 100)
     )
+    # and half of that in bfloat16, with losses that are near
+    narrow = read_jsonl(tmp_path / "narrow" / "metrics.jsonl")
+    sent = sum(line["bytes/islands"] for line in narrow)
+    assert 6 * 2 * num_parameters < sent < 6 * (2 * num_parameters + 100)
+    for a, b in zip(narrow, lines, strict=True):
+        np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-3)
+    assert narrow[-1]["train/loss"] != lines[-1]["train/loss"]
     assert sum(line["seconds/step"] for line in lines) > 0
     assert sum(line["seconds/islands"] for line in lines) > 0
     # the table is larger than a bucket of 3000 bytes, and its gradient is sent first

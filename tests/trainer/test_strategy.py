@@ -203,3 +203,21 @@ def test_a_preset_and_its_fields(tmp_path):
     assert found == Synchronisation(by="int8+mean", on="deltas", every=30, fragments=2, outer=outer)
     with pytest.raises(ValueError, match="did you mean 'diloco'"):
         parsed(tmp_path, "--synchronisation", "dilocco")
+
+
+def test_gradients_in_16_bits_are_refused_where_they_are_not_sent():
+    narrow = Across(reduce_dtype="bfloat16")
+    with pytest.raises(ValueError) as error:
+        Strategy(across=narrow, synchronisation=Synchronisation(by="int8+mean", on="deltas", every=2))
+    assert str(error.value) == (
+        "this strategy cannot be used:\n"
+        "  - reduce_dtype is 'bfloat16', and deltas are float32; use a codec: --combine bfloat16+mean\n"
+        "  - reduce_dtype is 'bfloat16', and 'int8+mean' has a codec already; use one of the two"
+    )
+    with pytest.raises(ValueError) as error:
+        Across(reduce_dtype="bfloat16", axis="pipeline")
+    assert str(error.value) == (
+        "islands cannot be joined like this:\n"
+        "  - reduce_dtype is 'bfloat16', and stages send float32; use a codec (bfloat16+mean)"
+    )
+    Strategy(across=narrow, synchronisation=Synchronisation(by="adasum"))
