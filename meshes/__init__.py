@@ -1,1 +1,1 @@
-"""Layouts in TOML, values only: give one to `--mesh`, or copy one and change it."""
+"""Layouts for `--mesh` and strategies for `--strategy`, in TOML: give one, or copy it and change it."""

@@ -58,6 +58,7 @@ SHORT = {
     f"{ACROSS}axis": "across",
     f"{ACROSS}partitions": "partitions",
     f"{ACROSS}shares": "shares",
+    f"{ACROSS}share_limits": "share_limits",
     f"{ACROSS}reduce": "reduce",
     f"{ACROSS}reduce_dtype": "reduce_dtype",
     f"{ACROSS}bucket_bytes": "bucket_bytes",
@@ -251,6 +252,14 @@ def _shares(text: str) -> tuple[float, ...] | str:
         raise ValueError(f"{error}\n  - the word auto is allowed too: shares by measured speed") from None
 
 
+def _share_limits(text: str) -> tuple[int, ...] | str:
+    """Read `auto` or whole numbers such as `24,64`."""
+    words = [word.strip() for word in text.split(",")]
+    if text != "auto" and not all(word.isascii() and word.isdecimal() for word in words):
+        raise ValueError(f"share limits {text!r} cannot be read; give whole numbers, as in 24,64, or auto")
+    return text if text == "auto" else tuple(map(int, words))
+
+
 TEXTS = {
     f"{LAYOUT}mesh": TextForm(
         write=_mesh_text,
@@ -274,6 +283,12 @@ TEXTS = {
         read=_shares,
         help="weights of the replicas, in proportion to which they get rows of a batch, such as 3,1; None: by"
         " their devices; auto: by their devices at first, then by the speed that is measured.",
+    ),
+    f"{ACROSS}share_limits": TextForm(
+        write=lambda given: given if isinstance(given, str | None) else ",".join(map(str, given)),
+        read=_share_limits,
+        help="the most examples of a batch that each island gets (tokens, where the batch counts them), such"
+        " as 24,64; auto: as many as fit its memory.",
     ),
 }
 """Path of a field -> its text form."""

@@ -96,7 +96,12 @@ class RowSplit:
         )
 
 
-def split_over_islands(num_rows: int, weights: Sequence[float], multiples: Sequence[int]) -> list[int]:
+def split_over_islands(
+    num_rows: int,
+    weights: Sequence[float],
+    multiples: Sequence[int],
+    limits: Sequence[int] | None = None,
+) -> list[int]:
     """Split the rows of a batch over islands, in proportion to their weights.
 
     Each island gets a multiple of what it can split without padding, if such numbers add up to the batch;
@@ -106,18 +111,48 @@ def split_over_islands(num_rows: int, weights: Sequence[float], multiples: Seque
       num_rows: B, rows of the whole batch.
       weights: island -> its weight.
       multiples: island -> `RowSplit.multiple` of its mesh.
+      limits: island -> the most rows that it may get, a multiple of that; what is above goes to the others.
 
     Returns:
       island -> its number of rows; they add up to B.
 
+    Raises:
+      ValueError: the limits of the islands with a weight add up to less than the batch.
+
     >>> split_over_islands(32, [3, 1], [4, 2]), split_over_islands(7, [1, 1], [4, 2])
     ([24, 8], [4, 3])
+    >>> split_over_islands(32, [3, 1, 1], [1, 1, 1], limits=[12, 32, 32])
+    [12, 10, 10]
     """
-    # shares without padding may not add up to the batch; then an island pads its own
-    try:
-        return shares.shares(num_rows, weights, multiples=list(multiples))
-    except ValueError:
-        return shares.shares(num_rows, weights)
+    full: dict[int, int] = {}
+    if limits is not None and sum(most for w, most in zip(weights, limits, strict=True) if w) < num_rows:
+        raise ValueError(limits_text(num_rows, weights, limits))
+    while True:
+        rest, others = num_rows - sum(full.values()), [0 if i in full else w for i, w in enumerate(weights)]
+        # shares without padding may not add up to the batch; then an island pads its own
+        try:
+            found = shares.shares(rest, others, multiples=list(multiples)) if rest else [0] * len(others)
+        except ValueError:
+            found = shares.shares(rest, others)
+        found = [full.get(i, rows) for i, rows in enumerate(found)]
+        above = {i: most for i, most in enumerate(limits or ()) if found[i] > most}
+        if not above:
+            return found
+        full |= above
+
+
+def limits_text(num_rows: int, weights: Sequence[float], limits: Sequence[int]) -> str:
+    """Return the error message for a batch that islands cannot hold.
+
+    >>> limits_text(32, [1, 1], [16, 8]).partition(". ")[0]
+    'a batch of 32 rows does not fit the islands: they may have at most 16, 8 rows, 24 together'
+    """
+    most = [limit if weight else 0 for weight, limit in zip(weights, limits, strict=True)]
+    return (
+        f"a batch of {num_rows} rows does not fit the islands: they may have at most"
+        f" {', '.join(map(str, most))} rows, {sum(most)} together. Use a batch of {sum(most)} rows or less,"
+        " more islands, or larger limits"
+    )
 
 
 def fill_with_copies(rows: np.ndarray, num_real: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ Source: Ding et al. 2021, HetSeq (unequal islands in one run); Song et al. 2020,
 the ratio of the speeds).
 """
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -23,30 +24,32 @@ CHANGED = 0.15
 """The part by which a measured time may miss what fits an older one, before that is of another speed."""
 
 
-def capacities(most: int, multiple: int) -> list[int]:
+def capacities(most: int, multiple: int, limit: float = math.inf) -> list[int]:
     """Return the numbers of rows that an island may be compiled for, the last one at least `most`.
 
     Args:
       most: rows.
       multiple: what the island's mesh splits without padding; each capacity is a multiple of it, and at most
         an eighth above the one before, where that is possible.
+      limit: the largest one, a multiple too; it may be below `most`.
 
-    >>> capacities(24, 1)[:12], capacities(24, 4)
-    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4, 8, 12, 16, 20, 24])
+    >>> capacities(24, 1)[:12], capacities(24, 4), capacities(24, 4, 12)
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4, 8, 12, 16, 20, 24], [4, 8, 12])
     """
     found = [multiple]
-    while found[-1] < most:
-        found.append(found[-1] + max(found[-1] // 8 // multiple, 1) * multiple)
+    while found[-1] < min(most, limit):
+        step = max(found[-1] // 8 // multiple, 1) * multiple
+        found.append(int(min(found[-1] + step, limit)))
     return found
 
 
-def capacity(rows: int, multiple: int) -> int:
+def capacity(rows: int, multiple: int, limit: float = math.inf) -> int:
     """Return the least capacity that holds some rows.
 
-    >>> capacity(21, 1), capacity(0, 4)
-    (22, 4)
+    >>> capacity(21, 1), capacity(0, 4), capacity(21, 1, limit=21)
+    (22, 4, 21)
     """
-    return capacities(rows, multiple)[-1]
+    return capacities(rows, multiple, limit)[-1]
 
 
 class Speed:
@@ -90,7 +93,9 @@ class Speed:
         return self._measured[near] + per_row * (capacity - near)
 
 
-def balanced_rows(num_rows: int, speeds: Sequence[Speed], multiples: Sequence[int]) -> list[int]:
+def balanced_rows(
+    num_rows: int, speeds: Sequence[Speed], multiples: Sequence[int], limits: Sequence[float] | None = None
+) -> list[int]:
     """Return the rows of each island with which the slowest ends first; they add up to the batch.
 
     An island computes its least capacity in any case, of padding alone if it gets no rows.
@@ -99,14 +104,20 @@ def balanced_rows(num_rows: int, speeds: Sequence[Speed], multiples: Sequence[in
       num_rows: B, rows of the whole batch.
       speeds: of each island; something must have been measured.
       multiples: see `capacities`.
+      limits: the most rows of each island, together as many as the batch has.
 
     >>> fast, slow = Speed(), Speed()
     >>> fast.add(16, 1.0), slow.add(16, 2.0)
     (None, None)
     >>> balanced_rows(32, [fast, slow], [1, 1])
     [21, 11]
+    >>> balanced_rows(32, [fast, slow], [1, 1], [18, 32])
+    [18, 14]
     """
-    ladders = [capacities(num_rows, multiple) for multiple in multiples]
+    limits = [math.inf] * len(multiples) if limits is None else limits
+    ladders = [
+        capacities(num_rows, multiple, limit) for multiple, limit in zip(multiples, limits, strict=True)
+    ]
     seconds = [[speed.seconds(c) for c in ladder] for speed, ladder in zip(speeds, ladders, strict=True)]
     # the least time in which the islands together have room for all rows
     least = max(each[0] for each in seconds)
@@ -136,6 +147,7 @@ class MeasuredShares:
       num_rows: B, rows of the whole batch.
       rows: of each island at the start; they add up to B.
       multiples: of each island, see `capacities`.
+      limits: of each island, see `balanced_rows`.
 
     Attributes:
       rows: of each island.
@@ -147,8 +159,15 @@ class MeasuredShares:
     ([21, 11], 17)
     """
 
-    def __init__(self, num_rows: int, rows: Sequence[int], multiples: Sequence[int]) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        rows: Sequence[int],
+        multiples: Sequence[int],
+        limits: Sequence[float] | None = None,
+    ) -> None:
         self._num_rows, self._multiples = num_rows, list(multiples)
+        self._limits = [math.inf] * len(rows) if limits is None else list(limits)
         self._speeds = [Speed() for _ in rows]
         self._steps: list[Sequence[float]] = []
         self._pays = False
@@ -157,16 +176,19 @@ class MeasuredShares:
     @property
     def capacities(self) -> list[int]:
         """The rows of each island with padding."""
-        return [capacity(n, multiple) for n, multiple in zip(self.rows, self._multiples, strict=True)]
+        each = zip(self.rows, self._multiples, self._limits, strict=True)
+        return [capacity(n, multiple, limit) for n, multiple, limit in each]
 
     def restore(self, rows: Sequence[int]) -> bool:
-        """Go on with the rows of a checkpoint, if they are of as many islands and the same batch; else False.
+        """Go on with the rows of a checkpoint, if these islands can have them; else return False.
 
         >>> shares = MeasuredShares(32, [16, 16], [1, 1])
         >>> shares.restore([21, 11]), shares.rows, shares.restore([16, 8, 8])
         (True, [21, 11], False)
         """
         if len(rows) != len(self.rows) or sum(rows) != self._num_rows:
+            return False
+        if any(n > limit for n, limit in zip(rows, self._limits, strict=True)):
             return False
         self.rows, self._steps, self._pays = list(rows), [], False
         return True
@@ -183,7 +205,7 @@ class MeasuredShares:
         measured = [median(each) for each in zip(*self._steps[SKIPPED:], strict=True)]
         for speed, now, x in zip(self._speeds, self.capacities, measured, strict=True):
             speed.add(now, x)
-        rows = balanced_rows(self._num_rows, self._speeds, self._multiples)
+        rows = balanced_rows(self._num_rows, self._speeds, self._multiples, self._limits)
         before, self.rows = self.rows, rows
         expected = max(s.seconds(now) for s, now in zip(self._speeds, self.capacities, strict=True))
         pays = rows != before and expected <= max(measured) * (1 - LEAST_GAIN)

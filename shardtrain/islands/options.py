@@ -21,6 +21,8 @@ class Across:
       partitions: number of islands that form one pipeline; None: all of them.
       shares: weights of the replicas, in proportion to which they get rows of a batch; None: by their
         devices; "auto": by their devices at first, then by the speed that is measured.
+      share_limits: the most examples of a batch that each island gets (tokens, where the batch counts them),
+        whatever the shares say; the others get the rest. "auto": as many as fit the memory of the island.
       reduce: how arrays are summed over islands: by one all-reduce; on island 0, which broadcasts the sum
         ("root"); or within each host first, then between hosts ("hierarchical").
       reduce_dtype: dtype of the gradients that islands exchange: "float32", or "bfloat16", half of the bytes.
@@ -38,6 +40,7 @@ class Across:
     axis: Literal["data", "pipeline"] = "data"
     partitions: int | None = None
     shares: tuple[float, ...] | Literal["auto"] | None = None
+    share_limits: tuple[int, ...] | Literal["auto"] | None = None
     reduce: Literal["all_reduce", "root", "hierarchical"] = "all_reduce"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     bucket_bytes: int = CAP_BYTES
@@ -69,5 +72,12 @@ class Across:
             problems.append(
                 f"shares is {self.shares}; give each replica a number from 0, one of them above 0"
             )
+        if self.share_limits is not None and self.axis == "pipeline":
+            problems.append(
+                "share_limits is given, and islands are stages of a pipeline; use --stage-memory, by which"
+                " the model is cut"
+            )
+        if isinstance(self.share_limits, tuple) and any(most < 1 for most in self.share_limits):
+            problems.append(f"share_limits is {self.share_limits}; give each island a number from 1")
         if problems:
             raise problems_error("islands cannot be joined like this", problems)

@@ -92,6 +92,10 @@ class DeltaIslandStep:
         state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
         return state, with_sums_of_islands(metrics, merged, jax.tree.map(jnp.zeros_like, state.local.sums))
 
+    def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:
+        """Return the program of a local step, see `island_step.GradientIslandStep.compiled`."""
+        return self._step.lower(state._replace(combine_state=()), batch, self.first_row).compile()
+
     def close(self) -> None:
         """End what the merge keeps open, see `island_step.IslandStep`."""
         self._merge.close()

@@ -231,5 +231,9 @@ class GradientIslandStep:
         found = Sums(grads=like_paths(found.grads, combined.value), model_state=model_state, **sums)
         return self._update(state, found, [combined.state], combined.metrics, own)
 
+    def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:
+        """Return the program of the gradients, of shapes; a step of these shapes compiles it no more."""
+        return self._local.lower(state, batch, self.first_row).compile()
+
     def close(self) -> None:
         """There is nothing to end, see `IslandStep`."""

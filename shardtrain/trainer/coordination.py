@@ -43,9 +43,9 @@ class BatchSplit(NamedTuple):
     multiples: Sequence[int]
     own: int
 
-    def rows(self, num_rows: int) -> list[int]:
-        """Return the rows of each in a batch of so many."""
-        return split_over_islands(num_rows, self.weights, self.multiples)
+    def rows(self, num_rows: int, limits: Sequence[int] | None = None) -> list[int]:
+        """Return the rows of each in a batch of so many, see `split_over_islands`."""
+        return split_over_islands(num_rows, self.weights, self.multiples, limits)
 
 
 class Voted(NamedTuple):

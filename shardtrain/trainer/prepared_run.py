@@ -38,6 +38,7 @@ from shardtrain.trainer.multi_island_step import (
     make_multi_island_step,
     pipeline_text,
 )
+from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import pipeline_facts, run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
@@ -154,6 +155,8 @@ def prepare_run(
     if text := bridge_text(coordination):
         output.note(text)
     wanted = restorable_state(setup.placement)
+    if run.strategy.across.share_limits == "auto" and island_step is not None:
+        loader = fit_to_memory(coordination, shares, loader, island_step, wanted, batch, output.note)
 
     def init() -> State:
         state = init_state(setup.model, setup.optimizer, setup.placement, run.seed)

@@ -3,6 +3,7 @@
 Next: `feed.py`, which reads them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,11 +53,44 @@ class RowShares:
         if len(self._split.multiples) == 1 and not self._pads and coordination.islands is not None:
             unit = self._split.multiples[0]
             RowSplit({"data": unit // microbatches}, microbatches).check(row_counts[0])
-        self._measured: MeasuredShares | None = None
+        self._batch, self._measures = run.batch, shares == "auto" and len(self._split.multiples) > 1
         self._compiled: set[tuple[int, ...]] = set()
-        if shares == "auto" and len(self._split.multiples) > 1:
-            most = max(row_counts)
-            self._measured = MeasuredShares(most, self._split.rows(most), self._split.multiples)
+        limits = run.strategy.across.share_limits
+        self.limit(None if isinstance(limits, str) else limits)
+
+    def limit(self, limits: Sequence[int] | None) -> None:
+        """Set the most that each island gets of a batch, in examples or tokens; None: no limit.
+
+        Raises:
+          ValueError: the islands together cannot hold a batch, or one cannot have what its mesh computes at
+            least; or there are not as many limits as islands.
+        """
+        self._limits = limits
+        if limits is not None and len(limits) != len(self._split.multiples):
+            raise ValueError(
+                f"share_limits has {len(limits)} numbers, and there are {len(self._split.multiples)} islands;"
+                " give one each"
+            )
+        most = max(self._row_counts)
+        self._measured: MeasuredShares | None = None
+        if self._measures:
+            rows, multiples = self._rows(most), self._split.multiples
+            self._measured = MeasuredShares(most, rows, multiples, self._row_limits(most))
+
+    def _row_limits(self, num_rows: int) -> list[int] | None:
+        """Return the most rows of each island in a batch of so many, multiples of what its mesh can split."""
+        if self._limits is None:
+            return None
+        found = []
+        for island, (limit, multiple) in enumerate(zip(self._limits, self._split.multiples, strict=True)):
+            rows = limit * num_rows // self._batch
+            if rows < multiple:
+                raise ValueError(
+                    f"island {island} may have {rows} of {num_rows} rows of a batch, and its mesh computes"
+                    f" {multiple} at least; use a smaller mesh or fewer microbatches there, or leave it out"
+                )
+            found.append(rows // multiple * multiple)
+        return found
 
     def loader(self, batches: Batches | TokenBatches) -> Loader:
         """Return the loader of the rows that this process has now."""
@@ -77,23 +111,46 @@ class RowShares:
             self._batch_axes,
             self._microbatches,
             self._split.multiples[own],
-            self._capacities(rows)[own] if padded else None,
+            self._capacities(rows, num_rows)[own] if padded else None,
         )
 
     def _rows(self, num_rows: int) -> list[int]:
         """Return the rows of each island in a batch of so many."""
         if self._measured is None:
-            return self._split.rows(num_rows)
+            return self._split.rows(num_rows, self._row_limits(num_rows))
         if num_rows == sum(self._measured.rows):
             return self._measured.rows
-        return split_over_islands(num_rows, self._measured.rows, self._split.multiples)
+        limits = self._row_limits(num_rows)
+        return split_over_islands(num_rows, self._measured.rows, self._split.multiples, limits)
 
-    def _capacities(self, rows: Sequence[int]) -> list[int]:
+    def _capacities(self, rows: Sequence[int], num_rows: int) -> list[int]:
         """Return these rows with padding: few numbers where they are measured, so that few are compiled."""
         multiples = self._split.multiples
         if self._measured is not None:
-            return [capacity(n, multiple) for n, multiple in zip(rows, multiples, strict=True)]
+            limits = self._row_limits(num_rows) or [math.inf] * len(rows)
+            return [capacity(*each) for each in zip(rows, multiples, limits, strict=True)]
         return [RowSplit({"data": each}).padded(n) for n, each in zip(rows, multiples, strict=True)]
+
+    def limit_rows(self, rows: Sequence[int | None], num_rows: int) -> str | None:
+        """Set the most rows of each island; return a line if any has a limit.
+
+        Args:
+          rows: of each island; None: no limit.
+          num_rows: of the whole batch.
+
+        Raises:
+          ValueError: see `limit`.
+        """
+        fit = [num_rows if limit is None else min(limit, num_rows) for limit in rows]
+        if min(fit) == num_rows:
+            return None
+        self.limit([limit * self._batch // num_rows for limit in fit])
+        return f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}"
+
+    @property
+    def multiple(self) -> int:
+        """The number of rows that this island's mesh splits without padding."""
+        return self._split.multiples[self._split.own]
 
     def saved(self) -> dict[str, list[int]]:
         """Return what a checkpoint holds of the rows: those of each island, if they were measured."""
@@ -130,7 +187,7 @@ class RowShares:
         measured = self._measured
         if measured is None:
             return None
-        most, found = max(self._row_counts), self._capacities(self._rows(num_rows))
+        most, found = max(self._row_counts), self._capacities(self._rows(num_rows), num_rows)
         if num_rows != most:
             # batches of tokens differ in their rows: what counts is the time for a part of a batch
             parts = zip(seconds, found, measured.capacities, strict=True)

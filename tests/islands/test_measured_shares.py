@@ -45,6 +45,16 @@ def test_it_comes_near_the_ideal_in_two_changes(rates, fixed, noise):
     assert slowest(shares, seconds) <= 1.1 * ideal
 
 
+def test_no_island_gets_more_than_its_limit():
+    seconds: Seconds = lambda island, rows: (1, 4, 4)[island] * rows  # noqa: E731
+    shares = MeasuredShares(64, [22, 21, 21], [1, 1, 2], [30, 64, 26])
+    assert 1 <= len(run(shares, seconds, 50)) <= 2
+    assert shares.capacities[0] == 30
+    # the others share what is left
+    assert abs(shares.rows[1] - shares.rows[2]) <= 2
+    assert not shares.restore([31, 20, 13])
+
+
 def test_equal_islands_keep_their_rows_whatever_the_noise():
     shares = MeasuredShares(64, [32, 32], [1, 1])
     assert run(shares, lambda island, rows: 1.0 + rows, 300, noise=0.1) == []

@@ -1,0 +1,87 @@
+"""Two islands with a limit of the rows that each gets; args are a folder and a text.
+
+Prints, of this island, the real rows of its batches in each run, and what was printed or refused.
+"""
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.data import Text
+from shardtrain.islands.membership import join
+from shardtrain.islands.options import Across
+from shardtrain.train_step.island_step import GradientIslandStep
+from shardtrain.trainer import row_memory
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+
+FOLDER, TEXT = Path(sys.argv[1]), Path(sys.argv[2])
+ISLANDS = join()
+assert ISLANDS is not None
+RUN = Run(
+    model=TinyConfig(num_layers=2, dropout=0.1),
+    data=Text(paths=(TEXT,), seq=8, heldout_fraction=0.06),
+    batch=16,
+    steps=3,
+    seed=3,
+    log_every=1,
+    evaluate_every=None,
+)
+found: dict = {}
+rows: list[int] = []
+step = GradientIslandStep.__call__
+
+
+def counted(self, state, batch):
+    rows.append(int(np.asarray(batch["weights"]).sum()))
+    return step(self, state, batch)
+
+
+GradientIslandStep.__call__ = counted  # type: ignore[method-assign]
+
+
+def run(name: str, **across: object) -> None:
+    rows.clear()
+    strategy = Strategy(across=Across(**across))  # type: ignore[arg-type]
+    console = Console(file=io.StringIO(), width=200)
+    try:
+        train(dataclasses.replace(RUN, strategy=strategy, run_dir=FOLDER / name), console, ISLANDS)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+    except ValueError as error:
+        text = str(error)
+    found[name] = [sorted(set(rows)), text]
+
+
+run("given", shares=(3.0, 1.0), share_limits=(5, 16))
+run("measured", shares="auto", share_limits=(5, 16))
+run("too few", share_limits=(5, 8))
+run("too many", share_limits=(5, 8, 8))
+
+# a device of island 0 has the memory of 6 rows and a half; of processors nothing is known without a limit
+memory = {"bytes": 1 << 50}
+measured: list[int] = []
+fit_rows = row_memory.fit_rows
+
+
+def recorded(program_bytes, rows, *arguments):
+    measured[:] = [program_bytes(1), (program_bytes(rows) - program_bytes(1)) // (rows - 1)]
+    return fit_rows(program_bytes, rows, *arguments)
+
+
+row_memory.fit_rows = recorded
+row_memory.device_memory_bytes = lambda coordination: memory["bytes"]
+run("enough", shares=(3.0, 1.0), share_limits="auto")
+if ISLANDS.is_first:
+    memory["bytes"] = measured[0] + measured[1] * 11 // 2
+run("little", shares=(3.0, 1.0), share_limits="auto")
+memory["bytes"] = measured[0] - 1 if ISLANDS.is_first else 1 << 50
+found["least"] = measured[0]
+run("none", shares=(3.0, 1.0), share_limits="auto")
+sys.stdout.write(json.dumps(found))
