@@ -1,0 +1,223 @@
+"""The names of dims through the operations of a traced computation. No jax.
+
+Each rule takes the names and shapes of an operation's inputs, and returns those of its outputs, with the names
+that it sums over. Next: `trace.py`, which walks a computation by them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Dims = tuple[str | None, ...]
+
+
+class Operands(NamedTuple):
+    """The inputs of one operation.
+
+    Args:
+      dims: names of each input's dims.
+      shapes: of each input.
+      params: of the operation, as jax has them.
+      out_shapes: of each output.
+    """
+
+    dims: Sequence[Dims]
+    shapes: Sequence[tuple[int, ...]]
+    params: Mapping[str, Any]
+    out_shapes: Sequence[tuple[int, ...]]
+
+
+class Found(NamedTuple):
+    """The names of an operation's outputs.
+
+    Args:
+      outputs: names of each output's dims.
+      summed: the names that it sums over.
+      flops: of a matrix product or a convolution.
+    """
+
+    outputs: tuple[Dims, ...]
+    summed: tuple[str, ...] = ()
+    flops: float = 0.0
+
+
+def names_of(primitive: str, operands: Operands) -> Found:
+    """Return the names of an operation's outputs; None where nothing says one.
+
+    >>> of_dot = Operands([("batch", "embed"), ("embed", "mlp")], [(8, 4), (4, 16)],
+    ...                   {"dimension_numbers": (((1,), (0,)), ((), ()))}, [(8, 16)])
+    >>> names_of("dot_general", of_dot)
+    Found(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024)
+    """
+    rule = RULES.get(primitive)
+    if rule is None and primitive.startswith(("reduce_", "arg")):
+        rule = _reduced
+    return (rule or _like_inputs)(operands)
+
+
+def merged(*several: Dims) -> Dims:
+    """Return, for each dim, the first name that any of them has.
+
+    >>> merged((None, "seq"), ("batch", "embed"))
+    ('batch', 'seq')
+    """
+    return tuple(next((name for name in names if name), None) for names in zip(*several, strict=True))
+
+
+def _like_inputs(operands: Operands) -> Found:
+    """Elementwise and the like: an output is named as the inputs of its rank and size."""
+    found = []
+    for shape in operands.out_shapes:
+        alike = [
+            tuple(
+                name if size == out else None for name, size, out in zip(dims, given, shape, strict=True)
+            )
+            for dims, given in zip(operands.dims, operands.shapes, strict=True)
+            if len(given) == len(shape)
+        ]
+        found.append(merged(*alike) if alike else (None,) * len(shape))
+    return Found(tuple(found))
+
+
+def _like_first(operands: Operands) -> Found:
+    """Slices, padding, sorting: dims keep their names though their sizes may change."""
+    first = operands.dims[0]
+    return Found(
+        tuple(first if len(first) == len(shape) else (None,) * len(shape) for shape in operands.out_shapes)
+    )
+
+
+def _joined(operands: Operands) -> Found:
+    return Found((merged(*operands.dims),))
+
+
+def _update(operands: Operands) -> Found:
+    """A part of an array is written: the array and the part name the same dims."""
+    array, part = operands.dims[0], operands.dims[1]
+    return Found((merged(array, part) if len(array) == len(part) else array,))
+
+
+def _broadcast(operands: Operands) -> Found:
+    (shape,) = operands.out_shapes
+    names: list[str | None] = [None] * len(shape)
+    for i, to in enumerate(operands.params["broadcast_dimensions"]):
+        if operands.shapes[0][i] == shape[to]:
+            names[to] = operands.dims[0][i]
+    return Found((tuple(names),))
+
+
+def _transposed(operands: Operands) -> Found:
+    return Found((tuple(operands.dims[0][i] for i in operands.params["permutation"]),))
+
+
+def _squeezed(operands: Operands) -> Found:
+    gone = {i % len(operands.dims[0]) for i in operands.params["dimensions"]}
+    return Found((tuple(name for i, name in enumerate(operands.dims[0]) if i not in gone),))
+
+
+def _reshaped(operands: Operands) -> Found:
+    """Dims that are merged or split together form a group, whose first named dim names the first of the result."""
+    given, shape, names = operands.shapes[0], operands.out_shapes[0], operands.dims[0]
+    found: list[str | None] = [None] * len(shape)
+    i = j = 0
+    while i < len(given) and j < len(shape):
+        first_in, first_out = i, j
+        left, right = given[i], shape[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * given[i], i + 1
+            else:
+                right, j = right * shape[j], j + 1
+        name = next((names[k] for k in range(first_in, i) if names[k] and given[k] > 1), None)
+        to = next((k for k in range(first_out, j) if shape[k] > 1), first_out)
+        found[to] = name
+    return Found((tuple(found),))
+
+
+def _reduced(operands: Operands) -> Found:
+    over = set(operands.params["axes"])
+    kept = tuple(name for i, name in enumerate(operands.dims[0]) if i not in over)
+    summed = tuple(name for i, name in enumerate(operands.dims[0]) if i in over and name)
+    return Found((kept,) * len(operands.out_shapes), summed)
+
+
+def _dot(operands: Operands) -> Found:
+    left, right = operands.dims
+    (contract_left, contract_right), (batch_left, batch_right) = operands.params["dimension_numbers"]
+    batch = [left[i] or right[j] for i, j in zip(batch_left, batch_right, strict=True)]
+    free = [left[i] for i in range(len(left)) if i not in (*contract_left, *batch_left)]
+    free += [right[j] for j in range(len(right)) if j not in (*contract_right, *batch_right)]
+    summed = [left[i] or right[j] for i, j in zip(contract_left, contract_right, strict=True)]
+    size = math.prod(operands.shapes[0][i] for i in contract_left)
+    return Found(
+        ((*batch, *free),),
+        tuple(name for name in summed if name),
+        2 * math.prod(operands.out_shapes[0]) * size,
+    )
+
+
+def _convolution(operands: Operands) -> Found:
+    left, right = operands.dims
+    numbers = operands.params["dimension_numbers"]
+    # (batch, features, spatial...), (output features, input features, spatial...), as the input
+    of_left, of_right, of_out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    names: list[str | None] = [None] * len(operands.out_shapes[0])
+    names[of_out[0]] = left[of_left[0]]
+    names[of_out[1]] = right[of_right[0]]
+    for at, to in zip(of_left[2:], of_out[2:], strict=True):
+        names[to] = left[at]
+    window = math.prod(operands.shapes[1][i] for i in of_right[1:])
+    summed = left[of_left[1]] or right[of_right[1]]
+    return Found(
+        (tuple(names),), (summed,) if summed else (), 2 * math.prod(operands.out_shapes[0]) * window
+    )
+
+
+def _gathered(operands: Operands) -> Found:
+    """Rows of an array by indices: dims of the rows, and those of the indices."""
+    array, indices = operands.dims[:2]
+    numbers = operands.params["dimension_numbers"]
+    gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    rows = [name for i, name in enumerate(array) if i not in gone]
+    found: list[str | None] = [None] * len(operands.out_shapes[0])
+    others = [i for i in range(len(found)) if i not in numbers.offset_dims]
+    for at, name in zip(numbers.offset_dims, rows, strict=False):
+        found[at] = name
+    for at, name in zip(others, indices[:-1], strict=False):
+        found[at] = name
+    return Found((tuple(found),), tuple(array[i] for i in numbers.collapsed_slice_dims if array[i]))
+
+
+def _scattered(operands: Operands) -> Found:
+    array, _, updates = operands.dims
+    numbers = operands.params["dimension_numbers"]
+    kept = [i for i in range(len(array)) if i not in numbers.inserted_window_dims]
+    found = list(array)
+    for at, window in zip(kept, numbers.update_window_dims, strict=False):
+        found[at] = found[at] or updates[window]
+    others = [name for i, name in enumerate(updates) if i not in numbers.update_window_dims and name]
+    return Found((tuple(found),), tuple(others))
+
+
+RULES: Mapping[str, Callable[[Operands], Found]] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _joined,
+    "conv_general_dilated": _convolution,
+    "cumsum": _like_first,
+    "dot_general": _dot,
+    "dynamic_slice": _like_first,
+    "dynamic_update_slice": _update,
+    "gather": _gathered,
+    "pad": _like_first,
+    "reduce_precision": _like_inputs,
+    "reshape": _reshaped,
+    "rev": _like_first,
+    "scatter-add": _scattered,
+    "scatter": _scattered,
+    "slice": _like_first,
+    "sort": _like_first,
+    "split": _like_first,
+    "squeeze": _squeezed,
+    "transpose": _transposed,
+}

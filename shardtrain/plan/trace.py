@@ -1,0 +1,377 @@
+"""Trace the loss and the gradient of any Flax model into a program with named dims, without devices.
+
+The constraints of the model name the dims of its activations, the model's own names those of its parameters;
+`named_dims.py` carries them through all other operations. Elementwise operations are fused into chains, as
+compilers do: only what a matrix product, a loop or the result needs is written to memory.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from shardtrain import axes
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.plan.named_dims import Operands, merged, names_of
+from shardtrain.plan.program import Array, Dims, Kernel, Program, Resharded
+
+ALIASES = frozenset(
+    "copy copy_p expand_dims name optimization_barrier reduce_precision reshape sharding_constraint squeeze"
+    " stop_gradient".split()
+)
+"""Operations that give an array another name or shape, and move nothing."""
+
+MATERIAL = frozenset(
+    "conv_general_dilated cumsum cumlogsumexp cummax cummin cumprod dot_general fft gather ragged_dot"
+    " random_bits reduce_window_sum scatter scatter-add select_and_scatter_add sort threefry2x32 top_k"
+    " custom_call ffi_call triangular_solve cholesky".split()
+)
+"""Operations that are kernels of their own: they read arrays from memory and write their results to it."""
+
+EXPENSIVE = frozenset("cos erf erf_inv exp exp2 expm1 log log1p logistic pow sin tan tanh".split())
+"""Elementwise operations that compilers do not compute twice, so that a result used twice is written."""
+
+LINEAR = frozenset("add add_any neg convert_element_type transpose".split())
+"""Operations by which the parts of a sum may stay apart: those of sums are added once, not one by one."""
+
+CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def trace(
+    function: Callable[..., Any],
+    inputs: Any,
+    names: Sequence[Dims | None],
+    results: Sequence[Dims | None],
+    of_parameters: Sequence[bool],
+) -> Program:
+    """Trace a function into a program.
+
+    Args:
+      function: its arrays are the leaves of its arguments and results.
+      inputs: its arguments, trees of shapes.
+      names: for each array of its arguments the names of its dims; None if it has none.
+      results: the same for each array of its results.
+      of_parameters: for each array of its results whether it is the gradient of a parameter.
+
+    Returns:
+      The program of unsharded arrays.
+    """
+    # a mesh with an axis for each dim, all of size 1: then a constraint's spec is the names of the dims
+    known = {name for dims in (*names, *results) for name in dims or () if name}
+    every = sorted(known | set(axes.DIMS))
+    mesh = AbstractMesh((1,) * len(every), tuple(every))
+    with activation_rules({name: (name,) for name in every}, mesh, "replicate"):
+        traced = jax.make_jaxpr(function)(*inputs)
+    walk = _Walk()
+    of_inputs = [
+        walk.add(variable.aval, dims)
+        for variable, dims in zip(traced.jaxpr.invars, names, strict=True)
+    ]
+    walk.bind(traced.jaxpr.invars, of_inputs)
+    outputs = walk.run(traced.jaxpr)
+    for number, dims, of_parameter in zip(outputs, results, of_parameters, strict=True):
+        walk.result(number, dims, of_parameter)
+    return walk.program(of_inputs, outputs)
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """An operation before fusion, by the numbers of its arrays."""
+
+    name: str
+    reads: list[int]
+    writes: list[int]
+    flops: float = 0.0
+    summed: tuple[str, ...] = ()
+    body: Program | None = None
+    trips: int = 1
+    over: str | None = None
+
+
+@dataclass(kw_only=True)
+class _Walk:
+    """The operations of a computation, found one after the other.
+
+    Args:
+      arrays: those found so far.
+      steps: the operations found so far.
+      same: number of an array -> that of the array in memory of which it is another view.
+      partial: number of an array -> names of the dims over which its sum is not complete, and the names that it
+        had when it was made.
+      constrained: numbers of the arrays whose names are those of a constraint.
+      constants: numbers of the arrays that are computed from constants alone.
+      moves: number of an array -> the change of sharding that made it.
+      resharded: sums that were completed.
+      of: variable of jax -> number of its array.
+    """
+
+    arrays: list[Array] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
+    same: dict[int, int] = field(default_factory=dict)
+    partial: dict[int, tuple[tuple[str, ...], Dims]] = field(default_factory=dict)
+    constrained: set[int] = field(default_factory=set)
+    constants: set[int] = field(default_factory=set)
+    moves: dict[int, Resharded] = field(default_factory=dict)
+    resharded: list[Resharded] = field(default_factory=list)
+    of: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, aval: Any, dims: Dims | None = None) -> int:
+        """Add an array; return its number."""
+        shape = tuple(getattr(aval, "shape", ()))
+        item_bytes = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        self.arrays.append(Array(shape=shape, item_bytes=item_bytes, dims=dims or (None,) * len(shape)))
+        return len(self.arrays) - 1
+
+    def bind(self, variables: Sequence[Any], numbers: Sequence[int]) -> None:
+        self.of.update(zip(variables, numbers, strict=True))
+
+    def name(self, number: int, dims: Dims) -> None:
+        """Give an array the names that it does not have yet."""
+        array = self.arrays[number]
+        self.arrays[number] = replace(array, dims=merged(array.dims, dims))
+
+    def result(self, number: int, dims: Dims | None, of_parameter: bool) -> None:
+        """Name a result, and the array in memory that it is a view of if that has the same shape."""
+        for i in (number, self.root(number)):
+            if dims is not None and len(dims) == len(self.arrays[i].shape):
+                self.name(i, dims)
+            self.arrays[i] = replace(self.arrays[i], of_parameter=of_parameter)
+
+    def number(self, atom: Any) -> int:
+        if hasattr(atom, "val"):
+            number = self.add(atom.aval)
+            self.constants.add(number)
+            return number
+        return self.of[atom]
+
+    def run(self, jaxpr: Any) -> list[int]:
+        """Add the operations of a jaxpr whose inputs are bound; return its outputs."""
+        for variable in jaxpr.constvars:
+            self.of.setdefault(variable, self.add(variable.aval))
+        for equation in jaxpr.eqns:
+            reads = [self.number(atom) for atom in equation.invars]
+            self.bind(equation.outvars, self._equation(equation, reads))
+        return [self.number(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, equation: Any, reads: list[int]) -> list[int]:
+        primitive, params = equation.primitive.name, equation.params
+        if primitive == "scan":
+            return self._scan(equation, reads)
+        if primitive == "while":
+            return self._loop(equation, reads, params["body_jaxpr"], params["body_nconsts"], reads[params["cond_nconsts"] :])
+        if primitive == "cond":
+            # the branch with the most operations stands for all
+            branch = max(params["branches"], key=lambda each: len(each.jaxpr.eqns))
+            return self._inlined(branch, reads[1:])
+        inner = next((params[key] for key in CALLS if key in params), None)
+        if inner is not None:
+            return self._inlined(inner, reads)
+        return self._operation(equation, reads)
+
+    def _inlined(self, inner: Any, reads: list[int]) -> list[int]:
+        jaxpr = getattr(inner, "jaxpr", inner)
+        self.bind(jaxpr.invars, reads[len(reads) - len(jaxpr.invars) :])
+        return self.run(jaxpr)
+
+    def _operation(self, equation: Any, reads: list[int]) -> list[int]:
+        primitive = equation.primitive.name
+        found = names_of(
+            primitive,
+            Operands(
+                [self.arrays[i].dims for i in reads],
+                [self.arrays[i].shape for i in reads],
+                equation.params,
+                [tuple(out.aval.shape) for out in equation.outvars],
+            ),
+        )
+        writes = [self.add(out.aval, dims) for out, dims in zip(equation.outvars, found.outputs, strict=True)]
+        if primitive == "sharding_constraint":
+            self._constrained(equation.params["sharding"].spec, reads[0], writes[0])
+        elif primitive in ALIASES:
+            self.same[writes[0]] = reads[0]
+            if reads[0] in self.partial:
+                self.partial[writes[0]] = (self.partial.pop(reads[0])[0], self.arrays[writes[0]].dims)
+        else:
+            self._sums(primitive, reads, writes, found.summed)
+            if primitive not in MATERIAL and all(self.root(i) in self.constants for i in reads):
+                self.constants.update(writes)
+        self.steps.append(
+            _Step(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
+        )
+        return writes
+
+    def _sums(self, primitive: str, reads: Sequence[int], writes: Sequence[int], summed: Sequence[str]) -> None:
+        """Note which arrays are parts of a sum until all devices have added theirs."""
+        summed = tuple(name for name in summed if name != axes.BATCH)
+        waiting = {self.partial[i][0] for i in reads if i in self.partial}
+        kept = primitive in LINEAR and len(waiting) == 1 and all(i in self.partial for i in reads)
+        for i in reads:
+            if i in self.partial:
+                over, before = self.partial.pop(i)
+                if not kept:
+                    self._complete(i, over, before)
+        if kept:
+            summed = waiting.pop()
+        if summed:
+            self.partial.update((i, (summed, self.arrays[i].dims)) for i in writes)
+
+    def _complete(self, number: int, summed: tuple[str, ...], before: Dims) -> None:
+        """Note that a sum over sharded dims is complete from here on."""
+        move = self.moves.pop(number, None)
+        source = None if move is None else move.source
+        self.resharded.append(Resharded(array=number, before=before, summed=summed, source=source))
+
+    def _constrained(self, spec: Sequence[Any], before: int, after: int) -> None:
+        """Take the names of a constraint; dims without one are not sharded from here on."""
+        shape = self.arrays[after].shape
+        dims = tuple(
+            (entry[0] if entry else None) if isinstance(entry, tuple) else entry
+            for entry in (*spec, *(None,) * (len(shape) - len(spec)))
+        )
+        first = self.root(before)
+        waiting = self.partial.pop(before, None)
+        if first not in self.constrained and len(self.arrays[first].shape) == len(dims):
+            # the operation that makes an array makes it as its first constraint says
+            waiting = waiting and (waiting[0], self.arrays[first].dims)
+            self.constrained.add(first)
+            for number in (first, before, after):
+                self.arrays[number] = replace(self.arrays[number], dims=dims)
+            self.same[after] = before
+        elif self.arrays[before].dims == dims:
+            self.arrays[after] = replace(self.arrays[after], dims=dims)
+            self.same[after] = before
+        else:
+            change = Resharded(array=after, before=self.arrays[before].dims, source=before)
+            self.arrays[after] = replace(self.arrays[after], dims=dims)
+            self.moves[after] = change
+        if waiting is not None:
+            self.partial[after] = waiting
+
+    def _scan(self, equation: Any, reads: list[int]) -> list[int]:
+        params = equation.params
+        jaxpr = params["jaxpr"].jaxpr
+        consts, carried = params["num_consts"], params["num_carry"]
+        given = [self.arrays[i].dims for i in reads]
+        given[consts + carried :] = [dims[1:] for dims in given[consts + carried :]]
+        # the names of what is carried may be known only from what the body makes of it
+        for _ in range(2):
+            body = _Walk()
+            numbers = [body.add(v.aval, dims) for v, dims in zip(jaxpr.invars, given, strict=True)]
+            body.bind(jaxpr.invars, numbers)
+            outputs = body.run(jaxpr)
+            for i in range(carried):
+                given[consts + i] = merged(given[consts + i], body.arrays[outputs[i]].dims)
+        program = body.program(numbers, outputs)
+        first = next((self.arrays[i].dims[0] for i in reads[consts + carried :] if self.arrays[i].dims[0]), None)
+        dims = [program.arrays[i].dims for i in outputs]
+        dims[carried:] = [(first, *each) for each in dims[carried:]]
+        return self._add_loop(equation, reads, dims, program, params["length"], first)
+
+    def _loop(self, equation: Any, reads: list[int], body_jaxpr: Any, consts: int, given: list[int]) -> list[int]:
+        body = _Walk()
+        jaxpr = body_jaxpr.jaxpr
+        numbers = [body.add(v.aval, self.arrays[i].dims) for v, i in zip(jaxpr.invars, given, strict=True)]
+        body.bind(jaxpr.invars, numbers)
+        outputs = body.run(jaxpr)
+        program = body.program(numbers, outputs)
+        return self._add_loop(equation, reads, [program.arrays[i].dims for i in outputs], program, 1)
+
+    def _add_loop(
+        self,
+        equation: Any,
+        reads: list[int],
+        dims: Sequence[Dims],
+        program: Program,
+        trips: int,
+        over: str | None = None,
+    ) -> list[int]:
+        writes = [self.add(out.aval, each) for out, each in zip(equation.outvars, dims, strict=True)]
+        self._sums("scan", reads, writes, ())
+        self.steps.append(
+            _Step(
+                name=equation.primitive.name,
+                reads=reads,
+                writes=writes,
+                body=program,
+                trips=trips,
+                over=over,
+            )
+        )
+        return writes
+
+    def constant(self, number: int) -> bool:
+        """Return whether an array is the same number everywhere, or counts: compilers make it where it is read."""
+        return number in self.constants
+
+    def root(self, number: int) -> int:
+        """Return the number of the array in memory of which this is a view."""
+        while number in self.same:
+            number = self.same[number]
+        return number
+
+    def program(self, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
+        """Fuse the operations into kernels."""
+        for i in dict.fromkeys((*outputs, *self.partial)):
+            if i in self.partial:
+                self._complete(i, *self.partial.pop(i))
+        written = self._written(inputs, outputs)
+        # number of a fused array -> the arrays in memory that it is computed from
+        sources: dict[int, tuple[int, ...]] = {}
+        dims_of: dict[int, frozenset[str]] = {}
+        kernels = []
+
+        def read(numbers: Sequence[int]) -> tuple[int, ...]:
+            roots = [self.root(i) for i in numbers]
+            return tuple(dict.fromkeys(j for i in roots for j in ((i,) if i in written else sources.get(i, ()))))
+
+        for step in self.steps:
+            if all(i in self.same for i in step.writes):
+                continue
+            reads = read(step.reads)
+            names = {name for i in (*step.reads, *step.writes) for name in self.arrays[i].dims if name}
+            results = tuple(i for i in step.writes if i in written)
+            for i in step.writes:
+                if i not in written:
+                    sources[i], dims_of[i] = reads, frozenset(names)
+            if results or step.body is not None:
+                kernels.append(
+                    Kernel(
+                        name=step.name,
+                        reads=reads,
+                        writes=results,
+                        flops=step.flops,
+                        dims=frozenset(names | set(step.summed)),
+                        body=step.body,
+                        trips=step.trips,
+                        over=step.over,
+                    )
+                )
+        return Program(
+            arrays=tuple(self.arrays),
+            inputs=tuple(inputs),
+            outputs=tuple(self.root(i) for i in outputs),
+            kernels=tuple(kernels),
+            resharded=tuple(
+                replace(each, source=None if each.source is None else self.root(each.source))
+                for each in (*self.resharded, *self.moves.values())
+            ),
+        )
+
+    def _written(self, inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
+        """Return the numbers of the arrays that are in memory; the others are parts of a fused chain."""
+        written = {*inputs, *(self.root(i) for i in outputs)}
+        uses = Counter(self.root(i) for step in self.steps if step.writes and step.writes[0] not in self.same for i in step.reads)
+        moves = [each for each in (*self.resharded, *self.moves.values()) if each.source is not None]
+        written.update(i for each in moves for i in (each.array, self.root(each.source)))
+        for step in self.steps:
+            if step.body is not None or step.name in MATERIAL:
+                written.update(self.root(i) for i in step.reads if not self.constant(self.root(i)))
+                written.update(step.writes)
+            elif step.name.startswith(("reduce_", "arg")) and step.name not in ALIASES:
+                written.update(step.writes)
+            elif step.name in EXPENSIVE:
+                written.update(i for i in step.writes if uses[i] > 1)
+        return written
