@@ -13,11 +13,12 @@ from typing import Any
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
+from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.sections import OF_ISLANDS, range_text
 from shardtrain.system.untrusted_files import read_text
 
-KEY = "islands"
-"""The key of a cluster file, by which it differs from a layout."""
+KEY, LINK = "islands", "link_gb_per_second"
+"""The keys of a cluster file; by the first it differs from a layout."""
 
 MOST_FILE_BYTES = 1 << 16
 MOST_ISLANDS = 1 << 20
@@ -34,6 +35,7 @@ class IslandKind:
       processes: number of processes of each island.
       devices: number of devices of each island, which batch systems are asked for as GPUs; None: none is
         asked for.
+      device: what each device is, for `shardtrain plan`; None: it is not said.
       launch: launcher -> its options for these nodes, such as {"slurm": {"partition": "old"}}.
       strategy: fields of the strategy that differ on these islands, see `Strategy.islands`.
 
@@ -46,6 +48,7 @@ class IslandKind:
     nodes: int = 1
     processes: int = 1
     devices: int | None = None
+    device: ClusterDevice | None = None
     launch: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
 
@@ -108,15 +111,19 @@ class Cluster:
 
     Args:
       islands: the kinds; islands are numbered from 0, first those of the first kind.
+      link_gb_per_second: gigabytes a second that an island sends to others, for `shardtrain plan`; None: at once.
 
     Raises:
       ValueError: lists kinds that contradict each other.
     """
 
     islands: tuple[IslandKind, ...]
+    link_gb_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = wrong_types(self)
+        if self.link_gb_per_second is not None and not self.link_gb_per_second > 0:
+            problems.append(f"link_gb_per_second is {self.link_gb_per_second}; use a number above 0")
         names = [each.kind for each in self.islands]
         if not names:
             problems.append("there are no islands; give at least one kind: [[islands]]")
@@ -177,7 +184,8 @@ def read_cluster(path: Path) -> Cluster:
             " --strategy"
         )
     tables = values[KEY]
-    problems = [f"unknown key {near(key, [KEY])}" for key in values if key != KEY]
+    others = {key: value for key, value in values.items() if key != KEY}
+    problems = [f"unknown key {near(key, [KEY, LINK])}" for key in others if key != LINK]
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ValueError(
             f"{path}: islands is {tables!r}; write a table for each kind of islands: [[islands]]"
@@ -191,7 +199,7 @@ def read_cluster(path: Path) -> Cluster:
     if problems:
         raise problems_error(f"{path} cannot be read", problems)
     try:
-        return Cluster(islands=tuple(kinds))
+        return Cluster(islands=tuple(kinds), **others)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -201,6 +209,12 @@ def _kind(table: Mapping[str, Any]) -> IslandKind:
     problems = [f"unknown key {near(key, known)}" for key in table if key not in known]
     if "kind" not in table:
         problems.append('kind is missing; give these islands a name: kind = "a100"')
+    device = table.get("device")
+    if isinstance(device, Mapping):
+        names = [each.name for each in fields(ClusterDevice)]
+        problems += [f"unknown key device.{near(key, names)}" for key in device if key not in names]
+    elif device is not None:
+        problems.append(f"device is {device!r}; write a table, device = {{ name = ... }}")
     if problems:
         raise problems_error("this kind of islands cannot be read", problems)
-    return IslandKind(**table)
+    return IslandKind(**{**table, "device": None if device is None else ClusterDevice(**device)})

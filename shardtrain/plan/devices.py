@@ -18,6 +18,7 @@ class Device:
       memory_bytes: device memory.
       memory_bytes_per_second: peak bandwidth of that memory.
       float32_flops_per_second: peak in float32 outside matrix units; None: not in this table.
+      float16_flops_per_second: peak of dense matrix products in float16, of devices that have none in bfloat16.
     """
 
     kind: str
@@ -25,10 +26,18 @@ class Device:
     memory_bytes: int
     memory_bytes_per_second: float
     float32_flops_per_second: float | None = None
+    float16_flops_per_second: float | None = None
 
 
-# Devices without bfloat16 matrix products are here only for their float32 rate (V100 and T4 are left out).
 DEVICES = (
+    # NVIDIA DGX B200 datasheet, 8 GPUs: 1,440 GB, 64 TB/s, 72 petaflops in 8 bits with sparsity, half of that dense,
+    # half of that in 16 bits
+    Device(
+        kind="NVIDIA B200",
+        matrix_flops_per_second=2250 * TERA,
+        memory_bytes=180 * GB,
+        memory_bytes_per_second=8000 * GB,
+    ),
     # NVIDIA H100 Tensor Core GPU datasheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) bfloat16 teraflops
     # with sparsity, half of that dense
     Device(
@@ -36,18 +45,21 @@ DEVICES = (
         matrix_flops_per_second=989.5 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=3350 * GB,
+        float32_flops_per_second=67 * TERA,
     ),
     Device(
         kind="NVIDIA H100 PCIe",
         matrix_flops_per_second=756.5 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=2000 * GB,
+        float32_flops_per_second=51 * TERA,
     ),
     Device(
         kind="NVIDIA H100 NVL",
         matrix_flops_per_second=835.5 * TERA,
         memory_bytes=94 * GB,
         memory_bytes_per_second=3900 * GB,
+        float32_flops_per_second=60 * TERA,
     ),
     # NVIDIA H200 Tensor Core GPU datasheet (SXM): 1,979 bfloat16 teraflops with sparsity
     Device(
@@ -55,6 +67,7 @@ DEVICES = (
         matrix_flops_per_second=989.5 * TERA,
         memory_bytes=141 * GB,
         memory_bytes_per_second=4800 * GB,
+        float32_flops_per_second=67 * TERA,
     ),
     # NVIDIA A100 Tensor Core GPU datasheet: 312 bfloat16 teraflops, dense, in all four
     Device(
@@ -62,24 +75,28 @@ DEVICES = (
         matrix_flops_per_second=312 * TERA,
         memory_bytes=40 * GB,
         memory_bytes_per_second=1555 * GB,
+        float32_flops_per_second=19.5 * TERA,
     ),
     Device(
         kind="NVIDIA A100-PCIE-40GB",
         matrix_flops_per_second=312 * TERA,
         memory_bytes=40 * GB,
         memory_bytes_per_second=1555 * GB,
+        float32_flops_per_second=19.5 * TERA,
     ),
     Device(
         kind="NVIDIA A100-SXM4-80GB",
         matrix_flops_per_second=312 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=2039 * GB,
+        float32_flops_per_second=19.5 * TERA,
     ),
     Device(
         kind="NVIDIA A100 80GB PCIe",
         matrix_flops_per_second=312 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=1935 * GB,
+        float32_flops_per_second=19.5 * TERA,
     ),
     # NVIDIA L4 Tensor Core GPU datasheet: 242 bfloat16 teraflops with sparsity
     Device(
@@ -87,6 +104,7 @@ DEVICES = (
         matrix_flops_per_second=121 * TERA,
         memory_bytes=24 * GB,
         memory_bytes_per_second=300 * GB,
+        float32_flops_per_second=30.3 * TERA,
     ),
     # Google Cloud documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", by chip; jax shows one
     # device for a chip in each of them
@@ -113,6 +131,48 @@ DEVICES = (
         matrix_flops_per_second=918 * TERA,
         memory_bytes=32 * GB,
         memory_bytes_per_second=1638 * GB,
+    ),
+    # NVIDIA Tesla P100, V100 and T4 datasheets; their matrix products are in float16, those of P100 without
+    # matrix units
+    Device(
+        kind="Tesla V100-SXM2-16GB",
+        matrix_flops_per_second=None,
+        memory_bytes=16 * GB,
+        memory_bytes_per_second=900 * GB,
+        float32_flops_per_second=15.7 * TERA,
+        float16_flops_per_second=125 * TERA,
+    ),
+    Device(
+        kind="Tesla V100-SXM2-32GB",
+        matrix_flops_per_second=None,
+        memory_bytes=32 * GB,
+        memory_bytes_per_second=900 * GB,
+        float32_flops_per_second=15.7 * TERA,
+        float16_flops_per_second=125 * TERA,
+    ),
+    Device(
+        kind="Tesla V100-PCIE-16GB",
+        matrix_flops_per_second=None,
+        memory_bytes=16 * GB,
+        memory_bytes_per_second=900 * GB,
+        float32_flops_per_second=14 * TERA,
+        float16_flops_per_second=112 * TERA,
+    ),
+    Device(
+        kind="Tesla T4",
+        matrix_flops_per_second=None,
+        memory_bytes=16 * GB,
+        memory_bytes_per_second=320 * GB,
+        float32_flops_per_second=8.1 * TERA,
+        float16_flops_per_second=65 * TERA,
+    ),
+    Device(
+        kind="Tesla P100-PCIE-16GB",
+        matrix_flops_per_second=None,
+        memory_bytes=16 * GB,
+        memory_bytes_per_second=732 * GB,
+        float32_flops_per_second=9.3 * TERA,
+        float16_flops_per_second=18.7 * TERA,
     ),
     # Public listings of specifications: cores and boost clock; the float32 peak is 2 flops a core and cycle:
     # 5120 x 1.455 GHz, 4608 x 1.77, 1920 x 1.68, 1792 x 1.48. The names were not seen on such a machine.

@@ -6,10 +6,17 @@ Rates of known devices are in `devices.py`; a cluster file may say others (`isla
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from shardtrain import axes
+from shardtrain.errors.messages import near
+from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.plan.devices import DEVICES, GB, TERA, known_device
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
 from shardtrain.plan.traffic import sent_bytes
+from shardtrain.sharding.axis_sizes import MOST_DEVICES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +48,13 @@ class Rates:
     kernel_seconds: float = 0.0
     memory_bytes: float = math.inf
 
-    def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Return the seconds of a kernel: the roofline of this device (Williams et al. 2009).
+    def seconds(self, flops: Any, moved_bytes: Any) -> Any:
+        """Return the seconds of a kernel, or of each of several: the roofline (Williams et al. 2009).
 
-        >>> Rates(flops_per_second=100.0, memory_bytes_per_second=10.0).seconds(200.0, 10.0)
+        >>> float(Rates(flops_per_second=100.0, memory_bytes_per_second=10.0).seconds(200.0, 10.0))
         2.0
         """
-        return self.kernel_seconds + max(
+        return self.kernel_seconds + np.maximum(
             flops / self.flops_per_second, moved_bytes / self.memory_bytes_per_second
         )
 
@@ -64,35 +71,34 @@ class Machine:
     """
 
     rates: Rates
-    devices_per_node: int = 1 << 30
+    devices_per_node: int = MOST_DEVICES
     device_link: Link = Link()
     node_link: Link = Link()
 
     def link(self, over: Sequence[str], sizes: Mapping[str, int]) -> Link:
         """Return the link by which a ring over these axes is limited.
 
-        Devices are numbered with the last axis of the mesh fastest, and nodes have consecutive ones. A node whose
-        devices are in several rings at once shares its link among them.
+        Devices are numbered with the last axis of the mesh fastest, and nodes have consecutive ones. The rings of
+        a node's devices share its link.
 
         Args:
           over: mesh axes.
           sizes: axis -> size.
         """
         order = [axis for axis in axes.AXES if sizes.get(axis, 1) > 1]
-        inner = [axis for axis in order if axis in over]
-        if not inner:
+        members = [axis for axis in order if axis in over]
+        if not members:
             return Link()
-        slowest = order.index(inner[0])
-        reach = math.prod(sizes[axis] for axis in order[slowest:])
+        reach = math.prod(sizes[axis] for axis in order[order.index(members[0]) :])
         if reach <= self.devices_per_node:
             return self.device_link
-        # the other axes inside a node make rings of their own, which share the node's link
-        members = math.prod(sizes[axis] for axis in order[slowest:] if axis in over)
-        rings = min(reach, self.devices_per_node) // max(min(members, self.devices_per_node), 1)
-        return Link(
-            bytes_per_second=self.node_link.bytes_per_second / max(rings, 1),
-            latency_seconds=self.node_link.latency_seconds,
-        )
+        # a ring has members at a distance of as many devices as the faster axes have; the devices between them
+        # belong to other rings, all of which leave the node by its link
+        distance = math.prod(sizes[axis] for axis in order[order.index(members[-1]) + 1 :])
+        of_ring = max(self.devices_per_node // distance, 1)
+        share = self.node_link.bytes_per_second * of_ring / self.devices_per_node
+        inside = self.device_link.bytes_per_second if of_ring > 1 else math.inf
+        return Link(bytes_per_second=min(share, inside), latency_seconds=self.node_link.latency_seconds)
 
     def collective_seconds(
         self, kind: str, over: Sequence[str], sizes: Mapping[str, int], payload_bytes: float, times: float = 1
@@ -115,3 +121,56 @@ class Machine:
             times * rounds * link.latency_seconds
             + sent_bytes(kind, members, payload_bytes) / link.bytes_per_second
         )
+
+
+OF_PEAK_FLOPS, OF_PEAK_MEMORY = 0.5, 0.8
+"""The part of a data sheet's rates that programs are taken to reach where nothing was measured."""
+
+
+def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool) -> Machine:
+    """Return the machine that a cluster file describes.
+
+    Args:
+      device: one device and its links.
+      devices: of an island.
+      in_float32: whether the model computes in float32.
+
+    Raises:
+      ValueError: the device is not in the table, or has no rate for this dtype, and none is given.
+    """
+    known = None if device.name is None else known_device(device.name)
+    if device.name is not None and known is None and device.teraflops is None:
+        names = [each.kind for each in DEVICES]
+        raise ValueError(
+            f"device {near(device.name, names)}; or give its rates: teraflops, memory_gb, memory_gb_per_second"
+        )
+    flops = None if device.teraflops is None else device.teraflops * TERA
+    if flops is None and known is not None:
+        in_16_bits = known.matrix_flops_per_second or known.float16_flops_per_second
+        peak = known.float32_flops_per_second if in_float32 else in_16_bits
+        dtype = "float32" if in_float32 else "16 bits"
+        if peak is None:
+            raise ValueError(f"the table has no rate of {known.kind} in {dtype}; give its teraflops")
+        flops = OF_PEAK_FLOPS * peak
+    assert flops is not None
+    moved, memory = device.memory_gb_per_second, device.memory_gb
+    if known is not None:
+        moved = OF_PEAK_MEMORY * known.memory_bytes_per_second / GB if moved is None else moved
+        memory = known.memory_bytes / GB if memory is None else memory
+    rates = Rates(
+        flops_per_second=flops,
+        memory_bytes_per_second=_bytes(moved),
+        kernel_seconds=device.kernel_us * 1e-6,
+        memory_bytes=_bytes(memory),
+    )
+    latency = device.latency_us * 1e-6
+    return Machine(
+        rates=rates,
+        devices_per_node=device.per_node or devices,
+        device_link=Link(bytes_per_second=_bytes(device.link_gb_per_second), latency_seconds=latency),
+        node_link=Link(bytes_per_second=_bytes(device.node_link_gb_per_second), latency_seconds=latency),
+    )
+
+
+def _bytes(gigabytes: float | None) -> float:
+    return math.inf if gigabytes is None else gigabytes * GB

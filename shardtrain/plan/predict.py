@@ -5,11 +5,13 @@ parameters by theory (`traffic.py`). Next: `search.py`, which compares layouts.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
@@ -17,13 +19,14 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.program import Cost, Program, Sharding, cost
-from shardtrain.plan.traffic import parameter_traffic, weights
+from shardtrain.plan.program import Cost, Sharding
+from shardtrain.plan.traffic import Weight, parameter_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import Specs
 
-MICROBATCHES, CHUNKS = "microbatches", "chunks"
-"""Splits of a step beside the mesh: of its rows into microbatches, of a stage's blocks into chunks."""
+ROWS, PARTS = "rows", "parts"
+"""Splits of a step that are not one mesh axis: of its rows into microbatches on devices, of a model's blocks into the
+parts of a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,70 @@ class Prediction:
     flops: float
 
 
-def sharding_of(layout: Layout, sizes: Mapping[str, int], accumulate: int, chunks: int = 1) -> Sharding:
+@dataclass(frozen=True, kw_only=True)
+class StateFigures:
+    """What follows from the specs of a state alone.
+
+    Args:
+      parameters: bytes of a device's parameters as they are stored.
+      optimizer: bytes of its optimizer state.
+      gradients: bytes of its sums of gradients over microbatches, float32.
+      updated: bytes of the parameters that it updates.
+      gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others.
+      weights: the parameters, for the theory of their traffic.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    updated: float
+    gathered: float
+    weights: tuple[Weight, ...]
+
+
+def state_figures(specs: Specs, sizes: Mapping[str, int]) -> StateFigures:
+    """Return what follows from the specs of a state, for axis sizes."""
+    params = specs.abstract.params
+    in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
+    return StateFigures(
+        parameters=tree_bytes(params, specs.params, sizes),
+        optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
+        gradients=tree_bytes(in_float32, specs.params, sizes),
+        updated=tree_bytes(params, specs.sharded, sizes),
+        gathered=_gathered_bytes(specs, sizes),
+        weights=_joined(weights(specs.arrays, specs.layout.sharded_rules)),
+    )
+
+
+def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Return one weight for all that are sharded alike: their traffic is that of one as large as all."""
+    elements: dict[tuple[frozenset[str], bool], int] = {}
+    for each in weights:
+        key = each.axes, each.in_blocks
+        elements[key] = elements.get(key, 0) + each.num_elements
+    return tuple(
+        Weight(num_elements=number, axes=over, in_blocks=in_blocks)
+        for (over, in_blocks), number in elements.items()
+    )
+
+
+def _gathered_bytes(specs: Specs, sizes: Mapping[str, int]) -> float:
+    if specs.layout.zero != 3 or sizes[axes.FSDP] == 1:
+        return 0.0
+    found = 0.0
+    for named in specs.arrays.values():
+        dims = named.dims or ()
+        stored = {axis for dim in dims for axis in specs.layout.parameter_rules.get(dim or "", ())}
+        if axes.FSDP in stored:
+            kept = math.prod(sizes[axis] for axis in stored - {axes.FSDP, axes.PIPELINE})
+            blocks = named.shape[0] if axes.LAYERS in dims else 1
+            found += 4 * math.prod(named.shape) / blocks / kept
+    return found
+
+
+def sharding_of(
+    layout: Layout, sizes: Mapping[str, int], accumulate: int, chunks: int = 1, fraction: float = 1.0
+) -> Sharding:
     """Return how a layout splits the arrays of a traced program, one microbatch of one chunk at a time.
 
     Args:
@@ -123,158 +189,141 @@ def sharding_of(layout: Layout, sizes: Mapping[str, int], accumulate: int, chunk
       sizes: axis -> size.
       accumulate: number of microbatches.
       chunks: parts of the model on each stage of a pipeline.
+      fraction: the part of the program's rows that this island has.
     """
-    all_sizes = {**sizes, MICROBATCHES: accumulate, CHUNKS: chunks}
-    rules = dict(layout.activation_rules)
-    rules[axes.BATCH] = (*layout.batch_axes, MICROBATCHES)
-    rules[axes.LAYERS] = (axes.PIPELINE, CHUNKS)
-    of_parameters = {**layout.parameter_rules, axes.LAYERS: (axes.PIPELINE,)}
-    return Sharding(*(_split(table, all_sizes) for table in (rules,)), all_sizes, _split(of_parameters, all_sizes))
+    rows = math.prod(sizes[axis] for axis in layout.batch_axes) * accumulate / fraction
+    all_sizes = {**sizes, ROWS: rows, PARTS: sizes[axes.PIPELINE] * chunks}
+    activations = {**layout.activation_rules, axes.BATCH: (ROWS,), axes.LAYERS: (PARTS,)}
 
+    def split(rules: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        present = {dim: tuple(axis for axis in over if all_sizes[axis] != 1) for dim, over in rules.items()}
+        return tuple(sorted((dim, over) for dim, over in present.items() if over))
 
-def _split(rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    return {dim: tuple(axis for axis in over if sizes[axis] > 1) for dim, over in rules.items()}
+    found, of_parameters = split(activations), split(layout.parameter_rules)
+    used = {axis for _, over in (*found, *of_parameters) for axis in over}
+    return Sharding(found, of_parameters, tuple(sorted((axis, all_sizes[axis]) for axis in used)))
 
 
 def predict(
-    program: Program, specs: Specs, sizes: Mapping[str, int], choice: Choice, machine: Machine, batch_bytes: float
+    found: Cost,
+    state: StateFigures,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    choice: Choice,
+    machine: Machine,
+    batch_bytes: float,
+    *,
+    waits: bool = True,
 ) -> Prediction:
     """Predict a step.
 
     Args:
-      program: loss and gradient of the whole batch, traced for the choice's remat.
-      specs: the state's specs for the choice's layout.
+      found: the cost of one microbatch of one chunk, of `sharding_of`.
+      state: of the state's specs.
+      layout: completed for the model.
       sizes: axis -> size.
       choice: the layout and the rest.
       machine: where it runs.
-      batch_bytes: of the whole batch.
+      batch_bytes: of this island's rows.
+      waits: whether the stages of a pipeline wait for each other; without, the seconds are a lower bound that
+        is found quickly.
     """
-    layout = specs.layout
-    stages, chunks = sizes[axes.PIPELINE], choice.virtual_stages
-    sharding = sharding_of(layout, sizes, choice.accumulate, chunks)
-    found = cost(program, sharding, machine.rates.seconds)
-    table = None
-    if stages > 1:
-        table = make_table(choice.schedule, stages, choice.accumulate, chunks, lockstep=True)
     rows = math.prod(sizes[axis] for axis in layout.batch_axes)
-    memory = _memory(specs, sizes, choice, found, batch_bytes / rows, table, program, sharding)
-    seconds = _seconds(specs, sizes, choice, found, machine, table, program, sharding)
-    return Prediction(memory=memory, seconds=seconds, flops=choice.accumulate * found.flops)
+    table = None
+    if sizes[axes.PIPELINE] > 1:
+        table = _table(choice.schedule, sizes[axes.PIPELINE], choice.accumulate, choice.virtual_stages)
+    return Prediction(
+        memory=_memory(state, choice, found, batch_bytes / rows, table),
+        seconds=_seconds(state, layout, sizes, choice, found, machine, table, waits),
+        flops=choice.accumulate * choice.virtual_stages * found.flops,
+    )
+
+
+@cache
+def _table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
+    return make_table(schedule, stages, microbatches, chunks, lockstep=True)
+
+
+@cache
+def _most_live(table: Table) -> int:
+    return max(table.live(stage) for stage in range(table.num_stages))
 
 
 def _memory(
-    specs: Specs,
-    sizes: Mapping[str, int],
-    choice: Choice,
-    found: Cost,
-    batch_bytes: float,
-    table: Table | None,
-    program: Program,
-    sharding: Sharding,
+    state: StateFigures, choice: Choice, found: Cost, batch_bytes: float, table: Table | None
 ) -> Memory:
-    parameters = tree_bytes(specs.abstract.params, specs.params, sizes)
-    optimizer = tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes)
     # one microbatch alone is not added to others: its gradients are results of the program
     adds_up = choice.accumulate > 1
-    gradients = _gradient_bytes(program, sharding)
-    gathered = _gathered_bytes(specs, sizes)
-    backward = found.peak_bytes + gathered + gradients * adds_up
+    backward = found.peak_bytes + state.gathered + state.gradients * adds_up
     # a step that may be skipped keeps the old optimizer state until the new one is accepted
-    update = gradients + optimizer
-    worst = max(backward, update)
-    live = 0 if table is None else max(table.live(stage) for stage in range(table.num_stages))
+    update = state.gradients + state.optimizer
+    live = 0 if table is None else _most_live(table)
     return Memory(
-        parameters=parameters,
-        optimizer=optimizer,
-        gradients=gradients,
-        activations=worst - gradients,
-        pipeline=live * _stream_bytes(program, sharding),
+        parameters=state.parameters,
+        optimizer=state.optimizer,
+        gradients=state.gradients,
+        activations=max(backward, update) - state.gradients,
+        pipeline=live * _stream_bytes(found),
         batch=batch_bytes,
     )
 
 
-def _gradient_bytes(program: Program, sharding: Sharding) -> float:
-    arrays = (program.arrays[number] for number in dict.fromkeys(program.outputs))
-    return sum(sharding.array_bytes(array) for array in arrays if array.of_parameter)
-
-
-def _stream_bytes(program: Program, sharding: Sharding) -> float:
+def _stream_bytes(found: Cost) -> float:
     """Return the bytes that one block hands to the next, of one microbatch on one device."""
-    loops = [kernel for kernel in program.kernels if kernel.over == axes.LAYERS]
-    if not loops:
-        return 0.0
-    # of what the loop writes, the carried arrays are not stacked over blocks
-    carried = (program.arrays[number] for number in loops[0].writes)
-    return sum(sharding.array_bytes(array) for array in carried if array.dims[:1] != (axes.LAYERS,))
-
-
-def _gathered_bytes(specs: Specs, sizes: Mapping[str, int]) -> float:
-    """Return the bytes of weights that fsdp shards and a device has gathered: one block, and all others."""
-    if specs.layout.zero != 3 or sizes[axes.FSDP] == 1:
-        return 0.0
-    found = 0.0
-    for named in specs.arrays.values():
-        dims = named.dims or ()
-        stored = [axis for dim in dims for axis in specs.layout.parameter_rules.get(dim or "", ())]
-        if axes.FSDP not in stored:
-            continue
-        kept = math.prod(sizes[axis] for axis in set(stored) - {axes.FSDP, axes.PIPELINE})
-        blocks = named.shape[0] if axes.LAYERS in dims else 1
-        found += 4 * math.prod(named.shape) / blocks / kept
-    return found
+    return next((loop.carried_bytes for loop in found.loops if loop.over == axes.LAYERS), 0.0)
 
 
 def _seconds(
-    specs: Specs,
+    state: StateFigures,
+    layout: Layout,
     sizes: Mapping[str, int],
     choice: Choice,
     found: Cost,
     machine: Machine,
     table: Table | None,
-    program: Program,
-    sharding: Sharding,
+    waits: bool,
 ) -> Seconds:
     collectives: dict[tuple[str, ...], float] = {}
 
     def add(over: tuple[str, ...], seconds: float) -> None:
-        over = tuple(axis for axis in over if sizes.get(axis, 1) > 1)
         if over and seconds:
             collectives[over] = collectives.get(over, 0.0) + seconds
 
-    of_weights = weights(specs.arrays, specs.layout.sharded_rules)
-    for key, sent in parameter_traffic(of_weights, specs.layout, sizes, choice.accumulate).items():
-        link = machine.link(key.axes, sizes)
-        add(key.axes, sent / link.bytes_per_second)
-    for sent in found.sent:
-        on_mesh = tuple(axis for axis in sent.axes if axis in axes.AXES)
-        add(on_mesh, choice.accumulate * machine.collective_seconds(sent.kind, on_mesh, sizes, sent.num_bytes))
-    parameters = tree_bytes(specs.abstract.params, specs.sharded, sizes)
-    optimizer = tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes)
-    update = machine.rates.seconds(0.0, 3 * parameters + 2 * optimizer)
-    compute = choice.accumulate * found.seconds
-    if table is None:
-        return Seconds(compute=compute, bubble=0.0, collectives=collectives, update=update)
-    # each task of a stage computes one chunk of its blocks; a backward computes the forward again
-    inside = [seconds for over, seconds in found.loops if over == axes.LAYERS]
-    forward, backward = (inside[0], sum(inside[1:])) if inside else (found.seconds / 3, found.seconds * 2 / 3)
+    for key, sent in parameter_traffic(state.weights, layout, sizes, choice.accumulate).items():
+        add(key.axes, sent / machine.link(key.axes, sizes).bytes_per_second)
+    runs = choice.accumulate * choice.virtual_stages
+    for each in found.sent:
+        over = tuple(axis for axis in each.axes if sizes.get(axis, 1) > 1)
+        add(over, runs * machine.collective_seconds(each.kind, over, sizes, each.num_bytes))
+    update = machine.rates.seconds(0.0, 3 * state.updated + 2 * state.optimizer)
+    compute, bubble = choice.accumulate * found.seconds, 0.0
+    if table is not None:
+        task = _task_seconds(found, table, choice.virtual_stages)
+        compute = sum(task(t.stage, t.chunk, t.kind) for t in table.tasks) / table.num_stages
+        link = machine.link((axes.PIPELINE,), sizes)
+        hop = link.latency_seconds + _stream_bytes(found) / link.bytes_per_second
+        if waits:
+            alone, sent = simulate(table, task).makespan, simulate(table, task, hop).makespan
+            bubble = alone - compute
+            add((axes.PIPELINE,), sent - alone)
+    return Seconds(compute=compute, bubble=bubble, collectives=collectives, update=float(update))
+
+
+def _task_seconds(found: Cost, table: Table, chunks: int) -> Callable[[int, int, str], float]:
+    """Return the seconds of each task of a pipeline: each kind of backward computes its part's forward again."""
+    inside = [loop.seconds for loop in found.loops if loop.over == axes.LAYERS]
+    forward, backward = inside[0], sum(inside[1:])
     ends = found.seconds - sum(inside)
-    last = table.num_stages - 1
+    halves = len(table.kinds) - 1
 
     def task(stage: int, chunk: int, kind: str) -> float:
-        of_last = ends if stage == last and chunk == choice.virtual_stages - 1 else 0.0
         if kind == "forward":
             return forward
-        parts = len(table.kinds) - 1
-        return forward + (backward + of_last) / parts
+        # what comes before and behind the blocks is counted where the loss is
+        is_last = table.part_placement.part(stage, chunk) == table.num_parts - 1
+        return forward + (backward + ends * is_last) / halves
 
-    stream = _stream_bytes(program, sharding)
-    link = machine.link((axes.PIPELINE,), sizes)
-    hop = link.latency_seconds + stream / link.bytes_per_second
-    alone = simulate(table, task)
-    sent = simulate(table, task, hop)
-    work = sum(task(t.stage, t.chunk, t.kind) for t in table.tasks) / table.num_stages
-    add((axes.PIPELINE,), sent.makespan - alone.makespan)
-    return Seconds(compute=work, bubble=alone.makespan - work, collectives=collectives, update=update)
+    return task
 
 
 def tree_bytes(tree: Any, specs: Any, sizes: Mapping[str, int]) -> float:

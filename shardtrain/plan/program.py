@@ -5,9 +5,11 @@ makes programs of models. Next: `predict.py`, the costs of a whole step.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -104,28 +106,29 @@ class Sharding(NamedTuple):
     """How often the dims of a program are split.
 
     Args:
-      axes: name of a dim -> the axes of size 2 or more that shard it.
-      sizes: axis -> size.
-      of_parameters: the same as axes, for gradients of parameters.
+      axes: (name of a dim, the axes of size 2 or more that shard it), for each dim that is sharded.
+      of_parameters: the same for gradients of parameters.
+      sizes: (axis, size) of these axes; a size need not be whole where an island has a part of a batch.
     """
 
-    axes: Mapping[str, tuple[str, ...]]
-    sizes: Mapping[str, int]
-    of_parameters: Mapping[str, tuple[str, ...]]
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+    of_parameters: tuple[tuple[str, tuple[str, ...]], ...]
+    sizes: tuple[tuple[str, float], ...]
 
-    def of(self, dims: Iterable[str | None]) -> frozenset[str]:
+    def of(self, dims: Iterable[str | None], *, of_parameter: bool = False) -> frozenset[str]:
         """Return the axes that shard any of these dims."""
-        return frozenset(axis for dim in dims if dim for axis in self.axes.get(dim, ()))
+        named = set(dims)
+        rules = self.of_parameters if of_parameter else self.axes
+        return frozenset(axis for dim, over in rules if dim in named for axis in over)
 
-    def parts(self, dims: Iterable[str | None]) -> int:
+    def parts(self, dims: Iterable[str | None], *, of_parameter: bool = False) -> float:
         """Return the number of parts into which something with these dims is split."""
-        return math.prod(self.sizes[axis] for axis in self.of(dims))
+        found = self.of(dims, of_parameter=of_parameter)
+        return math.prod(size for axis, size in self.sizes if axis in found)
 
     def array_bytes(self, array: Array) -> float:
         """Return the bytes of an array on a device."""
-        rules = self.of_parameters if array.of_parameter else self.axes
-        split = {axis for dim in array.dims if dim for axis in rules.get(dim, ())}
-        return array.num_bytes / math.prod(self.sizes[axis] for axis in split)
+        return array.num_bytes / self.parts(array.dims, of_parameter=array.of_parameter)
 
 
 class Sent(NamedTuple):
@@ -136,63 +139,146 @@ class Sent(NamedTuple):
     num_bytes: float
 
 
-@dataclass(kw_only=True)
-class Cost:
+class Loop(NamedTuple):
+    """A loop over a named dim, such as the blocks of a model.
+
+    Args:
+      over: the dim.
+      seconds: of all its trips.
+      carried_bytes: what one trip hands to the next.
+    """
+
+    over: str
+    seconds: float
+    carried_bytes: float
+
+
+class Cost(NamedTuple):
     """What one run of a program costs a device.
 
     Args:
       flops: of matrix products and convolutions.
-      moved_bytes: read from and written to memory.
-      seconds: by the `seconds` that `cost` was given.
+      seconds: by the `seconds` that `costs` was given.
       peak_bytes: the most memory for results and temporary arrays at any time, without inputs.
       sent: collectives of activations.
-      loops: for each loop over a named dim, that name and the loop's part of the seconds, in order.
+      loops: those over a named dim, in order.
     """
 
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    seconds: float = 0.0
-    peak_bytes: float = 0.0
-    sent: list[Sent] = field(default_factory=list)
-    loops: list[tuple[str, float]] = field(default_factory=list)
+    flops: float
+    seconds: float
+    peak_bytes: float
+    sent: tuple[Sent, ...]
+    loops: tuple[Loop, ...]
 
 
-def cost(program: Program, sharding: Sharding, seconds: Callable[[float, float], float]) -> Cost:
-    """Return what one run of a program costs a device.
+Seconds = Callable[[Any, Any], Any]
+"""(flops, bytes moved) -> seconds of a kernel; of arrays with a number for each sharding."""
+
+
+def costs(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> list[Cost]:
+    """Return what one run of a program costs a device, for each of several shardings.
+
+    All shardings are costed at once, so that thousands take a second.
 
     Args:
       program: the program.
-      sharding: how its dims are split.
-      seconds: (flops, bytes moved) -> seconds of one kernel on a device.
+      shardings: how its dims are split.
+      seconds: of one kernel on a device.
     """
-    sizes = [sharding.array_bytes(array) for array in program.arrays]
-    kernels = _placed(program, sharding)
-    found = Cost()
+    found: dict[int, Cost] = {}
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for number, sharding in enumerate(shardings):
+        groups.setdefault(_changes(program, sharding), []).append(number)
+    for numbers in groups.values():
+        found |= zip(numbers, _alike(program, [shardings[i] for i in numbers], seconds), strict=True)
+    return [found[number] for number in range(len(shardings))]
+
+
+def _changes(program: Program, sharding: Sharding) -> tuple[bool, ...]:
+    """Return, for each possible change of a sharding, whether it is one; in the bodies of loops too."""
+    own = tuple(
+        sharding.of(each.before) != sharding.of(program.arrays[each.array].dims)
+        for each in program.resharded
+        if each.source is not None
+    )
+    bodies = (kernel.body for kernel in program.kernels if kernel.body is not None)
+    return own + tuple(change for body in bodies for change in _changes(body, sharding))
+
+
+def _alike(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> list[Cost]:
+    """Return the costs for shardings that make the same changes."""
+    total = _total(program, shardings, seconds)
+    return [
+        Cost(
+            flops=float(total.flops[i]),
+            seconds=float(total.seconds[i]),
+            peak_bytes=float(total.peak_bytes[i]),
+            sent=tuple(total.sent[i]),
+            loops=tuple(Loop(over, float(times[i]), float(carried[i])) for over, times, carried in total.loops),
+        )
+        for i in range(len(shardings))
+    ]
+
+
+@dataclass(kw_only=True)
+class _Total:
+    """Costs, with a number for each sharding."""
+
+    flops: np.ndarray
+    seconds: np.ndarray
+    peak_bytes: np.ndarray
+    sent: list[list[Sent]]
+    loops: list[tuple[str, np.ndarray, np.ndarray]]
+
+
+def _total(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> _Total:
+    parts = _Parts(shardings)
+    sizes = [array.num_bytes / parts.of(array.dims, array.of_parameter) for array in program.arrays]
+    kernels = _placed(program, shardings[0])
+    zeros = np.zeros(len(shardings))
+    total = _Total(flops=zeros, seconds=zeros, peak_bytes=zeros, sent=[[] for _ in shardings], loops=[])
     inside = []
     for kernel in kernels:
         if kernel.body is None:
-            flops = kernel.flops / sharding.parts(kernel.dims)
-            moved = sum(sizes[number] for number in (*kernel.reads, *kernel.writes))
-            found.flops += flops
-            found.moved_bytes += moved
-            found.seconds += seconds(flops, moved)
-            inside.append(0.0)
+            flops = kernel.flops / parts.of(kernel.dims)
+            total.flops = total.flops + flops
+            total.seconds = total.seconds + seconds(flops, sum(sizes[i] for i in (*kernel.reads, *kernel.writes)))
+            inside.append(zeros)
             continue
-        body = cost(kernel.body, sharding, seconds)
+        body = _total(kernel.body, shardings, seconds)
         # a stage of a pipeline runs its own blocks alone
-        trips = kernel.trips / sharding.parts((kernel.over,))
-        found.flops += trips * body.flops
-        found.moved_bytes += trips * body.moved_bytes
-        found.seconds += trips * body.seconds
-        found.loops += [(kernel.over, trips * body.seconds)] if kernel.over else []
-        found.sent += [Sent(*each[:2], trips * each.num_bytes) for each in body.sent]
+        trips = kernel.trips / parts.of((kernel.over,))
+        total.flops = total.flops + trips * body.flops
+        total.seconds = total.seconds + trips * body.seconds
+        if kernel.over is not None:
+            # what a loop writes is stacked over its trips, or carried from one to the next
+            carried = (i for i in kernel.writes if program.arrays[i].dims[:1] != (kernel.over,))
+            total.loops.append((kernel.over, trips * body.seconds, sum((sizes[i] for i in carried), zeros)))
+        for all_sent, of_body, times in zip(total.sent, body.sent, trips, strict=True):
+            all_sent += [Sent(each.kind, each.axes, times * each.num_bytes) for each in of_body]
         # what one trip makes is its part of what the loop makes, and is there once
-        made = sum(sizes[number] for number in kernel.writes) if trips <= 1 else 0.0
-        inside.append(max(body.peak_bytes - made, 0.0))
-    found.peak_bytes = _peak_bytes(program, kernels, sizes, inside)
-    for each in program.resharded:
-        found.sent += _sent(each, program.arrays[each.array], sharding)
-    return found
+        made = np.where(trips <= 1, sum((sizes[i] for i in kernel.writes), zeros), 0.0)
+        inside.append(np.maximum(body.peak_bytes - made, 0.0))
+    total.peak_bytes = _peak_bytes(program, kernels, sizes, inside)
+    for all_sent, sharding in zip(total.sent, shardings, strict=True):
+        for each in program.resharded:
+            all_sent += _sent(each, program.arrays[each.array], sharding)
+    return total
+
+
+class _Parts:
+    """The numbers of parts of dims, for several shardings; each combination of dims is looked up once."""
+
+    def __init__(self, shardings: Sequence[Sharding]) -> None:
+        self.shardings = shardings
+        self.found: dict[tuple[frozenset[str | None], bool], np.ndarray] = {}
+
+    def of(self, dims: Iterable[str | None], of_parameter: bool = False) -> np.ndarray:
+        key = frozenset(dims), of_parameter
+        if key not in self.found:
+            split = [each.parts(key[0], of_parameter=of_parameter) for each in self.shardings]
+            self.found[key] = np.array(split, float)
+        return self.found[key]
 
 
 def _placed(program: Program, sharding: Sharding) -> list[Kernel]:
@@ -217,8 +303,8 @@ def _placed(program: Program, sharding: Sharding) -> list[Kernel]:
 
 
 def _peak_bytes(
-    program: Program, kernels: Sequence[Kernel], sizes: Sequence[float], inside: Sequence[float]
-) -> float:
+    program: Program, kernels: Sequence[Kernel], sizes: Sequence[np.ndarray], inside: Sequence[np.ndarray]
+) -> np.ndarray:
     """Return the most bytes of arrays that are alive at any time, inputs left out."""
     last = {number: at for at, kernel in enumerate(kernels) for number in kernel.reads}
     last |= dict.fromkeys(program.outputs, len(kernels))
@@ -227,17 +313,19 @@ def _peak_bytes(
     for number, at in last.items():
         if number not in given:
             ending.setdefault(at, []).append(number)
-    alive = peak = 0.0
+    alive = peak = np.zeros(1)
     for at, kernel in enumerate(kernels):
-        alive += sum(sizes[number] for number in kernel.writes)
-        peak = max(peak, alive + inside[at])
-        alive -= sum(sizes[number] for number in ending.get(at, ()))
-        alive -= sum(sizes[number] for number in kernel.writes if number not in last)
+        alive = alive + sum(sizes[number] for number in kernel.writes)
+        peak = np.maximum(peak, alive + inside[at])
+        gone = [*ending.get(at, ()), *(number for number in kernel.writes if number not in last)]
+        alive = alive - sum(sizes[number] for number in gone)
     return peak
 
 
 def _sent(each: Resharded, array: Array, sharding: Sharding) -> list[Sent]:
     """Return the collectives by which an activation gets its sharding."""
+    if not sharding.of((*each.summed, *each.before, *array.dims)):
+        return []
     after, before = sharding.of(array.dims), sharding.of(each.before)
     summed = sharding.of(each.summed) - before
     scattered, gathered = summed & after, before - after
@@ -245,7 +333,7 @@ def _sent(each: Resharded, array: Array, sharding: Sharding) -> list[Sent]:
     found = []
     # a partial sum whose result is sharded over the same axes is scattered, otherwise every device gets it
     if scattered:
-        parts = math.prod(sharding.sizes[axis] for axis in scattered)
+        parts = math.prod(size for axis, size in sharding.sizes if axis in scattered)
         found.append(Sent(REDUCE_SCATTER, tuple(sorted(scattered)), whole * parts))
     if summed - scattered:
         found.append(Sent(ALL_REDUCE, tuple(sorted(summed - scattered)), whole))

@@ -3,24 +3,28 @@
 Next: `search.py`.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from shardtrain import axes
+from shardtrain.data.row_split import RowSplit
 from shardtrain.functional.loss import Loss, checked
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.predict import Choice
+from shardtrain.plan.predict import Choice, StateFigures, state_figures
 from shardtrain.plan.program import Program
 from shardtrain.plan.trace import trace
 from shardtrain.sharding.axis_sizes import axis_sizes
-from shardtrain.train_step.placement import Specs, state_specs
+from shardtrain.sharding.layout import Layout
+from shardtrain.train_step.placement import state_specs
 from shardtrain.train_step.replica_sums import BoundModel
 
 
@@ -33,25 +37,60 @@ class Subject:
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
       batch: name -> shape (B, ...) and dtype of each array of the global batch.
+      rows: of an island, its share of the batch, which it fills up with padding; None: the whole batch.
     """
 
     model: Callable[[str | None], Model]
     loss: Loss
     optimizer: optax.GradientTransformation
     batch: Mapping[str, jax.ShapeDtypeStruct]
+    rows: int | None = None
     _programs: dict[str | None, Program] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
-    _specs: dict[Any, Specs] = field(default_factory=dict, init=False, repr=False)
+    _states: dict[Any, "StateOf"] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def num_rows(self) -> int:
+    def batch_rows(self) -> int:
         """Rows of the global batch."""
         return next(iter(self.batch.values())).shape[0]
 
     @property
-    def batch_bytes(self) -> float:
-        """Bytes of the global batch."""
-        return float(sum(x.size * x.dtype.itemsize for x in self.batch.values()))
+    def row_bytes(self) -> float:
+        """Bytes of one row of a batch."""
+        return sum(x.size * x.dtype.itemsize for x in self.batch.values()) / self.batch_rows
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        params, _ = jax.eval_shape(self.model_of(None).init, jax.random.key(0))
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether most of the flops of the model are in float32."""
+        flops: Counter[int] = Counter()
+        _count_flops(self.program(None), flops)
+        return not flops or flops.most_common(1)[0][0] >= 4
+
+    def share(self, rows: int) -> "Subject":
+        """Return the same for an island with so many rows of the batch; traced programs are shared."""
+        found = replace(self, rows=rows)
+        for name in ("_programs", "_models", "_states"):
+            object.__setattr__(found, name, getattr(self, name))
+        return found
+
+    def rows_of(self, split: RowSplit) -> int:
+        """Return how many rows are computed, with padding.
+
+        Raises:
+          ValueError: the whole batch cannot be split like this, or an island has fewer rows than parts.
+        """
+        if self.rows is None:
+            split.check(self.batch_rows)
+            return self.batch_rows
+        if split.multiple > max(self.rows, 1):
+            raise ValueError(f"{self.rows} rows of an island are fewer than {split.multiple} parts; use fewer")
+        return split.padded(self.rows)
 
     def model_of(self, remat: str | None) -> Model:
         """Return the model that recomputes like this, made once."""
@@ -65,37 +104,55 @@ class Subject:
             self._programs[remat] = _traced(self.model_of(remat), self.loss, self.batch)
         return self._programs[remat]
 
-    def specs(self, choice: Choice, num_devices: int) -> Specs:
-        """Return the specs of the state.
+    def state(self, choice: Choice, num_devices: int) -> "StateOf":
+        """Return what follows from the specs of the state, and the layout completed for the model.
 
         Raises:
           ValueError: the layout does not fit the model, or its blocks cannot be cut like this.
         """
         layout, model = choice.layout, self.model_of(None)
         sizes = axis_sizes(layout.mesh, num_devices)
-        stages = None
-        if sizes[axes.PIPELINE] > 1:
-            if model.chain is None or not model.chain.stacked:
-                raise ValueError("a pipeline in a mesh needs a model with stacked blocks; use pipeline=1")
-            parts = sizes[axes.PIPELINE] * choice.virtual_stages
-            stages = Partition(
-                num_stages=sizes[axes.PIPELINE],
-                num_chunks=choice.virtual_stages,
-                counts=tuple(counts("equal", model.chain.num_blocks, parts)),
-            )
         # the size of `data` shards no parameter, so layouts that differ in it alone have the same specs
-        key = (*(size for axis, size in sizes.items() if axis != axes.DATA), layout.zero, choice.virtual_stages)
-        key = (*key, layout.sequence_sharded)
-        if key not in self._specs:
-            self._specs[key] = state_specs(model, self.optimizer, layout, sizes, stages=stages)
-        found = self._specs[key]
-        return found._replace(layout=_with_mesh(found.layout, layout.mesh))
+        others = tuple(size for axis, size in sizes.items() if axis != axes.DATA)
+        key = (others, layout.zero, layout.sequence_sharded, choice.virtual_stages)
+        if key not in self._states:
+            stages = self._stages(sizes[axes.PIPELINE], choice.virtual_stages)
+            specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
+            self._states[key] = StateOf(specs.layout, state_figures(specs, sizes))
+        return self._states[key]
+
+    def _stages(self, num_stages: int, chunks: int) -> Partition | None:
+        if num_stages == 1:
+            return None
+        chain = self.model_of(None).chain
+        if chain is None or not chain.stacked:
+            raise ValueError("a pipeline in a mesh needs a model with stacked blocks; use pipeline=1")
+        return Partition(
+            num_stages=num_stages,
+            num_chunks=chunks,
+            counts=tuple(counts("equal", chain.num_blocks, num_stages * chunks)),
+        )
 
 
-def _with_mesh(layout: Any, mesh: Mapping[str, int]) -> Any:
-    from dataclasses import replace
+class StateOf(NamedTuple):
+    """The state of a layout.
 
-    return replace(layout, mesh=mesh)
+    Args:
+      layout: completed for the model; its sizes are those of another layout that shards parameters alike.
+      figures: what follows from the specs.
+    """
+
+    layout: Layout
+    figures: StateFigures
+
+
+def _count_flops(program: Program, flops: Counter[int]) -> None:
+    """Add up the flops of a program by the bytes of the elements that they are computed from."""
+    for kernel in program.kernels:
+        if kernel.body is not None:
+            _count_flops(kernel.body, flops)
+        elif kernel.flops:
+            flops[max(program.arrays[number].item_bytes for number in kernel.reads)] += round(kernel.flops)
 
 
 def _traced(model: Model, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program:

@@ -212,7 +212,9 @@ class _Walk:
             if i in self.partial:
                 over, before = self.partial.pop(i)
                 if not kept:
-                    self._complete(i, over, before)
+                    # an operation on its elements gets it as its own result is sharded
+                    alike = writes and self.arrays[writes[0]].shape == self.arrays[i].shape
+                    self._complete(writes[0] if alike and i not in self.moves else i, over, before)
         if kept:
             summed = waiting.pop()
         if summed:
@@ -261,6 +263,11 @@ class _Walk:
             body = _Walk()
             numbers = [body.add(v.aval, dims) for v, dims in zip(jaxpr.invars, given, strict=True)]
             body.bind(jaxpr.invars, numbers)
+            body.constants.update(
+                of_body
+                for of_body, i in zip(numbers[:consts], reads[:consts], strict=True)
+                if self.root(i) in self.constants
+            )
             outputs = body.run(jaxpr)
             for i in range(carried):
                 given[consts + i] = merged(given[consts + i], body.arrays[outputs[i]].dims)
@@ -301,10 +308,6 @@ class _Walk:
             )
         )
         return writes
-
-    def constant(self, number: int) -> bool:
-        """Return whether an array is the same number everywhere, or counts: compilers make it where it is read."""
-        return number in self.constants
 
     def root(self, number: int) -> int:
         """Return the number of the array in memory of which this is a view."""
@@ -368,10 +371,10 @@ class _Walk:
         written.update(i for each in moves for i in (each.array, self.root(each.source)))
         for step in self.steps:
             if step.body is not None or step.name in MATERIAL:
-                written.update(self.root(i) for i in step.reads if not self.constant(self.root(i)))
+                written.update(self.root(i) for i in step.reads)
                 written.update(step.writes)
             elif step.name.startswith(("reduce_", "arg")) and step.name not in ALIASES:
                 written.update(step.writes)
             elif step.name in EXPENSIVE:
                 written.update(i for i in step.writes if uses[i] > 1)
-        return written
+        return written - self.constants

@@ -4,6 +4,7 @@ Next: `placement.py` (its shardings), `initial_state.py` (its creation on the me
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +74,14 @@ def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, stages: Partition | None = None
 ) -> State:
     """Return the shapes and dtypes of a state, without what each replica has of its own; computes nothing."""
+    # the order of blocks changes no shape, unless stages have unequal numbers of them
+    return _abstract_state(model, optimizer, None if stages is None or stages.is_plain else stages)
+
+
+@lru_cache(maxsize=8)
+def _abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, stages: Partition | None
+) -> State:
     return jax.eval_shape(lambda: new_state(model, optimizer, jnp.uint32(0), in_stage_order(stages)))
 
 

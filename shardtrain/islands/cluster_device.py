@@ -1,0 +1,63 @@
+"""The devices of a kind of islands, as a cluster file describes them for a plan. Values only: no jax, no MPI."""
+
+import math
+from dataclasses import dataclass
+
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import problems_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterDevice:
+    """One device, its node and its links; what is left out is taken from the table of known devices.
+
+    Args:
+      name: as in the table of known devices, such as "NVIDIA A100-SXM4-80GB"; None: all rates are given here.
+      teraflops: 10**12 flops a second that matrix products really reach, in the dtype of the run.
+      memory_gb: gigabytes of device memory.
+      memory_gb_per_second: gigabytes a second that kernels really read and write.
+      kernel_us: microseconds of a kernel that does next to nothing.
+      per_node: number of devices of a node; None: all devices of an island are in one.
+      link_gb_per_second: gigabytes a second that a device sends to others of its node; None: at once.
+      node_link_gb_per_second: gigabytes a second that a node sends to others; None: at once.
+      latency_us: microseconds of a message to another device.
+      price_per_hour: of one device, in any currency; None: not known.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+    """
+
+    name: str | None = None
+    teraflops: float | None = None
+    memory_gb: float | None = None
+    memory_gb_per_second: float | None = None
+    kernel_us: float = 5.0
+    per_node: int | None = None
+    link_gb_per_second: float | None = None
+    node_link_gb_per_second: float | None = None
+    latency_us: float = 10.0
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self)
+        if not problems:
+            for name in ("teraflops", "memory_gb", "memory_gb_per_second", "link_gb_per_second"):
+                problems += self._not_above_zero(name)
+            problems += self._not_above_zero("node_link_gb_per_second")
+            problems += [
+                f"{name} is {value}; use 0 or more"
+                for name in ("kernel_us", "latency_us", "price_per_hour")
+                if (value := getattr(self, name)) is not None and not 0 <= value < math.inf
+            ]
+            if self.per_node is not None and self.per_node < 1:
+                problems.append(f"per_node is {self.per_node}; use 1 or more")
+            if self.name is None and self.teraflops is None:
+                problems.append("there is no name and no teraflops; give a known name, or measured rates")
+        if problems:
+            raise problems_error("this device cannot be planned for", problems)
+
+    def _not_above_zero(self, name: str) -> list[str]:
+        value = getattr(self, name)
+        if value is None or 0 < value < math.inf:
+            return []
+        return [f"{name} is {value}; use a number above 0"]

@@ -1,0 +1,129 @@
+"""Plan unequal islands: the rows of each, and the layout that suits its devices. Next: `report/plan.py`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtrain.islands.cluster import Cluster, IslandKind
+from shardtrain.plan.devices import GB
+from shardtrain.plan.hlo.collectives import ALL_REDUCE
+from shardtrain.plan.machine import Machine, machine_of
+from shardtrain.plan.search import Plan, Space, search
+from shardtrain.plan.subject import Subject
+from shardtrain.plan.traffic import sent_bytes
+from shardtrain.sharding.shares import shares
+
+ROUNDS = 4
+"""How often rows are given anew by the speeds that were predicted for those of the last round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindPlan:
+    """The plan of the islands of one kind.
+
+    Args:
+      kind: the kind.
+      machine: its devices.
+      rows: of the batch, for each of its islands.
+      plan: the ways to run a step on one of them.
+    """
+
+    kind: IslandKind
+    machine: Machine
+    rows: int
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """The plan of a cluster.
+
+    Args:
+      kinds: of each kind of islands.
+      shares: rows of each island.
+      join_seconds: to add up the gradients of all islands.
+    """
+
+    kinds: tuple[KindPlan, ...]
+    shares: tuple[int, ...]
+    join_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step: of the slowest island, and to add up gradients."""
+        of_kinds = [each.plan.ranked[0].prediction.seconds.total for each in self.kinds if each.rows]
+        return max(of_kinds) + self.join_seconds
+
+
+def plan_cluster(subject: Subject, cluster: Cluster, space: Space = Space(), most: int = 20) -> ClusterPlan:
+    """Plan the islands of a cluster, each a replica with its share of the batch.
+
+    Args:
+      subject: the model, its loss, optimizer and batch.
+      cluster: the islands; each kind says its devices.
+      space: what may be chosen.
+      most: how many ways of each kind to return.
+
+    Raises:
+      ValueError: a kind does not say its devices, they are not known, or nothing can run on one.
+    """
+    machines = [_machine(kind, subject.in_float32) for kind in cluster.islands]
+    islands = cluster.of_islands
+    if len(islands) == 1:
+        plan = search(subject, machines[0], islands[0].devices or 1, space, most)
+        return ClusterPlan(
+            kinds=(KindPlan(kind=islands[0], machine=machines[0], rows=subject.batch_rows, plan=plan),),
+            shares=(subject.batch_rows,),
+            join_seconds=0.0,
+        )
+    speeds = [
+        machine.rates.flops_per_second * (kind.devices or 1)
+        for kind, machine in zip(cluster.islands, machines, strict=True)
+    ]
+    best: ClusterPlan | None = None
+    for _ in range(ROUNDS):
+        found = _with_speeds(subject, cluster, machines, speeds, space, most)
+        if best is None or found.seconds < best.seconds:
+            best = found
+        speeds = [
+            each.rows / each.plan.ranked[0].prediction.seconds.total if each.rows else speed
+            for each, speed in zip(found.kinds, speeds, strict=True)
+        ]
+    assert best is not None
+    return best
+
+
+def _machine(kind: IslandKind, in_float32: bool) -> Machine:
+    if kind.device is None or kind.devices is None:
+        raise ValueError(
+            f"islands of kind {kind.kind!r} do not say their devices; give devices = NUMBER and"
+            ' device = { name = "NVIDIA A100-SXM4-80GB" }, or measured rates (shardtrain calibrate)'
+        )
+    return machine_of(kind.device, kind.devices, in_float32=in_float32)
+
+
+def _with_speeds(
+    subject: Subject,
+    cluster: Cluster,
+    machines: Sequence[Machine],
+    speeds: Sequence[float],
+    space: Space,
+    most: int,
+) -> ClusterPlan:
+    """Give rows in proportion to speeds, and plan each kind for its rows."""
+    weights = [speed for kind, speed in zip(cluster.islands, speeds, strict=True) for _ in range(kind.count)]
+    rows = shares(subject.batch_rows, weights)
+    # islands of a kind may differ by one row: the plan is for the most
+    firsts = [sum(kind.count for kind in cluster.islands[:i]) for i in range(len(cluster.islands))]
+    kinds = []
+    for first, kind, machine in zip(firsts, cluster.islands, machines, strict=True):
+        most_rows = max(rows[first : first + kind.count])
+        plan = search(subject.share(most_rows), machine, kind.devices or 1, space, most)
+        if not plan.ranked:
+            raise ValueError(f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}")
+        kinds.append(KindPlan(kind=kind, machine=machine, rows=most_rows, plan=plan))
+    joined = 4 * subject.num_parameters
+    seconds = sent_bytes(ALL_REDUCE, len(rows), joined)
+    link = cluster.link_gb_per_second
+    return ClusterPlan(
+        kinds=tuple(kinds), shares=tuple(rows), join_seconds=0.0 if link is None else seconds / (link * GB)
+    )
