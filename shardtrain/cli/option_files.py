@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardtrain.cli.field_options import with_fields
 from shardtrain.combine.synchronisation import preset
-from shardtrain.islands.cluster import read_cluster
+from shardtrain.islands.cluster import Cluster, read_cluster
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import read_strategy
@@ -47,13 +47,23 @@ def _with_strategy(run: Run, words: Sequence[str]) -> Run:
         run = with_fields(run, {"strategy": read_strategy(Path(given[-1]))})
     if given := _given(words, "--synchronisation"):
         run = with_fields(run, {"strategy.synchronisation": preset(given[-1])})
-    if given := _given(words, "--cluster"):
-        sections, own = read_cluster(Path(given[-1])).strategy_sections, run.strategy.islands
+    if (cluster := cluster_of(words)) is not None:
+        sections, own = cluster.strategy_sections, run.strategy.islands
         merged = {name: {**section, **own.get(name, {})} for name, section in sections.items()}
         run = with_fields(
             run, {"strategy.islands": {**merged, **{k: own[k] for k in own if k not in merged}}}
         )
     return run
+
+
+def cluster_of(words: Sequence[str]) -> Cluster | None:
+    """Return the cluster that `--cluster FILE` names; None without it.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    given = _given(words, "--cluster")
+    return read_cluster(Path(given[-1])) if given else None
 
 
 def _given(words: Sequence[str], *names: str) -> list[str]:

@@ -111,7 +111,8 @@ class Cluster:
 
     Args:
       islands: the kinds; islands are numbered from 0, first those of the first kind.
-      link_gb_per_second: gigabytes a second that an island sends to others, for `shardtrain plan`; None: at once.
+      link_gb_per_second: gigabytes a second that an island sends to others, for `shardtrain plan`; None: at
+        once.
 
     Raises:
       ValueError: lists kinds that contradict each other.

@@ -1,4 +1,4 @@
-"""The devices of a kind of islands, as a cluster file describes them for a plan. Values only: no jax, no MPI."""
+"""The devices of a kind of islands, as a cluster file describes them for a plan. Values only, no jax."""
 
 import math
 from dataclasses import dataclass

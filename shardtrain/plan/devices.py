@@ -18,7 +18,7 @@ class Device:
       memory_bytes: device memory.
       memory_bytes_per_second: peak bandwidth of that memory.
       float32_flops_per_second: peak in float32 outside matrix units; None: not in this table.
-      float16_flops_per_second: peak of dense matrix products in float16, of devices that have none in bfloat16.
+      float16_flops_per_second: peak of dense matrix products in float16, where there are none in bfloat16.
     """
 
     kind: str
@@ -30,8 +30,8 @@ class Device:
 
 
 DEVICES = (
-    # NVIDIA DGX B200 datasheet, 8 GPUs: 1,440 GB, 64 TB/s, 72 petaflops in 8 bits with sparsity, half of that dense,
-    # half of that in 16 bits
+    # NVIDIA DGX B200 datasheet, 8 GPUs: 1,440 GB, 64 TB/s, 72 petaflops in 8 bits with sparsity; half of that
+    # dense, a quarter dense in 16 bits
     Device(
         kind="NVIDIA B200",
         matrix_flops_per_second=2250 * TERA,

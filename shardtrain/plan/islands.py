@@ -54,20 +54,25 @@ class ClusterPlan:
         return max(of_kinds) + self.join_seconds
 
 
-def plan_cluster(subject: Subject, cluster: Cluster, space: Space = Space(), most: int = 20) -> ClusterPlan:
+def plan_cluster(
+    subjects: Sequence[Subject], cluster: Cluster, space: Space | None = None, most: int = 20
+) -> ClusterPlan:
     """Plan the islands of a cluster, each a replica with its share of the batch.
 
     Args:
-      subject: the model, its loss, optimizer and batch.
+      subjects: of each kind of islands the model, its loss, optimizer and batch.
       cluster: the islands; each kind says its devices.
-      space: what may be chosen.
+      space: what may be chosen; None: everything.
       most: how many ways of each kind to return.
 
     Raises:
       ValueError: a kind does not say its devices, they are not known, or nothing can run on one.
     """
-    machines = [_machine(kind, subject.in_float32) for kind in cluster.islands]
-    islands = cluster.of_islands
+    machines = [
+        _machine(kind, subject.in_float32) for kind, subject in zip(cluster.islands, subjects, strict=True)
+    ]
+    space = space or Space()
+    subject, islands = subjects[0], cluster.of_islands
     if len(islands) == 1:
         plan = search(subject, machines[0], islands[0].devices or 1, space, most)
         return ClusterPlan(
@@ -81,7 +86,7 @@ def plan_cluster(subject: Subject, cluster: Cluster, space: Space = Space(), mos
     ]
     best: ClusterPlan | None = None
     for _ in range(ROUNDS):
-        found = _with_speeds(subject, cluster, machines, speeds, space, most)
+        found = _with_speeds(subjects, cluster, machines, speeds, space, most)
         if best is None or found.seconds < best.seconds:
             best = found
         speeds = [
@@ -102,7 +107,7 @@ def _machine(kind: IslandKind, in_float32: bool) -> Machine:
 
 
 def _with_speeds(
-    subject: Subject,
+    subjects: Sequence[Subject],
     cluster: Cluster,
     machines: Sequence[Machine],
     speeds: Sequence[float],
@@ -111,19 +116,20 @@ def _with_speeds(
 ) -> ClusterPlan:
     """Give rows in proportion to speeds, and plan each kind for its rows."""
     weights = [speed for kind, speed in zip(cluster.islands, speeds, strict=True) for _ in range(kind.count)]
-    rows = shares(subject.batch_rows, weights)
+    rows = shares(subjects[0].batch_rows, weights)
     # islands of a kind may differ by one row: the plan is for the most
     firsts = [sum(kind.count for kind in cluster.islands[:i]) for i in range(len(cluster.islands))]
     kinds = []
-    for first, kind, machine in zip(firsts, cluster.islands, machines, strict=True):
+    for first, kind, machine, subject in zip(firsts, cluster.islands, machines, subjects, strict=True):
         most_rows = max(rows[first : first + kind.count])
         plan = search(subject.share(most_rows), machine, kind.devices or 1, space, most)
         if not plan.ranked:
-            raise ValueError(f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}")
+            raise ValueError(
+                f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}"
+            )
         kinds.append(KindPlan(kind=kind, machine=machine, rows=most_rows, plan=plan))
-    joined = 4 * subject.num_parameters
-    seconds = sent_bytes(ALL_REDUCE, len(rows), joined)
+    sent = sent_bytes(ALL_REDUCE, len(rows), 4 * subjects[0].num_parameters)
     link = cluster.link_gb_per_second
     return ClusterPlan(
-        kinds=tuple(kinds), shares=tuple(rows), join_seconds=0.0 if link is None else seconds / (link * GB)
+        kinds=tuple(kinds), shares=tuple(rows), join_seconds=0.0 if link is None else sent / (link * GB)
     )

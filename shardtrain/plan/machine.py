@@ -1,6 +1,7 @@
 """The machine that a plan is for: rates of its devices, and links between them. No jax.
 
-Rates of known devices are in `devices.py`; a cluster file may say others (`islands/cluster.py`). Next: `predict.py`.
+Rates of known devices are in `devices.py`; a cluster file may say others (`islands/cluster_device.py`).
+Next: `predict.py`.
 """
 
 import math
@@ -78,8 +79,8 @@ class Machine:
     def link(self, over: Sequence[str], sizes: Mapping[str, int]) -> Link:
         """Return the link by which a ring over these axes is limited.
 
-        Devices are numbered with the last axis of the mesh fastest, and nodes have consecutive ones. The rings of
-        a node's devices share its link.
+        Devices are numbered with the last axis of the mesh fastest, and nodes have consecutive ones. The
+        rings of a node's devices share its link.
 
         Args:
           over: mesh axes.
@@ -92,8 +93,8 @@ class Machine:
         reach = math.prod(sizes[axis] for axis in order[order.index(members[0]) :])
         if reach <= self.devices_per_node:
             return self.device_link
-        # a ring has members at a distance of as many devices as the faster axes have; the devices between them
-        # belong to other rings, all of which leave the node by its link
+        # a ring has members at a distance of as many devices as the faster axes have; the devices between
+        # them belong to other rings, all of which leave the node by its link
         distance = math.prod(sizes[axis] for axis in order[order.index(members[-1]) + 1 :])
         of_ring = max(self.devices_per_node // distance, 1)
         share = self.node_link.bytes_per_second * of_ring / self.devices_per_node
@@ -142,7 +143,7 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool) -> Mach
     if device.name is not None and known is None and device.teraflops is None:
         names = [each.kind for each in DEVICES]
         raise ValueError(
-            f"device {near(device.name, names)}; or give its rates: teraflops, memory_gb, memory_gb_per_second"
+            f"device {near(device.name, names)}; or give its teraflops, memory_gb and memory_gb_per_second"
         )
     flops = None if device.teraflops is None else device.teraflops * TERA
     if flops is None and known is not None:

@@ -1,6 +1,6 @@
 """The names of dims through the operations of a traced computation. No jax.
 
-Each rule takes the names and shapes of an operation's inputs, and returns those of its outputs, with the names
+Each rule takes the names and shapes of an operation's inputs, and returns the names of its outputs and those
 that it sums over. Next: `trace.py`, which walks a computation by them.
 """
 
@@ -69,9 +69,7 @@ def _like_inputs(operands: Operands) -> Found:
     found = []
     for shape in operands.out_shapes:
         alike = [
-            tuple(
-                name if size == out else None for name, size, out in zip(dims, given, shape, strict=True)
-            )
+            tuple(name if size == out else None for name, size, out in zip(dims, given, shape, strict=True))
             for dims, given in zip(operands.dims, operands.shapes, strict=True)
             if len(given) == len(shape)
         ]
@@ -116,7 +114,7 @@ def _squeezed(operands: Operands) -> Found:
 
 
 def _reshaped(operands: Operands) -> Found:
-    """Dims that are merged or split together form a group, whose first named dim names the first of the result."""
+    """Dims that are merged or split together form a group, whose first name the result's first dim takes."""
     given, shape, names = operands.shapes[0], operands.out_shapes[0], operands.dims[0]
     found: list[str | None] = [None] * len(shape)
     i = j = 0
@@ -169,9 +167,7 @@ def _convolution(operands: Operands) -> Found:
         names[to] = left[at]
     window = math.prod(operands.shapes[1][i] for i in of_right[1:])
     summed = left[of_left[1]] or right[of_right[1]]
-    return Found(
-        (tuple(names),), (summed,) if summed else (), 2 * math.prod(operands.out_shapes[0]) * window
-    )
+    return Found((tuple(names),), (summed,) if summed else (), 2 * math.prod(operands.out_shapes[0]) * window)
 
 
 def _gathered(operands: Operands) -> Found:

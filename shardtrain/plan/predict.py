@@ -1,7 +1,7 @@
 """Predict a training step for a layout: memory of a device by component, and seconds by part. No devices.
 
-The parts: the traced program of loss and gradient (`program.py`), the state by its specs, and the traffic of
-parameters by theory (`traffic.py`). Next: `search.py`, which compares layouts.
+The parts: the traced program of loss and gradient (`program_cost.py`), the state by its specs, and the
+traffic of parameters by theory (`traffic.py`). Next: `search.py`, which compares layouts.
 """
 
 import math
@@ -19,103 +19,15 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.program import Cost, Sharding
+from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds
+from shardtrain.plan.program_cost import Cost, Sharding
 from shardtrain.plan.traffic import Weight, parameter_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import Specs
 
 ROWS, PARTS = "rows", "parts"
-"""Splits of a step that are not one mesh axis: of its rows into microbatches on devices, of a model's blocks into the
+"""Splits of a step that are not one mesh axis: of its rows into microbatches on devices, of the blocks into
 parts of a pipeline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One way to run a step.
-
-    Args:
-      layout: axis sizes and rules.
-      accumulate: number of microbatches.
-      remat: what the backward computes again; None: what the model says.
-      schedule: of a pipeline.
-      virtual_stages: parts of the model on each stage.
-    """
-
-    layout: Layout
-    accumulate: int = 1
-    remat: str | None = None
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of one device while a step runs.
-
-    Args:
-      parameters: as they are stored.
-      optimizer: the optimizer's state.
-      gradients: sums over microbatches.
-      activations: what lies between, at the worst moment: kept and temporary arrays, gathered weights.
-      pipeline: inputs of the microbatches in flight.
-      batch: this device's rows.
-    """
-
-    parameters: float
-    optimizer: float
-    gradients: float
-    activations: float
-    pipeline: float
-    batch: float
-
-    @property
-    def total(self) -> float:
-        """Bytes of all components."""
-        return (
-            self.parameters
-            + self.optimizer
-            + self.gradients
-            + self.activations
-            + self.pipeline
-            + self.batch
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
-    """Seconds of one step on one device.
-
-    Args:
-      compute: kernels of loss and gradient.
-      bubble: waiting for other stages of the pipeline.
-      collectives: mesh axes -> seconds of their collectives; "pipeline" has what stages send.
-      update: the optimizer.
-    """
-
-    compute: float
-    bubble: float
-    collectives: Mapping[tuple[str, ...], float]
-    update: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of all parts, one after the other."""
-        return self.compute + self.bubble + sum(self.collectives.values()) + self.update
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What a step needs on each device.
-
-    Args:
-      memory: bytes.
-      seconds: seconds.
-      flops: of a device in a step, recomputation included.
-    """
-
-    memory: Memory
-    seconds: Seconds
-    flops: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +222,7 @@ def _seconds(
 
 
 def _task_seconds(found: Cost, table: Table, chunks: int) -> Callable[[int, int, str], float]:
-    """Return the seconds of each task of a pipeline: each kind of backward computes its part's forward again."""
+    """Return the seconds of each task: each kind of backward computes the forward of its part again."""
     inside = [loop.seconds for loop in found.loops if loop.over == axes.LAYERS]
     forward, backward = inside[0], sum(inside[1:])
     ends = found.seconds - sum(inside)

@@ -1,7 +1,7 @@
 """Search the layouts of a number of devices: which fit the model and the memory, and how fast each is.
 
-Every combination of axis sizes, ZeRO stage, microbatches, schedule and recomputation is judged by the checks that
-a run makes itself, and predicted by `predict.py`.
+Every combination of axis sizes, ZeRO stage, microbatches, schedule and recomputation is judged by the checks
+that a run makes itself, and predicted by `predict.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +13,9 @@ from shardtrain.errors.messages import near
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.pipeline.schedule import SCHEDULES
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.predict import Choice, Prediction, predict, sharding_of
-from shardtrain.plan.program import Cost, Sharding, costs
+from shardtrain.plan.predict import predict, sharding_of
+from shardtrain.plan.prediction import Choice, Prediction
+from shardtrain.plan.program_cost import Cost, Sharding, costs
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
@@ -25,7 +26,7 @@ REMATS = ("none", *REMAT_POLICIES)
 MOST_MICROBATCHES = 64
 """The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""
 
-MESH_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
+MESH_AXES: tuple[str, ...] = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +86,21 @@ class Plan:
 
 
 def search(
-    subject: Subject, machine: Machine, num_devices: int, space: Space = Space(), most: int = 20
+    subject: Subject, machine: Machine, num_devices: int, space: Space | None = None, most: int = 20
 ) -> Plan:
     """Rank the ways to run a step on equal devices.
 
-    Of each mesh, number of microbatches and schedule, that recomputation is taken which computes the least again
-    and fits; if none fits, the one that needs the least memory.
+    Of each mesh, number of microbatches and schedule, that recomputation is taken which computes the least
+    again and fits; if none fits, the one that needs the least memory.
 
     Args:
       subject: the model, its loss, optimizer and batch.
       machine: the devices.
       num_devices: how many.
-      space: what may be chosen.
+      space: what may be chosen; None: everything.
       most: how many of the best to return.
     """
+    space = space or Space()
     choices, refused = [], {}
     for layout in _layouts(num_devices, space.layout):
         sizes = axis_sizes(layout.mesh, num_devices)
@@ -143,7 +145,7 @@ def _least_recomputed(
     choices: Sequence[Choice],
     remats: Sequence[str | None],
 ) -> list[Ranked]:
-    """Return each choice with the least recomputation that fits, or the smallest, and lower bounds of seconds."""
+    """Return each choice with the least recomputation that fits, or the smallest, and bounds of its time."""
     best: dict[int, Ranked] = {}
     for remat in remats:
         open_numbers = [i for i in range(len(choices)) if i not in best or not best[i].fits]
@@ -212,10 +214,10 @@ def _layouts(num_devices: int, given: Layout) -> Iterator[Layout]:
     """Return every layout whose axis sizes multiply to the number of devices."""
     fixed = {axis: size for axis, size in given.mesh.items() if size != -1}
     for sizes in _factors(num_devices, len(MESH_AXES)):
-        mesh = dict(zip(MESH_AXES, sizes, strict=True))
+        mesh: dict[str, int] = dict(zip(MESH_AXES, sizes, strict=True))
         if any(mesh.get(axis, 1) != size for axis, size in fixed.items()):
             continue
-        mesh = {axis: size for axis, size in mesh.items() if size > 1} or {axes.DATA: 1}
+        mesh = {axis: size for axis, size in mesh.items() if size > 1} or {str(axes.DATA): 1}
         for zero in (3, 1) if axes.FSDP in mesh else (3,):
             for sequence_sharded in (False, True) if axes.TENSOR in mesh else (False,):
                 yield replace(given, mesh=mesh, zero=zero, sequence_sharded=sequence_sharded)
@@ -231,9 +233,7 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factors(number // first, count - 1))
 
 
-def _of_layout(
-    subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space
-) -> Iterator[Choice]:
+def _of_layout(subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space) -> Iterator[Choice]:
     """Return the choices of one layout: numbers of microbatches that the batch allows, and schedules."""
     stages = sizes[axes.PIPELINE]
     most = max(MOST_MICROBATCHES, 4 * stages)

@@ -19,7 +19,8 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.predict import Choice, StateFigures, state_figures
+from shardtrain.plan.predict import StateFigures, state_figures
+from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import Program
 from shardtrain.plan.trace import trace
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -89,7 +90,9 @@ class Subject:
             split.check(self.batch_rows)
             return self.batch_rows
         if split.multiple > max(self.rows, 1):
-            raise ValueError(f"{self.rows} rows of an island are fewer than {split.multiple} parts; use fewer")
+            raise ValueError(
+                f"{self.rows} rows of an island are fewer than {split.multiple} parts; use fewer"
+            )
         return split.padded(self.rows)
 
     def model_of(self, remat: str | None) -> Model:
@@ -116,12 +119,17 @@ class Subject:
         others = tuple(size for axis, size in sizes.items() if axis != axes.DATA)
         key = (others, layout.zero, layout.sequence_sharded, choice.virtual_stages)
         if key not in self._states:
-            stages = self._stages(sizes[axes.PIPELINE], choice.virtual_stages)
+            stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
             self._states[key] = StateOf(specs.layout, state_figures(specs, sizes))
         return self._states[key]
 
-    def _stages(self, num_stages: int, chunks: int) -> Partition | None:
+    def stages(self, num_stages: int, chunks: int) -> Partition | None:
+        """Return the equal cut of the blocks into stages of a mesh; None for one stage.
+
+        Raises:
+          ValueError: the model has no stacked blocks, or too few.
+        """
         if num_stages == 1:
             return None
         chain = self.model_of(None).chain

@@ -1,12 +1,10 @@
 """Trace the loss and the gradient of any Flax model into a program with named dims, without devices.
 
 The constraints of the model name the dims of its activations, the model's own names those of its parameters;
-`named_dims.py` carries them through all other operations. Elementwise operations are fused into chains, as
-compilers do: only what a matrix product, a loop or the result needs is written to memory.
+`named_dims.py` carries them through all other operations, and `fusion.py` makes kernels of these.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,26 +13,11 @@ from jax.sharding import AbstractMesh
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fused, root
 from shardtrain.plan.named_dims import Operands, merged, names_of
-from shardtrain.plan.program import Array, Dims, Kernel, Program, Resharded
+from shardtrain.plan.program import Array, Dims, Program, Resharded
 
-ALIASES = frozenset(
-    "copy copy_p expand_dims name optimization_barrier reduce_precision reshape sharding_constraint squeeze"
-    " stop_gradient".split()
-)
-"""Operations that give an array another name or shape, and move nothing."""
-
-MATERIAL = frozenset(
-    "conv_general_dilated cumsum cumlogsumexp cummax cummin cumprod dot_general fft gather ragged_dot"
-    " random_bits reduce_window_sum scatter scatter-add select_and_scatter_add sort threefry2x32 top_k"
-    " custom_call ffi_call triangular_solve cholesky".split()
-)
-"""Operations that are kernels of their own: they read arrays from memory and write their results to it."""
-
-EXPENSIVE = frozenset("cos erf erf_inv exp exp2 expm1 log log1p logistic pow sin tan tanh".split())
-"""Elementwise operations that compilers do not compute twice, so that a result used twice is written."""
-
-LINEAR = frozenset("add add_any neg convert_element_type transpose".split())
+LINEAR = frozenset(["add", "add_any", "neg", "convert_element_type", "transpose"])
 """Operations by which the parts of a sum may stay apart: those of sums are added once, not one by one."""
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -67,28 +50,13 @@ def trace(
         traced = jax.make_jaxpr(function)(*inputs)
     walk = _Walk()
     of_inputs = [
-        walk.add(variable.aval, dims)
-        for variable, dims in zip(traced.jaxpr.invars, names, strict=True)
+        walk.add(variable.aval, dims) for variable, dims in zip(traced.jaxpr.invars, names, strict=True)
     ]
     walk.bind(traced.jaxpr.invars, of_inputs)
     outputs = walk.run(traced.jaxpr)
     for number, dims, of_parameter in zip(outputs, results, of_parameters, strict=True):
         walk.result(number, dims, of_parameter)
     return walk.program(of_inputs, outputs)
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """An operation before fusion, by the numbers of its arrays."""
-
-    name: str
-    reads: list[int]
-    writes: list[int]
-    flops: float = 0.0
-    summed: tuple[str, ...] = ()
-    body: Program | None = None
-    trips: int = 1
-    over: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -99,8 +67,8 @@ class _Walk:
       arrays: those found so far.
       steps: the operations found so far.
       same: number of an array -> that of the array in memory of which it is another view.
-      partial: number of an array -> names of the dims over which its sum is not complete, and the names that it
-        had when it was made.
+      partial: number of an array -> names of the dims over which its sum is not complete, and its own names
+        when it was made.
       constrained: numbers of the arrays whose names are those of a constraint.
       constants: numbers of the arrays that are computed from constants alone.
       moves: number of an array -> the change of sharding that made it.
@@ -109,7 +77,7 @@ class _Walk:
     """
 
     arrays: list[Array] = field(default_factory=list)
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     same: dict[int, int] = field(default_factory=dict)
     partial: dict[int, tuple[tuple[str, ...], Dims]] = field(default_factory=dict)
     constrained: set[int] = field(default_factory=set)
@@ -161,7 +129,7 @@ class _Walk:
         if primitive == "scan":
             return self._scan(equation, reads)
         if primitive == "while":
-            return self._loop(equation, reads, params["body_jaxpr"], params["body_nconsts"], reads[params["cond_nconsts"] :])
+            return self._while(equation, reads)
         if primitive == "cond":
             # the branch with the most operations stands for all
             branch = max(params["branches"], key=lambda each: len(each.jaxpr.eqns))
@@ -199,11 +167,13 @@ class _Walk:
             if primitive not in MATERIAL and all(self.root(i) in self.constants for i in reads):
                 self.constants.update(writes)
         self.steps.append(
-            _Step(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
+            Step(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
         )
         return writes
 
-    def _sums(self, primitive: str, reads: Sequence[int], writes: Sequence[int], summed: Sequence[str]) -> None:
+    def _sums(
+        self, primitive: str, reads: Sequence[int], writes: Sequence[int], summed: Sequence[str]
+    ) -> None:
         """Note which arrays are parts of a sum until all devices have added theirs."""
         summed = tuple(name for name in summed if name != axes.BATCH)
         waiting = {self.partial[i][0] for i in reads if i in self.partial}
@@ -272,14 +242,18 @@ class _Walk:
             for i in range(carried):
                 given[consts + i] = merged(given[consts + i], body.arrays[outputs[i]].dims)
         program = body.program(numbers, outputs)
-        first = next((self.arrays[i].dims[0] for i in reads[consts + carried :] if self.arrays[i].dims[0]), None)
+        first = next(
+            (self.arrays[i].dims[0] for i in reads[consts + carried :] if self.arrays[i].dims[0]), None
+        )
         dims = [program.arrays[i].dims for i in outputs]
         dims[carried:] = [(first, *each) for each in dims[carried:]]
         return self._add_loop(equation, reads, dims, program, params["length"], first)
 
-    def _loop(self, equation: Any, reads: list[int], body_jaxpr: Any, consts: int, given: list[int]) -> list[int]:
+    def _while(self, equation: Any, reads: list[int]) -> list[int]:
+        """A loop whose number of trips nobody knows before it runs: counted once."""
+        jaxpr = equation.params["body_jaxpr"].jaxpr
         body = _Walk()
-        jaxpr = body_jaxpr.jaxpr
+        given = reads[equation.params["cond_nconsts"] :]
         numbers = [body.add(v.aval, self.arrays[i].dims) for v, i in zip(jaxpr.invars, given, strict=True)]
         body.bind(jaxpr.invars, numbers)
         outputs = body.run(jaxpr)
@@ -298,7 +272,7 @@ class _Walk:
         writes = [self.add(out.aval, each) for out, each in zip(equation.outvars, dims, strict=True)]
         self._sums("scan", reads, writes, ())
         self.steps.append(
-            _Step(
+            Step(
                 name=equation.primitive.name,
                 reads=reads,
                 writes=writes,
@@ -311,70 +285,17 @@ class _Walk:
 
     def root(self, number: int) -> int:
         """Return the number of the array in memory of which this is a view."""
-        while number in self.same:
-            number = self.same[number]
-        return number
+        return root(self.same, number)
 
     def program(self, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
-        """Fuse the operations into kernels."""
-        for i in dict.fromkeys((*outputs, *self.partial)):
-            if i in self.partial:
-                self._complete(i, *self.partial.pop(i))
-        written = self._written(inputs, outputs)
-        # number of a fused array -> the arrays in memory that it is computed from
-        sources: dict[int, tuple[int, ...]] = {}
-        dims_of: dict[int, frozenset[str]] = {}
-        kernels = []
-
-        def read(numbers: Sequence[int]) -> tuple[int, ...]:
-            roots = [self.root(i) for i in numbers]
-            return tuple(dict.fromkeys(j for i in roots for j in ((i,) if i in written else sources.get(i, ()))))
-
-        for step in self.steps:
-            if all(i in self.same for i in step.writes):
-                continue
-            reads = read(step.reads)
-            names = {name for i in (*step.reads, *step.writes) for name in self.arrays[i].dims if name}
-            results = tuple(i for i in step.writes if i in written)
-            for i in step.writes:
-                if i not in written:
-                    sources[i], dims_of[i] = reads, frozenset(names)
-            if results or step.body is not None:
-                kernels.append(
-                    Kernel(
-                        name=step.name,
-                        reads=reads,
-                        writes=results,
-                        flops=step.flops,
-                        dims=frozenset(names | set(step.summed)),
-                        body=step.body,
-                        trips=step.trips,
-                        over=step.over,
-                    )
-                )
-        return Program(
-            arrays=tuple(self.arrays),
-            inputs=tuple(inputs),
-            outputs=tuple(self.root(i) for i in outputs),
-            kernels=tuple(kernels),
-            resharded=tuple(
-                replace(each, source=None if each.source is None else self.root(each.source))
-                for each in (*self.resharded, *self.moves.values())
-            ),
+        """Complete the sums that nothing has read, and fuse the operations."""
+        for i in list(self.partial):
+            self._complete(i, *self.partial.pop(i))
+        found = Unfused(
+            arrays=self.arrays,
+            steps=self.steps,
+            same=self.same,
+            constants=self.constants,
+            resharded=[*self.resharded, *self.moves.values()],
         )
-
-    def _written(self, inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
-        """Return the numbers of the arrays that are in memory; the others are parts of a fused chain."""
-        written = {*inputs, *(self.root(i) for i in outputs)}
-        uses = Counter(self.root(i) for step in self.steps if step.writes and step.writes[0] not in self.same for i in step.reads)
-        moves = [each for each in (*self.resharded, *self.moves.values()) if each.source is not None]
-        written.update(i for each in moves for i in (each.array, self.root(each.source)))
-        for step in self.steps:
-            if step.body is not None or step.name in MATERIAL:
-                written.update(self.root(i) for i in step.reads)
-                written.update(step.writes)
-            elif step.name.startswith(("reduce_", "arg")) and step.name not in ALIASES:
-                written.update(step.writes)
-            elif step.name in EXPENSIVE:
-                written.update(i for i in step.writes if uses[i] > 1)
-        return written - self.constants
+        return fused(found, inputs, outputs)

@@ -79,9 +79,7 @@ def abstract_state(
 
 
 @lru_cache(maxsize=8)
-def _abstract_state(
-    model: Model, optimizer: optax.GradientTransformation, stages: Partition | None
-) -> State:
+def _abstract_state(model: Model, optimizer: optax.GradientTransformation, stages: Partition | None) -> State:
     return jax.eval_shape(lambda: new_state(model, optimizer, jnp.uint32(0), in_stage_order(stages)))
 
 

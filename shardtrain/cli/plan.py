@@ -1,0 +1,98 @@
+"""`shardtrain plan RUN`: which strategy to use on devices one may not have, if it fits, how fast it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardtrain.cli.option_files import cluster_of
+from shardtrain.cli.run_options import parse_run
+from shardtrain.errors.exit_codes import DONE, FAILED
+from shardtrain.errors.messages import problems_error
+from shardtrain.islands.cluster import Cluster, IslandKind
+from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.plan.islands import plan_cluster
+from shardtrain.report.plan import explained_text, plan_text
+from shardtrain.sharding.axis_sizes import parse_mesh
+from shardtrain.system import terminal
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.trainer.planned import planned_strategy, space_of, subjects_of
+from shardtrain.trainer.strategy import strategy_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of plan; what the machine is, is said by --cluster, or by these.
+
+    Args:
+      devices: number of devices.
+      device: their name in the table of known devices, such as "NVIDIA A100-SXM4-80GB"; other devices, and
+        measured rates, are given in a cluster file.
+      per_node: number of devices of a node; by default all of them.
+      link: gigabytes a second that a device sends to others of its node; by default at once.
+      node_link: gigabytes a second that a node sends to others; by default at once.
+      fixed: axis sizes that are not searched, such as tensor=8.
+      most: number of ways to show.
+      explain: show every term of the best way, with its formula.
+      output: write the best as a strategy file, for: shardtrain train RUN --strategy FILE.
+    """
+
+    devices: int | None = None
+    device: str | None = None
+    per_node: int | None = None
+    link: float | None = None
+    node_link: float | None = None
+    fixed: str = ""
+    most: int = 10
+    explain: bool = False
+    output: Path | None = None
+
+    def cluster(self, given: Cluster | None) -> Cluster:
+        """Return the cluster of these options, or the given one.
+
+        Raises:
+          ValueError: both or neither say what the machine is, or a number is out of range.
+        """
+        here = [
+            name for name in ("devices", "device", "per_node", "link", "node_link") if getattr(self, name)
+        ]
+        problems = [] if self.most >= 1 else [f"--most is {self.most}; use 1 or more"]
+        if given is not None and here:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in here)
+            problems.append(f"{options} beside --cluster; change the cluster file, or leave it out")
+        if given is None and (self.devices is None or self.device is None):
+            problems.append(
+                "nothing says what the machine is; give --cluster FILE, or --devices 64 --device"
+                ' "NVIDIA A100-SXM4-80GB"'
+            )
+        if self.devices is not None and self.devices < 1:
+            problems.append(f"--devices is {self.devices}; use 1 or more")
+        if problems:
+            raise problems_error("this cannot be planned", problems)
+        if given is not None:
+            return given
+        device = ClusterDevice(
+            name=self.device,
+            per_node=self.per_node,
+            link_gb_per_second=self.link,
+            node_link_gb_per_second=self.node_link,
+        )
+        return Cluster(islands=(IslandKind(kind="devices", devices=self.devices, device=device),))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
+    run, options = parse_run("plan", arguments, PlanOptions)
+    cluster = options.cluster(cluster_of(arguments))
+    with TemporaryDirectory() as folder:
+        subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
+    plan = plan_cluster(subjects, cluster, space_of(run, parse_mesh(options.fixed)), options.most)
+    terminal.out(plan_text(plan, run.batch, options.most))
+    if options.explain:
+        for each in plan.kinds:
+            terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
+    fits = all(each.plan.ranked and each.plan.ranked[0].fits for each in plan.kinds)
+    if options.output is not None and fits:
+        replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())
+        terminal.out(f"strategy: {options.output}\n")
+    return DONE if fits else FAILED

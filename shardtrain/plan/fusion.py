@@ -1,0 +1,155 @@
+"""Fuse traced operations into kernels, as compilers do. No jax.
+
+Elementwise operations become parts of chains: only what a matrix product, a loop or the result needs is
+written to memory. Next: `trace.py`, which finds the operations.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from shardtrain.plan.program import Array, Kernel, Program, Resharded
+
+ALIASES = frozenset(
+    (
+        *("copy", "copy_p", "expand_dims", "name", "optimization_barrier", "reduce_precision", "reshape"),
+        *("sharding_constraint", "squeeze", "stop_gradient"),
+    )
+)
+"""Operations that give an array another name or shape, and move nothing."""
+
+MATERIAL = frozenset(
+    (
+        *("cholesky", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
+        *("custom_call", "dot_general", "ffi_call", "fft", "gather", "ragged_dot", "random_bits"),
+        *("reduce_window_sum", "scatter", "scatter-add", "select_and_scatter_add", "sort", "threefry2x32"),
+        *("top_k", "triangular_solve"),
+    )
+)
+"""Operations that are kernels of their own: they read arrays from memory and write their results to it."""
+
+EXPENSIVE = frozenset(
+    (
+        *("cos", "erf", "erf_inv", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sin", "tan"),
+        "tanh",
+    )
+)
+"""Elementwise operations that compilers do not compute twice, so that a result used twice is written."""
+
+
+@dataclass(kw_only=True)
+class Step:
+    """An operation before fusion; its arrays are numbers.
+
+    Args:
+      name: of its primitive.
+      reads, writes: its arrays.
+      flops: of a matrix product or a convolution.
+      summed: the names of the dims that it sums over.
+      body, trips, over: of a loop, as in `Kernel`.
+    """
+
+    name: str
+    reads: Sequence[int]
+    writes: Sequence[int]
+    flops: float = 0.0
+    summed: tuple[str, ...] = ()
+    body: Program | None = None
+    trips: int = 1
+    over: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfused:
+    """The operations of a computation.
+
+    Args:
+      arrays: all arrays.
+      steps: the operations, in order.
+      same: number of an array -> that of the array of which it is another view.
+      constants: arrays that are computed from constants alone; compilers make them where they are read.
+      resharded: activations whose sharding may change.
+    """
+
+    arrays: Sequence[Array]
+    steps: Sequence[Step]
+    same: Mapping[int, int]
+    constants: Set[int]
+    resharded: Sequence[Resharded]
+
+    def root(self, number: int) -> int:
+        """Return the number of the array in memory of which this is a view."""
+        return root(self.same, number)
+
+
+def root(same: Mapping[int, int], number: int) -> int:
+    """Return the number of the array in memory of which this is a view.
+
+    >>> root({3: 2, 2: 0}, 3)
+    0
+    """
+    while number in same:
+        number = same[number]
+    return number
+
+
+def fused(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
+    """Return the program of fused operations.
+
+    Args:
+      given: the operations.
+      inputs, outputs: numbers of the arrays that are there before, and of the results.
+    """
+    return Program(
+        arrays=tuple(given.arrays),
+        inputs=tuple(inputs),
+        outputs=tuple(given.root(i) for i in outputs),
+        kernels=tuple(_kernels(given, _written(given, inputs, outputs))),
+        resharded=tuple(
+            each if each.source is None else replace(each, source=given.root(each.source))
+            for each in given.resharded
+        ),
+    )
+
+
+def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
+    # number of an array inside a chain -> the arrays in memory that it is computed from
+    sources: dict[int, tuple[int, ...]] = {}
+    for step in given.steps:
+        if all(i in given.same for i in step.writes):
+            continue
+        roots = [given.root(i) for i in step.reads]
+        reads = dict.fromkeys(j for i in roots for j in ((i,) if i in written else sources.get(i, ())))
+        sources.update((i, tuple(reads)) for i in step.writes if i not in written)
+        results = tuple(i for i in step.writes if i in written)
+        if results or step.body is not None:
+            names = {name for i in (*step.reads, *step.writes) for name in given.arrays[i].dims if name}
+            yield Kernel(
+                name=step.name,
+                reads=tuple(reads),
+                writes=results,
+                flops=step.flops,
+                dims=frozenset(names | set(step.summed)),
+                body=step.body,
+                trips=step.trips,
+                over=step.over,
+            )
+
+
+def _written(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
+    """Return the numbers of the arrays that are in memory; the others are parts of a fused chain."""
+    written = {*inputs, *(given.root(i) for i in outputs)}
+    working = [step for step in given.steps if not all(i in given.same for i in step.writes)]
+    uses = Counter(given.root(i) for step in working for i in step.reads)
+    for each in given.resharded:
+        if each.source is not None:
+            written.update((each.array, given.root(each.source)))
+    for step in working:
+        if step.body is not None or step.name in MATERIAL:
+            written.update(given.root(i) for i in step.reads)
+            written.update(step.writes)
+        elif step.name.startswith(("reduce_", "arg")) and step.name not in ALIASES:
+            written.update(step.writes)
+        elif step.name in EXPENSIVE:
+            written.update(i for i in step.writes if uses[i] > 1)
+    return written - given.constants

@@ -1,0 +1,90 @@
+"""A way to run a step, and what is predicted for it: memory by component, seconds by part. Values only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardtrain.sharding.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run a step.
+
+    Args:
+      layout: axis sizes and rules.
+      accumulate: number of microbatches.
+      remat: what the backward computes again; None: what the model says.
+      schedule: of a pipeline.
+      virtual_stages: parts of the model on each stage.
+    """
+
+    layout: Layout
+    accumulate: int = 1
+    remat: str | None = None
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device while a step runs.
+
+    Args:
+      parameters: as they are stored.
+      optimizer: the optimizer's state.
+      gradients: sums over microbatches.
+      activations: what lies between, at the worst moment: kept and temporary arrays, gathered weights.
+      pipeline: inputs of the microbatches in flight.
+      batch: this device's rows.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    activations: float
+    pipeline: float
+    batch: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all components."""
+        return (
+            self.parameters + self.optimizer + self.gradients + self.activations + self.pipeline + self.batch
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of one step on one device.
+
+    Args:
+      compute: kernels of loss and gradient.
+      bubble: waiting for other stages of the pipeline.
+      collectives: mesh axes -> seconds of their collectives; "pipeline" has what stages send.
+      update: the optimizer.
+    """
+
+    compute: float
+    bubble: float
+    collectives: Mapping[tuple[str, ...], float]
+    update: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all parts, one after the other."""
+        return self.compute + self.bubble + sum(self.collectives.values()) + self.update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step needs on each device.
+
+    Args:
+      memory: bytes.
+      seconds: seconds.
+      flops: of a device in a step, recomputation included.
+    """
+
+    memory: Memory
+    seconds: Seconds
+    flops: float

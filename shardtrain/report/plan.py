@@ -1,0 +1,160 @@
+"""A plan as the text that `shardtrain plan` prints: ranked ways, every term of the best, and refusals."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from shardtrain.plan.islands import ClusterPlan, KindPlan
+from shardtrain.plan.search import Ranked, mesh_text
+from shardtrain.report.quantities import bytes_text, count_text
+from shardtrain.report.tables import table_text
+
+COLUMNS = (
+    "",
+    "layout",
+    "microbatches",
+    "remat",
+    "memory",
+    "step",
+    "compute",
+    "bubble",
+    "collectives",
+    "update",
+)
+
+MEMORY_TERMS = {
+    "parameters": "as they are stored, by the specs of the layout",
+    "optimizer": "the optimizer's state, by the specs",
+    "gradients": "sums over microbatches, float32",
+    "activations": "the most that is alive at once in loss and gradient, with gathered weights; or the new"
+    " optimizer state if that is more",
+    "pipeline": "inputs of parts, for the microbatches that the schedule has in flight",
+    "batch": "rows of this device",
+}
+SECONDS_TERMS = {
+    "compute": "microbatches x sum over kernels: time of a kernel + max(flops / rate, bytes / memory rate)",
+    "bubble": "the schedule simulated with these times, less the work of a stage",
+    "update": "(3 x parameters + 2 x optimizer state) / memory rate",
+}
+COLLECTIVE_TERM = "per message latency + bytes sent in a ring / rate of the slowest link over the axis"
+MOST_REFUSED = 5
+
+
+def plan_text(plan: ClusterPlan, rows: int, most: int) -> str:
+    """Format the best ways of each kind of islands, and what they give together.
+
+    Args:
+      plan: the plan.
+      rows: examples of a batch.
+      most: how many ways of each kind to show.
+    """
+    parts = [_kind_text(each, len(plan.shares) > 1, most) for each in plan.kinds]
+    if any(not each.plan.ranked for each in plan.kinds):
+        return "".join(parts)
+    line = f"step: {seconds_text(plan.seconds)}, {count_text(rows / plan.seconds)} examples/s"
+    if len(plan.shares) > 1:
+        line += (
+            f"; rows of islands {','.join(map(str, plan.shares))}; gradients of islands joined in"
+            f" {seconds_text(plan.join_seconds)}"
+        )
+    price = _price_per_second(plan)
+    if price is not None:
+        line += f"; {price * plan.seconds / rows * 1e6:.3g} for 1e6 examples"
+    return "".join(parts) + line + "\n"
+
+
+def _price_per_second(plan: ClusterPlan) -> float | None:
+    prices = [
+        (each.kind.count * (each.kind.devices or 1), each.kind.device.price_per_hour)
+        for each in plan.kinds
+        if each.kind.device is not None
+    ]
+    if len(prices) < len(plan.kinds) or any(price is None for _, price in prices):
+        return None
+    return sum(number * (price or 0.0) for number, price in prices) / 3600
+
+
+def _kind_text(each: KindPlan, several: bool, most: int) -> str:
+    devices = each.kind.devices or 1
+    title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}"
+    title += f", {each.rows} rows an island" if several else ""
+    title += f"; {each.plan.num_choices} ways compared"
+    memory = each.machine.rates.memory_bytes
+    title += "" if math.isinf(memory) else f"; a device has {bytes_text(memory)}"
+    ranked = each.plan.ranked[:most]
+    text = table_text(COLUMNS, [_row(i, one) for i, one in enumerate(ranked)], title=title)
+    if not any(one.fits for one in ranked):
+        over = min((one.prediction.memory.total for one in ranked), default=0.0)
+        text += (
+            f"nothing fits: the smallest needs {bytes_text(over)} of {bytes_text(memory)}; use more devices,"
+            " a smaller batch or a smaller model\n"
+        )
+    return text + _refused_text(each.plan.refused)
+
+
+def _row(number: int, one: Ranked) -> tuple[str, ...]:
+    seconds = one.prediction.seconds
+    layout = mesh_text(one.choice.layout)
+    if one.choice.layout.mesh.get("pipeline", 1) > 1:
+        layout += f" --schedule {one.choice.schedule}"
+    return (
+        f"{number + 1}" if one.fits else "too large",
+        layout,
+        str(one.choice.accumulate),
+        one.choice.remat or "as it is",
+        bytes_text(one.prediction.memory.total),
+        seconds_text(seconds.total),
+        _share(seconds.compute, seconds.total),
+        _share(seconds.bubble, seconds.total),
+        ", ".join(
+            f"{'+'.join(over)} {_share(value, seconds.total)}" for over, value in seconds.collectives.items()
+        )
+        or "none",
+        _share(seconds.update, seconds.total),
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def _refused_text(refused: Mapping[str, str]) -> str:
+    if not refused:
+        return ""
+    lines = [f"  {mesh}: {_first_reason(reason)}" for mesh, reason in list(refused.items())[:MOST_REFUSED]]
+    more = f"  and {len(refused) - MOST_REFUSED} more\n" if len(refused) > MOST_REFUSED else ""
+    return f"refused: {len(refused)} layouts\n" + "\n".join(lines) + "\n" + more
+
+
+def _first_reason(text: str) -> str:
+    """Return the first problem of an error that lists several."""
+    lines: Sequence[str] = [line.strip("- ").strip() for line in text.splitlines()]
+    return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
+
+
+def explained_text(one: Ranked) -> str:
+    """Format every term of a prediction with the formula it comes from."""
+    memory = [
+        (name, bytes_text(getattr(one.prediction.memory, name)), formula)
+        for name, formula in MEMORY_TERMS.items()
+    ]
+    memory.append(("total", bytes_text(one.prediction.memory.total), "the sum"))
+    seconds = one.prediction.seconds
+    times = [(name, seconds_text(getattr(seconds, name)), formula) for name, formula in SECONDS_TERMS.items()]
+    times += [
+        (f"collectives over {'+'.join(over)}", seconds_text(value), COLLECTIVE_TERM)
+        for over, value in seconds.collectives.items()
+    ]
+    times.append(("total", seconds_text(seconds.total), "the sum: nothing overlaps"))
+    header = ("of a device", "", "from")
+    return table_text(header, memory, title="memory") + table_text(header, times, title="time of a step")
+
+
+def seconds_text(seconds: float) -> str:
+    """Format seconds with three digits.
+
+    >>> seconds_text(0.01234), seconds_text(12.3), seconds_text(0.0)
+    ('12.3 ms', '12.3 s', '0 s')
+    """
+    if not seconds:
+        return "0 s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

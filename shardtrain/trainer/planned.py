@@ -1,0 +1,105 @@
+"""A run as the planner takes it, and the plan of a cluster as a strategy that a run takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from shardtrain.data import Batches
+from shardtrain.functional.model import Model
+from shardtrain.islands.cluster import IslandKind
+from shardtrain.islands.sections import range_text
+from shardtrain.optim.optimizer import make_optimizer
+from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import REMATS, Space
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.setup import FIRST_POSITION
+from shardtrain.trainer.strategy import Strategy
+
+
+def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subject]:
+    """Return what is planned for each kind of islands: alike where they compute in the same dtype.
+
+    Args:
+      run: the run; its remat, if it gives one, is kept.
+      source: its training samples, of which one is loaded.
+      kinds: the kinds; their sections of a strategy may give a dtype.
+
+    Raises:
+      ValueError: the model cannot be computed as the strategy says.
+    """
+    row = Batches(source=source, batch=run.batch, seed=run.seed, rows=[0]).load(FIRST_POSITION)
+    batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in row.items()}
+    found: dict[str | None, Subject] = {}
+    dtypes = [kind.strategy.get("compute_dtype", run.strategy.compute_dtype) for kind in kinds]
+    for dtype in dict.fromkeys(dtypes):
+        # one optimizer for all ways to recompute: it is made for the model's names alone
+        model = _model(run, dtype, None)
+        optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
+        found[dtype] = Subject(
+            model=partial(_model, run, dtype), loss=run.loss, optimizer=optimizer, batch=batch
+        )
+    return [found[dtype] for dtype in dtypes]
+
+
+def _model(run: Run, dtype: str | None, remat: str | None) -> Model:
+    strategy = replace(run.strategy, compute_dtype=dtype, remat=remat or run.strategy.remat)
+    return model_of(replace(run, strategy=strategy))
+
+
+def space_of(run: Run, mesh: Mapping[str, int]) -> Space:
+    """Return what a plan of a run may choose.
+
+    Args:
+      run: what its strategy says of recomputation and rules is kept.
+      mesh: sizes of axes that are fixed.
+    """
+    remats = REMATS if run.strategy.remat is None else (None,)
+    return Space(layout=replace(run.strategy.layout, mesh=dict(mesh)), remats=remats)
+
+
+def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
+    """Return a run's strategy with the best choice of a plan, and sections for islands that differ.
+
+    The strategy reads back from a file (`strategy_text`), and `train --strategy FILE` takes it.
+    """
+    choices = [each.plan.ranked[0].choice for each in plan.kinds]
+    strategy = _with_choice(run.strategy, choices[0])
+    if len(plan.shares) == 1:
+        return strategy
+    sections, first = {}, 0
+    for kind, choice in zip(plan.kinds, choices, strict=True):
+        numbers = range_text(first, kind.kind.count)
+        first += kind.kind.count
+        sections[numbers] = {**kind.kind.strategy, **_section(run, choice)}
+    across = replace(strategy.across, shares=tuple(float(rows) for rows in plan.shares))
+    return replace(strategy, across=across, islands=sections)
+
+
+def _with_choice(strategy: Strategy, choice: Choice) -> Strategy:
+    pipeline = replace(
+        strategy.pipeline, schedule=choice.schedule, virtual_stages=choice.virtual_stages, stages="equal"
+    )
+    return replace(
+        strategy,
+        layout=choice.layout,
+        accumulate=choice.accumulate,
+        remat=choice.remat or strategy.remat,
+        pipeline=pipeline,
+    )
+
+
+def _section(run: Run, choice: Choice) -> dict[str, Any]:
+    """Return the fields of one kind of islands, as a file has them."""
+    found: dict[str, Any] = {"layout": _layout(choice.layout), "accumulate": choice.accumulate}
+    remat = choice.remat or run.strategy.remat
+    return found if remat is None else {**found, "remat": remat}
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    return {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}

@@ -1,0 +1,100 @@
+"""`shardtrain plan` and `calibrate`: from a machine to a strategy file that `train` and `inspect` take."""
+
+from pathlib import Path
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.trainer.strategy import read_strategy
+from tests.cli.test_inspect import TINY
+
+GPT = str(Path(__file__).parents[2] / "examples/gpt_text.py")
+CLUSTER = """
+link_gb_per_second = 1.0
+[[islands]]
+kind = "big"
+devices = 2
+device = { teraflops = 0.06, memory_gb_per_second = 60, memory_gb = 8, price_per_hour = 2.0 }
+[[islands]]
+kind = "small"
+devices = 1
+device = { teraflops = 0.02, memory_gb_per_second = 20, memory_gb = 8, price_per_hour = 1.0 }
+"""
+
+
+@pytest.fixture
+def planned(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(*words, code=0):
+        assert cli.main(["plan", GPT, *TINY, *words]) == code
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    return run
+
+
+def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tmp_path, capsys):
+    cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
+    cluster.write_text(CLUSTER)
+    text = planned("--cluster", str(cluster), "--output", str(strategy), "--explain", "--most", "2")
+    assert "big: 2 devices" in text
+    assert "small: 1 device" in text
+    assert "examples/s; rows of islands" in text
+    assert "for 1e6 examples" in text
+    assert "the schedule simulated with these times" in text
+    found = read_strategy(strategy)
+    assert sum(found.across.shares) == 16
+    assert found.across.shares[0] > found.across.shares[1]
+    assert set(found.islands) == {"0", "1"}
+    assert found.of_island(1, "cpu").layout.mesh == {"data": 1}
+    words = ["--strategy", str(strategy), "--island", "0"]
+    assert cli.main(["inspect", GPT, *TINY, *words]) == 0
+    assert "2 devices" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_said(planned, tmp_path):
+    cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
+    cluster.write_text(
+        '[[islands]]\nkind = "a"\ndevices = 2\ndevice = { teraflops = 1.0, memory_gb = 0.0001 }\n'
+    )
+    text = planned("--cluster", str(cluster), "--output", str(strategy), code=1)
+    assert "nothing fits: the smallest needs" in text
+    assert "too large" in text
+    assert not strategy.exists()
+
+
+def test_a_known_device_needs_no_file(planned):
+    text = planned("--devices", "4", "--device", "NVIDIA L4", "--fixed", "tensor=2", "--most", "3")
+    assert "4 devices" in text
+    rows = [line for line in text.splitlines() if "--mesh" in line and line.strip()[0].isdigit()]
+    assert len(rows) == 3
+    assert all("tensor=2" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing says what the machine is; give --cluster FILE, or --devices 64"),
+        (["--devices", "0", "--device", "NVIDIA L4"], "--devices is 0; use 1 or more"),
+        (["--devices", "2", "--device", "L44"], "or give its teraflops"),
+        (["--devices", "2", "--device", "NVIDIA L4", "--most", "0"], "--most is 0; use 1 or more"),
+        (["--cluster", "nowhere.toml"], "there is no cluster file nowhere.toml to read"),
+    ],
+)
+def test_wrong_input_is_refused(planned, words, message):
+    assert message in planned(*words, code=2)
+
+
+def test_this_machine_is_measured(capsys, tmp_path):
+    from shardtrain.islands.cluster import read_cluster
+
+    assert cli.main(["calibrate"]) == 0
+    text = capsys.readouterr().out
+    path = tmp_path / "cluster.toml"
+    path.write_text('[[islands]]\nkind = "here"\ndevices = 1\n' + text)
+    (kind,) = read_cluster(path).islands
+    assert kind.device.teraflops > 1e-4
+    assert kind.device.memory_gb_per_second > 0.01
+    assert cli.main(["calibrate", "--dtype", "int8"]) == 2
+    assert "--dtype is int8; use float32 or bfloat16" in capsys.readouterr().err

@@ -1,0 +1,262 @@
+"""The planner: traced programs, their costs on a mesh, the best layouts; against compiled steps."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain import next_token_loss
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat import with_remat
+from shardtrain.islands.cluster import Cluster, IslandKind, read_cluster
+from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.islands import plan_cluster
+from shardtrain.plan.machine import Link, Machine, Rates, machine_of
+from shardtrain.plan.predict import sharding_of
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.program_cost import Sharding, costs
+from shardtrain.plan.search import Space, mesh_text, predictions, search
+from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import trace
+from shardtrain.plan.traffic import sent_bytes
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.placement import make_placement
+
+CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=4, num_heads=4, mlp=128)
+ROWS, SEQ = 16, 64
+RATES = Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6, memory_bytes=1e9)
+SLOW = Link(bytes_per_second=1e8, latency_seconds=1e-5)
+MACHINE = Machine(rates=RATES, devices_per_node=4, device_link=Link(bytes_per_second=1e9), node_link=SLOW)
+
+
+def one(program, axes=(), sizes=()):
+    (found,) = costs(program, [Sharding(axes, (), sizes)], lambda flops, moved: flops)
+    return found
+
+
+def traced(function, shapes, names, results):
+    inputs = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return trace(function, inputs, names, results, [False] * len(results))
+
+
+@pytest.fixture(scope="module")
+def subject():
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+    }
+    return Subject(
+        model=lambda remat: as_model(with_remat(CONFIG, remat)),
+        loss=next_token_loss,
+        optimizer=optax.adamw(1e-3),
+        batch=batch,
+    )
+
+
+def test_chains_of_elementwise_operations_are_written_once():
+    program = traced(
+        lambda x, w: jnp.tanh(2 * (x @ w) + 1).sum(),
+        [(8, 4), (4, 16)],
+        [("batch", "embed"), ("embed", "mlp")],
+        [()],
+    )
+    assert [kernel.name for kernel in program.kernels] == ["dot_general", "reduce_sum"]
+    # the product alone is in memory, 8 x 16 float32, until it is summed
+    assert one(program).peak_bytes == 8 * 16 * 4 + 4
+    assert one(program).flops == 2 * 8 * 4 * 16
+
+
+def test_a_sum_over_a_sharded_dim_is_completed_once():
+    def halves(x, up, down, other):
+        hidden = with_logical_constraint(x @ up, ("batch", "mlp"))
+        return with_logical_constraint(hidden @ down + hidden @ other, ("batch", "embed"))
+
+    names = [("batch", "embed"), ("embed", "mlp"), ("mlp", "embed"), ("mlp", "embed")]
+    program = traced(halves, [(8, 4), (4, 16), (16, 4), (16, 4)], names, [("batch", "embed")])
+    whole = 8 * 4 * 4
+    assert one(program).sent == ()
+    assert one(program, (("mlp", ("tensor",)),), (("tensor", 2),)).sent == (
+        ("all-reduce", ("tensor",), whole),
+    )
+    # a result that is sharded over the same axis is scattered
+    both = (("batch", ("tensor",)), ("mlp", ("tensor",)))
+    assert {each.kind for each in one(program, both, (("tensor", 2),)).sent} >= {"all-gather"}
+
+
+def test_a_loop_costs_its_trips_and_a_stage_has_a_part_of_them():
+    def blocks(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    program = traced(
+        blocks, [(8, 4), (6, 4, 4)], [("batch", "embed"), ("layers", "embed", None)], [("batch", "embed")]
+    )
+    assert one(program).flops == 6 * 2 * 8 * 4 * 4
+    assert one(program, (("layers", ("parts",)),), (("parts", 3),)).flops == 2 * 2 * 8 * 4 * 4
+    (loop,) = one(program).loops
+    assert loop == ("layers", 6 * 2 * 8 * 4 * 4, 8 * 4 * 4)
+
+
+STRATEGIES = [
+    ({"data": 4}, 2, "none", 3, False),
+    ({"fsdp": 4}, 1, "weights", 3, False),
+    ({"fsdp": 2, "tensor": 2}, 2, "outputs", 1, False),
+    ({"tensor": 4}, 1, "weights", 3, True),
+    ({"pipeline": 2, "data": 2}, 4, "weights", 3, False),
+]
+
+
+@pytest.mark.parametrize(("mesh", "accumulate", "remat", "zero", "sequence"), STRATEGIES)
+def test_memory_and_traffic_are_those_of_the_compiled_step(subject, mesh, accumulate, remat, zero, sequence):
+    layout = Layout(mesh=mesh, zero=zero, sequence_sharded=sequence)
+    choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
+    sizes = axis_sizes(mesh, 4)
+    (predicted,) = predictions(subject, MACHINE, 4, [choice])
+    model = subject.model_of(remat)
+    stages = subject.stages(sizes["pipeline"], 1)
+    placement = make_placement(
+        model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:4]), stages=stages
+    )
+    compiled = compile_step(
+        model, subject.loss, subject.optimizer, placement, subject.batch, microbatches=accumulate
+    )
+    found = figures(compiled, sizes)
+    state = predicted.memory.parameters + predicted.memory.optimizer + predicted.memory.batch
+    assert state == pytest.approx(found.argument_bytes, rel=0.01)
+    total = found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
+    assert predicted.memory.total == pytest.approx(total, rel=0.15)
+    if "tensor" in mesh:
+        assert of_tensor(subject, choice, sizes) == pytest.approx(compiled_tensor(found), rel=0.02)
+
+
+def of_tensor(subject, choice, sizes):
+    state = subject.state(choice, math.prod(sizes.values()))
+    sharding = sharding_of(state.layout, sizes, choice.accumulate)
+    (found,) = costs(subject.program(choice.remat), [sharding], lambda flops, moved: flops)
+    return sum(
+        choice.accumulate * sent_bytes(each.kind, sizes["tensor"], each.num_bytes)
+        for each in found.sent
+        if each.axes == ("tensor",)
+    )
+
+
+def compiled_tensor(found):
+    sums = defaultdict(float)
+    for each in found.collectives:
+        sums[each.axes] += each.wire_bytes_per_device
+    return sums["tensor",]
+
+
+def test_the_search_finds_what_trying_everything_finds(subject):
+    space = Space(accumulates=(1, 2, 4), remats=("weights",))
+    found = search(subject, MACHINE, 8, space, most=5)
+    everything = search(subject, MACHINE, 8, space, most=10**6)
+    assert len(everything.ranked) == everything.num_choices > 40
+    assert [each.choice for each in found.ranked] == [each.choice for each in everything.ranked[:5]]
+    times = [each.prediction.seconds.total for each in everything.ranked]
+    assert times == sorted(times)
+    assert all(math.prod(each.choice.layout.mesh.values()) == 8 for each in everything.ranked)
+    # 4 heads are not split by 8, nor 4 blocks
+    assert {"--mesh tensor=8", "--mesh pipeline=8"} <= set(everything.refused)
+    assert "cannot be split over axes ['tensor'] of total size 8" in everything.refused["--mesh tensor=8"]
+
+
+def test_the_least_recomputation_that_fits_is_taken(subject):
+    layout = Layout(mesh={"data": 2})
+    by_remat = {
+        remat: predictions(subject, MACHINE, 2, [Choice(layout=layout, remat=remat)])[0].memory.total
+        for remat in ("none", "dots", "full")
+    }
+    assert by_remat["none"] > by_remat["dots"] > by_remat["full"]
+    space = Space(layout=layout, accumulates=(1,), remats=("none", "dots", "full"))
+    for limit, remat, fits in (
+        (by_remat["none"], "none", True),
+        (by_remat["dots"], "dots", True),
+        (by_remat["full"] - 1, "full", False),
+    ):
+        machine = replace(MACHINE, rates=replace(RATES, memory_bytes=limit))
+        (best,) = [
+            each
+            for each in search(subject, machine, 2, space).ranked
+            if each.choice.layout.mesh == layout.mesh
+        ]
+        assert (best.choice.remat, best.fits) == (remat, fits)
+
+
+def test_a_ring_goes_by_the_slowest_link_that_it_crosses():
+    sizes = {"data": 4, "tensor": 4}
+    assert MACHINE.link(("tensor",), sizes) == MACHINE.device_link
+    # the four devices of a node are in four rings over data, which share its link
+    assert MACHINE.link(("data",), sizes).bytes_per_second == SLOW.bytes_per_second / 4
+    assert MACHINE.link(("data", "tensor"), sizes).bytes_per_second == SLOW.bytes_per_second
+    seconds = MACHINE.collective_seconds("all-reduce", ("data",), sizes, 1e6)
+    assert seconds == pytest.approx(6 * 1e-5 + 1.5e6 / 2.5e7)
+    assert MACHINE.collective_seconds("all-reduce", ("fsdp",), sizes, 1e6) == 0
+
+
+def test_a_device_is_known_or_has_rates():
+    known = machine_of(ClusterDevice(name="NVIDIA A100-SXM4-80GB"), 8, in_float32=False)
+    assert known.rates.flops_per_second == 156e12
+    assert known.rates.memory_bytes == 80e9
+    given = machine_of(ClusterDevice(teraflops=0.1), 2, in_float32=True)
+    assert (given.rates.flops_per_second, given.rates.memory_bytes) == (1e11, math.inf)
+    with pytest.raises(ValueError, match=r"device 'NVIDIA A1000'.*or give its teraflops"):
+        machine_of(ClusterDevice(name="NVIDIA A1000"), 1, in_float32=True)
+    with pytest.raises(
+        ValueError, match="the table has no rate of NVIDIA TITAN V in 16 bits; give its teraflops"
+    ):
+        machine_of(ClusterDevice(name="NVIDIA TITAN V"), 1, in_float32=False)
+    with pytest.raises(ValueError, match=r"teraflops is -1\.0; use a number above 0"):
+        ClusterDevice(teraflops=-1.0)
+    with pytest.raises(ValueError, match="there is no name and no teraflops"):
+        ClusterDevice()
+
+
+def test_unequal_islands_get_rows_by_their_speed(subject):
+    device = partial(ClusterDevice, memory_gb_per_second=10.0, kernel_us=0.0)
+    kinds = (
+        IslandKind(kind="fast", devices=2, device=device(teraflops=0.3)),
+        IslandKind(kind="slow", count=2, devices=1, device=device(teraflops=0.1, memory_gb_per_second=5.0)),
+    )
+    cluster = Cluster(islands=kinds, link_gb_per_second=1.0)
+    plan = plan_cluster([subject, subject], cluster, Space(remats=("none",)))
+    assert sum(plan.shares) == ROWS
+    # four times the devices' memory rate, which limits this model
+    assert plan.shares[0] > 2 * max(plan.shares[1:]) > 0
+    sent = 2 * 2 / 3 * 4 * subject.num_parameters
+    assert plan.join_seconds == pytest.approx(sent / 1e9)
+    slowest = max(each.plan.ranked[0].prediction.seconds.total for each in plan.kinds)
+    assert plan.seconds == slowest + plan.join_seconds
+    with pytest.raises(ValueError, match="islands of kind 'b' do not say their devices"):
+        plan_cluster([subject], Cluster(islands=(IslandKind(kind="b"),)))
+
+
+def test_a_cluster_file_says_devices_and_links(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'link_gb_per_second = 2.5\n[[islands]]\nkind = "a"\ndevices = 4\n'
+        '[islands.device]\nname = "NVIDIA L4"\nper_node = 2\n'
+    )
+    (kind,) = (cluster := read_cluster(path)).islands
+    assert cluster.link_gb_per_second == 2.5
+    assert kind.device == ClusterDevice(name="NVIDIA L4", per_node=2)
+    path.write_text('[[islands]]\nkind = "a"\ndevice = { nam = "NVIDIA L4" }\n')
+    with pytest.raises(ValueError, match=r"unknown key device\.'nam'.*name"):
+        read_cluster(path)
+    path.write_text('link_gb = 1\n[[islands]]\nkind = "a"\n')
+    with pytest.raises(ValueError, match="unknown key 'link_gb'"):
+        read_cluster(path)
+
+
+def test_layouts_are_named_as_the_command_line_takes_them():
+    layout = Layout(mesh={"fsdp": 2, "tensor": 2}, zero=1, sequence_sharded=True)
+    assert mesh_text(layout) == "--mesh fsdp=2,tensor=2 --zero 1 --sequence-sharded"
