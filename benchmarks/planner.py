@@ -1,0 +1,231 @@
+"""How right the planner is: memory and times that it predicts, against compiled steps on this machine.
+
+uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 5]
+
+memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 22 ways to run a
+small decoder on 8 simulated devices, processor time of a step beside the prediction, which knows this machine by
+three rates that are measured first. large: seconds to plan 1,024 devices. Figures: docs/benchmarks/planner.md.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+from shardtrain import next_token_loss  # noqa: E402
+from shardtrain.cli.calibrate import kernel_seconds  # noqa: E402
+from shardtrain.doctor.rates import measure  # noqa: E402
+from shardtrain.functional.nnx_model import as_model  # noqa: E402
+from shardtrain.functional.remat import with_remat  # noqa: E402
+from shardtrain.models.decoder import DecoderConfig  # noqa: E402
+from shardtrain.plan.compile import compile_step, figures  # noqa: E402
+from shardtrain.plan.machine import Link, Machine, Rates  # noqa: E402
+from shardtrain.plan.prediction import Choice  # noqa: E402
+from shardtrain.plan.search import Space, mesh_text, predictions, search  # noqa: E402
+from shardtrain.plan.subject import Subject  # noqa: E402
+from shardtrain.sharding.axis_sizes import axis_sizes  # noqa: E402
+from shardtrain.sharding.layout import Layout  # noqa: E402
+from shardtrain.sharding.mesh import make_mesh  # noqa: E402
+from shardtrain.train_step.initial_state import init_state  # noqa: E402
+from shardtrain.train_step.placement import make_placement  # noqa: E402
+from shardtrain.train_step.step import make_step  # noqa: E402
+
+MODELS = {
+    "many activations": (
+        DecoderConfig(vocab=256, seq=128, embed=128, num_layers=4, num_heads=8, mlp=512),
+        16,
+    ),
+    "many parameters": (
+        DecoderConfig(vocab=2048, seq=128, embed=512, num_layers=4, num_heads=8, mlp=2048),
+        16,
+    ),
+}
+POINTS: Sequence[tuple[dict[str, int], int, str, int, bool]] = (
+    ({"data": 8}, 1, "weights", 3, False),
+    ({"data": 4}, 2, "dots", 3, False),
+    ({"fsdp": 8}, 1, "full", 3, False),
+    ({"fsdp": 8}, 2, "weights", 1, False),
+    ({"tensor": 8}, 1, "none", 3, False),
+    ({"tensor": 4}, 1, "weights", 3, True),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 2, "outputs", 3, False),
+    ({"pipeline": 2, "data": 2, "tensor": 2}, 4, "weights", 3, False),
+)
+RANKED: Sequence[tuple[dict[str, int], int, str, int, bool]] = (
+    *POINTS,
+    ({"data": 8}, 2, "none", 3, False),
+    ({"data": 8}, 2, "full", 3, False),
+    ({"fsdp": 8}, 1, "weights", 3, False),
+    ({"fsdp": 4, "tensor": 2}, 2, "weights", 3, False),
+    ({"data": 4, "tensor": 2}, 1, "none", 3, False),
+    ({"data": 2, "tensor": 4}, 2, "dots", 3, False),
+    ({"data": 2, "tensor": 4}, 1, "none", 3, True),
+    ({"tensor": 8}, 2, "full", 3, False),
+    ({"pipeline": 4}, 4, "weights", 3, False),
+    ({"pipeline": 4}, 16, "weights", 3, False),
+    ({"pipeline": 4, "data": 2}, 8, "none", 3, False),
+    ({"pipeline": 2, "fsdp": 4}, 2, "weights", 3, False),
+    ({"pipeline": 2, "tensor": 4}, 8, "full", 3, False),
+    ({"data": 1}, 1, "none", 3, False),
+    ({"data": 2}, 8, "weights", 3, False),
+    ({"fsdp": 2, "tensor": 2}, 4, "dots", 1, False),
+)
+
+
+def subject_of(config: DecoderConfig, rows: int) -> Subject:
+    """A decoder with AdamW and a batch of so many rows."""
+    return Subject(
+        model=lambda remat: as_model(with_remat(config, remat)),
+        loss=next_token_loss,
+        optimizer=optax.adamw(1e-3),
+        batch={
+            "tokens": jax.ShapeDtypeStruct((rows, config.seq + 1), np.int32),
+            "weights": jax.ShapeDtypeStruct((rows,), np.float32),
+        },
+    )
+
+
+def choice_of(mesh: dict[str, int], accumulate: int, remat: str, zero: int, sequence: bool) -> Choice:
+    """One of the ways above."""
+    return Choice(
+        layout=Layout(mesh=mesh, zero=zero, sequence_sharded=sequence), accumulate=accumulate, remat=remat
+    )
+
+
+def placed(subject: Subject, choice: Choice) -> Any:
+    """The placement of a choice on simulated devices."""
+    num_devices = math.prod(choice.layout.mesh.values())
+    stages = subject.stages(choice.layout.mesh.get("pipeline", 1), choice.virtual_stages)
+    mesh = make_mesh(choice.layout, jax.devices()[:num_devices])
+    return make_placement(
+        subject.model_of(choice.remat), subject.optimizer, choice.layout, mesh, stages=stages
+    )
+
+
+def memory() -> None:
+    """Print predicted over compiled bytes of a device."""
+    machine = Machine(rates=Rates(flops_per_second=1e11))
+    within = []
+    for name, (config, rows) in MODELS.items():
+        subject = subject_of(config, rows)
+        for point in POINTS:
+            choice = choice_of(*point)
+            sizes = axis_sizes(choice.layout.mesh, math.prod(choice.layout.mesh.values()))
+            compiled = compile_step(
+                subject.model_of(choice.remat),
+                subject.loss,
+                subject.optimizer,
+                placed(subject, choice),
+                subject.batch,
+                microbatches=choice.accumulate,
+            )
+            found = figures(compiled, sizes)
+            real = found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
+            (predicted,) = predictions(subject, machine, math.prod(sizes.values()), [choice])
+            ratio = predicted.memory.total / real
+            within.append(abs(ratio - 1) <= 0.1)
+            print(
+                f"| {name} | {mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat} |"
+                f" {real / 1e6:.1f} | {predicted.memory.total / 1e6:.1f} | {ratio:.3f} |",
+                flush=True,
+            )
+    print(f"within 10 %: {sum(within)} of {len(within)}")
+
+
+def rank(steps: int) -> None:
+    """Print predicted times beside processor times of a step, and how well their orders agree."""
+    config, rows = MODELS["many activations"]
+    subject, device = subject_of(config, rows), jax.devices()[0]
+    rates = measure(device)
+    # simulated devices share the cores: what all of them do takes the time of one device that does it alone
+    machine = Machine(
+        rates=Rates(
+            flops_per_second=rates["float32"],
+            memory_bytes_per_second=rates["memory"],
+            kernel_seconds=kernel_seconds(device),
+        ),
+        device_link=Link(bytes_per_second=rates["memory"]),
+    )
+    rows_of_table = []
+    for point in RANKED:
+        choice = choice_of(*point)
+        num_devices = math.prod(choice.layout.mesh.values())
+        (predicted,) = predictions(subject, machine, num_devices, [choice])
+        seconds = predicted.seconds
+        # the processor time of all devices: what they wait for each other is not processor time
+        work = num_devices * (seconds.compute + sum(seconds.collectives.values()) + seconds.update)
+        rows_of_table.append(
+            (mesh_text(choice.layout), choice, work, processor_seconds(subject, choice, steps))
+        )
+        name, _, work, measured = rows_of_table[-1]
+        print(
+            f"| {name} | {choice.accumulate} | {choice.remat} | {1e3 * work:.0f} | {1e3 * measured:.0f} |",
+            flush=True,
+        )
+    predicted, measured = (np.array([row[i] for row in rows_of_table]) for i in (2, 3))
+    order = np.corrcoef(predicted.argsort().argsort(), measured.argsort().argsort())[0, 1]
+    print(f"rank correlation: {order:.3f}")
+    print(f"the pick takes {measured[predicted.argmin()] / measured.min():.3f} of the best")
+
+
+def processor_seconds(subject: Subject, choice: Choice, steps: int) -> float:
+    """Processor seconds of a step of all devices, the median of several."""
+    placement = placed(subject, choice)
+    model = subject.model_of(choice.remat)
+    step = make_step(model, subject.loss, subject.optimizer, placement)
+    state = init_state(model, subject.optimizer, placement)
+    rng = np.random.default_rng(0)
+    batch = {}
+    for name, like in subject.batch.items():
+        shape = (choice.accumulate, like.shape[0] // choice.accumulate, *like.shape[1:])
+        values = rng.integers(0, 255, shape) if name == "tokens" else np.ones(shape)
+        batch[name] = jax.device_put(values.astype(like.dtype), placement.batch)
+    times = []
+    for _ in range(steps + 1):
+        began = time.process_time()
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)
+        times.append(time.process_time() - began)
+    return statistics.median(times[1:])
+
+
+def large() -> None:
+    """Print how long a plan of 1,024 devices takes."""
+    config = DecoderConfig(vocab=50304, seq=1024, embed=4096, num_layers=32, num_heads=32, mlp=16384)
+    machine = Machine(
+        rates=Rates(
+            flops_per_second=156e12, memory_bytes_per_second=1.6e12, kernel_seconds=5e-6, memory_bytes=80e9
+        ),
+        devices_per_node=8,
+        device_link=Link(bytes_per_second=300e9, latency_seconds=5e-6),
+        node_link=Link(bytes_per_second=100e9, latency_seconds=1e-5),
+    )
+    began = time.perf_counter()
+    plan = search(subject_of(config, 2048), machine, 1024, Space(), most=3)
+    print(
+        f"{plan.num_choices} ways, {len(plan.refused)} layouts refused: {time.perf_counter() - began:.1f} s"
+    )
+    for each in plan.ranked:
+        print(mesh_text(each.choice.layout), each.choice.accumulate, each.choice.remat)
+
+
+def main() -> None:
+    """Run the parts that are named, or all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", default=["memory", "rank", "large"])
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    for part in options.parts:
+        {"memory": memory, "rank": lambda: rank(options.steps), "large": large}[part]()
+
+
+if __name__ == "__main__":
+    main()
