@@ -2,9 +2,10 @@
 
 uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 5]
 
-memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 22 ways to run a
-small decoder on 8 simulated devices, processor time of a step beside the prediction, which knows this machine by
-three rates that are measured first. large: seconds to plan 1,024 devices. Figures: docs/benchmarks/planner.md.
+memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 22 ways to run
+a small decoder on 8 simulated devices, processor time of a step beside the prediction, which knows this
+machine by three rates that are measured first. large: seconds to plan 1,024 devices. Figures:
+docs/benchmarks/planner.md.
 """
 
 import argparse
