@@ -81,6 +81,10 @@ def test_a_known_device_needs_no_file(planned):
         (["--devices", "0", "--device", "NVIDIA L4"], "--devices is 0; use 1 or more"),
         (["--devices", "2", "--device", "L44"], "or give its teraflops"),
         (["--devices", "2", "--device", "NVIDIA L4", "--most", "0"], "--most is 0; use 1 or more"),
+        (
+            ["--devices", "2", "--device", "NVIDIA L4", "--batch-unit", "tokens", "--batch", "512"],
+            "batch is 512 tokens, and a plan is for batches of equal rows; give --batch-unit examples",
+        ),
         (["--cluster", "nowhere.toml"], "there is no cluster file nowhere.toml to read"),
     ],
 )
