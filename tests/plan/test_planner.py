@@ -78,19 +78,17 @@ def test_chains_of_elementwise_operations_are_written_once():
 
 def test_a_sum_over_a_sharded_dim_is_completed_once():
     def halves(x, up, down, other):
-        hidden = with_logical_constraint(x @ up, ("batch", "mlp"))
-        return with_logical_constraint(hidden @ down + hidden @ other, ("batch", "embed"))
+        hidden = with_logical_constraint(x @ up, ("seq", "mlp"))
+        return with_logical_constraint(hidden @ down + hidden @ other, ("residual_seq", "embed"))
 
-    names = [("batch", "embed"), ("embed", "mlp"), ("mlp", "embed"), ("mlp", "embed")]
-    program = traced(halves, [(8, 4), (4, 16), (16, 4), (16, 4)], names, [("batch", "embed")])
-    whole = 8 * 4 * 4
+    names = [("seq", "embed"), ("embed", "mlp"), ("mlp", "embed"), ("mlp", "embed")]
+    program = traced(halves, [(8, 4), (4, 16), (16, 4), (16, 4)], names, [("residual_seq", "embed")])
+    whole, over = 8 * 4 * 4, (("tensor", 2),)
     assert one(program).sent == ()
-    assert one(program, (("mlp", ("tensor",)),), (("tensor", 2),)).sent == (
-        ("all-reduce", ("tensor",), whole),
-    )
+    assert one(program, (("mlp", ("tensor",)),), over).sent == (("all-reduce", ("tensor",), whole),)
     # a result that is sharded over the same axis is scattered
-    both = (("batch", ("tensor",)), ("mlp", ("tensor",)))
-    assert {each.kind for each in one(program, both, (("tensor", 2),)).sent} >= {"all-gather"}
+    scattered = (("mlp", ("tensor",)), ("residual_seq", ("tensor",)))
+    assert one(program, scattered, over).sent == (("reduce-scatter", ("tensor",), whole),)
 
 
 def test_a_loop_costs_its_trips_and_a_stage_has_a_part_of_them():
@@ -135,7 +133,7 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(subject, mesh, accumu
     total = found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
     assert predicted.memory.total == pytest.approx(total, rel=0.15)
     if "tensor" in mesh:
-        assert of_tensor(subject, choice, sizes) == pytest.approx(compiled_tensor(found), rel=0.02)
+        assert of_tensor(subject, choice, sizes) == pytest.approx(compiled_tensor(found), rel=0.03)
 
 
 def of_tensor(subject, choice, sizes):
