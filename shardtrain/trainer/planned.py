@@ -35,8 +35,8 @@ def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subj
     """
     if run.batch_unit == "tokens":
         raise ValueError(
-            f"batch is {run.batch} tokens, and a plan is for batches of equal rows; give --batch-unit examples"
-            " and the number of rows of a typical batch"
+            f"batch is {run.batch} tokens, and a plan is for batches of equal rows; give --batch-unit"
+            " examples and the number of rows of a typical batch"
         )
     row = Batches(source=source, batch=run.batch, seed=run.seed, rows=[0]).load(FIRST_POSITION)
     batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in row.items()}
