@@ -21,6 +21,7 @@ from shardtrain.cli.train import TrainOptions
 from shardtrain.launch.registry import LAUNCHERS
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.trainer.config import describe
+from shardtrain.trainer.strategy import Strategy, strategy_text
 
 ROOT = Path(__file__).parents[1]
 OPTION = re.compile(r"(?<![\w\-/])--[a-z][\w.\-]*")
@@ -47,6 +48,8 @@ COMMANDS = (
     ["train", "examples/bert_text.py"],
     ["train", "examples/gpt_text.py"],
     ["inspect", "examples/gpt_text.py"],
+    ["plan", "examples/gpt_text.py"],
+    ["calibrate"],
     ["launch"],
     *(["launch", name] for name in LAUNCHERS),
     ["doctor"],
@@ -217,14 +220,18 @@ def shown_commands():
                 yield words
 
 
-def test_the_commands_that_are_shown_are_understood(monkeypatch, run_file):
+def test_the_commands_that_are_shown_are_understood(monkeypatch, run_file, tmp_path):
     monkeypatch.chdir(ROOT)
     stand_for = {"RUN": "examples/gpt_text.py", "imported/gpt2/run.py": str(run_file)}
+    # what `plan --output` writes
+    planned = tmp_path / "strategy.toml"
+    planned.write_text(strategy_text(Strategy()))
     commands = list(shown_commands())
     assert len(commands) >= 18
     for command, where, *rest in commands:
         if "--cpu-devices" in rest:
             del rest[(at := rest.index("--cpu-devices")) : at + 2]
+        rest = [str(planned) if word == planned.name else word for word in rest]
         parse_run(command, [stand_for.get(where, where), *rest], EXTRA[command])
 
 

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = plan_cluster(subjects, cluster, space_of(run, parse_mesh(options.fixed)), options.most)
     terminal.out(plan_text(plan, run.batch, options.most))
     if options.explain:
-        for each in plan.kinds:
+        for each in (one for one in plan.kinds if one.plan.ranked):
             terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
     fits = all(each.plan.ranked and each.plan.ranked[0].fits for each in plan.kinds)
     if options.output is not None and fits:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from shardtrain.plan.named_dims import REDUCTIONS
 from shardtrain.plan.program import Array, Kernel, Program, Resharded
 
 ALIASES = frozenset(
@@ -22,8 +23,9 @@ MATERIAL = frozenset(
     (
         *("cholesky", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
         *("custom_call", "dot_general", "ffi_call", "fft", "gather", "ragged_dot", "random_bits"),
-        *("reduce_window_sum", "scatter", "scatter-add", "select_and_scatter_add", "sort", "threefry2x32"),
-        *("top_k", "triangular_solve"),
+        *("pallas_call", "reduce", "reduce_window", "reduce_window_max", "reduce_window_min"),
+        *("reduce_window_sum", "scatter", "scatter-add", "select_and_gather_add", "select_and_scatter_add"),
+        *("sort", "threefry2x32", "top_k", "triangular_solve"),
     )
 )
 """Operations that are kernels of their own: they read arrays from memory and write their results to it."""
@@ -59,7 +61,7 @@ class Step:
     over: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Unfused:
     """The operations of a computation.
 
@@ -148,7 +150,7 @@ def _written(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> s
         if step.body is not None or step.name in MATERIAL:
             written.update(given.root(i) for i in step.reads)
             written.update(step.writes)
-        elif step.name.startswith(("reduce_", "arg")) and step.name not in ALIASES:
+        elif step.name in REDUCTIONS:
             written.update(step.writes)
         elif step.name in EXPENSIVE:
             written.update(i for i in step.writes if uses[i] > 1)

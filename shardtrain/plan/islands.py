@@ -1,7 +1,7 @@
 """Plan unequal islands: the rows of each, and the layout that suits its devices. Next: `report/plan.py`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.plan.devices import GB
@@ -48,6 +48,11 @@ class ClusterPlan:
     join_seconds: float
 
     @property
+    def fits(self) -> bool:
+        """Whether the best of every kind fits its devices."""
+        return all(each.plan.ranked[0].fits for each in self.kinds)
+
+    @property
     def seconds(self) -> float:
         """Seconds of a step: of the slowest island, and to add up gradients."""
         of_kinds = [each.plan.ranked[0].prediction.seconds.total for each in self.kinds if each.rows]
@@ -72,6 +77,9 @@ def plan_cluster(
         _machine(kind, subject.in_float32) for kind, subject in zip(cluster.islands, subjects, strict=True)
     ]
     space = space or Space()
+    if len(cluster.of_islands) > 1:
+        # sections of a strategy have no schedule of their own
+        space = replace(space, schedules=space.schedules[:1])
     subject, islands = subjects[0], cluster.of_islands
     if len(islands) == 1:
         plan = search(subject, machines[0], islands[0].devices or 1, space, most)
@@ -87,14 +95,18 @@ def plan_cluster(
     best: ClusterPlan | None = None
     for _ in range(ROUNDS):
         found = _with_speeds(subjects, cluster, machines, speeds, space, most)
-        if best is None or found.seconds < best.seconds:
+        if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
             best = found
-        speeds = [
-            each.rows / each.plan.ranked[0].prediction.seconds.total if each.rows else speed
-            for each, speed in zip(found.kinds, speeds, strict=True)
-        ]
+        speeds = _speeds(found, speeds)
     assert best is not None
     return best
+
+
+def _speeds(found: ClusterPlan, before: Sequence[float]) -> list[float]:
+    """Return rows a second of each kind; those without rows keep their ratio to the others."""
+    new = [each.rows / each.plan.ranked[0].prediction.seconds.total for each in found.kinds]
+    ratio = sum(new) / sum(speed for speed, each in zip(before, found.kinds, strict=True) if each.rows)
+    return [rows or ratio * speed for rows, speed in zip(new, before, strict=True)]
 
 
 def _machine(kind: IslandKind, in_float32: bool) -> Machine:
@@ -103,7 +115,7 @@ def _machine(kind: IslandKind, in_float32: bool) -> Machine:
             f"islands of kind {kind.kind!r} do not say their devices; give devices = NUMBER and"
             ' device = { name = "NVIDIA A100-SXM4-80GB" }, or measured rates (shardtrain calibrate)'
         )
-    return machine_of(kind.device, kind.devices, in_float32=in_float32)
+    return machine_of(kind.device, kind.devices, in_float32=in_float32, nodes=kind.nodes)
 
 
 def _with_speeds(
@@ -124,6 +136,7 @@ def _with_speeds(
         most_rows = max(rows[first : first + kind.count])
         plan = search(subject.share(most_rows), machine, kind.devices or 1, space, most)
         if not plan.ranked:
+            # what the run's own checks say of the first layout
             raise ValueError(
                 f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}"
             )

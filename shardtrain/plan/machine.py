@@ -91,7 +91,8 @@ class Machine:
         if not members:
             return Link()
         reach = math.prod(sizes[axis] for axis in order[order.index(members[0]) :])
-        if reach <= self.devices_per_node:
+        everything = math.prod(sizes[axis] for axis in order)
+        if everything <= self.devices_per_node or self.devices_per_node % reach == 0:
             return self.device_link
         # a ring has members at a distance of as many devices as the faster axes have; the devices between
         # them belong to other rings, all of which leave the node by its link
@@ -127,14 +128,18 @@ class Machine:
 OF_PEAK_FLOPS, OF_PEAK_MEMORY = 0.5, 0.8
 """The part of a data sheet's rates that programs are taken to reach where nothing was measured."""
 
+OF_MEMORY = 0.85
+"""The part of a device's memory that a plan fills: the rest is for the runtime and for wrong predictions."""
 
-def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool) -> Machine:
+
+def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: int = 1) -> Machine:
     """Return the machine that a cluster file describes.
 
     Args:
       device: one device and its links.
       devices: of an island.
       in_float32: whether the model computes in float32.
+      nodes: of an island, which has as many devices on each.
 
     Raises:
       ValueError: the device is not in the table, or has no rate for this dtype, and none is given.
@@ -162,12 +167,12 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool) -> Mach
         flops_per_second=flops,
         memory_bytes_per_second=_bytes(moved),
         kernel_seconds=device.kernel_us * 1e-6,
-        memory_bytes=_bytes(memory),
+        memory_bytes=OF_MEMORY * _bytes(memory),
     )
     latency = device.latency_us * 1e-6
     return Machine(
         rates=rates,
-        devices_per_node=device.per_node or devices,
+        devices_per_node=device.per_node or max(devices // nodes, 1),
         device_link=Link(bytes_per_second=_bytes(device.link_gb_per_second), latency_seconds=latency),
         node_link=Link(bytes_per_second=_bytes(device.node_link_gb_per_second), latency_seconds=latency),
     )

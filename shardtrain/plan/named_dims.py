@@ -41,6 +41,15 @@ class Found(NamedTuple):
     flops: float = 0.0
 
 
+REDUCTIONS = frozenset(
+    (
+        *("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"),
+        *("reduce_sum", "reduce_xor"),
+    )
+)
+"""Operations that reduce over the dims of their parameter `axes`."""
+
+
 def names_of(primitive: str, operands: Operands) -> Found:
     """Return the names of an operation's outputs; None where nothing says one.
 
@@ -49,10 +58,8 @@ def names_of(primitive: str, operands: Operands) -> Found:
     >>> names_of("dot_general", of_dot)
     Found(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024)
     """
-    rule = RULES.get(primitive)
-    if rule is None and primitive.startswith(("reduce_", "arg")):
-        rule = _reduced
-    return (rule or _like_inputs)(operands)
+    rule = _reduced if primitive in REDUCTIONS else RULES.get(primitive, _like_inputs)
+    return rule(operands)
 
 
 def merged(*several: Dims) -> Dims:
@@ -83,6 +90,11 @@ def _like_first(operands: Operands) -> Found:
     return Found(
         tuple(first if len(first) == len(shape) else (None,) * len(shape) for shape in operands.out_shapes)
     )
+
+
+def _like_last(operands: Operands) -> Found:
+    """The gradient of a pooling: named as the array that was pooled."""
+    return Found((operands.dims[-1],))
 
 
 def _joined(operands: Operands) -> Found:
@@ -206,13 +218,18 @@ RULES: Mapping[str, Callable[[Operands], Found]] = {
     "dynamic_update_slice": _update,
     "gather": _gathered,
     "pad": _like_first,
-    "reduce_precision": _like_inputs,
+    "reduce_window": _like_first,
+    "reduce_window_max": _like_first,
+    "reduce_window_min": _like_first,
+    "reduce_window_sum": _like_first,
     "reshape": _reshaped,
     "rev": _like_first,
     "scatter-add": _scattered,
     "scatter": _scattered,
     "slice": _like_first,
     "sort": _like_first,
+    "select_and_gather_add": _like_first,
+    "select_and_scatter_add": _like_last,
     "split": _like_first,
     "squeeze": _squeezed,
     "transpose": _transposed,

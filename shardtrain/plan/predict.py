@@ -41,6 +41,8 @@ class StateFigures:
       updated: bytes of the parameters that it updates.
       gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others.
       weights: the parameters, for the theory of their traffic.
+      num_blocks: number of blocks.
+      item_bytes: of an element in computations.
     """
 
     parameters: float
@@ -49,10 +51,13 @@ class StateFigures:
     updated: float
     gathered: float
     weights: tuple[Weight, ...]
+    num_blocks: int
+    item_bytes: int
 
 
-def state_figures(specs: Specs, sizes: Mapping[str, int]) -> StateFigures:
-    """Return what follows from the specs of a state, for axis sizes."""
+def state_figures(specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4) -> StateFigures:
+    """Return what follows from the specs of a state, given axis sizes and bytes of a computed element."""
+    blocks = [named.shape[0] for named in specs.arrays.values() if axes.LAYERS in (named.dims or ())[:1]]
     params = specs.abstract.params
     in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
     return StateFigures(
@@ -60,8 +65,10 @@ def state_figures(specs: Specs, sizes: Mapping[str, int]) -> StateFigures:
         optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
         gradients=tree_bytes(in_float32, specs.params, sizes),
         updated=tree_bytes(params, specs.sharded, sizes),
-        gathered=_gathered_bytes(specs, sizes),
+        gathered=_gathered_bytes(specs, sizes, item_bytes),
         weights=_joined(weights(specs.arrays, specs.layout.sharded_rules)),
+        num_blocks=max(blocks, default=1),
+        item_bytes=item_bytes,
     )
 
 
@@ -77,7 +84,7 @@ def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     )
 
 
-def _gathered_bytes(specs: Specs, sizes: Mapping[str, int]) -> float:
+def _gathered_bytes(specs: Specs, sizes: Mapping[str, int], item_bytes: int) -> float:
     if specs.layout.zero != 3 or sizes[axes.FSDP] == 1:
         return 0.0
     found = 0.0
@@ -87,7 +94,7 @@ def _gathered_bytes(specs: Specs, sizes: Mapping[str, int]) -> float:
         if axes.FSDP in stored:
             kept = math.prod(sizes[axis] for axis in stored - {axes.FSDP, axes.PIPELINE})
             blocks = named.shape[0] if axes.LAYERS in dims else 1
-            found += 4 * math.prod(named.shape) / blocks / kept
+            found += item_bytes * math.prod(named.shape) / blocks / kept
     return found
 
 
@@ -201,8 +208,13 @@ def _seconds(
         if over and seconds:
             collectives[over] = collectives.get(over, 0.0) + seconds
 
-    for key, sent in parameter_traffic(state.weights, layout, sizes, choice.accumulate).items():
-        add(key.axes, sent / machine.link(key.axes, sizes).bytes_per_second)
+    gathers = 1 if choice.remat == "none" else 2
+    traffic = parameter_traffic(state.weights, layout, sizes, choice.accumulate, state.item_bytes, gathers)
+    for key, sent in traffic.items():
+        link, members = machine.link(key.axes, sizes), math.prod(sizes[axis] for axis in key.axes)
+        # what is gathered in a block is sent block by block, everything else at once
+        times = choice.accumulate * state.num_blocks if key.in_blocks else 1
+        add(key.axes, sent / link.bytes_per_second + times * (members - 1) * link.latency_seconds)
     runs = choice.accumulate * choice.virtual_stages
     for each in found.sent:
         over = tuple(axis for axis in each.axes if sizes.get(axis, 1) > 1)

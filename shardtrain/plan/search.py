@@ -4,6 +4,7 @@ Every combination of axis sizes, ZeRO stage, microbatches, schedule and recomput
 that a run makes itself, and predicted by `predict.py`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -101,6 +102,7 @@ def search(
       most: how many of the best to return.
     """
     space = space or Space()
+    _check_fixed(space.layout, num_devices)
     choices, refused = [], {}
     for layout in _layouts(num_devices, space.layout):
         sizes = axis_sizes(layout.mesh, num_devices)
@@ -208,6 +210,21 @@ def predictions(
             choices, shardings, states, sizes, rows, strict=True
         )
     ]
+
+
+def _check_fixed(layout: Layout, num_devices: int) -> None:
+    fixed = {axis: size for axis, size in layout.mesh.items() if size != -1}
+    unknown = [near(axis, MESH_AXES) for axis in fixed if axis not in MESH_AXES]
+    if unknown:
+        raise ValueError(f"this axis cannot be fixed in a plan: {'; '.join(unknown)}")
+    product = math.prod(fixed.values())
+    if num_devices % product:
+        text = ",".join(f"{axis}={size}" for axis, size in fixed.items())
+        divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+        raise ValueError(
+            f"{text} needs a multiple of {product} devices, and there are {num_devices}; fix sizes whose"
+            f" product is one of {divisors}"
+        )
 
 
 def _layouts(num_devices: int, given: Layout) -> Iterator[Layout]:

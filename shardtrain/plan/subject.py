@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +67,7 @@ class Subject:
         params, _ = jax.eval_shape(self.model_of(None).init, jax.random.key(0))
         return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
 
-    @property
+    @cached_property
     def in_float32(self) -> bool:
         """Whether most of the flops of the model are in float32."""
         flops: Counter[int] = Counter()
@@ -84,15 +85,14 @@ class Subject:
         """Return how many rows are computed, with padding.
 
         Raises:
-          ValueError: the whole batch cannot be split like this, or an island has fewer rows than parts.
+          ValueError: the batch cannot be split like this, or an island has fewer rows than microbatches.
         """
         if self.rows is None:
             split.check(self.batch_rows)
             return self.batch_rows
-        if split.multiple > max(self.rows, 1):
-            raise ValueError(
-                f"{self.rows} rows of an island are fewer than {split.multiple} parts; use fewer"
-            )
+        # padding fills up an island's rows, but microbatches of padding alone have no use
+        if split.microbatches > max(self.rows, 1):
+            raise ValueError(f"{self.rows} rows are fewer than {split.microbatches} microbatches; use fewer")
         return split.padded(self.rows)
 
     def model_of(self, remat: str | None) -> Model:
@@ -115,13 +115,16 @@ class Subject:
         """
         layout, model = choice.layout, self.model_of(None)
         sizes = axis_sizes(layout.mesh, num_devices)
-        # the size of `data` shards no parameter, so layouts that differ in it alone have the same specs
-        others = tuple(size for axis, size in sizes.items() if axis != axes.DATA)
-        key = (others, layout.zero, layout.sequence_sharded, choice.virtual_stages)
+        # by default `data` shards no parameter, so layouts that differ in its size alone have the same specs
+        rules = repr((layout.parameters, layout.activations))
+        known = {**sizes, axes.DATA: min(sizes[axes.DATA], 2)} if axes.DATA not in rules else sizes
+        key = (tuple(known.values()), rules, layout.unnamed, layout.zero, layout.sequence_sharded)
+        key = (*key, choice.virtual_stages)
         if key not in self._states:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
-            self._states[key] = StateOf(specs.layout, state_figures(specs, sizes))
+            item_bytes = 4 if self.in_float32 else 2
+            self._states[key] = StateOf(specs.layout, state_figures(specs, sizes, item_bytes))
         return self._states[key]
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
@@ -135,6 +138,17 @@ class Subject:
         chain = self.model_of(None).chain
         if chain is None or not chain.stacked:
             raise ValueError("a pipeline in a mesh needs a model with stacked blocks; use pipeline=1")
+        loops = [kernel for kernel in self.program(None).kernels if kernel.over == axes.LAYERS]
+        if len(loops) != 2:
+            raise ValueError(
+                "a pipeline is planned for a model whose blocks are one loop, forward and backward; this one"
+                f" has {len(loops)} loops over blocks; use pipeline=1"
+            )
+        if chain.num_blocks % (num_stages * chunks):
+            raise ValueError(
+                f"{chain.num_blocks} blocks cannot be cut into {num_stages * chunks} equal parts, as a plan"
+                " for a mesh needs; use a number of parts that divides the blocks"
+            )
         return Partition(
             num_stages=num_stages,
             num_chunks=chunks,
@@ -158,7 +172,9 @@ def _count_flops(program: Program, flops: Counter[int]) -> None:
     """Add up the flops of a program by the bytes of the elements that they are computed from."""
     for kernel in program.kernels:
         if kernel.body is not None:
-            _count_flops(kernel.body, flops)
+            inside: Counter[int] = Counter()
+            _count_flops(kernel.body, inside)
+            flops.update({size: kernel.trips * number for size, number in inside.items()})
         elif kernel.flops:
             flops[max(program.arrays[number].item_bytes for number in kernel.reads)] += round(kernel.flops)
 

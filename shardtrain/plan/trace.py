@@ -17,10 +17,14 @@ from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fused, root
 from shardtrain.plan.named_dims import Operands, merged, names_of
 from shardtrain.plan.program import Array, Dims, Program, Resharded
 
-LINEAR = frozenset(["add", "add_any", "neg", "convert_element_type", "transpose"])
+LINEAR = ("add", "add_any", "neg", "convert_element_type", "transpose")
 """Operations by which the parts of a sum may stay apart: those of sums are added once, not one by one."""
 
-CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""Parameters that hold the computation that an operation stands for."""
+
+OPAQUE = ("pallas_call", "reduce", "reduce_window", "custom_linear_solve")
+"""Operations that hold a computation of single elements or of a kernel instead."""
 
 
 def trace(
@@ -134,8 +138,8 @@ class _Walk:
             # the branch with the most operations stands for all
             branch = max(params["branches"], key=lambda each: len(each.jaxpr.eqns))
             return self._inlined(branch, reads[1:])
-        inner = next((params[key] for key in CALLS if key in params), None)
-        if inner is not None:
+        inner = next((params[key] for key in CALLED if key in params), None)
+        if inner is not None and primitive not in OPAQUE:
             return self._inlined(inner, reads)
         return self._operation(equation, reads)
 
@@ -291,11 +295,5 @@ class _Walk:
         """Complete the sums that nothing has read, and fuse the operations."""
         for i in list(self.partial):
             self._complete(i, *self.partial.pop(i))
-        found = Unfused(
-            arrays=self.arrays,
-            steps=self.steps,
-            same=self.same,
-            constants=self.constants,
-            resharded=[*self.resharded, *self.moves.values()],
-        )
-        return fused(found, inputs, outputs)
+        changes = [*self.resharded, *self.moves.values()]
+        return fused(Unfused(self.arrays, self.steps, self.same, self.constants, changes), inputs, outputs)

@@ -138,17 +138,23 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
 
 
 def parameter_traffic(
-    weights: tuple[Weight, ...], layout: Layout, sizes: Mapping[str, int], microbatches: int
+    weights: tuple[Weight, ...],
+    layout: Layout,
+    sizes: Mapping[str, int],
+    microbatches: int,
+    compute_bytes: int = 4,
+    block_gathers: int = 2,
 ) -> Traffic:
     """Return the bytes that each device has to send for parameters and gradients in one step of any model.
 
-    They depend on the layout only, not on the model's computation. Elements have 4 bytes; a model that
-    computes in bfloat16 gathers half as much. A pipeline with fsdp gathers in every tick, which is more.
+    They depend on the layout only, not on the model's computation. A pipeline with fsdp gathers in every
+    tick, which is more.
 
     Args:
       weights: the parameters.
       layout, sizes: as in `step_traffic`.
       microbatches: number of microbatches that a step accumulates.
+      compute_bytes, block_gathers: as in `StepSizes`.
 
     Returns:
       Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
@@ -159,7 +165,15 @@ def parameter_traffic(
     all-gather ('fsdp',) 800.0
     reduce-scatter ('fsdp',) 800.0
     """
-    work = StepSizes(weights=weights, num_tokens=0, embed=0, num_blocks=0, microbatches=microbatches)
+    work = StepSizes(
+        weights=weights,
+        num_tokens=0,
+        embed=0,
+        num_blocks=0,
+        microbatches=microbatches,
+        compute_bytes=compute_bytes,
+        block_gathers=block_gathers,
+    )
     return _summed(_parameters(work, layout, sizes), sizes)
 
 

@@ -48,13 +48,13 @@ def plan_text(plan: ClusterPlan, rows: int, most: int) -> str:
       most: how many ways of each kind to show.
     """
     parts = [_kind_text(each, len(plan.shares) > 1, most) for each in plan.kinds]
-    if any(not each.plan.ranked for each in plan.kinds):
+    if any(not each.plan.ranked or not each.plan.ranked[0].fits for each in plan.kinds):
         return "".join(parts)
     line = f"step: {seconds_text(plan.seconds)}, {count_text(rows / plan.seconds)} examples/s"
     if len(plan.shares) > 1:
         line += (
             f"; rows of islands {','.join(map(str, plan.shares))}; gradients of islands joined in"
-            f" {seconds_text(plan.join_seconds)}"
+            f" {seconds_text(plan.join_seconds) if plan.join_seconds else 'no time, as no link is given'}"
         )
     price = _price_per_second(plan)
     if price is not None:
@@ -79,11 +79,15 @@ def _kind_text(each: KindPlan, several: bool, most: int) -> str:
     title += f", {each.rows} rows an island" if several else ""
     title += f"; {each.plan.num_choices} ways compared"
     memory = each.machine.rates.memory_bytes
-    title += "" if math.isinf(memory) else f"; a device has {bytes_text(memory)}"
+    title += "" if math.isinf(memory) else f"; {bytes_text(memory)} of a device can be used"
+    if devices > 1 and math.isinf(each.machine.device_link.bytes_per_second):
+        title += "; no link is given, so what devices send takes no time"
     ranked = each.plan.ranked[:most]
+    if not ranked:
+        return f"{title}\nnothing runs\n" + _refused_text(each.plan.refused)
     text = table_text(COLUMNS, [_row(i, one) for i, one in enumerate(ranked)], title=title)
     if not any(one.fits for one in ranked):
-        over = min((one.prediction.memory.total for one in ranked), default=0.0)
+        over = min(one.prediction.memory.total for one in ranked)
         text += (
             f"nothing fits: the smallest needs {bytes_text(over)} of {bytes_text(memory)}; use more devices,"
             " a smaller batch or a smaller model\n"

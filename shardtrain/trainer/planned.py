@@ -76,7 +76,7 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     choices = [each.plan.ranked[0].choice for each in plan.kinds]
     strategy = _with_choice(run.strategy, choices[0])
     if len(plan.shares) == 1:
-        return strategy
+        return replace(strategy, islands={})
     sections, first = {}, 0
     for kind, choice in zip(plan.kinds, choices, strict=True):
         numbers = range_text(first, kind.kind.count)

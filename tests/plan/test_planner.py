@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import optax
@@ -196,6 +197,8 @@ def test_a_ring_goes_by_the_slowest_link_that_it_crosses():
     # the four devices of a node are in four rings over data, which share its link
     assert MACHINE.link(("data",), sizes).bytes_per_second == SLOW.bytes_per_second / 4
     assert MACHINE.link(("data", "tensor"), sizes).bytes_per_second == SLOW.bytes_per_second
+    # rings of three do not fill nodes of four: some of them cross
+    assert MACHINE.link(("tensor",), {"data": 4, "tensor": 3}).bytes_per_second < 1e9
     seconds = MACHINE.collective_seconds("all-reduce", ("data",), sizes, 1e6)
     assert seconds == pytest.approx(6 * 1e-5 + 1.5e6 / 2.5e7)
     assert MACHINE.collective_seconds("all-reduce", ("fsdp",), sizes, 1e6) == 0
@@ -204,9 +207,10 @@ def test_a_ring_goes_by_the_slowest_link_that_it_crosses():
 def test_a_device_is_known_or_has_rates():
     known = machine_of(ClusterDevice(name="NVIDIA A100-SXM4-80GB"), 8, in_float32=False)
     assert known.rates.flops_per_second == 156e12
-    assert known.rates.memory_bytes == 80e9
+    assert known.rates.memory_bytes == 0.85 * 80e9
     given = machine_of(ClusterDevice(teraflops=0.1), 2, in_float32=True)
     assert (given.rates.flops_per_second, given.rates.memory_bytes) == (1e11, math.inf)
+    assert machine_of(ClusterDevice(teraflops=0.1), 16, in_float32=True, nodes=2).devices_per_node == 8
     with pytest.raises(ValueError, match=r"device 'NVIDIA A1000'.*or give its teraflops"):
         machine_of(ClusterDevice(name="NVIDIA A1000"), 1, in_float32=True)
     with pytest.raises(
@@ -253,6 +257,44 @@ def test_a_cluster_file_says_devices_and_links(tmp_path):
     path.write_text('link_gb = 1\n[[islands]]\nkind = "a"\n')
     with pytest.raises(ValueError, match="unknown key 'link_gb'"):
         read_cluster(path)
+
+
+def test_what_cannot_be_fixed_is_refused(subject):
+    with pytest.raises(
+        ValueError, match=r"tensor=3 needs a multiple of 3 devices, and there are 8; .* 1, 2, 4, 8"
+    ):
+        search(subject, MACHINE, 8, Space(layout=Layout(mesh={"tensor": 3})))
+
+
+def test_rules_and_sizes_that_shard_parameters_are_not_confused(subject):
+    layout = Layout(mesh={"data": 1}, parameters={"embed": ("fsdp", "data")})
+    alone = subject.state(Choice(layout=layout), 1).figures.parameters
+    both = subject.state(Choice(layout=replace(layout, mesh={"data": 4})), 4).figures.parameters
+    plain = subject.state(Choice(layout=Layout(mesh={"data": 4})), 4).figures.parameters
+    assert alone == plain > both
+
+
+def test_an_island_without_rows_does_not_end_the_plan(subject):
+    device = partial(ClusterDevice, memory_gb_per_second=10.0)
+    kinds = (
+        IslandKind(kind="fast", devices=1, device=device(teraflops=100.0, memory_gb_per_second=1e5)),
+        IslandKind(kind="slow", devices=3, device=device(teraflops=1e-6, memory_gb_per_second=1e-3)),
+    )
+    plan = plan_cluster([subject, subject], Cluster(islands=kinds), Space(remats=("none",)))
+    assert plan.shares == (ROWS, 0)
+
+
+def test_pooling_and_images_are_traced():
+    def pooled(x, w):
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return flax.linen.max_pool(y, (2, 2), (2, 2)).sum()
+
+    shapes = [(4, 8, 8, 3), (3, 3, 3, 16)]
+    names = [("batch", "height", "width", "channels_in"), ("height", "width", "channels_in", "channels_out")]
+    program = traced(jax.grad(pooled, argnums=1), shapes, names, [names[1]])
+    forward = 2 * 4 * 8 * 8 * 16 * 3 * 3 * 3
+    assert one(program).flops == pytest.approx(2 * forward, rel=0.3)
+    assert one(program, (("batch", ("rows",)),), (("rows", 2),)).flops == one(program).flops / 2
 
 
 def test_layouts_are_named_as_the_command_line_takes_them():
