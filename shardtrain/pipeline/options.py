@@ -85,6 +85,12 @@ class Pipeline:
                 f" schedule is {self.schedule!r} with {self.virtual_stages} parts on a stage; use 1f1b with"
                 " 1, or in_flight 1"
             ]
+        if self.in_flight > 1 and self.stages == "time":
+            return [
+                f"in_flight is {self.in_flight} batches, and stages is 'time', which counts the time and"
+                " memory of a pipeline that is flushed after each step; use stages flops or numbers of"
+                " blocks, such as --stages 3,1, or in_flight 1"
+            ]
         return []
 
     @property

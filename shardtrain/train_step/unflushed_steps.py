@@ -132,7 +132,8 @@ class UnflushedSteps:
         if sums := [each.pop("sums") for each in found if "sums" in each]:
             merged["sums"] = jax.tree.map(lambda *x: sum(x), *sums)
         skipped = sum(each["skipped"] for each in found)
-        own = {"grad_norm": 0.0, **(found[-1] if found else {}), "skipped": skipped}
+        # a step that ends no batch has no gradient norm: it updates nothing
+        own = {**(found[-1] if found else {}), "skipped": skipped}
         return state, with_sums_of_islands(own, merged, zeros)
 
     def _steps_started(self, state: State) -> int:

@@ -34,14 +34,13 @@ def parse_growth(text: str) -> dict[int, int]:
     return found
 
 
-def growth_problems(text: str, unit: str, strategy: Any) -> list[str]:
+def growth_problems(run: Any) -> list[str]:
     """Return why a run cannot have a growing batch, one line each.
 
     Args:
-      text: see `parse_growth`.
-      unit: what the batch counts.
-      strategy: of the run, see `strategy.Strategy`.
+      run: see `config.Run`.
     """
+    text, strategy = run.batch_growth, run.strategy
     try:
         growth = parse_growth(text)
     except ValueError as error:
@@ -51,14 +50,24 @@ def growth_problems(text: str, unit: str, strategy: Any) -> list[str]:
     refused = {
         "across 'pipeline'": strategy.across.axis == "pipeline",
         "shares 'auto'": strategy.across.shares == "auto",
-        "batch_unit 'tokens'": unit == "tokens",
+        "share_limits": strategy.across.share_limits is not None,
+        "batch_unit 'tokens'": run.batch_unit == "tokens",
+        "a schedule from a .csv": strategy.pipeline.schedule.endswith(".csv")
+        and strategy.layout.mesh.get("pipeline", 1) != 1,
+        "scaling.steps": run.scaling.steps,
         "clock_distance": strategy.synchronisation.distance is not None,
     }
     why = {
         "across 'pipeline'": "the schedule of its stages has one number of microbatches; use a mesh with the"
         " axis pipeline, or islands without stages",
         "shares 'auto'": "a step's time then tells no speed; give weights, such as --shares 2,1",
+        "share_limits": "the limits are those of a batch of one size; give weights instead, such as"
+        " --shares 2,1",
         "batch_unit 'tokens'": "positions in the data are those of batches of one size; use examples",
+        "a schedule from a .csv": "its table has one number of microbatches; use a schedule by name, such as"
+        " --schedule 1f1b",
+        "scaling.steps": "the steps of the run are divided by the replicas, and those of its growth are not;"
+        " give both for all replicas, without scaling.steps",
         "clock_distance": "islands that are ahead would change their batches earlier; use local steps",
     }
     return [

@@ -12,7 +12,8 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.trainer.config import Run
 
 FREE = (
-    *("batch", "batch_growth", "steps", "strategy.*", "optimizer", "optimizer.*", "scaling.*", "nonfinite"),
+    *("batch", "batch_unit", "batch_growth", "steps", "nonfinite"),
+    *("strategy.*", "optimizer", "optimizer.*", "scaling.*"),
     *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with"),
     *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*"),
     *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),

@@ -212,7 +212,12 @@ def _wrong_values(run: Run) -> list[str]:
             "batch_unit is 'tokens', and the stages of a pipeline are made for one shape of batches; use"
             " --batch-unit examples, or no pipeline"
         )
-    problems += growth_problems(run.batch_growth, run.batch_unit, run.strategy)
+    if run.batch_unit == "tokens" and run.strategy.across.share_limits == "auto":
+        problems.append(
+            "share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
+            " batches have many; give each island a number of tokens, such as --share-limits 2048,4096"
+        )
+    problems += growth_problems(run)
     problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")

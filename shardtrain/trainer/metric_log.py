@@ -31,7 +31,7 @@ class MetricLog:
       options: when lines are due, and what is done about losses that are not finite.
 
     Attributes:
-      trained: a step was not skipped.
+      trained: a step updated the parameters.
       why_skipped: why the first skipped step was skipped.
       fault: a bad step that asks for a rollback; None while there is none.
       unlogged: metrics of a step that wait for its evaluation.
@@ -88,15 +88,17 @@ class MetricLog:
             values = jax.device_get(metrics)
         count = float(values.pop("count"))
         skipped = bool(values.pop("skipped"))
+        # a step that only fills a pipeline has no gradient
+        updated = not skipped and "grad_norm" in values
         loss = Mean(sum=float(values.pop("loss_sum")), count=count)
         now_seconds = time.monotonic()
         self._rate = self._rate.after(now_seconds=now_seconds, units=count)
-        self._updates = self._updates.after(now_seconds=now_seconds, units=not skipped)
+        self._updates = self._updates.after(now_seconds=now_seconds, units=updated)
         # sums over many steps of all islands leave skipped ones out, so they count whatever this step was
         of_many = "skipped_by_islands" in values
         if skipped:
             self._handle_skipped(step, loss.value, values, of_many)
-        else:
+        elif updated:
             self._num_skipped, self.trained = 0, True
             self._detect_spike(step, loss.value)
             self._count_update(float(values["grad_norm"]))

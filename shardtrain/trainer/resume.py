@@ -20,7 +20,7 @@ from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.untrusted_files import whole_number
 from shardtrain.train_step.state import State
-from shardtrain.trainer.changed_options import check_options
+from shardtrain.trainer.changed_options import SEED, check_options
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.loop import UNLOGGED, WALL_SECONDS
 from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored
@@ -118,7 +118,7 @@ def find_start_point(
         note("WARNING: the data is not that of the checkpoint: training continues from its beginning")
         position = FIRST_POSITION
     elif _forms_other_batches(found.extra["run"], run):
-        note("WARNING: batches have another number of tokens: the epoch is read from its beginning again")
+        note("WARNING: batches of tokens are others than before: the epoch is read from its beginning again")
         position = Position(epoch=position["epoch"], index=0)
     return StartPoint(
         state=state,
@@ -145,8 +145,10 @@ def _refuse_imported(run: Run, extra: Mapping[str, Any]) -> None:
 
 def _forms_other_batches(saved: Mapping[str, Any], run: Run) -> bool:
     """Return whether the samples before a position are others than when it was saved."""
-    units = (saved.get("batch_unit", "examples"), run.batch_unit)
-    return "tokens" in units and (units[0] != units[1] or saved.get("batch") != run.batch)
+    before = (saved.get("batch_unit", "examples"), saved.get("batch"), saved.get(SEED))
+    now = (run.batch_unit, run.batch, run.seed)
+    # batches of examples are a number of samples each, so a position is the same in any order and batch
+    return "tokens" in (before[0], now[0]) and before != now
 
 
 def _position(saved: Mapping[str, Any]) -> Position:

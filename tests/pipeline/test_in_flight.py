@@ -69,5 +69,13 @@ def test_what_cannot_be_in_flight_is_refused():
         Pipeline(in_flight=0)
     with pytest.raises(ValueError, match="the schedule is 'gpipe' with 1 parts on a stage; use 1f1b with 1"):
         Pipeline(in_flight=2, schedule="gpipe")
+    with pytest.raises(ValueError) as error:
+        Pipeline(in_flight=2, stages="time")
+    assert str(error.value) == (
+        "this pipeline cannot be made:\n"
+        "  - in_flight is 2 batches, and stages is 'time', which counts the time and memory of a pipeline"
+        " that is flushed after each step; use stages flops or numbers of blocks, such as --stages 3,1, or"
+        " in_flight 1"
+    )
     with pytest.raises(ValueError, match="follow each other from island to island; use --across pipeline"):
         Strategy(pipeline=Pipeline(in_flight=2))

@@ -14,6 +14,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.islands.options import Across
 from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.scaling import Scaling
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.report.sinks.json_lines import read_jsonl
@@ -101,6 +102,16 @@ def test_where_a_batch_cannot_grow_is_refused(run):
             "a step's time then tells no speed; give weights, such as --shares 2,1",
         ),
         (
+            Strategy(across=Across(share_limits=(4, 8))),
+            "share_limits",
+            "the limits are those of a batch of one size; give weights instead, such as --shares 2,1",
+        ),
+        (
+            Strategy(layout=Layout(mesh={"pipeline": 2}), pipeline=Pipeline(schedule="own.csv")),
+            "a schedule from a .csv",
+            "its table has one number of microbatches; use a schedule by name, such as --schedule 1f1b",
+        ),
+        (
             Strategy(synchronisation=Synchronisation(on="deltas", every=2, distance=1)),
             "clock_distance",
             "islands that are ahead would change their batches earlier; use local steps",
@@ -115,3 +126,12 @@ def test_where_a_batch_cannot_grow_is_refused(run):
         replace(run, strategy=strategy, batch_growth="")
     with pytest.raises(ValueError, match="positions in the data are those of batches of one size; use exam"):
         replace(run, batch_unit="tokens")
+    with pytest.raises(ValueError) as error:
+        replace(run, scaling=Scaling(steps=True))
+    assert str(error.value) == (
+        "this run cannot be started:\n"
+        "  - batch_growth is '2:2,4:3', which cannot be with scaling.steps: the steps of the run are divided"
+        " by the replicas, and those of its growth are not; give both for all replicas, without"
+        " scaling.steps, or leave batch_growth out"
+    )
+    replace(run, scaling=Scaling(steps=True), batch_growth="")

@@ -3,13 +3,15 @@
 import math
 from types import SimpleNamespace
 
+import pytest
+
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.trainer.loop_parts import LoopOptions
-from shardtrain.trainer.metric_log import MetricLog
+from shardtrain.trainer.metric_log import MOST_SKIPPED, MetricLog
 
 
-def lines_of(steps):
-    """The losses by step, and the notes, where a line is due in every second step."""
+def log_of(num_steps):
+    """A log, the losses that it writes in every second step, and its notes."""
     lines, notes = {}, []
     parts = SimpleNamespace(
         activity=ActivityRecord(),
@@ -19,9 +21,16 @@ def lines_of(steps):
         totals=SimpleNamespace(updated=lambda clipped: None, wall_seconds=lambda: 0.0),
         spent=dict,
         labels=(),
+        peak_memory_bytes=lambda: 0,
         explain=lambda step: "",
     )
-    log = MetricLog(parts, LoopOptions(steps=len(steps), log_every=2))  # pyright: ignore[reportArgumentType]
+    log = MetricLog(parts, LoopOptions(steps=num_steps, log_every=2))  # pyright: ignore[reportArgumentType]
+    return log, lines, notes
+
+
+def lines_of(steps):
+    """The losses by step, and the notes."""
+    log, lines, notes = log_of(len(steps))
     for step, metrics in enumerate(steps, start=1):
         log.add(step, {"grad_norm": 1.0, "skipped": 0.0, **metrics})
     log.finish()
@@ -42,3 +51,16 @@ def test_a_skipped_step_of_its_own_does_not_count():
     lines, (note,) = lines_of([plain, bad])
     assert lines == {2: 2.0}
     assert note == "WARNING: step 2 was skipped: loss nan, gradient norm nan not finite"
+
+
+def test_a_step_that_only_fills_a_pipeline_updates_nothing():
+    log, lines, notes = log_of(2 * MOST_SKIPPED)
+    bad = {"loss_sum": math.nan, "count": 2.0, "grad_norm": math.nan, "skipped": 1.0}
+    filling = {"loss_sum": 0.0, "count": 0.0, "skipped": 0.0}
+    for step in range(1, 2 * MOST_SKIPPED):
+        log.add(step, bad if step % 2 else filling)
+    with pytest.raises(FloatingPointError, match=f"these were {MOST_SKIPPED} steps in a row"):
+        log.finish()
+    assert not log.trained
+    assert lines[2] is None
+    assert len(notes) == MOST_SKIPPED - 1

@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
+from shardtrain.checkpoints.differences import Allow
 from shardtrain.islands.options import Across
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run
+from shardtrain.trainer.changed_options import check_options
+from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.resume import find_checkpoint
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -105,12 +107,39 @@ def test_another_number_of_tokens_reads_the_epoch_again(tmp_path):
     output = io.StringIO()
     train(tiny(tmp_path, batch=16, steps=5), Console(file=output, width=200))
     assert (
-        "WARNING: batches have another number of tokens: the epoch is read from its beginning"
+        "WARNING: batches of tokens are others than before: the epoch is read from its beginning"
         in output.getvalue()
     )
     position = find_checkpoint(tmp_path).extra["position"]
     # the first batch of 16 tokens has 4 words
     assert position == {"epoch": 0, "index": 4}
+
+
+def test_another_seed_reads_the_epoch_again(tmp_path):
+    train(tiny(tmp_path), Console(file=io.StringIO()))
+    output = io.StringIO()
+    again = tiny(tmp_path, seed=7, steps=5, allow=Allow(changed=("seed",)))
+    train(again, Console(file=output, width=200))
+    assert "WARNING: batches of tokens are others than before" in output.getvalue()
+
+
+def test_a_checkpoint_from_before_there_were_batches_of_tokens_is_resumed(tmp_path):
+    run = tiny(tmp_path, batch_unit="examples")
+    notes = []
+    now = describe(run)
+    check_options({name: now[name] for name in now if name != "batch_unit"}, now, run, notes.append)
+    (note,) = notes
+    assert note.startswith("changed since then: ")
+    assert "batch_unit" in note
+
+
+def test_limits_by_memory_are_refused(tmp_path):
+    with pytest.raises(ValueError) as error:
+        tiny(tmp_path, strategy=Strategy(across=Across(share_limits="auto")))
+    assert str(error.value).splitlines()[1:] == [
+        "  - share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
+        " batches have many; give each island a number of tokens, such as --share-limits 2048,4096"
+    ]
 
 
 def test_data_without_lengths_is_refused(tmp_path):
