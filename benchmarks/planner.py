@@ -15,7 +15,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+from shardtrain.islands.malloc import tune_malloc
+
+# memory that a step has freed is kept, as launched islands do: else page faults are a third of a step
+tune_malloc()
+
+import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
