@@ -90,7 +90,7 @@ def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
         ),
         (["--islands", "2", "--"], "there is nothing after --; write the command there"),
         (["--", "trian", "run.py"], "a command of shardtrain, and not 'trian' (did you mean 'train'?)"),
-        (["--", "launch"], "a command of shardtrain, and not 'launch' (known: train, inspect"),
+        (["--", "launch"], "a command of shardtrain, and not 'launch' (did you mean 'plan'?)"),
         (["slrum", "--", "train"], "there is no launch 'slrum' (did you mean 'slurm'?)"),
         (["--islands", "0", "--", "train"], "islands is 0; use 1 or more"),
         (["--islands", "3", "--hosts", "a,b", "--", "train"], "3 % 2 = 1. Use 2 or 4 ranks, or say how many"),

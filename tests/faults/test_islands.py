@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from repeatable_metrics import metrics_of
 
 from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import find_readers
-from shardtrain.report.sinks.json_lines import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
 # each island has an optimizer of its own, and saves a part of each step
@@ -73,13 +73,6 @@ def pieces(folder):
     }
 
 
-def lines(folder):
-    return [
-        {name: value for name, value in line.items() if "second" not in name}
-        for line in read_jsonl(Path(folder, "metrics.jsonl"))
-    ]
-
-
 def test_killed_as_a_whole_and_asked_to_stop_it_is_as_if_it_never_was(
     folder, mpirun, started, until, pytestconfig
 ):
@@ -117,8 +110,8 @@ def test_killed_as_a_whole_and_asked_to_stop_it_is_as_if_it_never_was(
     assert {replica for _, replica in expected} == {None, 0, 1}
     for key, array in expected.items():
         np.testing.assert_array_equal(killed[key], array, err_msg=str(key))
-    assert lines("run") == lines("whole")
-    assert [line["step"] for line in lines("run")] == list(range(1, int(last) + 1))
+    assert metrics_of(Path("run")) == metrics_of(Path("whole"))
+    assert [line["step"] for line in metrics_of(Path("run"))] == list(range(1, int(last) + 1))
 
 
 def test_a_rank_with_another_version_seed_option_and_model_is_named(folder, mpirun, started):

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from repeatable_metrics import metrics_of
 
 from shardtrain.checkpoints.reader import find_readers
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.system.run_lock import LOCK
 
 SEED = int(os.environ.get("KILLS_SEED", "2026"))
@@ -112,14 +112,6 @@ def arrays(folder):
     return reader.step, {path: reader.read(path) for path in reader.leaves}
 
 
-def lines(folder):
-    """The metrics without what depends on the clock."""
-    return [
-        {name: value for name, value in line.items() if "second" not in name}
-        for line in read_jsonl(folder / "metrics.jsonl")
-    ]
-
-
 def write_run(cheap, old="", new=""):
     """Of every other step that is saved the held-out loss is taken too."""
     source = (cheap / "tiny.py").read_text().replace("every_steps=2", f"every_steps={EVERY}")
@@ -186,8 +178,8 @@ def judge_end(killer, lives, cheap):
     assert killed.keys() == whole.keys()
     for path, array in whole.items():
         np.testing.assert_array_equal(killed[path], array, err_msg=path)
-    assert [line["step"] for line in lines(cheap / "run")] == list(range(1, last + 1))
-    assert lines(cheap / "run") == lines(cheap / "whole")
+    assert [line["step"] for line in metrics_of(cheap / "run")] == list(range(1, last + 1))
+    assert metrics_of(cheap / "run") == metrics_of(cheap / "whole")
     assert names(cheap / "run") == names(cheap / "whole")
     before = (last - 1) // EVERY * EVERY
     assert names(cheap / "run/checkpoints") == [f"step_{step:08d}" for step in (before, last)]

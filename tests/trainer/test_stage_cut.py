@@ -50,7 +50,10 @@ def test_devices_without_bfloat16_are_compared_in_float32():
     found, counted = devices_of_stages(Pipeline(), [islands(titan, quadro)])
     assert [each.flops_per_second for each in found] == [16.3e12, 5.3e12]
     assert counted == "by the peak rates of their devices"
-    assert "speed of NVIDIA TITAN RTX is" in devices_of_stages(Pipeline(), [islands(titan, FAST)])[1]
+    found, counted = devices_of_stages(Pipeline(), [islands(titan, FAST)])
+    assert [each.flops_per_second for each in found] == [16.3e12, 67e12]
+    # the one has no rate in bfloat16 in the table, the other none in float32
+    assert "speed of NVIDIA TITAN RTX is" in devices_of_stages(Pipeline(), [islands(titan, "TPU v4")])[1]
 
 
 def test_where_a_device_is_not_known_the_number_counts_or_what_is_given():

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from repeatable_metrics import metrics_of
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
@@ -25,7 +26,6 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.trainer import loop_setup
@@ -104,21 +104,14 @@ def whole(text, tmp_path_factory):
     return trained, printed, folder
 
 
-def lines(folder: Path) -> list[dict[str, float]]:
-    """The metrics without what depends on the clock."""
-    return [
-        {k: v for k, v in line.items() if "second" not in k} for line in read_jsonl(folder / "metrics.jsonl")
-    ]
-
-
 def test_a_run_leaves_what_it_says(whole):
     trained, printed, folder = whole
     assert trained.step == 12
     assert trained.stopped_by is None
     names = {path.name for path in folder.iterdir()}
     assert {"run.txt", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"} <= names
-    assert [line["step"] for line in lines(folder)] == list(range(1, 13))
-    assert [line["step"] for line in lines(folder) if "heldout/loss" in line] == [4, 8, 12]
+    assert [line["step"] for line in metrics_of(folder)] == list(range(1, 13))
+    assert [line["step"] for line in metrics_of(folder) if "heldout/loss" in line] == [4, 8, 12]
     assert "mesh: data=2 fsdp=2 tensor=2 (8 devices)" in printed
     assert "blocks/up" in printed
     assert "batch = 8\n" in (folder / "run.txt").read_text()
@@ -132,7 +125,7 @@ def test_the_short_last_batch_counts_its_rows_only(whole):
     _, _, folder = whole
     saved = json.loads((folder / "checkpoints/step_00000012/manifest.json").read_text())
     assert "'index': 16" in str(saved) or '"index": 16' in json.dumps(saved)  # 37 = 4 * 8 + 5, then 2 * 8
-    assert np.isfinite([line["train/loss"] for line in lines(folder)]).all()
+    assert np.isfinite([line["train/loss"] for line in metrics_of(folder)]).all()
 
 
 def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, text, tmp_path, monkeypatch):
@@ -155,10 +148,10 @@ def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, tex
     with pytest.raises(FloatingPointError, match="the end of this life"):
         start(run)
     monkeypatch.setattr(loop_setup, "make_evaluation", make_evaluation)
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 8))
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 8))
     _, printed = start(run)
     assert "resumed from step 8" in printed
-    assert lines(tmp_path) == lines(whole[2])
+    assert metrics_of(tmp_path) == metrics_of(whole[2])
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +182,11 @@ def test_interrupted_and_resumed_is_bitwise_the_same(whole, text, tmp_path, afte
     assert stopped.step == 0 or f"resumed from step {stopped.step}" in printed
     for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(trained.state), strict=True):
         np.testing.assert_array_equal(a, b)
-    keep = [line for line in lines(tmp_path) if line["step"] != stopped.step]
-    assert keep == [line for line in lines(folder) if line["step"] != stopped.step]
-    assert [line["train/loss"] for line in lines(tmp_path)] == [line["train/loss"] for line in lines(folder)]
+    keep = [line for line in metrics_of(tmp_path) if line["step"] != stopped.step]
+    assert keep == [line for line in metrics_of(folder) if line["step"] != stopped.step]
+    assert [line["train/loss"] for line in metrics_of(tmp_path)] == [
+        line["train/loss"] for line in metrics_of(folder)
+    ]
 
 
 def test_the_factors_of_power_sgd_resume_bitwise(text, tmp_path):
@@ -236,7 +231,8 @@ def test_it_resumes_on_another_layout_with_the_same_losses(whole, stopped, text,
     assert "changed since then: strategy.accumulate: 1 -> 2" in printed
     for name in ("train/loss", "grad_norm", "heldout/loss"):
         got, expected = (
-            [line[name] for line in lines(path) if name in line] for path in (tmp_path / "resumed", folder)
+            [line[name] for line in metrics_of(path) if name in line]
+            for path in (tmp_path / "resumed", folder)
         )
         np.testing.assert_allclose(got, expected, rtol=rtol, err_msg=name)
         assert len(got) == (3 if name == "heldout/loss" else 12)
@@ -244,11 +240,11 @@ def test_it_resumes_on_another_layout_with_the_same_losses(whole, stopped, text,
 
 def test_a_finished_run_says_so(whole, text):
     _, _, folder = whole
-    before = lines(folder)
+    before = metrics_of(folder)
     trained, printed = start(make_run(text, folder))
     assert trained.step == 12
     assert "12 steps are done, and --steps is 12" in printed
-    assert lines(folder) == before
+    assert metrics_of(folder) == before
 
 
 def test_a_broken_checkpoint_is_named_and_skipped(whole, text, tmp_path):
@@ -262,7 +258,7 @@ def test_a_broken_checkpoint_is_named_and_skipped(whole, text, tmp_path):
     assert "resumed from step 10" in printed
     for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(trained.state), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 13))
 
 
 def test_another_model_in_the_same_folder_is_refused(whole, text):
@@ -352,7 +348,7 @@ def test_steps_that_are_not_finite_are_skipped_or_stop_the_run(text, tmp_path, n
             start(run)
         return
     trained, printed = start(run)
-    skipped = [line["step"] for line in lines(tmp_path) if line["skipped"]]
+    skipped = [line["step"] for line in metrics_of(tmp_path) if line["skipped"]]
     assert skipped
     assert f"WARNING: step {int(skipped[0])} was skipped" in printed
     assert np.isfinite(
