@@ -15,35 +15,32 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+import optax
+
+from shardtrain import next_token_loss
+from shardtrain.cli.calibrate import kernel_seconds
+from shardtrain.doctor.rates import measure
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat import with_remat
 from shardtrain.islands.malloc import tune_malloc
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import Space, mesh_text, predictions, search
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.step import make_step
 
-# memory that a step has freed is kept, as launched islands do: else page faults are a third of a step
+# before devices start: freed memory is kept, as launched islands do; else page faults are a third of a step
 tune_malloc()
-
-import jax  # noqa: E402
-
 jax.config.update("jax_num_cpu_devices", 8)
-
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-from shardtrain import next_token_loss  # noqa: E402
-from shardtrain.cli.calibrate import kernel_seconds  # noqa: E402
-from shardtrain.doctor.rates import measure  # noqa: E402
-from shardtrain.functional.nnx_model import as_model  # noqa: E402
-from shardtrain.functional.remat import with_remat  # noqa: E402
-from shardtrain.models.decoder import DecoderConfig  # noqa: E402
-from shardtrain.plan.compile import compile_step, figures  # noqa: E402
-from shardtrain.plan.machine import Link, Machine, Rates  # noqa: E402
-from shardtrain.plan.prediction import Choice  # noqa: E402
-from shardtrain.plan.search import Space, mesh_text, predictions, search  # noqa: E402
-from shardtrain.plan.subject import Subject  # noqa: E402
-from shardtrain.sharding.axis_sizes import axis_sizes  # noqa: E402
-from shardtrain.sharding.layout import Layout  # noqa: E402
-from shardtrain.sharding.mesh import make_mesh  # noqa: E402
-from shardtrain.train_step.initial_state import init_state  # noqa: E402
-from shardtrain.train_step.placement import make_placement  # noqa: E402
-from shardtrain.train_step.step import make_step  # noqa: E402
 
 MODELS = {
     "many activations": (

@@ -17,7 +17,7 @@ from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.trainer.planned import planned_strategy, space_of, subjects_of
-from shardtrain.trainer.strategy import strategy_text
+from shardtrain.trainer.strategy import read_strategy, strategy_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,29 @@ class PlanOptions:
         return Cluster(islands=(IslandKind(kind="devices", devices=self.devices, device=device),))
 
 
+def check_output(path: Path) -> None:
+    """Refuse to replace a file that is no strategy, before the work begins.
+
+    Raises:
+      ValueError: it is there and is no strategy file, or its folder is not there.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"--output is {path}, and there is no folder {path.parent}; make it first")
+    if path.exists():
+        try:
+            read_strategy(path)
+        except ValueError as error:
+            raise ValueError(
+                f"--output is {path}, which is there and is no strategy file; give another name"
+            ) from error
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
     run, options = parse_run("plan", arguments, PlanOptions)
     cluster = options.cluster(cluster_of(arguments))
+    if options.output is not None:
+        check_output(options.output)
     with TemporaryDirectory() as folder:
         subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
     plan = plan_cluster(subjects, cluster, space_of(run, parse_mesh(options.fixed)), options.most)

@@ -18,7 +18,7 @@ from shardtrain.plan.predict import predict, sharding_of
 from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.program_cost import Cost, Sharding, costs
 from shardtrain.plan.subject import Subject
-from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
 
 REMATS = ("none", *REMAT_POLICIES)
@@ -102,6 +102,8 @@ def search(
       most: how many of the best to return.
     """
     space = space or Space()
+    if not 1 <= num_devices <= MOST_DEVICES:
+        raise ValueError(f"a plan of {num_devices} devices was asked for; use 1 to {MOST_DEVICES}")
     _check_fixed(space.layout, num_devices)
     choices, refused = [], {}
     for layout in _layouts(num_devices, space.layout):
@@ -220,10 +222,10 @@ def _check_fixed(layout: Layout, num_devices: int) -> None:
     product = math.prod(fixed.values())
     if num_devices % product:
         text = ",".join(f"{axis}={size}" for axis, size in fixed.items())
-        divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+        allowed = ", ".join(map(str, divisors(num_devices)))
         raise ValueError(
             f"{text} needs a multiple of {product} devices, and there are {num_devices}; fix sizes whose"
-            f" product is one of {divisors}"
+            f" product is one of {allowed}"
         )
 
 
@@ -245,9 +247,8 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
     if count == 1:
         yield (number,)
         return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factors(number // first, count - 1))
+    for first in divisors(number):
+        yield from ((first, *rest) for rest in _factors(number // first, count - 1))
 
 
 def _of_layout(subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space) -> Iterator[Choice]:

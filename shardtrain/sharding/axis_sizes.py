@@ -88,10 +88,10 @@ def is_one_device(sizes: Mapping[str, int]) -> bool:
     return all(size == 1 for size in sizes.values())
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     """Return all divisors, ascending.
 
-    >>> _divisors(12)
+    >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -100,10 +100,10 @@ def _divisors(number: int) -> list[int]:
 
 def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> str:
     """Format the error for axis sizes that do not multiply to the number of devices."""
-    divisors = ", ".join(map(str, _divisors(num_devices)))
-    change = f"make the sizes multiply to {num_devices} (its divisors: {divisors}), or let one size be -1"
+    allowed = ", ".join(map(str, divisors(num_devices)))
+    change = f"make the sizes multiply to {num_devices} (its divisors: {allowed}), or let one size be -1"
     if has_rest:
-        change = f"make the other sizes multiply to a divisor of {num_devices} ({divisors})"
+        change = f"make the other sizes multiply to a divisor of {num_devices} ({allowed})"
     needs = f"a multiple of {fixed} devices" if has_rest else f"{fixed} device{'s' if fixed > 1 else ''}"
     return (
         f"mesh {asked!r} needs {needs}, and there are {num_devices}; {change}."

@@ -74,11 +74,28 @@ def test_a_known_device_needs_no_file(planned):
     assert all("tensor=2" in row for row in rows)
 
 
+def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("do not lose me")
+    machine = ["--devices", "1", "--device", "NVIDIA L4"]
+    text = planned(*machine, "--output", str(mine), code=2)
+    assert "which is there and is no strategy file; give another name" in text
+    assert mine.read_text() == "do not lose me"
+    assert "there is no folder" in planned(*machine, "--output", str(tmp_path / "no" / "a.toml"), code=2)
+    again = str(tmp_path / "strategy.toml")
+    for _ in range(2):
+        assert "strategy: " in planned(*machine, "--output", again)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "nothing says what the machine is; give --cluster FILE, or --devices 64"),
         (["--devices", "0", "--device", "NVIDIA L4"], "--devices is 0; use 1 or more"),
+        (
+            ["--devices", "1000000007", "--device", "NVIDIA L4"],
+            "a plan of 1000000007 devices was asked for; use 1 to 16777216",
+        ),
         (["--devices", "2", "--device", "L44"], "or give its teraflops"),
         (["--devices", "2", "--device", "NVIDIA L4", "--most", "0"], "--most is 0; use 1 or more"),
         (
