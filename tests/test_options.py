@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 import pytest
 
 from shardtrain import cli, models
+from shardtrain.cli.advise import QUESTIONS
 from shardtrain.cli.checkpoint_files import option_words
 from shardtrain.cli.field_options import field_helps
 from shardtrain.cli.inspect import InspectOptions
@@ -49,6 +50,7 @@ COMMANDS = (
     ["train", "examples/gpt_text.py"],
     ["inspect", "examples/gpt_text.py"],
     ["plan", "examples/gpt_text.py"],
+    *(["advise", name] for name in QUESTIONS),
     ["calibrate"],
     ["launch"],
     *(["launch", name] for name in LAUNCHERS),

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a run, or resume it",
     "inspect": "show how a run is sharded over a mesh, without its devices",
     "plan": "rank the strategies of a run on devices that this machine need not have",
+    "advise": "answer questions about devices, batches, saves and hosts by published formulas",
     "calibrate": "measure this machine's devices, for a plan",
     "launch": "start a command as islands: here, on other hosts, or as a batch job",
     "doctor": "check what a run needs before it starts",

@@ -13,6 +13,7 @@ from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.report.plan import explained_text, plan_text
+from shardtrain.report.plan_advice import plan_advice_text
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
@@ -33,6 +34,7 @@ class PlanOptions:
       node_link: gigabytes a second that a node sends to others; by default at once.
       fixed: axis sizes that are not searched, such as tensor=8.
       most: number of ways to show.
+      advise: show how the best way scales with devices and links, and what each recomputation needs.
       explain: show every term of the best way, with its formula.
       output: write the best as a strategy file, for: shardtrain train RUN --strategy FILE.
     """
@@ -44,6 +46,7 @@ class PlanOptions:
     node_link: float | None = None
     fixed: str = ""
     most: int = 10
+    advise: bool = False
     explain: bool = False
     output: Path | None = None
 
@@ -110,6 +113,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.explain:
         for each in (one for one in plan.kinds if one.plan.ranked):
             terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
+    if options.advise:
+        terminal.out(plan_advice_text(subjects, plan))
     fits = all(each.plan.ranked and each.plan.ranked[0].fits for each in plan.kinds)
     if options.output is not None and fits:
         replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())

@@ -67,7 +67,14 @@ def test_what_does_not_fit_is_said(planned, tmp_path):
 
 
 def test_a_known_device_needs_no_file(planned):
-    text = planned("--devices", "4", "--device", "NVIDIA L4", "--fixed", "tensor=2", "--most", "3")
+    words = ("--devices", "4", "--device", "NVIDIA L4", "--fixed", "tensor=2")
+    text = planned(*words, "--most", "3", "--advise")
+    # each recomputation on the mesh of the best way, with less memory from one to the next
+    advice = text[text.index("devices: efficiency") :]
+    rows = [line.split() for line in advice.splitlines() if line.split()[:1] in (["none"], ["full"])]
+    assert [row[0] for row in rows] == ["none", "full"]
+    assert (rows[0][3], rows[1][3]) == ("MiB", "KiB")
+    assert "80% allows" in advice
     assert "4 devices" in text
     rows = [line for line in text.splitlines() if "--mesh" in line and line.strip()[0].isdigit()]
     assert len(rows) == 3

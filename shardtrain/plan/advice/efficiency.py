@@ -1,0 +1,120 @@
+"""How many devices an overhead allows, and what hides synchronisation behind computation.
+
+Source: Zou et al. 2017, "Distributed Training Large-Scale Deep Architectures", https://arxiv.org/abs/1709.06622
+(its lemmas on the number of GPUs and of parameter servers).
+"""
+
+import math
+
+from shardtrain.plan.advice.checks import check_fraction, check_positive
+from shardtrain.plan.hlo.collectives import ALL_REDUCE
+from shardtrain.plan.traffic import sent_bytes
+
+
+def speedup(overhead_ratio: float, devices: int) -> float:
+    """Return how much faster a step of the same batch is on several devices than on one.
+
+    One device takes computation + overhead; several share the computation, not the overhead.
+
+    Args:
+      overhead_ratio: R_O, seconds of overhead over seconds of computation on one device.
+      devices: G.
+
+    Returns:
+      (1 + R_O) / (1 / G + R_O); G times the efficiency.
+
+    >>> round(speedup(0.1, 4), 3)
+    3.143
+    """
+    check_positive("a speedup", {"devices": devices}, {"overhead_ratio": overhead_ratio})
+    return (1 + overhead_ratio) / (1 / devices + overhead_ratio)
+
+
+def most_overhead(efficiency: float, devices: int) -> float:
+    """Return the largest overhead ratio that still gives an efficiency: R_O <= (1 - a) / (a G - 1).
+
+    Args:
+      efficiency: a, speedup over devices.
+      devices: G.
+
+    Returns:
+      Seconds of overhead over seconds of computation on one device; inf where any overhead will do, as
+      a G <= 1.
+
+    >>> round(most_overhead(0.8, 4), 4), most_overhead(0.5, 2)
+    (0.0909, inf)
+    """
+    check_positive("an overhead", {"devices": devices})
+    check_fraction("an overhead", "efficiency", efficiency)
+    return math.inf if efficiency * devices <= 1 else (1 - efficiency) / (efficiency * devices - 1)
+
+
+def most_devices(overhead_ratio: float, efficiency: float) -> float:
+    """Return the largest number of devices that have an efficiency: G <= (1 + (1 - a) / R_O) / a.
+
+    Args:
+      overhead_ratio: R_O, as in `speedup`; assumed not to grow with the devices.
+      efficiency: a.
+
+    Returns:
+      A whole number from 1; inf without overhead.
+
+    >>> most_devices(0.1, 0.8), most_devices(0.0, 0.8)
+    (3, inf)
+    """
+    check_positive("a number of devices", {}, {"overhead_ratio": overhead_ratio})
+    check_fraction("a number of devices", "efficiency", efficiency)
+    if overhead_ratio == 0:
+        return math.inf
+    # a result that is whole but for rounding is whole
+    return max(math.floor((1 + (1 - efficiency) / overhead_ratio) / efficiency + 1e-9), 1)
+
+
+def servers_to_hide(
+    parameter_bytes: float, workers: int, server_bytes_per_second: float, compute_seconds: float
+) -> int:
+    """Return how many parameter servers hide their traffic behind the computation of a step.
+
+    Each worker sends gradients and receives parameters: 2 S N bytes pass the links of all servers while
+    the workers compute for T seconds, so N_ps >= 2 S N / (B T).
+
+    Args:
+      parameter_bytes: S, of all parameters as they are sent.
+      workers: N.
+      server_bytes_per_second: B, of a server's link.
+      compute_seconds: T, of a step.
+
+    >>> servers_to_hide(240e6, 8, 1.25e9, 0.5)
+    7
+    """
+    check_positive(
+        "a number of servers",
+        {
+            "parameter_bytes": parameter_bytes,
+            "workers": workers,
+            "server_bytes_per_second": server_bytes_per_second,
+            "compute_seconds": compute_seconds,
+        },
+    )
+    return math.ceil(2 * parameter_bytes * workers / (server_bytes_per_second * compute_seconds))
+
+
+def bandwidth_to_hide(parameter_bytes: float, members: int, compute_seconds: float) -> float:
+    """Return the bytes a second that hide a ring all-reduce behind the computation of a step.
+
+    Args:
+      parameter_bytes: of all gradients as they are sent.
+      members: of the ring; 1 needs no link.
+      compute_seconds: what the all-reduce may overlap with.
+
+    Returns:
+      What each member must send in a second: 2 (n - 1) / n times the bytes, over the seconds.
+
+    >>> bandwidth_to_hide(400e6, 4, 0.5)
+    1200000000.0
+    """
+    check_positive(
+        "a bandwidth",
+        {"parameter_bytes": parameter_bytes, "members": members, "compute_seconds": compute_seconds},
+    )
+    return sent_bytes(ALL_REDUCE, members, parameter_bytes) / compute_seconds

@@ -1,0 +1,78 @@
+"""What a plan says beyond its best way: devices for an efficiency, links to hide transfers, remat by memory.
+
+It asks the planner's search and predictions, and computes nothing of them again.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardtrain.plan.advice.efficiency import most_devices
+from shardtrain.plan.islands import KindPlan
+from shardtrain.plan.search import REMATS, Ranked, Space, search
+from shardtrain.plan.subject import Subject
+
+
+class Scaling(NamedTuple):
+    """How the best way would scale.
+
+    Args:
+      overhead_ratio: seconds that more devices do not shorten (bubble, collectives, update) over seconds of
+        computation on one device; taken as constant.
+      efficiency: of the devices that were planned.
+      most_devices: the largest number of devices for the wanted efficiency.
+      link_factor: how many times as fast links would have to be to hide collectives behind computation.
+    """
+
+    overhead_ratio: float
+    efficiency: float
+    most_devices: float
+    link_factor: float
+
+
+def scaling(best: Ranked, num_devices: int, efficiency: float) -> Scaling:
+    """Return how the best way of a plan would scale (Zou et al. 2017).
+
+    Args:
+      best: the way.
+      num_devices: that it was planned for.
+      efficiency: that is wanted.
+    """
+    seconds = best.prediction.seconds
+    overhead = seconds.total - seconds.compute
+    ratio = overhead / (seconds.compute * num_devices)
+    return Scaling(
+        overhead_ratio=ratio,
+        efficiency=(1 + ratio) / (1 + ratio * num_devices),
+        most_devices=most_devices(ratio, efficiency),
+        link_factor=sum(seconds.collectives.values()) / seconds.compute,
+    )
+
+
+def by_remat(subject: Subject, each: KindPlan, best: Ranked) -> list[Ranked]:
+    """Return the best number of microbatches for each way to recompute, on the mesh of a plan's best way.
+
+    Args:
+      subject: what was planned, with the rows of this kind of islands.
+      each: the plan of the kind.
+      best: the way whose layout and schedule are kept.
+
+    Returns:
+      The fastest that fits of each recomputation that the model has, from the least to the most; the
+      smallest where none fits.
+    """
+    remats = REMATS if best.choice.remat is not None else (None,)
+    layout, found = best.choice.layout, []
+    for remat in remats:
+        space = Space(layout=layout, remats=(remat,), schedules=(best.choice.schedule,))
+        try:
+            ranked = search(subject, each.machine, each.kind.devices or 1, space, 1000).ranked
+        except ValueError:
+            # the model cannot recompute like that
+            continue
+        found += [one for one in ranked if _same_layout(one, best)][:1]
+    return found
+
+
+def _same_layout(one: Ranked, other: Ranked) -> bool:
+    first, second = (replace(each.choice.layout, mesh={}) for each in (one, other))
+    return first == second

@@ -1,0 +1,186 @@
+"""Expected time and cost of a run on hosts that may be revoked, and a simulation that checks the formulas.
+
+Source: Li, Walls and Guo 2020 (CM-DARE), https://arxiv.org/abs/2004.03072: time = steps / speed + saves +
+revocations x (replacement and start-up), with the speed of those hosts that are there.
+"""
+
+import heapq
+import random
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from shardtrain.plan.advice.checkpoint_interval import expected_seconds
+from shardtrain.plan.advice.checks import check_positive
+
+MOST_EVENTS = 2_000_000
+"""Most revocations that are simulated, in all runs: a second or two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevocableRun:
+    """A run on equal hosts that may be taken away.
+
+    Args:
+      hosts: number of hosts.
+      work_seconds: of the run on all hosts, without saves and revocations: steps x seconds of a step.
+      interval_seconds: of work between saves.
+      save_seconds: how long a save keeps the run waiting.
+      host_life_seconds: mean seconds until a host is revoked, exponential.
+      replace_seconds: from a revocation until the new host works: request, start of the machine and of the
+        program, compilation.
+      others: what the other hosts do meanwhile. "wait": the run ends, and continues from its last save with
+        the new host, as synchronous islands do. "continue": they lose nothing and go on without it.
+      price_per_hour: of a host; hosts that wait are paid, a host that is not there is not.
+
+    Raises:
+      ValueError: lists every number out of range.
+    """
+
+    hosts: int
+    work_seconds: float
+    interval_seconds: float
+    save_seconds: float
+    host_life_seconds: float
+    replace_seconds: float = 0.0
+    others: Literal["wait", "continue"] = "wait"
+    price_per_hour: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = ("hosts", "work_seconds", "interval_seconds", "host_life_seconds")
+        zero = ("save_seconds", "replace_seconds", "price_per_hour")
+        check_positive(
+            "a run on revocable hosts",
+            {name: getattr(self, name) for name in positive},
+            {name: getattr(self, name) for name in zero},
+        )
+        if self.others not in ("wait", "continue"):
+            raise ValueError(f"others is {self.others!r}; use wait or continue")
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds with all hosts, saves included, the last one too, as in Daly's formula."""
+        return self.work_seconds * (1 + self.save_seconds / min(self.interval_seconds, self.work_seconds))
+
+
+class Outcome(NamedTuple):
+    """What a run takes.
+
+    Args:
+      seconds: from its start to its end.
+      revocations: number of hosts that were lost.
+      cost: in the unit of the price.
+    """
+
+    seconds: float
+    revocations: float
+    cost: float
+
+
+def expected_outcome(run: RevocableRun) -> Outcome:
+    """Return the mean time, revocations and cost.
+
+    Where the others wait, the run is one machine that fails as often as any of its hosts (Daly 2006). Where
+    they continue, each host is there for life / (life + replacement) of the time; it begins with all hosts,
+    which a long run forgets.
+
+    >>> run = RevocableRun(hosts=8, work_seconds=36000, interval_seconds=1800, save_seconds=30,
+    ...     host_life_seconds=86400, replace_seconds=300, price_per_hour=1.0)
+    >>> round(expected_outcome(run).seconds), round(expected_outcome(replace(run, others="continue")).seconds)
+    (41007, 36727)
+    """
+    if run.others == "wait":
+        failure_seconds = run.host_life_seconds / run.hosts
+        seconds = expected_seconds(
+            run.work_seconds, run.interval_seconds, run.save_seconds, failure_seconds, run.replace_seconds
+        )
+        # the run ends with its work, so it fails as often as its busy time and its restarts allow
+        revocations = seconds / failure_seconds
+        paid = seconds * run.hosts - revocations * run.replace_seconds
+    else:
+        there = run.host_life_seconds / (run.host_life_seconds + run.replace_seconds)
+        seconds = run.busy_seconds / there
+        revocations = seconds * there * run.hosts / run.host_life_seconds
+        paid = seconds * run.hosts * there
+    return Outcome(seconds, revocations, paid / 3600 * run.price_per_hour)
+
+
+def simulated_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outcome:
+    """Return the same as a mean over simulated runs, from the events themselves.
+
+    Args:
+      run: the run.
+      runs: how many to simulate.
+      seed: of the random times; the same seed gives the same result.
+
+    Raises:
+      ValueError: there is nothing to simulate, or too many revocations are expected.
+    """
+    check_positive("a simulation", {"runs": runs})
+    events = runs * expected_outcome(run).revocations
+    if events > MOST_EVENTS:
+        raise ValueError(
+            f"a simulation of {runs} runs was asked for: {events:.2g} revocations are expected; use at most"
+            f" {MOST_EVENTS}, by fewer runs or hosts, or save more often"
+        )
+    draw = random.Random(seed)
+    one = _simulated_waiting if run.others == "wait" else _simulated_continuing
+    outcomes = [one(run, draw) for _ in range(runs)]
+    return Outcome(*(sum(values) / runs for values in zip(*outcomes, strict=True)))
+
+
+def _simulated_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
+    """Simulate hosts of which every one must be there: a loss costs the work since the last save."""
+    rate = run.hosts / run.host_life_seconds
+    now, revocations, left = 0.0, 0, run.work_seconds
+    fails_at = draw.expovariate(rate)
+    while left > 1e-9 * run.work_seconds:
+        piece = min(run.interval_seconds, left)
+        # a last piece that is shorter is saved for its part, as in the formula
+        ends_at = now + piece + run.save_seconds * piece / min(run.interval_seconds, run.work_seconds)
+        if fails_at >= ends_at:
+            now, left = ends_at, left - piece
+            continue
+        while fails_at < now or fails_at < ends_at:
+            # a host that is lost during a restart begins it again
+            revocations += 1
+            restarts_at = fails_at + run.replace_seconds
+            fails_at += draw.expovariate(rate)
+            if fails_at >= restarts_at:
+                now = restarts_at
+                break
+            ends_at = restarts_at
+    paid = now * run.hosts - min(revocations * run.replace_seconds, now)
+    return Outcome(now, revocations, paid / 3600 * run.price_per_hour)
+
+
+def _simulated_continuing(run: RevocableRun, draw: random.Random) -> Outcome:
+    """Simulate hosts that come and go: the speed is that of the hosts that are there."""
+    events = [(draw.expovariate(1 / run.host_life_seconds), True) for _ in range(run.hosts)]
+    heapq.heapify(events)
+    now, revocations, left, there, paid = 0.0, 0, run.busy_seconds, run.hosts, 0.0
+    while True:
+        at, is_lost = heapq.heappop(events)
+        done = (at - now) * there / run.hosts
+        if done >= left and there:
+            ends = now + left * run.hosts / there
+            paid += (ends - now) * there
+            return Outcome(ends, revocations, paid / 3600 * run.price_per_hour)
+        now, left, paid = at, left - done, paid + (at - now) * there
+        there += -1 if is_lost else 1
+        revocations += is_lost
+        wait = run.replace_seconds if is_lost else draw.expovariate(1 / run.host_life_seconds)
+        heapq.heappush(events, (at + wait, not is_lost))
+
+
+def best_hosts(run: RevocableRun, counts: list[int]) -> list[tuple[int, Outcome]]:
+    """Return the outcome for each number of hosts, the same work divided evenly among them.
+
+    Args:
+      run: its work is that of its own number of hosts.
+      counts: numbers of hosts.
+    """
+    host_seconds = run.work_seconds * run.hosts
+    return [
+        (count, expected_outcome(replace(run, hosts=count, work_seconds=host_seconds / count)))
+        for count in counts
+    ]

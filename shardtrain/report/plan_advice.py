@@ -1,0 +1,60 @@
+"""Advice on a plan as the text that `shardtrain plan --advise` prints."""
+
+import math
+from collections.abc import Sequence
+
+from shardtrain.plan.advice.of_plan import by_remat, scaling
+from shardtrain.plan.islands import ClusterPlan, KindPlan
+from shardtrain.plan.subject import Subject
+from shardtrain.report.plan import seconds_text
+from shardtrain.report.quantities import bytes_text
+from shardtrain.report.tables import table_text
+
+EFFICIENCY = 0.8
+"""The efficiency for which numbers of devices are shown."""
+
+
+def plan_advice_text(subjects: Sequence[Subject], plan: ClusterPlan) -> str:
+    """Format how the best way of each kind of islands scales, and what memory allows on its mesh.
+
+    Args:
+      subjects: of each kind, as for `plan_cluster`.
+      plan: the plan.
+    """
+    kinds = zip(subjects, plan.kinds, strict=True)
+    return "".join(
+        _kind_text(subject.share(each.rows) if len(plan.shares) > 1 else subject, each)
+        for subject, each in kinds
+        if each.plan.ranked
+    )
+
+
+def _kind_text(subject: Subject, each: KindPlan) -> str:
+    best, devices = each.plan.ranked[0], each.kind.devices or 1
+    found = scaling(best, devices, EFFICIENCY)
+    allowed = "any number of" if math.isinf(found.most_devices) else f"at most {found.most_devices:.0f}"
+    lines = [
+        f"\n{each.kind.kind}: efficiency {found.efficiency:.0%} on {devices} devices; {EFFICIENCY:.0%} allows"
+        f" {allowed} devices, if bubble, collectives and update stay as long as they are"
+        f" ({found.overhead_ratio:.2g} of the computation on one device)",
+    ]
+    if found.link_factor:
+        less = found.link_factor <= 1
+        lines.append(
+            "collectives "
+            + ("could be hidden behind computation" if less else "are longer than computation: to hide them,")
+            + (" if they overlapped" if less else f" links must be {found.link_factor:.2g} times as fast")
+            + ", and nothing overlaps in this prediction"
+        )
+    rows = [
+        (
+            one.choice.remat or "as it is",
+            str(one.choice.accumulate),
+            bytes_text(one.prediction.memory.total),
+            "yes" if one.fits else "no",
+            seconds_text(one.prediction.seconds.total),
+        )
+        for one in by_remat(subject, each, best)
+    ]
+    header = ("remat", "microbatches", "memory", "fits", "step")
+    return "\n".join(lines) + "\n" + table_text(header, rows, title="on the mesh of the best way")

@@ -1,0 +1,165 @@
+"""Advice: each formula against what it was derived from, simulated or computed in another way."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardtrain import cli
+from shardtrain.plan.advice.checkpoint_interval import daly_interval, expected_seconds, young_interval
+from shardtrain.plan.advice.clusters import ClusterSpeed, after_examples, after_seconds, until_progress
+from shardtrain.plan.advice.efficiency import most_devices, most_overhead, servers_to_hide, speedup
+from shardtrain.plan.advice.noise_scale import gradient_noise, rate_factor, steps_factor
+from shardtrain.plan.advice.revocable import RevocableRun, best_hosts, expected_outcome, simulated_outcome
+
+RUN = RevocableRun(
+    hosts=4,
+    work_seconds=36000,
+    interval_seconds=1800,
+    save_seconds=60,
+    host_life_seconds=40000,
+    replace_seconds=600,
+    price_per_hour=2.0,
+)
+
+
+@pytest.mark.parametrize("overhead", [0.001, 0.02, 0.1, 1.0])
+@pytest.mark.parametrize("efficiency", [0.5, 0.8, 0.95])
+def test_the_number_of_devices_is_the_last_that_is_efficient(overhead, efficiency):
+    """The speedup is counted from the time of a step: computation shared, overhead not."""
+    most = int(most_devices(overhead, efficiency))
+    achieved = [(1 + overhead) / (1 / n + overhead) / n for n in (most, most + 1)]
+    assert achieved[0] >= efficiency - 1e-9 or most == 1
+    assert achieved[1] < efficiency
+    assert speedup(overhead, most) == pytest.approx(most * achieved[0])
+    if most > 1:
+        # the largest overhead for so many devices is at least this one
+        assert most_overhead(efficiency, most) >= overhead - 1e-12
+
+
+def test_servers_have_as_little_time_as_the_computation():
+    number = servers_to_hide(240e6, 8, 1.25e9, 0.5)
+    seconds = [2 * 240e6 * 8 / (servers * 1.25e9) for servers in (number - 1, number)]
+    assert seconds[0] > 0.5 >= seconds[1]
+
+
+def test_the_noise_scale_of_known_gradients_is_found():
+    """Gradients of examples are drawn with a known mean and variance."""
+    draw, dims, noise = np.random.default_rng(0), 20, 3.0
+    gradient = np.full(dims, 0.5)
+
+    def mean_square(batch):
+        # the mean over a batch is drawn directly: normal, with the variance over the batch
+        found = gradient + draw.normal(0, noise / math.sqrt(batch), (20000, dims))
+        return float((found**2).sum(axis=1).mean())
+
+    found = gradient_noise(8, mean_square(8), 64, mean_square(64))
+    assert found.gradient_square == pytest.approx(dims * 0.25, rel=0.03)
+    assert found.scale == pytest.approx(dims * noise**2 / (dims * 0.25), rel=0.03)
+
+
+def test_one_step_gets_nearest_to_the_least_loss_with_the_advised_rate():
+    """A quadratic loss: the best rate of a noisy step is searched, and its ratio for two batches compared."""
+    noise_scale, rates = 50.0, np.linspace(0.001, 1.2, 5000)
+
+    def best_rate(batch):
+        # E loss(x - e g) = (1 - e)^2 / 2 |G|^2 + e^2 / 2 tr / B, with |G|^2 = 1, curvature 1
+        return rates[np.argmin((1 - rates) ** 2 + rates**2 * noise_scale / batch)]
+
+    assert best_rate(200) / best_rate(10) == pytest.approx(rate_factor(10, 200, noise_scale), rel=0.01)
+    assert steps_factor(noise_scale, noise_scale) == 2
+
+
+@pytest.mark.parametrize(("save", "failure"), [(300, 86400), (60, 21600), (30, 3600), (300, 900)])
+def test_dalys_interval_is_the_best(save, failure):
+    intervals = np.geomspace(save / 5, 20 * failure, 4000)
+    least = min(expected_seconds(1e7, float(each), save, failure, 600) for each in intervals)
+    daly = expected_seconds(1e7, daly_interval(save, failure), save, failure, 600)
+    young = expected_seconds(1e7, young_interval(save, failure), save, failure, 600)
+    assert daly <= least * 1.002
+    assert daly <= young <= least * 1.25
+
+
+@pytest.mark.parametrize("others", ["wait", "continue"])
+@pytest.mark.parametrize("hosts", [1, 3, 8])
+def test_expected_outcomes_are_those_of_simulated_runs(others, hosts):
+    run = replace(RUN, others=others, hosts=hosts, work_seconds=144000 / hosts)
+    expected, simulated = expected_outcome(run), simulated_outcome(run, 1500, seed=hosts)
+    assert simulated.seconds == pytest.approx(expected.seconds, rel=0.02)
+    assert simulated.revocations == pytest.approx(expected.revocations, rel=0.06)
+    assert simulated.cost == pytest.approx(expected.cost, rel=0.02)
+    assert simulated_outcome(run, 20, seed=1) == simulated_outcome(run, 20, seed=1)
+
+
+def test_without_revocations_a_run_takes_its_work_and_its_saves():
+    run = replace(RUN, host_life_seconds=1e15)
+    for others in ("wait", "continue"):
+        found = expected_outcome(replace(run, others=others))
+        assert found.seconds == pytest.approx(36000 + 20 * 60, rel=1e-6)
+        assert found.cost == pytest.approx(4 * 2.0 * 37200 / 3600, rel=1e-6)
+    # the others work on: that is never slower than waiting for a new host and working again
+    waits, continues = (expected_outcome(replace(RUN, others=others)) for others in ("wait", "continue"))
+    assert continues.seconds < waits.seconds
+    assert [count for count, _ in best_hosts(RUN, [2, 8])] == [2, 8]
+
+
+def test_equal_examples_and_equal_time_choose_different_clusters():
+    small = ClusterSpeed(name="small", batch=100, step_seconds=0.5, price_per_hour=1.0)
+    large = ClusterSpeed(name="large", batch=1600, step_seconds=1.0, price_per_hour=6.0)
+    noise = 400.0
+    by_examples = [after_examples(each, noise, 1e6).progress for each in (small, large)]
+    by_time = [after_seconds(each, noise, 3600).progress for each in (small, large)]
+    assert by_examples[0] > by_examples[1]
+    assert by_time[0] < by_time[1]
+    # the same loss, counted step by step: each step of batch B brings 1 / (1 + noise / B)
+    steps = until_progress(large, noise, 500).seconds / 1.0
+    assert steps / (1 + noise / 1600) == pytest.approx(500)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("devices --overhead 0.1", "at most 3 devices"),
+        ("synchronise --parameter-mb 240 --replicas 8 --compute-seconds 0.5 --server-link 1.25", "each: 7"),
+        ("interval --save-seconds 300 --failure-hours 24", "1h56m"),
+        ("batch --small 16 --small-norm 7.141428 --large 64 --large-norm 3.674235", "scale 800"),
+        (
+            "revocable --hosts 2 --work-hours 1 --save-minutes 20 --save-seconds 9 --life-hours 9",
+            "2, simulated",
+        ),
+        ("clusters --batch 256 1024 --step-seconds 0.3 0.5 --noise-scale 900", "equal loss: that of 1"),
+    ],
+)
+def test_each_question_is_answered(words, shown, capsys):
+    assert cli.main(["advise", *words.split()]) == 0
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            "interval --save-seconds 0 --failure-hours nan",
+            "an interval was asked for:\n  - save_seconds is 0; use a finite number above 0\n"
+            "  - failure_seconds is nan; use a finite number above 0",
+        ),
+        ("devices --overhead 0.1 --efficiency 1.5", "efficiency is 1.5; use a fraction above 0 and below 1"),
+        ("batch --small 64 --small-norm 1 --large 16 --large-norm 1", "batches of 64 and 16; give two"),
+        ("clusters --batch 1 2 --step-seconds 1 --noise-scale 3", "2 of batch, 1 of step_seconds; give one"),
+        ("intervals", "there is no question 'intervals' (did you mean 'interval'?)"),
+    ],
+)
+def test_wrong_numbers_are_refused(words, problem, capsys):
+    assert cli.main(["advise", *words.split()]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_run_that_makes_no_progress_never_ends(capsys):
+    run = replace(RUN, hosts=1000, host_life_seconds=1000, save_seconds=1e5)
+    assert expected_outcome(run).seconds == math.inf
+    with pytest.raises(ValueError, match="a simulation of 200 runs was asked for: inf revocations"):
+        simulated_outcome(run)
+    words = "revocable --hosts 9 --work-hours 1e6 --save-minutes 1e6 --save-seconds 9 --life-hours 0.1"
+    assert cli.main(["advise", *words.split()]) == 0
+    assert "never ends" in capsys.readouterr().out
