@@ -124,6 +124,7 @@ VALUES = (
     "shardtrain.pipeline.schedule",
     "shardtrain.pipeline.simulate",
     "shardtrain.pipeline.partition",
+    "shardtrain.plan.simulator.delta",
 )
 
 

@@ -12,7 +12,7 @@ from shardtrain.combine.synchronisation import preset
 from shardtrain.islands.cluster import Cluster, read_cluster
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.strategy import read_strategy
+from shardtrain.trainer.strategy import Strategy, read_strategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,16 @@ class StrategyOptions:
     cluster: Path | None = None
 
 
+def strategy_of(words: Sequence[str]) -> Strategy | None:
+    """Return the strategy that `--strategy FILE` names; None without it.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    given = _given(words, "--strategy")
+    return read_strategy(Path(given[-1])) if given else None
+
+
 def with_files(run: Run, words: Sequence[str]) -> Run:
     """Return the run with the files and presets that the command line names.
 
@@ -43,8 +53,8 @@ def with_files(run: Run, words: Sequence[str]) -> Run:
 
 def _with_strategy(run: Run, words: Sequence[str]) -> Run:
     """Replace the strategy by that of `--strategy FILE`, and its synchronisation by a preset."""
-    if given := _given(words, "--strategy"):
-        run = with_fields(run, {"strategy": read_strategy(Path(given[-1]))})
+    if (strategy := strategy_of(words)) is not None:
+        run = with_fields(run, {"strategy": strategy})
     if given := _given(words, "--synchronisation"):
         run = with_fields(run, {"strategy.synchronisation": preset(given[-1])})
     if (cluster := cluster_of(words)) is not None:

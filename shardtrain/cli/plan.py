@@ -5,19 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardtrain.cli.option_files import cluster_of
+from shardtrain.cli.option_files import cluster_of, strategy_of
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.islands import plan_cluster
+from shardtrain.plan.islands import ClusterPlan, plan_cluster, times_of
+from shardtrain.plan.simulator.step_graph import step_graph
+from shardtrain.plan.simulator.timeline import timeline
+from shardtrain.plan.step_times import StepTimes
 from shardtrain.report.plan import explained_text, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
+from shardtrain.report.step_trace import TracedStep, is_trace, trace_text, traced_text
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.trainer.planned import planned_strategy, space_of, subjects_of
+from shardtrain.trainer.planned import choices_of, planned_strategy, space_of, subjects_of
 from shardtrain.trainer.strategy import read_strategy, strategy_text
 
 
@@ -37,6 +41,8 @@ class PlanOptions:
       advise: show how the best way scales with devices and links, and what each recomputation needs.
       explain: show every term of the best way, with its formula.
       output: write the best as a strategy file, for: shardtrain train RUN --strategy FILE.
+      trace: write the tasks of a step, of the best way or of that of --strategy, as a trace that
+        ui.perfetto.dev shows: a row for each device and link.
     """
 
     devices: int | None = None
@@ -49,6 +55,7 @@ class PlanOptions:
     advise: bool = False
     explain: bool = False
     output: Path | None = None
+    trace: Path | None = None
 
     def cluster(self, given: Cluster | None) -> Cluster:
         """Return the cluster of these options, or the given one.
@@ -89,8 +96,7 @@ def check_output(path: Path) -> None:
     Raises:
       ValueError: it is there and is no strategy file, or its folder is not there.
     """
-    if not path.parent.is_dir():
-        raise ValueError(f"--output is {path}, and there is no folder {path.parent}; make it first")
+    _check_folder("output", path)
     if path.exists():
         try:
             read_strategy(path)
@@ -100,12 +106,41 @@ def check_output(path: Path) -> None:
             ) from error
 
 
+def check_trace(path: Path) -> None:
+    """Refuse to replace a file that is no trace, before the work begins.
+
+    Raises:
+      ValueError: it is there and is no trace, or its folder is not there.
+    """
+    _check_folder("trace", path)
+    if path.exists() and not (path.is_file() and is_trace(path)):
+        raise ValueError(f"--trace is {path}, which is there and is no trace; give another name")
+
+
+def _check_folder(option: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ValueError(f"--{option} is {path}, and there is no folder {path.parent}; make it first")
+
+
+def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) -> str:
+    """Write the simulated steps of all kinds of islands, with and without overlap; return their times."""
+    found = []
+    for each, times in zip(plan.kinds, all_times, strict=True):
+        for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
+            graph = step_graph(times, overlap=overlap)
+            found.append(TracedStep(f"{each.kind.kind}: {what}", graph, timeline(graph)))
+    replace_file(path, trace_text(found).encode())
+    return traced_text(found) + f"trace: {path}\n"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
     run, options = parse_run("plan", arguments, PlanOptions)
     cluster = options.cluster(cluster_of(arguments))
     if options.output is not None:
         check_output(options.output)
+    if options.trace is not None:
+        check_trace(options.trace)
     with TemporaryDirectory() as folder:
         subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
     plan = plan_cluster(subjects, cluster, space_of(run, parse_mesh(options.fixed)), options.most)
@@ -115,6 +150,9 @@ def main(arguments: Sequence[str]) -> int:
             terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
     if options.advise:
         terminal.out(plan_advice_text(subjects, plan))
+    if options.trace is not None and all(each.plan.ranked for each in plan.kinds):
+        given = None if strategy_of(arguments) is None else choices_of(run.strategy, plan)
+        terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))
     fits = all(each.plan.ranked and each.plan.ranked[0].fits for each in plan.kinds)
     if options.output is not None and fits:
         replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())

@@ -89,7 +89,7 @@ def _times(table: Table, seconds: Seconds, transfer: Transfer) -> tuple[Times, T
     keys = [(*chunk, kind) for chunk in chunks for kind in table.kinds]
     # ask for all times first, so that one error lists every missing or negative one
     work = {key: _work_seconds(seconds, key) for key in keys}
-    hops = {key: _hop_seconds(table, transfer, key) for key in keys}
+    hops = {key: hop_seconds(table, transfer, key) for key in keys}
     problems = [
         f"{what} of stage {key[0]}, chunk {key[1]}, kind {key[2]!r} takes {found} s; give a number from 0"
         for what, times in (("work", work), ("transfer", hops))
@@ -108,8 +108,14 @@ def _work_seconds(seconds: Seconds, key: Key) -> float | None:
     return times.get(key, times.get(key[2]))
 
 
-def _hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
-    """Return the seconds of sending a result: forward to the next part, backward to the previous."""
+def hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
+    """Return the seconds of sending a result: forward to the next part, backward to the previous.
+
+    Args:
+      table: the schedule.
+      transfer: as in `simulate`.
+      key: (stage, chunk, kind) of the task whose result is sent.
+    """
     stage, chunk, kind = key
     placement = table.part_placement
     part = placement.part(stage, chunk)

@@ -7,7 +7,10 @@ from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.plan.devices import GB
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
 from shardtrain.plan.machine import Machine, machine_of
+from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import Plan, Space, search
+from shardtrain.plan.step_times import StepTimes
+from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.shares import shares
@@ -100,6 +103,29 @@ def plan_cluster(
         speeds = _speeds(found, speeds)
     assert best is not None
     return best
+
+
+def times_of(
+    plan: ClusterPlan, subjects: Sequence[Subject], choices: Sequence[Choice] | None = None
+) -> list[StepTimes]:
+    """Return the durations of the parts of a step, for each kind of islands.
+
+    Args:
+      plan: the plan.
+      subjects: those that it was made of.
+      choices: of each kind; None: the best ones.
+
+    Raises:
+      ValueError: a choice does not fit the model or the devices.
+    """
+    if choices is None:
+        choices = [each.plan.ranked[0].choice for each in plan.kinds]
+    found = []
+    for each, subject, choice in zip(plan.kinds, subjects, choices, strict=True):
+        part = subject.share(each.rows) if len(plan.shares) > 1 else subject
+        (step,) = steps(part, each.machine, each.kind.devices or 1, [choice])
+        found.append(step.times(each.machine))
+    return found
 
 
 def _speeds(found: ClusterPlan, before: Sequence[float]) -> list[float]:

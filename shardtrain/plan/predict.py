@@ -1,12 +1,11 @@
 """Predict a training step for a layout: memory of a device by component, and seconds by part. No devices.
 
 The parts: the traced program of loss and gradient (`program_cost.py`), the state by its specs, and the
-traffic of parameters by theory (`traffic.py`). Next: `search.py`, which compares layouts.
+durations of tasks and collectives (`step_times.py`). Next: `search.py`, which compares layouts.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -15,44 +14,19 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds
+from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds, StateFigures
 from shardtrain.plan.program_cost import Cost, Sharding
-from shardtrain.plan.traffic import Weight, parameter_traffic, weights
+from shardtrain.plan.step_times import StepTimes, step_times, stream_bytes
+from shardtrain.plan.traffic import Weight, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import Specs
 
 ROWS, PARTS = "rows", "parts"
 """Splits of a step that are not one mesh axis: of its rows into microbatches on devices, of the blocks into
 parts of a pipeline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateFigures:
-    """What follows from the specs of a state alone.
-
-    Args:
-      parameters: bytes of a device's parameters as they are stored.
-      optimizer: bytes of its optimizer state.
-      gradients: bytes of its sums of gradients over microbatches, float32.
-      updated: bytes of the parameters that it updates.
-      gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others.
-      weights: the parameters, for the theory of their traffic.
-      num_blocks: number of blocks.
-      item_bytes: of an element in computations.
-    """
-
-    parameters: float
-    optimizer: float
-    gradients: float
-    updated: float
-    gathered: float
-    weights: tuple[Weight, ...]
-    num_blocks: int
-    item_bytes: int
 
 
 def state_figures(specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4) -> StateFigures:
@@ -148,19 +122,13 @@ def predict(
         is found quickly.
     """
     rows = math.prod(sizes[axis] for axis in layout.batch_axes)
-    table = None
-    if sizes[axes.PIPELINE] > 1:
-        table = _table(choice.schedule, sizes[axes.PIPELINE], choice.accumulate, choice.virtual_stages)
+    times = step_times(found, state, layout, sizes, choice, machine)
+    table = times.table if times.num_stages > 1 else None
     return Prediction(
         memory=_memory(state, choice, found, batch_bytes / rows, table),
-        seconds=_seconds(state, layout, sizes, choice, found, machine, table, waits),
+        seconds=_seconds(times, waits),
         flops=choice.accumulate * choice.virtual_stages * found.flops,
     )
-
-
-@cache
-def _table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
-    return make_table(schedule, stages, microbatches, chunks, lockstep=True)
 
 
 @cache
@@ -182,72 +150,28 @@ def _memory(
         optimizer=state.optimizer,
         gradients=state.gradients,
         activations=max(backward, update) - state.gradients,
-        pipeline=live * _stream_bytes(found),
+        pipeline=live * stream_bytes(found),
         batch=batch_bytes,
     )
 
 
-def _stream_bytes(found: Cost) -> float:
-    """Return the bytes that one block hands to the next, of one microbatch on one device."""
-    return next((loop.carried_bytes for loop in found.loops if loop.over == axes.LAYERS), 0.0)
-
-
-def _seconds(
-    state: StateFigures,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    choice: Choice,
-    found: Cost,
-    machine: Machine,
-    table: Table | None,
-    waits: bool,
-) -> Seconds:
+def _seconds(times: StepTimes, waits: bool) -> Seconds:
     collectives: dict[tuple[str, ...], float] = {}
 
     def add(over: tuple[str, ...], seconds: float) -> None:
         if over and seconds:
             collectives[over] = collectives.get(over, 0.0) + seconds
 
-    gathers = 1 if choice.remat == "none" else 2
-    traffic = parameter_traffic(state.weights, layout, sizes, choice.accumulate, state.item_bytes, gathers)
-    for key, sent in traffic.items():
-        link, members = machine.link(key.axes, sizes), math.prod(sizes[axis] for axis in key.axes)
-        # what is gathered in a block is sent block by block, everything else at once
-        times = choice.accumulate * state.num_blocks if key.in_blocks else 1
-        add(key.axes, sent / link.bytes_per_second + times * (members - 1) * link.latency_seconds)
-    runs = choice.accumulate * choice.virtual_stages
-    for each in found.sent:
-        over = tuple(axis for axis in each.axes if sizes.get(axis, 1) > 1)
-        add(over, runs * machine.collective_seconds(each.kind, over, sizes, each.num_bytes))
-    update = machine.rates.seconds(0.0, 3 * state.updated + 2 * state.optimizer)
-    compute, bubble = choice.accumulate * found.seconds, 0.0
-    if table is not None:
-        task = _task_seconds(found, table, choice.virtual_stages)
-        compute = sum(task(t.stage, t.chunk, t.kind) for t in table.tasks) / table.num_stages
-        link = machine.link((axes.PIPELINE,), sizes)
-        hop = link.latency_seconds + _stream_bytes(found) / link.bytes_per_second
-        if waits:
-            alone, sent = simulate(table, task).makespan, simulate(table, task, hop).makespan
-            bubble = alone - compute
-            add((axes.PIPELINE,), sent - alone)
-    return Seconds(compute=compute, bubble=bubble, collectives=collectives, update=float(update))
-
-
-def _task_seconds(found: Cost, table: Table, chunks: int) -> Callable[[int, int, str], float]:
-    """Return the seconds of each task: each kind of backward computes the forward of its part again."""
-    inside = [loop.seconds for loop in found.loops if loop.over == axes.LAYERS]
-    forward, backward = inside[0], sum(inside[1:])
-    ends = found.seconds - sum(inside)
-    halves = len(table.kinds) - 1
-
-    def task(stage: int, chunk: int, kind: str) -> float:
-        if kind == "forward":
-            return forward
-        # what comes before and behind the blocks is counted where the loss is
-        is_last = table.part_placement.part(stage, chunk) == table.num_parts - 1
-        return forward + (backward + ends * is_last) / halves
-
-    return task
+    for each in times.collectives:
+        add(each.axes, each.seconds)
+    compute, bubble = times.compute, 0.0
+    if times.num_stages > 1 and waits:
+        alone = simulate(times.table, times.task).makespan
+        sent = simulate(times.table, times.task, times.hop).makespan
+        # stages wait for each other's collectives too, which take a part of the time of each task
+        bubble = (alone - compute) * (1 + times.in_microbatches * times.per_compute)
+        add((axes.PIPELINE,), sent - alone)
+    return Seconds(compute=compute, bubble=bubble, collectives=collectives, update=times.update)
 
 
 def tree_bytes(tree: Any, specs: Any, sizes: Mapping[str, int]) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardtrain.plan.traffic import Weight
 from shardtrain.sharding.layout import Layout
 
 
@@ -23,6 +24,31 @@ class Choice:
     remat: str | None = None
     schedule: str = "1f1b"
     virtual_stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFigures:
+    """What follows from the specs of a state alone.
+
+    Args:
+      parameters: bytes of a device's parameters as they are stored.
+      optimizer: bytes of its optimizer state.
+      gradients: bytes of its sums of gradients over microbatches, float32.
+      updated: bytes of the parameters that it updates.
+      gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others.
+      weights: the parameters, for the theory of their traffic.
+      num_blocks: number of blocks.
+      item_bytes: of an element in computations.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    updated: float
+    gathered: float
+    weights: tuple[Weight, ...]
+    num_blocks: int
+    item_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from shardtrain.errors.messages import near
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.pipeline.schedule import SCHEDULES
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.predict import predict, sharding_of
+from shardtrain.plan.predict import predict
 from shardtrain.plan.prediction import Choice, Prediction
-from shardtrain.plan.program_cost import Cost, Sharding, costs
+from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
@@ -178,39 +178,18 @@ def predictions(
     Raises:
       ValueError: a layout does not fit the model.
     """
-    sizes = [axis_sizes(choice.layout.mesh, num_devices) for choice in choices]
-    states = [subject.state(choice, num_devices) for choice in choices]
-    rows = [
-        subject.rows_of(RowSplit.of(each, choice.layout.batch_axes, choice.accumulate))
-        for choice, each in zip(choices, sizes, strict=True)
-    ]
-    shardings = [
-        sharding_of(
-            state.layout, each, choice.accumulate, choice.virtual_stages, num_rows / subject.batch_rows
-        )
-        for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
-    ]
-    # many choices split the arrays of a program alike
-    found: dict[tuple[str | None, Sharding], Cost] = {}
-    for remat in dict.fromkeys(choice.remat for choice in choices):
-        alike = [each for each, choice in zip(shardings, choices, strict=True) if choice.remat == remat]
-        different = list(dict.fromkeys(alike))
-        of_all = costs(subject.program(remat), different, machine.rates.seconds)
-        found |= {(remat, each): one for each, one in zip(different, of_all, strict=True)}
     return [
         predict(
-            found[choice.remat, sharding],
-            state.figures,
-            state.layout,
-            each,
-            choice,
+            each.cost,
+            each.state.figures,
+            each.state.layout,
+            each.sizes,
+            each.choice,
             machine,
-            num_rows * subject.row_bytes,
+            each.batch_bytes,
             waits=waits,
         )
-        for choice, sharding, state, each, num_rows in zip(
-            choices, shardings, states, sizes, rows, strict=True
-        )
+        for each in steps(subject, machine, num_devices, choices)
     ]
 
 

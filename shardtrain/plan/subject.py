@@ -20,8 +20,8 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.predict import StateFigures, state_figures
-from shardtrain.plan.prediction import Choice
+from shardtrain.plan.predict import state_figures
+from shardtrain.plan.prediction import Choice, StateFigures
 from shardtrain.plan.program import Program
 from shardtrain.plan.trace import trace
 from shardtrain.sharding.axis_sizes import axis_sizes

@@ -32,7 +32,8 @@ MEMORY_TERMS = {
 }
 SECONDS_TERMS = {
     "compute": "microbatches x sum over kernels: time of a kernel + max(flops / rate, bytes / memory rate)",
-    "bubble": "the schedule simulated with these times, less the work of a stage",
+    "bubble": "the schedule simulated with these times, less the work of a stage; collectives of microbatches"
+    " make it longer in proportion",
     "update": "(3 x parameters + 2 x optimizer state) / memory rate",
 }
 COLLECTIVE_TERM = "per message latency + bytes sent in a ring / rate of the slowest link over the axis"

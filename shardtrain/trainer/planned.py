@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from shardtrain import axes
 from shardtrain.data import Batches
 from shardtrain.functional.model import Model
 from shardtrain.islands.cluster import IslandKind
@@ -84,6 +85,35 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
         sections[numbers] = {**kind.kind.strategy, **_section(run, choice)}
     across = replace(strategy.across, shares=tuple(float(rows) for rows in plan.shares))
     return replace(strategy, across=across, islands=sections)
+
+
+def choices_of(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
+    """Return the choice that a strategy makes for each kind of islands of a plan.
+
+    Raises:
+      ValueError: the stages of a pipeline are not equal, which is not predicted.
+    """
+    found, first = [], 0
+    for each in plan.kinds:
+        name = each.kind.device.name if each.kind.device is not None else None
+        own = strategy.of_island(first, name or "")
+        first += each.kind.count
+        if own.pipeline.stages != "equal":
+            raise ValueError(
+                f"stages is {own.pipeline.stages!r}, and a step is predicted for equal stages alone; use"
+                " --stages equal"
+            )
+        has_stages = own.layout.mesh.get(axes.PIPELINE, 1) != 1
+        found.append(
+            Choice(
+                layout=own.layout,
+                accumulate=own.accumulate,
+                remat=own.remat,
+                schedule=own.pipeline.schedule,
+                virtual_stages=own.pipeline.virtual_stages if has_stages else 1,
+            )
+        )
+    return found
 
 
 def _with_choice(strategy: Strategy, choice: Choice) -> Strategy:

@@ -1,5 +1,6 @@
 """`shardtrain plan` and `calibrate`: from a machine to a strategy file that `train` and `inspect` take."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,35 @@ def test_a_known_device_needs_no_file(planned):
     rows = [line for line in text.splitlines() if "--mesh" in line and line.strip()[0].isdigit()]
     assert len(rows) == 3
     assert all("tensor=2" in row for row in rows)
+
+
+def test_a_step_is_written_as_a_trace(planned, tmp_path):
+    machine = ["--devices", "2", "--device", "NVIDIA L4", "--link", "1"]
+    trace, strategy = tmp_path / "step.json", tmp_path / "strategy.toml"
+    text = planned(*machine, "--trace", str(trace))
+    seconds = text.partition("step: ")[2].partition(",")[0]
+    assert f"devices: nothing overlaps: {seconds}, " in text
+    assert "devices: sums of gradients overlap: " in text
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "devices: nothing overlaps",
+        "devices: sums of gradients overlap",
+    }
+    # a strategy of one's own, beside the one that is best
+    strategy.write_text("[layout.mesh]\npipeline = 2\n")
+    planned(*machine, "--strategy", str(strategy), "--trace", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert rows == {"stage 0: compute", "stage 1: compute", "link between stages"} | {
+        f"stage {stage}: link inside nodes" for stage in range(2)
+    }
+    strategy.write_text('[pipeline]\nstages = "flops"\n')
+    assert "stages is 'flops', and a step is predicted for equal stages" in planned(
+        *machine, "--strategy", str(strategy), "--trace", str(trace), code=2
+    )
+    assert "which is there and is no trace; give another name" in planned(
+        *machine, "--trace", str(strategy), code=2
+    )
 
 
 def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):

@@ -1,0 +1,171 @@
+"""The task graph of a predicted training step: its schedule's tasks by blocks, collectives, update. No jax.
+
+Devices of one stage do the same at the same time, so a stage has one queue for what it computes, and one for
+each link. The durations are those of `plan/step_times.py`, and without overlap so is their sum. Next:
+`timeline.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from shardtrain.pipeline.simulate import hop_seconds
+from shardtrain.pipeline.table import Table
+from shardtrain.pipeline.table import Task as TableTask
+from shardtrain.plan.simulator.task_graph import Key, Task, TaskGraph
+from shardtrain.plan.step_times import (
+    GRADIENT,
+    MICROBATCH,
+    MICROBATCH_GRADIENT,
+    START,
+    UPDATED,
+    Collective,
+    StepTimes,
+)
+
+BETWEEN_STAGES = "link between stages"
+
+
+def step_graph(times: StepTimes, *, overlap: bool = False) -> TaskGraph:
+    """Return the tasks of a step.
+
+    Args:
+      times: the durations of its parts.
+      overlap: whether sums of gradients run beside computations: that of a block begins when its backward is
+        done, in the last microbatch, and only the optimizer waits for it. Otherwise nothing overlaps, as in
+        the prediction, and as in a compiled step whose compiler hides nothing.
+    """
+    building = _Building(times=times, overlap=overlap)
+    building.before()
+    for _, tick in groupby(building.table.tasks, key=lambda task: task.tick):
+        building.tick(list(tick))
+    building.after()
+    return TaskGraph(building.tasks)
+
+
+@dataclass(kw_only=True)
+class _Building:
+    """A graph in the making.
+
+    Args:
+      times: the durations of the step.
+      overlap: whether sums of gradients run beside computations.
+      tasks: those made so far; their numbers count up.
+      last: for each stage what its next task needs.
+      open: for each stage what the optimizer needs beside that.
+    """
+
+    times: StepTimes
+    overlap: bool
+    tasks: list[Task] = field(default_factory=list)
+    last: list[tuple[Key, ...]] = field(init=False)
+    open: list[list[Key]] = field(init=False)
+    table: Table = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = self.times.table
+        self.last = [()] * self.times.num_stages
+        self.open = [[] for _ in range(self.times.num_stages)]
+
+    def add(self, name: str, kind: str, queue: str, seconds: float, needs: Sequence[Key]) -> tuple[Key, ...]:
+        """Add a task; return its number alone."""
+        key = (len(self.tasks),)
+        self.tasks.append(Task(key, name, kind, queue, seconds, tuple(dict.fromkeys(needs))))
+        return (key,)
+
+    def compute(self, stage: int, name: str, kind: str, seconds: float) -> None:
+        queue = _of_stage("compute", stage, self.times.num_stages)
+        self.last[stage] = self.add(name, kind, queue, seconds, self.last[stage])
+
+    def send(self, each: Collective, stage: int, seconds: float, needs: Sequence[Key]) -> tuple[Key, ...]:
+        """Add a collective of a stage."""
+        queue = _of_stage(each.link, stage, self.times.num_stages)
+        name = f"{each.kind} over {'+'.join(each.axes)}, {each.phase}"
+        return self.add(name, "collective", queue, seconds, needs)
+
+    def before(self) -> None:
+        """Add what comes before the first microbatch."""
+        for each in self._of(START):
+            self._on_all_stages(each, each.seconds)
+
+    def tick(self, tasks: Sequence[TableTask]) -> None:
+        """Add the tasks of a tick; the next tick waits for all stages, and for what they send."""
+        for task in tasks:
+            self._task(task)
+        if self.times.num_stages > 1:
+            sent = [
+                hop_seconds(self.table, self.times.hop, (task.stage, task.chunk, task.kind)) or 0.0
+                for task in tasks
+            ]
+            needs = [key for keys in self.last for key in keys]
+            name = f"activations to the next stages, tick {tasks[0].tick}"
+            self.last = [self.add(name, "transfer", BETWEEN_STAGES, max(sent), needs)] * self.times.num_stages
+
+    def _task(self, task: TableTask) -> None:
+        """Add a task of the table, block by block, each with the collectives of a microbatch."""
+        times = self.times
+        whole = times.task(task.stage, task.chunk, task.kind)
+        is_last = task.kind == self.table.kinds[-1] and task.microbatch == self.table.num_microbatches - 1
+        kind = "forward" if task.kind == "forward" else "backward"
+        for name, seconds, num_blocks in self._parts(task, whole):
+            self.compute(task.stage, f"{name}, microbatch {task.microbatch}", kind, seconds)
+            done = self.last[task.stage]
+            for each in self._of(MICROBATCH, MICROBATCH_GRADIENT):
+                # a collective takes the same part of the time of each task
+                found = self.send(each, task.stage, each.seconds * times.per_compute * seconds, done)
+                if self.overlap and each.phase == MICROBATCH_GRADIENT:
+                    self.open[task.stage] += found
+                else:
+                    self.last[task.stage] = done = found
+            if self.overlap and is_last and num_blocks:
+                self._sum_block(task.stage, self.last[task.stage])
+
+    def _parts(self, task: TableTask, whole: float) -> Iterator[tuple[str, float, int]]:
+        """Yield name, seconds and number of blocks of the parts of a table's task, in their order."""
+        times = self.times
+        parts = times.num_stages * self.table.num_chunks
+        count = times.num_blocks // parts if times.forward else 0
+        first = self.table.part(task) * count
+        numbers = range(first, first + count)
+        is_last_part = self.table.part(task) == parts - 1
+        ends = 0.0
+        if not count:
+            ends = whole
+        elif task.kind != "forward" and is_last_part:
+            ends = times.ends / (len(self.table.kinds) - 1)
+        if ends:
+            yield f"{task.kind}, outside the blocks" if count else "forward and backward", ends, 0
+        for number in numbers if task.kind == "forward" else reversed(numbers):
+            yield f"{task.kind}, block {number}", (whole - ends) / count, 1
+
+    def _sum_block(self, stage: int, needs: tuple[Key, ...]) -> None:
+        """Add the sums of one block's gradient, which run beside the next computations."""
+        per_stage = self.times.num_blocks / self.times.num_stages
+        for each in self._of(GRADIENT):
+            if each.of_blocks:
+                seconds = each.sent_seconds * each.of_blocks / per_stage + each.latency_seconds
+                needs = self.send(each, stage, seconds, needs)
+        self.open[stage] += needs
+
+    def after(self) -> None:
+        """Add what comes after the last microbatch: sums of gradients, the update, what it sends."""
+        for each in self._of(GRADIENT):
+            rest = 1 - each.of_blocks if self.overlap and self.times.forward else 1.0
+            if rest:
+                self._on_all_stages(each, rest * each.sent_seconds + each.latency_seconds)
+        for stage in range(self.times.num_stages):
+            self.last[stage] += tuple(self.open[stage])
+            self.compute(stage, "optimizer", "update", self.times.update)
+        for each in self._of(UPDATED):
+            self._on_all_stages(each, each.seconds)
+
+    def _on_all_stages(self, each: Collective, seconds: float) -> None:
+        for stage in range(self.times.num_stages):
+            self.last[stage] = self.send(each, stage, seconds, self.last[stage])
+
+    def _of(self, *phases: str) -> list[Collective]:
+        return [each for each in self.times.collectives if each.phase in phases]
+
+
+def _of_stage(what: str, stage: int, num_stages: int) -> str:
+    return f"stage {stage}: {what}" if num_stages > 1 else what

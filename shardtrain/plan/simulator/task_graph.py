@@ -1,0 +1,106 @@
+"""Tasks of a training step, what each of them needs, and the device or link that it occupies. No jax.
+
+Next: `timeline.py`, when each task runs; `delta.py`, the same after a few tasks have changed.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from shardtrain.errors.messages import problems_error
+
+Key = tuple[int, ...]
+"""The number of a task; those of an operator begin alike. Compared like words: (1, 5) < (2,)."""
+
+KINDS = ("forward", "backward", "update", "transfer", "collective")
+"""What a task does: computations of a device, then what is sent to one other device, or among several."""
+
+MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something that occupies one device or link for some time.
+
+    Args:
+      key: its number; a task needs tasks of smaller numbers alone, so no circle is possible.
+      name: what a reader sees, such as "backward, block 3".
+      kind: one of `KINDS`.
+      queue: the device or link that it occupies, such as "device 0".
+      seconds: how long, 0 or more.
+      needs: the tasks that are done before it begins.
+    """
+
+    key: Key
+    name: str
+    kind: str
+    queue: str
+    seconds: float
+    needs: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Tasks by number.
+
+    Args:
+      tasks: in any order; kept sorted by number.
+
+    Raises:
+      ValueError: lists tasks with the same number, of unknown kind, of no possible duration, or that need a
+        task which is not there or whose number is not smaller.
+
+    >>> graph = TaskGraph([Task((0,), "forward", "forward", "device 0", 1.0)])
+    >>> TaskGraph([*graph, Task((1,), "backward", "backward", "device 0", 2.0, needs=((0,),))]).work_seconds
+    3.0
+    """
+
+    tasks: Iterable[Task]
+
+    def __post_init__(self) -> None:
+        given = sorted(self.tasks, key=lambda task: task.key)
+        object.__setattr__(self, "tasks", tuple(given))
+        twice = [a.key for a, b in pairwise(given) if a.key == b.key]
+        problems = [f"task {key} is there twice; give each a number of its own" for key in twice]
+        by_key = {task.key: task for task in given}
+        problems += [text for task in given for text in task_problems(task, by_key)]
+        if problems:
+            raise problems_error("these tasks are no graph", problems[:MOST_PROBLEMS])
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self.tasks)
+
+    @cached_property
+    def by_key(self) -> Mapping[Key, Task]:
+        """The tasks by number."""
+        return {task.key: task for task in self}
+
+    @cached_property
+    def users(self) -> Mapping[Key, list[Key]]:
+        """Task -> the tasks that need it."""
+        found: defaultdict[Key, list[Key]] = defaultdict(list)
+        for task in self:
+            for need in task.needs:
+                found[need].append(task.key)
+        return found
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds of all tasks, one after the other."""
+        return math.fsum(task.seconds for task in self)
+
+
+def task_problems(task: Task, others: Mapping[Key, Task]) -> Iterator[str]:
+    """Return why a task cannot be in a graph of these tasks, one sentence each."""
+    if task.kind not in KINDS:
+        yield f"task {task.key} has kind {task.kind!r}; use one of {', '.join(KINDS)}"
+    if not 0 <= task.seconds < math.inf:
+        yield f"task {task.key} takes {task.seconds} s; give a number from 0"
+    for need in task.needs:
+        if need >= task.key:
+            yield f"task {task.key} needs task {need}; number tasks so that each needs smaller ones"
+        elif need not in others:
+            yield f"task {task.key} needs task {need}, which is not there; add it, or leave the need out"

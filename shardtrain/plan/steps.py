@@ -1,0 +1,77 @@
+"""What a prediction and a task graph of some choices are made from: costs, state, axis sizes.
+
+Next: `search.py`, which predicts many; `simulator/step_graph.py`, the tasks of one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shardtrain.data.row_split import RowSplit
+from shardtrain.plan.machine import Machine
+from shardtrain.plan.predict import sharding_of
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.program_cost import Cost, Sharding, costs
+from shardtrain.plan.step_times import StepTimes, step_times
+from shardtrain.plan.subject import StateOf, Subject
+from shardtrain.sharding.axis_sizes import axis_sizes
+
+
+class Step(NamedTuple):
+    """What a choice is predicted from.
+
+    Args:
+      cost: of one microbatch of one chunk.
+      state: of the layout.
+      sizes: axis -> size.
+      choice: the choice.
+      batch_bytes: of this island's rows.
+    """
+
+    cost: Cost
+    state: StateOf
+    sizes: Mapping[str, int]
+    choice: Choice
+    batch_bytes: float
+
+    def times(self, machine: Machine) -> StepTimes:
+        """Return the durations of the step's parts."""
+        return step_times(self.cost, self.state.figures, self.state.layout, self.sizes, self.choice, machine)
+
+
+def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice]) -> list[Step]:
+    """Return what several choices are predicted from.
+
+    Args:
+      subject: the model, its loss, optimizer and batch.
+      machine: the devices.
+      num_devices: how many.
+      choices: the choices.
+
+    Raises:
+      ValueError: a layout does not fit the model.
+    """
+    sizes = [axis_sizes(choice.layout.mesh, num_devices) for choice in choices]
+    states = [subject.state(choice, num_devices) for choice in choices]
+    rows = [
+        subject.rows_of(RowSplit.of(each, choice.layout.batch_axes, choice.accumulate))
+        for choice, each in zip(choices, sizes, strict=True)
+    ]
+    shardings = [
+        sharding_of(
+            state.layout, each, choice.accumulate, choice.virtual_stages, num_rows / subject.batch_rows
+        )
+        for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
+    ]
+    # many choices split the arrays of a program alike
+    found: dict[tuple[str | None, Sharding], Cost] = {}
+    for remat in dict.fromkeys(choice.remat for choice in choices):
+        alike = [each for each, choice in zip(shardings, choices, strict=True) if choice.remat == remat]
+        different = list(dict.fromkeys(alike))
+        of_all = costs(subject.program(remat), different, machine.rates.seconds)
+        found |= {(remat, each): one for each, one in zip(different, of_all, strict=True)}
+    return [
+        Step(found[choice.remat, sharding], state, each, choice, num_rows * subject.row_bytes)
+        for choice, sharding, state, each, num_rows in zip(
+            choices, shardings, states, sizes, rows, strict=True
+        )
+    ]

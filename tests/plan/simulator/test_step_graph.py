@@ -1,0 +1,149 @@
+"""The task graph of a strategy: schedule and seconds as predicted, and what overlap gives."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from shardtrain import next_token_loss
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat import with_remat
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.simulate import simulate
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import predictions
+from shardtrain.plan.simulator.step_graph import step_graph
+from shardtrain.plan.simulator.timeline import timeline
+from shardtrain.plan.step_times import BETWEEN, GRADIENT, Collective, StepTimes
+from shardtrain.plan.steps import steps
+from shardtrain.plan.subject import Subject
+from shardtrain.report.step_trace import TracedStep, trace_text
+from shardtrain.sharding.layout import Layout
+
+MACHINE = Machine(
+    rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6),
+    devices_per_node=4,
+    device_link=Link(bytes_per_second=1e9),
+    node_link=Link(bytes_per_second=1e8, latency_seconds=1e-5),
+)
+
+STRATEGIES = [
+    Choice(layout=Layout(mesh={"data": 6}), accumulate=2, remat="none"),
+    Choice(layout=Layout(mesh={"fsdp": 2, "tensor": 2, "data": 2}), remat="weights"),
+    Choice(layout=Layout(mesh={"fsdp": 4, "tensor": 2}, zero=1), accumulate=2, remat="none"),
+    Choice(layout=Layout(mesh={"tensor": 4}, sequence_sharded=True), remat="none"),
+    Choice(layout=Layout(mesh={"data": 3}), remat="none"),
+    Choice(layout=Layout(mesh={"pipeline": 3, "data": 2}), accumulate=4, remat="none"),
+    Choice(layout=Layout(mesh={"pipeline": 2, "tensor": 2}), accumulate=2, schedule="zero_bubble"),
+    Choice(
+        layout=Layout(mesh={"pipeline": 3, "fsdp": 2}), accumulate=3, schedule="interleaved", virtual_stages=2
+    ),
+    Choice(layout=Layout(mesh={"data": 1}), remat="none"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def subject():
+    config = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=6, num_heads=4, mlp=128)
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((24, 65), np.int32),
+        "weights": jax.ShapeDtypeStruct((24,), np.float32),
+    }
+    return Subject(
+        model=lambda remat: as_model(with_remat(config, remat)),
+        loss=next_token_loss,
+        optimizer=optax.adamw(1e-3),
+        batch=batch,
+    )
+
+
+@pytest.mark.parametrize("choice", STRATEGIES, ids=lambda choice: str(dict(choice.layout.mesh)))
+def test_without_overlap_a_step_takes_what_is_predicted(subject, choice):
+    num_devices = math.prod(choice.layout.mesh.values())
+    (predicted,) = predictions(subject, MACHINE, num_devices, [choice])
+    (step,) = steps(subject, MACHINE, num_devices, [choice])
+    times = step.times(MACHINE)
+    graph, beside = step_graph(times), step_graph(times, overlap=True)
+    assert timeline(graph).makespan == pytest.approx(predicted.seconds.total, rel=1e-12)
+    of_optimizer = [task.seconds for task in graph if task.kind == "update"]
+    assert of_optimizer == [predicted.seconds.update] * times.num_stages
+    # sums of gradients beside computations take no longer, but for the latency of more messages
+    latency = sum(each.latency_seconds for each in times.collectives if each.phase == GRADIENT)
+    assert timeline(beside).makespan <= timeline(graph).makespan + latency * times.num_blocks
+    if "tensor" not in choice.layout.mesh and "pipeline" not in choice.layout.mesh and num_devices > 1:
+        assert timeline(beside).makespan < timeline(graph).makespan
+
+
+def of_stages(schedule="1f1b", **others):
+    """Four stages of two blocks each."""
+    sizes = {"num_stages": 4, "num_blocks": 8, "forward": 1.0, "backward": 1.5, "ends": 0.5, "hop": 0.25}
+    choice = Choice(layout=Layout(mesh={"pipeline": 4}), accumulate=6, schedule=schedule)
+    return StepTimes(**({**sizes, "choice": choice, "collectives": (), "update": 0.125} | others))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_the_tasks_run_as_the_schedule_is_simulated(schedule):
+    times = of_stages(schedule)
+    table = make_table(schedule, 4, 6, lockstep=True)
+    simulated = simulate(table, times.task, times.hop)
+    graph = step_graph(times)
+    found = timeline(graph)
+    assert found.makespan == simulated.makespan + times.update
+    for stage in range(4):
+        # the blocks of each of the schedule's tasks, one after the other
+        begins = [found.start[task.key] for task in graph if task.queue == f"stage {stage}: compute"]
+        wanted = [simulated.start[task] for task in table.order(stage)]
+        assert set(wanted) <= set(begins)
+        assert len(begins) >= 2 * len(wanted) + 1
+
+
+def test_a_sum_of_gradients_runs_beside_the_backward_of_the_blocks_before():
+    # of 8 blocks in 1 s each backward, sums of 0.5 s each: all but the last run beside the next backward
+    sums = Collective("all-reduce", ("data",), GRADIENT, 4.0, 0.0, BETWEEN, of_blocks=1.0)
+    times = of_stages(
+        num_stages=1,
+        choice=Choice(layout=Layout(mesh={"data": 2})),
+        forward=4.0,
+        backward=8.0,
+        ends=0.0,
+        collectives=(sums,),
+        update=0.0,
+    )
+    assert timeline(step_graph(times)).makespan == 16.0
+    assert timeline(step_graph(times, overlap=True)).makespan == 12.5
+    # sums that take longer than the backward of a block wait for each other
+    slow = replace(times, collectives=(sums._replace(sent_seconds=16.0),))
+    assert timeline(step_graph(slow, overlap=True)).makespan == 4.0 + 1.0 + 16.0
+
+
+def test_a_model_without_blocks_is_one_task_for_each_microbatch():
+    choice = Choice(layout=Layout(mesh={"data": 2}), accumulate=3)
+    times = of_stages(num_stages=1, choice=choice, num_blocks=1, forward=0.0, backward=0.0, ends=2.0)
+    graph = step_graph(times)
+    assert [task.name for task in graph] == [
+        *(f"forward and backward, microbatch {number}" for number in range(3)),
+        "optimizer",
+    ]
+    assert timeline(graph).makespan == 6.125
+
+
+def test_a_trace_has_a_row_for_each_queue_without_overlap():
+    sums = Collective("all-reduce", ("data",), GRADIENT, 4.0, 0.0, BETWEEN, of_blocks=0.5)
+    graph = step_graph(of_stages(collectives=(sums,)), overlap=True)
+    found = timeline(graph)
+    events = json.loads(trace_text([TracedStep("a step", graph, found)]))["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"stage 0: compute", "stage 3: link between nodes", "link between stages"} <= set(rows.values())
+    tasks = [event for event in events if event["ph"] == "X"]
+    assert len(tasks) == sum(task.seconds > 0 for task in graph)
+    assert max(event["ts"] + event["dur"] for event in tasks) == pytest.approx(1e6 * found.makespan)
+    for row in rows:
+        own = sorted((event["ts"], event["dur"]) for event in tasks if event["tid"] == row)
+        assert all(a + length <= b + 1e-6 for (a, length), (b, _) in pairwise(own))
