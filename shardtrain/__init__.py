@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.differences import Allow
     from shardtrain.checkpoints.policy import CheckpointPolicy
     from shardtrain.combine.synchronisation import Outer, Synchronisation
-    from shardtrain.data import Batches, MaskedTokens, Source, Text, TokenBatches, Tokens, place
+    from shardtrain.data import Batches, Corpus, MaskedTokens, Source, Text, TokenBatches, Tokens, place
     from shardtrain.functional.linen_model import from_linen
     from shardtrain.functional.loss import (
         Loss,
@@ -51,7 +51,7 @@ _MODULES = {
     "checkpoints.policy": ("CheckpointPolicy",),
     "trainer.config": ("Run", "StartFrom"),
     "trainer.strategy": ("Strategy", "read_strategy"),
-    "data": ("Batches", "MaskedTokens", "Source", "Text", "TokenBatches", "Tokens", "place"),
+    "data": ("Batches", "Corpus", "MaskedTokens", "Source", "Text", "TokenBatches", "Tokens", "place"),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "islands.watchdog.diagnosis": ("Watch",),
@@ -91,6 +91,7 @@ __all__ = [
     "Batches",
     "CheckpointPolicy",
     "Checkpoints",
+    "Corpus",
     "Hook",
     "Layout",
     "Loss",

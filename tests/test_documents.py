@@ -146,6 +146,7 @@ def test_the_files_and_names_of_the_recipes_are_there():
         "schedule",
         "launcher",
         "metric sink",
+        "format of data",
         "evaluation metric",
         "mesh axis",
     )

@@ -56,6 +56,7 @@ COMMANDS = (
     *(["launch", name] for name in LAUNCHERS),
     ["doctor"],
     *(["checkpoint", name] for name in ("ls", "show", "verify", "diff", "prune", "export", "import")),
+    *(["data", name] for name in ("tokenize", "train-tokenizer", "ls", "show", "stats", "check")),
 )
 TOKENS_RUN = """
 from pathlib import Path

@@ -25,13 +25,14 @@ COMMANDS = {
     "launch": "start a command as islands: here, on other hosts, or as a batch job",
     "doctor": "check what a run needs before it starts",
     "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
+    "data": "tokenize a corpus, train a tokenizer, list, show, measure and check data",
 }
 """Command -> its description; each is the module of that name."""
 
 FORK = ("launch", "doctor")
 """Commands that fork processes, which a process with threads must not."""
 
-CLEAN_UP = ("checkpoint",)
+CLEAN_UP = ("checkpoint", "data")
 """Commands that remove what they wrote if a signal ends them."""
 
 END_TOGETHER = ("doctor",)

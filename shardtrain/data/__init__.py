@@ -1,8 +1,9 @@
 """Data: text or tokens -> windows -> batches in a fixed order -> arrays on the mesh.
 
-`text.py`, `tokens.py` and `windows.py` make sources, `batches.py` (Grain) and `token_batches.py` put a source
-in order, `row_split.py` decides who gets which rows and what is padding, `loader.py` and `placement.py` (jax)
-put a process's rows on the mesh. Names load at first use: a config needs neither Grain nor jax.
+`corpus.py` (the formats of `sources/`), `text.py` and `windows.py` make sources of samples, `batches.py`
+(Grain) and `token_batches.py` put a source in order, `row_split.py` decides who gets which rows and what is
+padding, `loader.py` and `placement.py` (jax) put a process's rows on the mesh. Names load at first use: a
+config needs neither Grain nor jax.
 """
 
 import importlib
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtrain.data.batches import Batches, Position
+    from shardtrain.data.corpus import Corpus
     from shardtrain.data.loader import BatchShard, Loader, batch_shard
     from shardtrain.data.masked import MaskedTokens
     from shardtrain.data.placement import place, process_rows
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _FILES = {
     "batches": ("Batches", "Position"),
+    "corpus": ("Corpus",),
     "masked": ("MaskedTokens",),
     "loader": ("BatchShard", "Loader", "batch_shard"),
     "placement": ("place", "process_rows"),
@@ -37,6 +40,7 @@ __all__ = [
     "Batch",
     "BatchShard",
     "Batches",
+    "Corpus",
     "Loader",
     "MaskedTokens",
     "Position",

@@ -4,12 +4,13 @@ Next: `batches.py` (their order).
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.tokens import TokenFile, open_tokens
 from shardtrain.errors.messages import problems_error
 
@@ -24,11 +25,12 @@ class Windows:
     Neighbours share one token: the last target of one is the first input of the next.
 
     Args:
-      path: the token file.
+      path: the token file, or the folder or pattern of the files of `shards`.
       seq: tokens that a model reads in one window; a sample has one more, the last target.
       vocab: size of the vocabulary; every token must be below it.
       start: the first token.
       stop: one past the last token.
+      shards: the tokens, where they are in several files; None: in `path`.
     """
 
     path: Path
@@ -36,6 +38,7 @@ class Windows:
     vocab: int
     start: int
     stop: int
+    shards: TokenShards | None = None
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start - 1) // self.seq
@@ -58,13 +61,19 @@ class Windows:
         if wrong.size:
             token, where = int(tokens[wrong[0]]), begin + int(wrong[0])
             change = f"set vocab to {token + 1} or more" if token > 0 else "write the file again"
-            raise ValueError(
-                f"{self.path}: token {token} at {where} is not below vocab {self.vocab}; {change}"
-            )
+            place = f"{self.path}: token {token} at {where}"
+            if self.shards is not None:
+                place, change = (
+                    f"{self.shards.place(where)}, is {token}, which",
+                    change.replace("vocab", "vocab_size"),
+                )
+            raise ValueError(f"{place} is not below vocab {self.vocab}; {change}")
         return {"tokens": tokens.astype(np.int32)}
 
     @cached_property
-    def _file(self) -> TokenFile:
+    def _file(self) -> TokenFile | TokenShards:
+        if self.shards is not None:
+            return self.shards
         file = TokenFile(self.path)
         if file.num_tokens < self.stop:
             raise ValueError(
@@ -119,11 +128,22 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
     Raises:
       ValueError: the file has too few tokens.
     """
-    num_tokens = len(open_tokens(path))
+    return split_windows(
+        Windows(path=path, seq=seq, vocab=vocab, start=0, stop=len(open_tokens(path))), heldout_fraction
+    )
+
+
+def split_windows(windows: Windows, heldout_fraction: float) -> tuple[Windows, Windows | None]:
+    """Split windows into those to train on and, at the end, held-out ones; see `split_tokens`.
+
+    Raises:
+      ValueError: there are too few tokens.
+    """
+    seq, num_tokens = windows.seq, windows.stop
     # both parts need a window at least, with its last target
     windows_needed = 2 if heldout_fraction > 0 else 1
     if num_tokens < windows_needed * (seq + 1):
-        raise ValueError(too_short(path, num_tokens, seq, windows_needed))
+        raise ValueError(too_short(windows.path, num_tokens, seq, windows_needed))
     # round to whole windows: one at least is held out, and one is left to train on
     num_heldout = 0
     if heldout_fraction > 0:
@@ -131,8 +151,7 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
         num_heldout = min(max_heldout, max(1, round(heldout_fraction * ((num_tokens - 1) // seq))))
     # the held-out windows end with the file; the two parts share no token
     border = num_tokens - (num_heldout * seq + 1) if num_heldout else num_tokens
-    train = Windows(path=path, seq=seq, vocab=vocab, start=0, stop=border)
-    heldout = Windows(path=path, seq=seq, vocab=vocab, start=border, stop=num_tokens)
+    train, heldout = replace(windows, stop=border), replace(windows, start=border)
     return train, heldout if num_heldout else None
 
 

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 FREE = (
-    *("run_dir", "data.paths", "replay"),
+    *("run_dir", "data.paths", "data.tokenizer", "replay"),
     *("strategy.layout", "strategy.accumulate", "strategy.remat", "strategy.compute_dtype"),
 )
 """Fields of a run, with their subfields, that may differ between islands: paths of files, and how an island

@@ -1,0 +1,111 @@
+"""Tokenizers of Hugging Face: a `tokenizer.json`, read or trained; all that imports tokenizers."""
+
+import json
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardtrain.system.atomic_write import replace_file
+
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+"""Tokens that end a document, of the families of tokenizers; the first one in a vocabulary counts."""
+
+INSTALL = (
+    "tokenizers are read by the library tokenizers: install it with uv sync --extra hf in a clone, elsewhere"
+    " with pip install 'path/to/shardtrain[hf]'"
+)
+
+
+def library() -> Any:
+    """Return the module tokenizers.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    if find_spec("tokenizers") is None:
+        raise ValueError(INSTALL)
+    return import_module("tokenizers")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, without the special tokens that it would add around each text.
+
+    Args:
+      path: the file.
+      separator: the token after each document; None: `eos_token` of a `tokenizer_config.json` beside it, or
+        else the first of `SEPARATORS` in the vocabulary.
+
+    Raises:
+      ValueError: it is no tokenizer, or has no such token.
+    """
+
+    def __init__(self, path: Path, separator: str | None = None) -> None:
+        try:
+            self._tokenizer = library().Tokenizer.from_file(str(path))
+        except Exception as error:
+            if isinstance(error, ValueError) and str(error) == INSTALL:
+                raise
+            raise ValueError(f"{path} is no tokenizer of Hugging Face: {error}") from None
+        # a file may say that texts are cut off or padded, which is for models and not for documents
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        tokens = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab = max(tokens.values(), default=-1) + 1
+        names = [separator] if separator is not None else [*_configured(path), *SEPARATORS]
+        found = next((name for name in names if name in tokens), None)
+        if found is None:
+            asked = f"no token {separator!r}" if separator is not None else f"none of {', '.join(SEPARATORS)}"
+            raise ValueError(
+                f"{path} has {asked}; name the token that ends a document, such as --data.separator '</s>'"
+            )
+        self.separator = tokens[found]
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, np.uint32) for each in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False)
+
+
+def _configured(path: Path) -> list[str]:
+    try:
+        token = json.loads(path.with_name("tokenizer_config.json").read_text())["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [token["content"] if isinstance(token, dict) else str(token)]
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int, path: Path) -> None:
+    """Train byte-level BPE, as that of GPT-2, and write it as a `tokenizer.json`.
+
+    Args:
+      texts: a sample of the documents, read once.
+      vocab: number of tokens at most, 257 or more: the 256 bytes and the token after documents.
+      path: the file to write.
+
+    Raises:
+      ValueError: the vocabulary is too small.
+
+    References:
+      Sennrich et al. 2016, https://arxiv.org/abs/1508.07909; Radford et al. 2019 (GPT-2), section 2.2.
+    """
+    if vocab < 257:
+        raise ValueError(f"vocab is {vocab}; use 257 or more: the 256 bytes and the token after documents")
+    module = library()
+    tokenizer = module.Tokenizer(module.models.BPE())
+    tokenizer.pre_tokenizer = module.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = module.decoders.ByteLevel()
+    trainer = module.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[SEPARATORS[0]],
+        initial_alphabet=module.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, tokenizer.to_str(pretty=True).encode())

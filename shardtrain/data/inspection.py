@@ -1,0 +1,133 @@
+"""What is in files of data: sizes, statistics, single samples, and everything that cannot be read.
+
+Next: `sources/`, `tokenize.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from shardtrain.data.documents import Piece, open_rows, texts
+from shardtrain.data.sources import FORMATS
+from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.sources.format import BadData, Record, TokenArray
+from shardtrain.data.token_units import checksum
+from shardtrain.data.tokenize import Manifest
+
+QUANTILES = (0, 25, 50, 75, 95, 100)
+CHUNK_TOKENS = 1 << 24
+
+
+class FileFacts(NamedTuple):
+    """What a file has.
+
+    Attributes:
+      file: the file.
+      num_bytes: its size.
+      num_rows: its rows, or documents of tokens; None: not known, or not readable.
+      num_tokens: its tokens; None for text.
+      problem: why it cannot be read; "" if it can.
+    """
+
+    file: SourceFile
+    num_bytes: int
+    num_rows: int | None
+    num_tokens: int | None
+    problem: str = ""
+
+
+def file_facts(file: SourceFile) -> FileFacts:
+    """Return what a file has."""
+    num_bytes = 0 if file.path.is_dir() else file.path.stat().st_size
+    find = FORMATS[file.format].tokens
+    try:
+        if find is None:
+            return FileFacts(file, num_bytes, len(open_rows(file, None)), None)
+        tokens = find(file.path)
+        rows = None if tokens.ends is None else len(tokens.ends())
+        return FileFacts(file, num_bytes, rows, tokens.num_tokens)
+    except BadData as error:
+        return FileFacts(file, num_bytes, None, None, error.why)
+
+
+def find_row(files: Sequence[SourceFile], row: int) -> tuple[SourceFile, int, Record]:
+    """Return a row of files of rows, counted over all files: its file, its number there, its fields.
+
+    Raises:
+      ValueError: there are fewer rows.
+      BadData: it cannot be read.
+    """
+    before = 0
+    for file in files:
+        rows = open_rows(file, None)
+        if row < before + len(rows):
+            return file, row - before, rows.read(row - before)
+        before += len(rows)
+    raise ValueError(f"row is {row}; there are {before:,} rows, use 0 to {before - 1}")
+
+
+def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield (lengths of the documents of a file, number of rows that cannot be read), file after file.
+
+    Lengths are int64 (num_documents,), in characters of text, or in tokens; a file of tokens that does not
+    say where documents end is one document.
+    """
+    for file in files:
+        find = FORMATS[file.format].tokens
+        if find is None:
+            found = [
+                len(text) if isinstance(text, str) else -1
+                for _, text in texts(Piece(str(file.path), file.format), field, None)
+            ]
+            sizes = np.array(found, np.int64)
+            yield sizes[sizes >= 0], int((sizes < 0).sum())
+            continue
+        try:
+            tokens = find(file.path)
+            ends = np.array([tokens.num_tokens]) if tokens.ends is None else tokens.ends()
+            yield np.diff(np.asarray(ends, np.int64), prepend=0), 0
+        except BadData:
+            yield np.empty(0, np.int64), 1
+
+
+def problems_of(files: Sequence[SourceFile], field: str, manifest: Manifest | None) -> Iterator[str]:
+    """Read everything, and yield what is wrong; one empty text for each file that was read."""
+    expected = {} if manifest is None else {shard["file"]: shard for shard in manifest.shards}
+    for file in files:
+        find = FORMATS[file.format].tokens
+        if find is None:
+            for _, text in texts(Piece(str(file.path), file.format), field, None):
+                if isinstance(text, BadData):
+                    yield f"{text.place}: {text.why}"
+        else:
+            try:
+                yield from _token_problems(find(file.path), expected.get(file.path.name), manifest)
+            except BadData as error:
+                yield f"{error.place}: {error.why}"
+        yield ""
+
+
+def _token_problems(tokens: TokenArray, shard: dict | None, manifest: Manifest | None) -> Iterator[str]:
+    if tokens.ends is not None:
+        ends = np.asarray(tokens.ends(), np.int64)
+        if (np.diff(ends, prepend=0) <= 0).any():
+            yield f"{tokens.path}: its documents do not end one after the other"
+    if shard is None or manifest is None:
+        return
+    if checksum(tokens.path) != shard["checksum"]:
+        yield f"{tokens.path}: it does not have the checksum of its manifest"
+    top = largest(tokens)
+    if top >= manifest.vocab:
+        yield f"{tokens.path}: token {top} is not below the vocabulary of {manifest.vocab}"
+
+
+def largest(tokens: TokenArray) -> int:
+    """Return the largest token of a file; -1 if it has none."""
+    found = -1
+    with Path(tokens.path).open("rb") as file:
+        file.seek(tokens.offset)
+        while len(chunk := np.fromfile(file, tokens.dtype, CHUNK_TOKENS)):
+            found = max(found, int(chunk.max()))
+    return found

@@ -1,0 +1,33 @@
+"""The formats that data is read from. To add one: CONTRIBUTING, "A format of data".
+
+Next: `format.py` (what a format is), `find.py` (files of a pattern, recognised).
+"""
+
+from shardtrain.data.sources import (
+    array_record,
+    columns,
+    images,
+    json_lines,
+    megatron,
+    numpy_tokens,
+    tar,
+    text,
+    tf_record,
+)
+from shardtrain.data.sources.format import Format
+
+FORMATS: dict[str, Format] = {
+    "text": text.FORMAT,
+    "jsonl": json_lines.FORMAT,
+    "jsonl.gz": json_lines.GZIP,
+    "jsonl.zst": json_lines.ZSTD,
+    "parquet": columns.PARQUET,
+    "arrow": columns.ARROW,
+    "array_record": array_record.FORMAT,
+    "tfrecord": tf_record.FORMAT,
+    "tar": tar.FORMAT,
+    "images": images.FORMAT,
+    "npy": numpy_tokens.FORMAT,
+    "megatron": megatron.FORMAT,
+}
+"""Name -> format, in the order in which files are compared with them."""

@@ -1,0 +1,177 @@
+"""Find the files of patterns, and recognise the format of each.
+
+Next: `__init__.py`, the formats; `../corpus.py`, which makes windows of them.
+"""
+
+import glob
+import json
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from shardtrain.data.sources import FORMATS
+from shardtrain.data.sources.format import BadData
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.system.excerpts import some
+
+HEAD_BYTES = 16
+BESIDE = (
+    "manifest.json",
+    "plan.json",
+    "tokenizer.json",
+    "dataset_info.json",
+    "state.json",
+    "dataset_dict.json",
+)
+"""Names in folders of data that hold none."""
+
+DATASET_STATE = "state.json"
+MOST_PROBLEMS = 8
+
+
+class SourceFile(NamedTuple):
+    """A file of data, or a folder of images, and the name of its format."""
+
+    path: Path
+    format: str
+
+
+def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
+    """Find the files of paths and patterns.
+
+    Args:
+      patterns: files, folders (searched for files of known formats; hidden names are skipped), and patterns
+        with *, ?, [] and ** (any folders). Those of each are in the order of their names.
+      format_name: the format of all files; None recognises each by its name, or else by its content.
+
+    Returns:
+      The files; a folder with images alone is one of them.
+
+    Raises:
+      ValueError: lists each pattern that names nothing, each file that is not recognised, and each library
+        that is missing.
+    """
+    if format_name is not None and format_name not in FORMATS:
+        raise ValueError(f"there is no format {near(format_name, FORMATS)}")
+    found: list[SourceFile] = []
+    problems: list[str] = []
+    for pattern in map(str, patterns):
+        paths = [Path(pattern)] if os.path.lexists(pattern) else matching(pattern)
+        files: list[SourceFile] = []
+        for path in paths:
+            try:
+                files += _in_folder(path, format_name) if path.is_dir() else [_recognised(path, format_name)]
+            except (OSError, ValueError) as error:
+                problems.append(str(error))
+                break
+        found += files
+        if not paths:
+            problems.append(f"{Path(pattern).absolute()} matches no file; give a file, a folder or a pattern")
+        elif not files and not any(str(path) in problem for path in paths for problem in problems):
+            problems.append(
+                f"{Path(pattern).absolute()} has no file of a known format ({', '.join(FORMATS)})"
+            )
+    problems += missing_libraries({file.format for file in found})
+    if problems:
+        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+        raise problems_error("this data cannot be read", [*problems[:MOST_PROBLEMS], *more])
+    return once(found)
+
+
+def matching(pattern: str) -> list[Path]:
+    """Return the paths that match a pattern, sorted."""
+    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+
+
+def once(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Drop the second file of a pair that is one source, as .bin and .idx."""
+    keys = (str(f.path.with_suffix("")) if f.format == "megatron" else f"{i}" for i, f in enumerate(files))
+    found: dict[str, SourceFile] = {}
+    for key, file in zip(keys, files, strict=True):
+        found.setdefault(key, file)
+    return list(found.values())
+
+
+def recognise(path: Path) -> str | None:
+    """Return the format of a file, by the longest ending of a name that fits, or else by its first bytes.
+
+    >>> recognise(Path("web-00.jsonl.gz")), recognise(Path("web.PARQUET")), recognise(Path("no_such_file"))
+    ('jsonl.gz', 'parquet', None)
+    """
+    name = path.name.lower()
+    endings = {
+        suffix: key for key, each in FORMATS.items() for suffix in each.suffixes if name.endswith(suffix)
+    }
+    if endings:
+        return endings[max(endings, key=len)]
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:
+        return None
+    return next((key for key, each in FORMATS.items() if each.magic and head.startswith(each.magic)), None)
+
+
+def missing_libraries(names: set[str]) -> list[str]:
+    """Return a line for each format whose library is not installed, with what installs it."""
+    lines = []
+    for name in sorted(names):
+        needs = FORMATS[name].needs
+        if needs is not None and find_spec(needs[0]) is None:
+            lines.append(
+                f"{name} files need the library {needs[0]}: install it with uv sync --extra {needs[1]} in a"
+                f" clone, elsewhere with pip install 'path/to/shardtrain[{needs[1]}]'"
+            )
+    return lines
+
+
+def _recognised(path: Path, format_name: str | None) -> SourceFile:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path.absolute()}")
+    name = format_name or recognise(path)
+    if name is None:
+        raise ValueError(
+            f"{path.absolute()} is of no known format ({', '.join(FORMATS)}); give it the ending of its"
+            " format"
+        )
+    return SourceFile(path, name)
+
+
+def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
+    if (folder / DATASET_STATE).is_file():
+        return [SourceFile(path, "arrow") for path in _dataset_files(folder)]
+    found: list[SourceFile] = []
+    with_images = False
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        if Path(root, DATASET_STATE).is_file() and Path(root) != folder:
+            found += _in_folder(Path(root), format_name)
+            folders.clear()
+            continue
+        for name in sorted(names):
+            if name.startswith((".", "_")) or name in BESIDE or name.endswith(".ends"):
+                continue
+            key = format_name or recognise(Path(root, name))
+            with_images |= key == "images"
+            if key is not None and key != "images":
+                found.append(SourceFile(Path(root, name), key))
+    # the folder of images is one source: its folders are classes
+    return [SourceFile(folder, "images")] if with_images and not found else found
+
+
+def _dataset_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that `datasets` saved, in its order."""
+    try:
+        listed = json.loads((folder / DATASET_STATE).read_text())["_data_files"]
+        return [folder / Path(each["filename"]).name for each in listed]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadData(folder / DATASET_STATE, f"it lists no files of a dataset ({error!r})") from None
+
+
+def summary(files: Sequence[SourceFile]) -> str:
+    """Return the number of files of each format, such as `3 parquet, 1 jsonl`."""
+    names = sorted(file.format for file in files)
+    return some([f"{len(list(group))} {name}" for name, group in groupby(names)], 8)

@@ -1,0 +1,135 @@
+"""JSON lines: an object in each line; plain, or compressed by gzip or zstd.
+
+Compressed files are read from their beginning only. zstd is read by pyarrow (`columns.py`).
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from shardtrain.data.sources.columns import open_zstd
+from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.row_offsets import row_offsets
+
+BLOCK_BYTES = 1 << 24
+
+
+class JsonLines:
+    """The lines of a file, found by an index of their offsets; an empty line is no row."""
+
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
+        self._path = path
+        self._offsets = row_offsets(path, folder, line_offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, row: int) -> Record:
+        start, stop = map(int, self._offsets[row])
+        with self._path.open("rb") as file:
+            line = os.pread(file.fileno(), stop - start, start)
+        if len(line) < stop - start:
+            raise BadData(self._path, "the file was cut off since its lines were counted", row)
+        return parse_line(line, self._path, row)
+
+    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
+        return iterate_rows(self, start, stop)
+
+
+def line_offsets(path: Path) -> np.ndarray:
+    """Return the (start, stop) of each line that is not empty, int (n, 2), in bytes."""
+    found, position, unfinished = [np.empty(0, np.int64)], 0, False
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position)
+            position += len(block)
+            unfinished = not block.endswith(b"\n")
+    stops = np.concatenate([*found, [position] if unfinished else np.empty(0, np.int64)]).astype(np.int64)
+    starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
+    lines = np.stack([starts, stops], 1)
+    return lines[stops > starts]
+
+
+def parse_line(line: bytes, path: Path, row: int) -> Record:
+    """Return the object in a line.
+
+    Raises:
+      BadData: it is not UTF-8, or not a JSON object.
+    """
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadData(path, f"the line is not UTF-8 at its byte {error.start:,}", row) from None
+    except (ValueError, RecursionError) as error:
+        raise BadData(path, f"the line is no JSON ({error})", row) from None
+    if not isinstance(record, dict):
+        raise BadData(path, f"the line is a JSON {type(record).__name__}, not an object", row)
+    return record
+
+
+class CompressedLines:
+    """The lines of a compressed file, read from the beginning only."""
+
+    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO]) -> None:
+        self._path, self._open = path, open_file
+        path.stat()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.iterate(0, None))
+
+    def read(self, row: int) -> Record:
+        for _, record in self.iterate(row, row + 1):
+            if isinstance(record, BadData):
+                raise record
+            return record
+        raise IndexError(row)
+
+    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
+        for row, line in enumerate(islice(self._lines(), stop)):
+            if isinstance(line, BadData):
+                yield row, line
+            elif row >= start:
+                try:
+                    yield row, parse_line(line, self._path, row)
+                except BadData as error:
+                    yield row, error
+
+    def _lines(self) -> Iterator[bytes | BadData]:
+        row = 0
+        try:
+            with self._open(self._path) as file:
+                for line in file:
+                    if line != b"\n":
+                        row += 1
+                        yield line.removesuffix(b"\n")
+        except (OSError, EOFError, zlib.error) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            yield BadData(self._path, f"it cannot be decompressed from here on ({error})", row)
+
+
+FORMAT = Format(
+    summary="JSON lines, an object in each", suffixes=(".jsonl", ".ndjson", ".json"), rows=JsonLines
+)
+GZIP = Format(
+    summary="JSON lines in gzip",
+    suffixes=(".jsonl.gz", ".ndjson.gz", ".json.gz"),
+    magic=b"\x1f\x8b",
+    rows=lambda path, folder: CompressedLines(path, gzip.GzipFile),  # type: ignore[arg-type]
+    whole=True,
+)
+ZSTD = Format(
+    summary="JSON lines in zstd",
+    suffixes=(".jsonl.zst", ".ndjson.zst", ".json.zst"),
+    magic=b"\x28\xb5\x2f\xfd",
+    rows=lambda path, folder: CompressedLines(path, open_zstd),
+    whole=True,
+    needs=("pyarrow", "arrow"),
+)

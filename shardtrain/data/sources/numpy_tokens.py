@@ -1,0 +1,42 @@
+"""Tokens in .npy files, which `write_tokens` and `shardtrain data tokenize` write."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from shardtrain.data.sources.format import BadData, Format, TokenArray
+from shardtrain.data.tokens import open_tokens
+
+ENDS = ".ends"
+"""Ending of the file beside a token file that has the ends of its documents, unsigned integers of 8 bytes."""
+
+
+def find_tokens(path: Path) -> TokenArray:
+    """Find the tokens of a .npy file, and the ends of its documents if a file beside it has them."""
+    try:
+        tokens = open_tokens(path)
+    except FileNotFoundError:
+        raise
+    except ValueError as error:
+        raise BadData(path, str(error).removeprefix(f"{path} ")) from None
+    assert isinstance(tokens, np.memmap)
+    beside = path.with_suffix(ENDS)
+    ends = partial(read_ends, beside, len(tokens)) if beside.is_file() else None
+    return TokenArray(path, tokens.dtype, tokens.offset, len(tokens), ends)
+
+
+def read_ends(path: Path, num_tokens: int) -> np.ndarray:
+    """Map the ends of documents into memory, uint64 (num_documents,).
+
+    Raises:
+      BadData: the last document does not end with the tokens.
+    """
+    ends = np.memmap(path, "<u8", mode="r") if path.stat().st_size else np.empty(0, "<u8")
+    last = int(ends[-1]) if len(ends) else 0
+    if last != num_tokens:
+        raise BadData(path, f"its documents end at token {last:,} of {num_tokens:,}")
+    return ends
+
+
+FORMAT = Format(summary="tokens in .npy files", suffixes=(".npy",), magic=b"\x93NUMPY", tokens=find_tokens)

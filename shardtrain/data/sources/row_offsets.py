@@ -1,0 +1,45 @@
+"""Where the rows of a file begin, found once and kept in a file that all ranks map into memory."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from shardtrain.system.atomic_write import new_file
+
+OWNER_ONLY = 0o600
+
+
+def row_offsets(path: Path, folder: Path | None, find: Callable[[Path], np.ndarray]) -> np.ndarray:
+    """Return the byte offsets of a file's rows, from an index that is written at the first call.
+
+    The index is used again while path, size and time of modification are the same.
+
+    Args:
+      path: the file.
+      folder: the folder of the index; None keeps it in memory.
+      find: path -> offsets, int (n, ...), where there is no index yet.
+
+    Returns:
+      What `find` returned, uint64, mapped into memory.
+    """
+    if folder is None:
+        return find(path).astype(np.uint64)
+    index = folder / f"rows-{file_digest(path)}.npy"
+    try:
+        return np.load(index, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):
+        folder.mkdir(parents=True, exist_ok=True)
+    offsets = find(path).astype(np.uint64)
+    with new_file(index, OWNER_ONLY) as file:
+        np.lib.format.write_array(file, offsets, allow_pickle=False)
+    # an empty array cannot be mapped
+    return np.load(index, mmap_mode="r", allow_pickle=False) if offsets.size else offsets
+
+
+def file_digest(path: Path) -> str:
+    """Return a hash of a file's path, size and time of modification."""
+    found = os.stat(path)
+    return hashlib.sha256(f"{path.absolute()} {found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:24]

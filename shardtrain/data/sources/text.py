@@ -1,0 +1,33 @@
+"""Plain text in UTF-8: a file is one document."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+
+
+class TextFile:
+    """A text file as a single row with the field text."""
+
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
+        self._path = path
+        path.stat()
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, row: int) -> Record:
+        if row != 0:
+            raise IndexError(row)
+        try:
+            return {"text": self._path.read_bytes().decode()}
+        except UnicodeDecodeError as error:
+            raise BadData(self._path, f"it is not UTF-8 at byte {error.start:,}", 0) from None
+
+    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
+        return iterate_rows(self, start, stop)
+
+
+FORMAT = Format(
+    summary="plain text, a document in each file", suffixes=(".txt", ".text", ".md"), rows=TextFile
+)

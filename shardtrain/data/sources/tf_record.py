@@ -1,0 +1,100 @@
+"""TFRecord: length, checksum, record, checksum, one after the other; not compressed.
+
+Checksums of lengths are compared, those of records are not: in Python that takes longer than to read them.
+The format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
+"""
+
+import os
+from collections.abc import Iterator
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+
+from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.payload import Kind, kind_of, parse_payload
+from shardtrain.data.sources.row_offsets import row_offsets
+
+HEAD_BYTES, TAIL_BYTES = 12, 4
+
+
+class TfRecords:
+    """The records of a file, found by an index of their offsets."""
+
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
+        self._path = path
+        self._offsets = row_offsets(path, folder, record_offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, row: int) -> Record:
+        return parse_payload(self._bytes(row), self._kind, self._path, row)
+
+    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
+        return iterate_rows(self, start, stop)
+
+    @cached_property
+    def _kind(self) -> Kind:
+        return kind_of(self._bytes(0))
+
+    def _bytes(self, row: int) -> bytes:
+        start, size = map(int, self._offsets[row])
+        with self._path.open("rb") as file:
+            record = os.pread(file.fileno(), size, start)
+        if len(record) < size:
+            raise BadData(self._path, "the file was cut off since its records were counted", row)
+        return record
+
+
+def record_offsets(path: Path) -> np.ndarray:
+    """Return the (start, size) of each record, int (n, 2).
+
+    Raises:
+      BadData: the file ends within a record, or is no TFRecord file.
+    """
+    found: list[tuple[int, int]] = []
+    end = path.stat().st_size
+    position = 0
+    with path.open("rb") as file:
+        while position < end:
+            file.seek(position)
+            head = file.read(HEAD_BYTES)
+            size = int.from_bytes(head[:8], "little")
+            next_position = position + HEAD_BYTES + size + TAIL_BYTES
+            if len(head) == HEAD_BYTES and masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little"):
+                raise BadData(
+                    path, "it is no TFRecord file, or damaged (compressed ones are not read)", len(found)
+                )
+            if next_position > end:
+                raise BadData(path, f"it ends within a record, after {end:,} bytes", len(found))
+            found.append((position + HEAD_BYTES, size))
+            position = next_position
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def masked_crc32c(data: bytes) -> int:
+    """Return the masked CRC-32C (polynomial 0x1EDC6F41, RFC 3720, section 12.1) of a few bytes.
+
+    >>> hex(masked_crc32c(b"123456789"))  # of 0xe3069283
+    '0xc7aac7ae'
+    """
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc_table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@cache
+def crc_table() -> list[int]:
+    """Return the table of CRC-32C for a byte at a time."""
+    table = list(range(256))
+    for _ in range(8):
+        table = [(value >> 1) ^ (0x82F63B78 if value & 1 else 0) for value in table]
+    return table
+
+
+FORMAT = Format(
+    summary="TFRecord, not compressed", suffixes=(".tfrecord", ".tfrecords", ".tfrec"), rows=TfRecords
+)

@@ -1,0 +1,191 @@
+"""Units of work of tokenizing: rows of files that become one shard, whatever processes do it.
+
+A unit that was written is not written again. Next: `tokenize.py`.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardtrain.data.documents import OnError, Piece, open_rows, texts
+from shardtrain.data.sources import FORMATS
+from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.sources.format import BadData
+from shardtrain.data.sources.numpy_tokens import ENDS
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.tokens import write_tokens
+from shardtrain.system.atomic_write import new_file, replace_file
+
+BATCH_CHARACTERS = 1 << 20
+"""Characters of documents that a tokenizer gets at a time."""
+
+BLOCK_BYTES = 1 << 20
+OWNER_ONLY = 0o600
+MOST_LISTED = 20
+"""Errors that the record of a unit lists; all are counted."""
+
+
+class Unit(NamedTuple):
+    """What becomes the shard of a number.
+
+    Attributes:
+      number: from 0.
+      pieces: rows of files, in order.
+    """
+
+    number: int
+    pieces: list[Piece]
+
+    @property
+    def name(self) -> str:
+        """The name of the shard, without an ending."""
+        return f"shard-{self.number:05}"
+
+
+def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_error: OnError) -> list[Unit]:
+    """Cut files into units of about as many bytes; small files share one, large ones are cut at rows.
+
+    Raises:
+      BadData: a file that has to be cut is damaged, and `on_error` is "stop".
+    """
+    units: list[Unit] = []
+    pieces: list[Piece] = []
+    filled = 0
+    for file in files:
+        num_bytes = file.path.stat().st_size
+        for piece, size in _pieces(file, num_bytes, unit_bytes, folder, on_error):
+            if pieces and filled + size > unit_bytes:
+                units.append(Unit(len(units), pieces))
+                pieces, filled = [], 0
+            pieces.append(piece)
+            filled += size
+    return [*units, Unit(len(units), pieces)] if pieces else units
+
+
+def _pieces(
+    file: SourceFile, num_bytes: int, unit_bytes: int, folder: Path, on_error: OnError
+) -> Iterator[tuple[Piece, int]]:
+    """Yield the pieces of a file, and the bytes of each."""
+    whole = Piece(str(file.path), file.format)
+    if num_bytes <= 1.5 * unit_bytes or FORMATS[file.format].whole:
+        yield whole, num_bytes
+        return
+    try:
+        num_rows = len(open_rows(file, folder))
+    except BadData:
+        if on_error == "stop":
+            raise
+        yield whole, num_bytes  # the unit reports it
+        return
+    rows = max(1, num_rows * unit_bytes // num_bytes)
+    for start in range(0, num_rows, rows):
+        stop = min(start + rows, num_rows)
+        yield whole._replace(start=start, stop=stop), num_bytes * (stop - start) // num_rows
+
+
+def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error: OnError) -> dict[str, Any]:
+    """Write the shard of a unit: its tokens, the ends of its documents, and last its record.
+
+    Args:
+      unit: what to read.
+      out: the folder of the shards.
+      tokenizer: makes the tokens.
+      field: the field with the text.
+      on_error: "stop" raises an error; "skip" leaves the row out and counts it.
+
+    Returns:
+      The record.
+
+    Raises:
+      BadData: a row cannot be read, and `on_error` is "stop".
+    """
+    skipped: list[str] = []
+    num_skipped = 0
+    ends: list[int] = []
+    total = 0
+
+    def documents() -> Iterator[np.ndarray]:
+        nonlocal total, num_skipped
+        for batch in _batches(unit, field, out):
+            for tokens in _encoded(batch, tokenizer):
+                if isinstance(tokens, BadData):
+                    if on_error == "stop":
+                        raise tokens
+                    num_skipped += 1
+                    skipped[MOST_LISTED:] = []
+                    skipped.append(f"{tokens.place}: {tokens.why}")
+                elif len(tokens):
+                    total += len(tokens) + 1
+                    ends.append(total)
+                    yield tokens
+
+    path = out / f"{unit.name}.npy"
+    dtype = next(name for name in ("uint8", "uint16", "uint32") if tokenizer.vocab <= np.iinfo(name).max + 1)
+    write_tokens(path, documents(), dtype=dtype, separator=tokenizer.separator)
+    with new_file(path.with_suffix(ENDS)) as file:
+        file.write(np.array(ends, "<u8").tobytes())
+    record = {
+        "file": path.name,
+        "num_tokens": total,
+        "num_documents": len(ends),
+        "num_skipped": num_skipped,
+        "skipped": skipped[:MOST_LISTED],
+        "checksum": checksum(path),
+    }
+    replace_file(record_path(out, unit), json.dumps(record).encode())
+    return record
+
+
+def record_path(out: Path, unit: Unit) -> Path:
+    """Return the file that says that a unit is written."""
+    return out / f"{unit.name}.json"
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _batches(unit: Unit, field: str, out: Path) -> Iterator[list[tuple[Piece, int, str | BadData]]]:
+    batch: list[tuple[Piece, int, str | BadData]] = []
+    characters = 0
+    for piece in unit.pieces:
+        for row, text in texts(piece, field, out):
+            batch.append((piece, row, text))
+            characters += len(text) if isinstance(text, str) else 0
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    yield batch
+
+
+def _encoded(
+    batch: Sequence[tuple[Piece, int, str | BadData]], tokenizer: Tokenizer
+) -> Iterator[np.ndarray | BadData]:
+    """Yield the tokens of each document, or its error, in order."""
+    good = [text for _, _, text in batch if isinstance(text, str)]
+    try:
+        encoded: Iterator[np.ndarray | ValueError] = iter(tokenizer.encode(good))
+    except ValueError:
+        # find the document that cannot be tokens
+        encoded = (_one(text, tokenizer) for text in good)
+    for piece, row, text in batch:
+        found = text if isinstance(text, BadData) else next(encoded)
+        if isinstance(found, ValueError) and not isinstance(found, BadData):
+            found = BadData(Path(piece.path), str(found), row)
+        yield found
+
+
+def _one(text: str, tokenizer: Tokenizer) -> np.ndarray | ValueError:
+    try:
+        return tokenizer.encode([text])[0]
+    except ValueError as error:
+        return error

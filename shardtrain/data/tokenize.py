@@ -1,0 +1,272 @@
+"""Tokenize files into a folder of shards with a manifest: in parallel, and resumed where it was stopped.
+
+The shards depend on files and options alone, not on processes or restarts. Next: `corpus.py`.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.data.documents import OnError, on_error_problems
+from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.token_units import Unit, make_units, record_path, write_unit
+from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, open_tokenizer
+from shardtrain.errors.messages import problems_error
+from shardtrain.system.atomic_write import clear_parts, replace_file
+from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
+
+MANIFEST, PLAN = "manifest.json", "plan.json"
+VERSION = 1
+UNIT_BYTES = 1 << 26
+MOST_TOKENS = 1 << 60
+MOST_BYTES = 1 << 30
+"""Limits of what is read from a manifest, which may come from elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions:
+    """How text becomes tokens.
+
+    Args:
+      tokenizer: bytes, or the path of a tokenizer.json of Hugging Face or of a folder with one.
+      text: the field with the text, of formats with fields.
+      separator: the token after each document, as text; None: the tokenizer's end of a document.
+      on_error: what to do with a row or file that cannot be read: stop, or skip it and count it.
+      shard_bytes: bytes of input in each shard, about.
+
+    Raises:
+      ValueError: lists every value that is out of range.
+    """
+
+    tokenizer: str = BYTES
+    text: str = "text"
+    separator: str | None = None
+    on_error: OnError = "stop"
+    shard_bytes: int = UNIT_BYTES
+
+    def __post_init__(self) -> None:
+        problems = on_error_problems(self.on_error)
+        if self.shard_bytes < 1:
+            problems.append(f"shard_bytes is {self.shard_bytes}; use 1 or more, such as {UNIT_BYTES}")
+        if problems:
+            raise problems_error("this text cannot be tokenized", problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is in a folder of tokens.
+
+    Args:
+      folder: the folder.
+      tokenizer: bytes, or the path of its tokenizer.
+      vocab: number of tokens in the vocabulary.
+      separator: the token after each document.
+      num_tokens: number of tokens, with separators.
+      num_documents: number of documents that are not empty.
+      num_skipped: rows and files that could not be read and were left out.
+      skipped: the first of them, as text.
+      shards: records of the shards, in order.
+    """
+
+    folder: Path
+    tokenizer: str
+    vocab: int
+    separator: int
+    num_tokens: int
+    num_documents: int
+    num_skipped: int
+    skipped: tuple[str, ...]
+    shards: tuple[dict[str, Any], ...]
+
+    def files(self) -> list[Path]:
+        """Return the shards, in order."""
+        return [self.folder / shard["file"] for shard in self.shards]
+
+
+def tokenize(
+    files: Sequence[SourceFile],
+    out: Path,
+    options: TokenizeOptions,
+    *,
+    workers: int = 1,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Manifest:
+    """Tokenize files into a folder, or finish that where it was stopped.
+
+    Args:
+      files: of formats with rows.
+      out: the folder; one that was written from the same files with the same options is completed.
+      options: how.
+      workers: number of processes; 1 works in this one.
+      report: called with (units done, all units) at the beginning and after each.
+
+    Raises:
+      BadData: something cannot be read, and `on_error` is "stop"; file and row are named.
+      ValueError: the folder has other data, or there is no text in the files.
+    """
+    tokenizer = open_tokenizer(options.tokenizer, options.separator)
+    plan = {"version": VERSION, "digest": plan_digest(files, options)}
+    out.mkdir(parents=True, exist_ok=True)
+    _check_plan(out, plan)
+    clear_parts(out, "*")
+    units = make_units(files, options.shard_bytes, out, options.on_error)
+    waiting = [unit for unit in units if not record_path(out, unit).is_file()]
+    report(len(units) - len(waiting), len(units))
+    for done, _ in enumerate(_written(waiting, out, options, workers), start=len(units) - len(waiting) + 1):
+        report(done, len(units))
+    records = [parse_json(read_text(record_path(out, unit)), ours=True) for unit in units]
+    if not any(record["num_tokens"] for record in records):
+        raise ValueError(
+            f"there is no text in {len(files)} files, such as {files[0].path}; give files with text"
+        )
+    own = BYTES
+    if options.tokenizer != BYTES:
+        own = TOKENIZER_FILE
+        path = Path(options.tokenizer)
+        replace_file(out / own, (path / TOKENIZER_FILE if path.is_dir() else path).read_bytes())
+    totals = {name: sum(record[name] for record in records) for name in TOTALS}
+    manifest = {
+        "version": VERSION,
+        "tokenizer": own,
+        "vocab": tokenizer.vocab,
+        "separator": tokenizer.separator,
+        **totals,
+        "skipped": [line for record in records for line in record.pop("skipped")][:20],
+        "shards": records,
+    }
+    replace_file(out / MANIFEST, json.dumps(manifest, indent=1).encode())
+    return read_manifest(out)
+
+
+TOTALS = ("num_tokens", "num_documents", "num_skipped")
+
+
+def plan_digest(files: Sequence[SourceFile], options: TokenizeOptions) -> str:
+    """Return a hash of what the shards depend on: files with sizes and times, options, the tokenizer."""
+    found = hashlib.sha256(json.dumps(asdict(options)).encode())
+    for file in files:
+        stat = os.stat(file.path)
+        times = [str(file.path.absolute()), file.format, stat.st_size, stat.st_mtime_ns]
+        found.update(json.dumps(times).encode())
+    if options.tokenizer != BYTES:
+        path = Path(options.tokenizer)
+        found.update((path / TOKENIZER_FILE if path.is_dir() else path).read_bytes())
+    return found.hexdigest()[:24]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a folder of tokens, which is treated as an untrusted file.
+
+    Raises:
+      FileNotFoundError: the folder has none.
+      ValueError: it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        found = of_kind(parse_json(read_text(path, MOST_BYTES), ours=True), dict, MANIFEST)
+        if found.get("version") != VERSION:
+            raise ValueError(f"version is {found.get('version')!r}; version {VERSION} is read")
+        counts = {name: whole_number(found.get(name), name, MOST_TOKENS) for name in TOTALS}
+        shards = tuple(
+            of_kind(each, dict, "a shard") for each in of_kind(found.get("shards"), list, "shards")
+        )
+        for shard in shards:
+            name = of_kind(shard.get("file"), str, "file")
+            if "/" in name or not name.endswith(".npy"):
+                raise ValueError(f"file is {name!r}; it is the name of a .npy file in this folder")
+            whole_number(shard.get("num_tokens"), "num_tokens", MOST_TOKENS)
+        own = found.get("tokenizer") == BYTES
+        return Manifest(
+            folder=folder,
+            tokenizer=BYTES if own else str(folder / TOKENIZER_FILE),
+            vocab=whole_number(found.get("vocab"), "vocab", 1 << 32, 1),
+            separator=whole_number(found.get("separator"), "separator", 1 << 32),
+            skipped=tuple(map(str, of_kind(found.get("skipped"), list, "skipped"))),
+            shards=shards,
+            **counts,
+        )
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no manifest of tokens: {error}; tokenize again") from None
+
+
+def _check_plan(out: Path, plan: dict[str, Any]) -> None:
+    """Note what a folder is written from, or check that it is the same.
+
+    Raises:
+      ValueError: it is another, or the folder has something else in it.
+    """
+    path = out / PLAN
+    if path.is_file():
+        if parse_json(read_text(path), ours=True) != plan:
+            raise ValueError(
+                f"{out} was begun from other files or with other options (or a file has changed since); give"
+                " another folder, or delete this one"
+            )
+        return
+    if others := sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(".")):
+        raise ValueError(
+            f"{out} has something else in it ({others[0]}); give a folder that is empty or not there"
+        )
+    replace_file(path, json.dumps(plan).encode())
+
+
+def _written(units: Sequence[Unit], out: Path, options: TokenizeOptions, workers: int) -> Iterator[None]:
+    """Write units, and yield after each."""
+    if workers <= 1 or len(units) <= 1:
+        for unit in units:
+            write_unit(
+                unit,
+                out,
+                open_tokenizer(options.tokenizer, options.separator),
+                options.text,
+                options.on_error,
+            )
+            yield
+        return
+    # a fork of a process with threads may hang
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(units)), context, _begin_worker, (options,)) as pool:
+        waiting = [pool.submit(_work, unit, out, options) for unit in units]
+        try:
+            for each in as_completed(waiting):
+                each.result()
+                yield
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_worker: dict[str, Any] = {}
+"""The tokenizer of this worker process, opened once."""
+
+
+def _begin_worker(options: TokenizeOptions) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes; the first one ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    _worker["tokenizer"] = open_tokenizer(options.tokenizer, options.separator)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(unit: Unit, out: Path, options: TokenizeOptions) -> None:
+    write_unit(unit, out, _worker["tokenizer"], options.text, options.on_error)

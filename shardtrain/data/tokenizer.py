@@ -1,0 +1,85 @@
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json` (`huggingface_tokenizer.py`).
+
+Next: `tokenize.py`, which turns files into shards of tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from shardtrain.errors.messages import near
+
+BYTES = "bytes"
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    Attributes:
+      vocab: number of tokens; every token is below it.
+      separator: the token after each document.
+    """
+
+    vocab: int
+    separator: int
+
+    def encode(self, texts: Sequence[str], /) -> list[np.ndarray]:
+        """Return the tokens of each text, without a separator, int (num_tokens,).
+
+        Raises:
+          ValueError: a text cannot be tokens.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        """Return the text of tokens; what is no text is replaced."""
+        ...
+
+
+class Bytes:
+    """A token is a byte of UTF-8; byte 0, which no text should have, separates documents.
+
+    >>> [tokens.tolist() for tokens in Bytes().encode(["aß"])], Bytes().decode([97, 195, 159])
+    ([[97, 195, 159]], 'aß')
+    """
+
+    vocab, separator = 256, 0
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        if any(b"\0" in each for each in encoded):
+            raise ValueError("the text has byte 0, which separates documents")
+        return [np.frombuffer(each, np.uint8) for each in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens).decode(errors="replace")
+
+
+def open_tokenizer(name: Path | str, separator: str | None = None) -> Tokenizer:
+    """Return a tokenizer.
+
+    Args:
+      name: `bytes`, a `tokenizer.json`, or a folder that has one.
+      separator: the token after each document, as text; None: the usual end of a document or text.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: it is no tokenizer, has no such token, or its library is missing.
+    """
+    if str(name) == BYTES:
+        if separator is not None:
+            raise ValueError(f"separator is {separator!r}, and bytes are separated by byte 0; leave it out")
+        return Bytes()
+    path = Path(name)
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    if not path.is_file():
+        hint = near(str(name), [BYTES]) if "/" not in str(name) else str(path.absolute())
+        raise FileNotFoundError(
+            f"there is no tokenizer {hint}; give bytes, or the path of a {TOKENIZER_FILE}"
+        )
+    from shardtrain.data.huggingface_tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(path, separator)

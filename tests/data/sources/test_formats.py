@@ -1,0 +1,222 @@
+"""The contract of formats: the same documents give the same windows, whatever they are written in."""
+
+import json
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from written_formats import DOCUMENTS, WRITERS, example, picture, write_files
+
+from shardtrain.data import Batches, Corpus
+from shardtrain.data.sources import FORMATS
+from shardtrain.data.sources.find import SourceFile, find_files, recognise
+from shardtrain.data.sources.format import BadData
+from shardtrain.data.sources.images import ImageFolder
+from shardtrain.data.sources.payload import parse_example
+
+EXPECTED = b"".join(each.encode() + b"\0" for each in DOCUMENTS if each)
+
+
+def read_all(windows):
+    return [windows[index] for index in range(len(windows))]
+
+
+def test_every_format_is_written_here():
+    assert {*WRITERS, "images"} == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_same_documents_give_the_same_windows(name, tmp_path):
+    folder = write_files(name, tmp_path / "data", DOCUMENTS)
+    for paths in ((folder,), (tmp_path / "data/part-*",), tuple(sorted(folder.iterdir()))):
+        corpus = Corpus(paths=paths, seq=16, heldout_fraction=0.1)
+        train, heldout = corpus.train(tmp_path / "run"), corpus.heldout(tmp_path / "run")
+        num_windows = (len(EXPECTED) - 1) // 16
+        num_heldout = max(1, round(0.1 * num_windows))
+        border = len(EXPECTED) - (num_heldout * 16 + 1)
+        assert heldout is not None
+        assert len(heldout) == num_heldout
+        found = [bytes(window["tokens"].astype(np.uint8)) for window in read_all(train)]
+        assert found == [EXPECTED[i : i + 17] for i in range(0, border - 16, 16)]
+        assert bytes(heldout[0]["tokens"].astype(np.uint8)) == EXPECTED[border : border + 17]
+        # a position saved with one format is right in another
+        assert train.fingerprint == "0d6f7ad160b83ea8"
+    assert name in corpus.summary(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if FORMATS[name].rows is not None])
+def test_rows_are_read_in_any_order_by_threads(name, tmp_path):
+    write_files(name, tmp_path / "data", DOCUMENTS)
+    files = find_files([tmp_path / "data"])
+    assert {file.format for file in files} == {name}
+    opened = [FORMATS[name].rows(file.path, tmp_path / "index") for file in files]  # type: ignore[misc]
+    places = [(rows, row) for rows in opened for row in range(len(rows))]
+    order = np.random.default_rng(0).permutation(len(places)).tolist()
+    with ThreadPoolExecutor(4) as pool:
+        texts = dict(
+            zip(order, pool.map(lambda i: places[i][0].read(places[i][1])["text"], order), strict=True)
+        )
+    found = [text.decode() if isinstance(text, bytes) else text for _, text in sorted(texts.items())]
+    assert found == DOCUMENTS
+    some = [row for row, _ in opened[0].iterate(1, len(opened[0]))]
+    assert some == list(range(1, len(opened[0])))
+    with pytest.raises(IndexError):
+        opened[0].read(len(opened[0]))
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "text"])
+def test_a_file_that_is_cut_off_is_named_and_skipped_if_asked(name, tmp_path):
+    folder = write_files(name, tmp_path / "data", DOCUMENTS)
+    victim = next(file for file in sorted((folder / "part-1").iterdir()) if recognise(file) == name)
+    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size * 2 // 3 + 3])
+    tokens = FORMATS[name].tokens is not None
+    with pytest.raises(BadData, match="part-1/") as error:
+        len(Corpus(paths=(folder,), seq=16).train(tmp_path / "run"))
+    assert "--data.on-error skip" in str(error.value)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+    if not tokens:
+        corpus = Corpus(paths=(folder,), seq=16, on_error="skip")
+        windows = corpus.train(tmp_path / "run")
+        assert "; skipped 1 that cannot be read: " in corpus.summary(tmp_path / "run")
+        assert 5 < len(windows) < len(EXPECTED) // 16
+
+
+def test_names_decide_before_contents(tmp_path):
+    folder = write_files("parquet", tmp_path / "data", DOCUMENTS)
+    (folder / "part-0/a.parquet").rename(folder / "part-0/shard")
+    assert recognise(folder / "part-0/shard") == "parquet"
+    assert recognise(folder / "part-1/A.PARQUET") == "parquet"
+    (tmp_path / "odd").write_text("plain words")
+    assert recognise(tmp_path / "odd") is None
+    assert find_files([tmp_path / "odd"], "text") == [SourceFile(tmp_path / "odd", "text")]
+
+
+def test_what_cannot_be_found_is_listed(tmp_path, monkeypatch):
+    (tmp_path / "odd").write_text("plain words")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError) as error:
+        find_files([tmp_path / "no*.jsonl", tmp_path / "odd", tmp_path / "empty"])
+    lines = str(error.value).splitlines()
+    assert lines[0] == "this data cannot be read:"
+    assert lines[1] == f"  - {tmp_path}/no*.jsonl matches no file; give a file, a folder or a pattern"
+    assert lines[2].startswith(f"  - {tmp_path}/odd is of no known format (text, jsonl, ")
+    assert lines[3].startswith(f"  - {tmp_path}/empty has no file of a known format (text, ")
+    with pytest.raises(ValueError, match=r"there is no format 'parqet' \(did you mean 'parquet'\?\)"):
+        find_files([tmp_path], "parqet")
+    write_files("parquet", tmp_path / "data", DOCUMENTS)
+    monkeypatch.setattr("shardtrain.data.sources.find.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match="parquet files need the library pyarrow: install it with uv sync --extra"
+    ):
+        find_files([tmp_path / "data"])
+
+
+def test_tokens_and_text_are_not_mixed(tmp_path):
+    write_files("npy", tmp_path / "a", DOCUMENTS)
+    write_files("jsonl", tmp_path / "b", DOCUMENTS)
+    with pytest.raises(ValueError, match="tokens and text cannot be mixed; make tokens of the text first"):
+        Corpus(paths=(tmp_path / "a", tmp_path / "b")).train(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"tokenizer is some\.json, and .*a\.npy has tokens already"):
+        Corpus(paths=(tmp_path / "a",), tokenizer="some.json", vocab_size=300).train(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "\xff"}', "the line is not UTF-8 at its byte 10"),
+        (b"{no json}", r"the line is no JSON \(Expecting property name[^)]*\(char 1\)\)"),
+        (b"[1]", "the line is a JSON list, not an object"),
+        (
+            b'{"txt": "a"}',
+            r"it has no field 'text' \(did you mean 'txt'\?\); name that of the text: --data.text",
+        ),
+        (b'{"text": 5}', "field text is int, not text"),
+        (b'{"text": "\\ud800"}', "field text is no valid Unicode at character 0"),
+        (b'{"text": "a\\u0000b"}', "the text has byte 0, which separates documents"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_row(line, why, tmp_path):
+    lines = [json.dumps({"text": f"good line {i}"}).encode() for i in range(9)]
+    lines[4] = line
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(BadData, match=rf"a\.jsonl, row 4: {why}; repair it, or leave out"):
+        Corpus(paths=(tmp_path / "a.jsonl",), seq=8).train(tmp_path / "run")
+    corpus = Corpus(paths=(tmp_path / "a.jsonl",), seq=8, on_error="skip")
+    corpus.train(tmp_path / "run")
+    assert "8 documents, 96 tokens; skipped 1 that cannot be read: " in corpus.summary(tmp_path / "run")
+
+
+def test_a_file_that_changed_is_read_again(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "first words"}\n' * 3)
+    corpus = Corpus(paths=(path,), seq=4)
+    first = corpus.train(tmp_path / "run").fingerprint
+    path.write_text('{"text": "other and more words"}\n' * 3)
+    assert corpus.train(tmp_path / "run").fingerprint != first
+
+
+def test_a_shard_that_vanishes_while_it_is_read_is_named(tmp_path):
+    write_files("npy", tmp_path / "data", DOCUMENTS)
+    windows = Corpus(paths=(tmp_path / "data",), seq=16).train(tmp_path / "run")
+    (tmp_path / "data/part-2/a.npy").unlink()
+    assert len(windows[0]["tokens"]) == 17
+    with pytest.raises(
+        OSError, match=r"part-2/a\.npy cannot be read: No such file or directory; bring it back"
+    ):
+        windows[len(windows) - 1]
+    (tmp_path / "data/part-1/a.npy").write_bytes((tmp_path / "data/part-1/a.npy").read_bytes()[:140])
+    with pytest.raises(OSError, match=r"part-1/a\.npy was cut off: it had 118 tokens, and ends before token"):
+        read_all(windows)
+
+
+def test_a_token_outside_of_the_vocabulary_is_named(tmp_path):
+    write_files("npy", tmp_path / "data", DOCUMENTS)
+    windows = Corpus(paths=(tmp_path / "data",), seq=16, vocab_size=120).train(tmp_path / "run")
+    with pytest.raises(
+        ValueError, match=r"a\.npy, token \d+, is 195, which is not below vocab 120; set vocab_size"
+    ):
+        read_all(windows)
+
+
+def test_ten_million_windows_of_a_thousand_shards_hold_few_files(tmp_path):
+    """Opened by headers alone: files with holes stand for 100 GB."""
+    for i in range(1000):
+        header = {"descr": "<u2", "fortran_order": False, "shape": (10_000 * 512,)}
+        with (tmp_path / f"{i:04}.npy").open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + 10_000 * 512 * 2)
+    windows = Corpus(paths=(tmp_path / "*.npy",), seq=512, vocab_size=2, heldout_fraction=0).train(tmp_path)
+    assert len(windows) == 9_999_999
+    batches = Batches(source=windows, batch=200, seed=3)
+    batch = batches.load({"epoch": 2, "index": 9_999_000})
+    assert batch["tokens"].shape == (200, 513)
+    assert len(os.listdir("/proc/self/fd")) < 200
+
+
+def test_images_are_samples_with_classes(tmp_path):
+    for i in range(6):
+        path = tmp_path / "birds" / ("wren", "gull", "auk")[i % 3] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(i))
+    (tmp_path / "birds/.hidden.png").write_bytes(b"")
+    (found,) = find_files([tmp_path / "birds"])
+    assert found == SourceFile(tmp_path / "birds", "images")
+    rows = ImageFolder(found.path, tmp_path / "index")
+    listed = [(rows.read(i)["name"], rows.read(i)["label"], rows.read(i)["class"]) for i in range(len(rows))]
+    assert listed[:3] == [("auk/2.png", 0, "auk"), ("auk/5.png", 0, "auk"), ("gull/1.png", 1, "gull")]
+    assert rows.read(5)["image"] == picture(3)
+    # the list is used again until a folder changes
+    (tmp_path / "birds/auk/9.png").write_bytes(picture(9))
+    assert len(ImageFolder(found.path, tmp_path / "index")) == 7
+
+
+def test_a_message_of_tensorflow_is_parsed():
+    message = example(a=[b"x", b"y"], n=np.array([3, -1]), f=np.array([0.5, 2.0]))
+    found = parse_example(message)
+    assert found["a"] == [b"x", b"y"]
+    assert found["n"].tolist() == [3, -1]
+    assert found["f"].tolist() == [0.5, 2.0]
+    with pytest.raises(ValueError):
+        parse_example(b"\n\x05plain")

@@ -1,0 +1,232 @@
+"""Text becomes the same shards whatever does it, and however often it was stopped."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_formats import DOCUMENTS, write_files
+
+from shardtrain.data import Corpus, huggingface_tokenizer, token_units
+from shardtrain.data import tokenize as module
+from shardtrain.data.huggingface_tokenizer import HuggingFaceTokenizer, train_tokenizer
+from shardtrain.data.sources.find import find_files
+from shardtrain.data.sources.format import BadData
+from shardtrain.data.sources.numpy_tokens import find_tokens
+from shardtrain.data.token_shards import TokenShards
+from shardtrain.data.tokenize import TokenizeOptions, read_manifest, tokenize
+from shardtrain.data.tokenizer import Bytes, open_tokenizer
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A tokenizer that was trained on the documents."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(DOCUMENTS, 300, path)
+    return path
+
+
+def test_the_tokens_are_those_of_the_library_with_a_separator_after_each(tmp_path, trained):
+    from tokenizers import Tokenizer
+
+    folder = write_files("parquet", tmp_path / "data", DOCUMENTS)
+    options = TokenizeOptions(tokenizer=str(trained), shard_bytes=400)
+    reports = []
+    manifest = tokenize(
+        find_files([folder]), tmp_path / "out", options, report=lambda *counts: reports.append(counts)
+    )
+    assert reports == [(i, len(manifest.shards)) for i in range(len(manifest.shards) + 1)]
+    assert len(manifest.shards) > 3
+    plain = Tokenizer.from_file(str(trained))
+    separator = plain.token_to_id("<|endoftext|>")
+    encoded = [[*plain.encode(text, add_special_tokens=False).ids, separator] for text in DOCUMENTS if text]
+    shards = TokenShards([find_tokens(path) for path in manifest.files()])
+    assert shards.read(0, shards.num_tokens).tolist() == [*chain.from_iterable(encoded)]
+    assert shards.ends is not None
+    assert np.diff(shards.ends, prepend=0).tolist() == list(map(len, encoded))
+    assert (manifest.num_tokens, manifest.num_documents) == (shards.num_tokens, len(encoded))
+    tokenizer = open_tokenizer(manifest.tokenizer)
+    assert tokenizer.decode(shards.read(0, len(encoded[0]) - 1).tolist()) == DOCUMENTS[0]
+    # a run takes vocabulary and tokens from the folder
+    corpus = Corpus(paths=(tmp_path / "out",), seq=8, heldout_fraction=0)
+    assert corpus.vocab == manifest.vocab == 300
+    windows = corpus.train(tmp_path / "run")
+    assert (
+        windows.fingerprint
+        == Corpus(paths=(folder,), tokenizer=str(trained), seq=8, heldout_fraction=0)
+        .train(tmp_path / "run")
+        .fingerprint
+    )
+
+
+@pytest.mark.parametrize("name", ["parquet", "jsonl", "text", "jsonl.gz"])
+def test_any_number_of_processes_writes_the_same_shards(name, tmp_path):
+    files = find_files([write_files(name, tmp_path / "data", DOCUMENTS)])
+    options = TokenizeOptions(shard_bytes=120)
+    tokenize(files, tmp_path / "one", options)
+    if name == "parquet":  # new processes take a second
+        tokenize(files, tmp_path / "three", options, workers=3)
+        assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    assert len(contents(tmp_path / "one")) >= 9
+    assert read_manifest(tmp_path / "one").num_documents == len(DOCUMENTS) - 1
+
+
+class Killed(BaseException):
+    """Ends the work at once, as a signal does."""
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=4))
+def test_a_restart_gives_the_same_shards(tmp_path_factory, stops):
+    tmp_path = tmp_path_factory.mktemp("restart")
+    files = find_files([write_files("jsonl", tmp_path / "data", DOCUMENTS)])
+    options = TokenizeOptions(shard_bytes=150)
+    tokenize(files, tmp_path / "whole", options)
+    with pytest.MonkeyPatch.context() as patch:
+        for stop in stops:
+            count = iter(range(100))
+
+            def replace(path, content, mode=0o666, count=count, stop=stop):
+                if next(count) >= stop:
+                    raise Killed
+                path.write_bytes(content)
+
+            patch.setattr(token_units, "replace_file", replace)
+            try:
+                tokenize(files, tmp_path / "out", options)
+            except Killed:
+                assert not (tmp_path / "out/manifest.json").exists()
+                with pytest.raises(
+                    ValueError, match="out is not finished; give the same shardtrain data tok"
+                ):
+                    Corpus(paths=(tmp_path / "out",), seq=4).train(tmp_path / "run")
+    again = tokenize(files, tmp_path / "out", options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert again.num_documents == len(DOCUMENTS) - 1
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    folder = write_files("jsonl", tmp_path / "data", DOCUMENTS)
+    files = find_files([folder])
+    tokenize(files, tmp_path / "out", TokenizeOptions())
+    with pytest.raises(ValueError, match="out was begun from other files or with other options"):
+        tokenize(files, tmp_path / "out", TokenizeOptions(on_error="skip"))
+    (folder / "part-0/a.jsonl").write_text('{"text": "new"}\n')
+    with pytest.raises(ValueError, match="out was begun from other files or with other options"):
+        tokenize(files, tmp_path / "out", TokenizeOptions())
+    with pytest.raises(
+        ValueError, match=r"data has something else in it \(part-0\); give a folder that is empty"
+    ):
+        tokenize(files, folder, TokenizeOptions())
+    (folder / "part-0/a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(
+        ValueError, match=r"there is no text in 1 files, such as .*a\.jsonl; give files with text"
+    ):
+        tokenize(files[:1], tmp_path / "empty", TokenizeOptions())
+
+
+def test_bad_rows_are_named_in_any_process_or_counted(tmp_path):
+    folder = write_files("jsonl", tmp_path / "data", DOCUMENTS)
+    lines = (folder / "part-1/a.jsonl").read_bytes().splitlines()
+    lines[2] = b'{"text": "a\xffb"}'
+    (folder / "part-1/a.jsonl").write_bytes(b"\n".join(lines))
+    files = find_files([folder])
+    for workers in (1, 2):
+        with pytest.raises(
+            BadData, match=r"part-1/a\.jsonl, row 2: the line is not UTF-8 at its byte 11; repair"
+        ):
+            tokenize(files, tmp_path / f"out{workers}", TokenizeOptions(shard_bytes=100), workers=workers)
+    manifest = tokenize(files, tmp_path / "out", TokenizeOptions(on_error="skip", shard_bytes=100))
+    assert manifest.num_skipped == 1
+    assert manifest.skipped == (f"{folder}/part-1/a.jsonl, row 2: the line is not UTF-8 at its byte 11",)
+    assert manifest.num_documents == len(DOCUMENTS) - 2
+
+
+def test_a_damaged_folder_of_tokens_is_refused(tmp_path):
+    files = find_files([write_files("jsonl", tmp_path / "data", DOCUMENTS)])
+    tokenize(files, tmp_path / "out", TokenizeOptions(shard_bytes=400))
+    corpus = Corpus(paths=(tmp_path / "out",), seq=8)
+    (tmp_path / "out/shard-00001.npy").rename(tmp_path / "out/away")
+    with pytest.raises(ValueError) as error:
+        corpus.train(tmp_path / "run")
+    assert str(error.value).splitlines() == [
+        f"{tmp_path}/out is damaged; bring its files back, or tokenize again:",
+        f"  - there is no token file {tmp_path}/out/shard-00001.npy; make it with write_tokens",
+    ]
+    (tmp_path / "out/shard-00001.npy").write_bytes((tmp_path / "out/shard-00000.npy").read_bytes())
+    with pytest.raises(ValueError, match=r"shard-00001\.(npy|ends)"):
+        corpus.train(tmp_path / "run")
+    for bad in ("[]", "{", json.dumps({"version": 9}), json.dumps({"version": 1, "num_tokens": -1})):
+        (tmp_path / "out/manifest.json").write_text(bad)
+        with pytest.raises(ValueError, match=r"manifest\.json is no manifest of tokens: .*; tokenize again"):
+            corpus.train(tmp_path / "run")
+    shards = [{"file": "../data/x.npy", "num_tokens": 1}]
+    manifest = {"version": 1, "num_tokens": 1, "num_documents": 1, "num_skipped": 0, "shards": shards}
+    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ValueError, match=r"file is '\.\./data/x\.npy'; it is the name of a \.npy file in this folder"
+    ):
+        corpus.train(tmp_path / "run")
+
+
+def test_tokenizers_are_refused_with_what_to_give(tmp_path, trained, monkeypatch):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no tokenizer 'byte' \(did you mean 'bytes'\?\); give"
+    ):
+        open_tokenizer("byte")
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no tokenizer /.*no/tok\.json; give bytes, or the path of"
+    ):
+        open_tokenizer("no/tok.json")
+    with pytest.raises(ValueError, match="separator is 'x', and bytes are separated by byte 0; leave it out"):
+        open_tokenizer("bytes", "x")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad\.json is no tokenizer of Hugging Face: "):
+        open_tokenizer(tmp_path / "bad.json")
+    with pytest.raises(
+        ValueError, match=r"has no token '</end>'; name the token that ends a document, such as"
+    ):
+        open_tokenizer(trained, "</end>")
+    assert open_tokenizer(trained, "one" if "one" in trained.read_text() else "a").separator
+    # the configuration beside it names the token
+    (tmp_path / "tokenizer.json").write_bytes(trained.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "b"}}')
+    assert open_tokenizer(tmp_path).separator == HuggingFaceTokenizer(trained, "b").separator
+    with pytest.raises(ValueError, match="vocab is 256; use 257 or more: the 256 bytes and the token after"):
+        train_tokenizer([], 256, tmp_path / "x.json")
+    monkeypatch.setattr(huggingface_tokenizer, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match="tokenizers are read by the library tokenizers: install it with uv sync"
+    ):
+        open_tokenizer(trained)
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=5))
+def test_text_comes_back(trained, documents):
+    for tokenizer in (Bytes(), open_tokenizer(trained)):
+        assert [tokenizer.decode(each.tolist()) for each in tokenizer.encode(documents)] == documents
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError) as error:
+        TokenizeOptions(on_error="ignore", shard_bytes=0)  # type: ignore[arg-type]
+    assert str(error.value).splitlines() == [
+        "this text cannot be tokenized:",
+        "  - on_error is 'ignore'; allowed: stop, skip",
+        f"  - shard_bytes is 0; use 1 or more, such as {module.UNIT_BYTES}",
+    ]
+    with pytest.raises(ValueError) as error:
+        Corpus(paths="a", seq=0, on_error="no", vocab_size=0)  # type: ignore[arg-type]
+    assert str(error.value).splitlines()[1:] == [
+        "  - seq is 0; use 1 or more",
+        "  - on_error is 'no'; allowed: stop, skip",
+        "  - paths is one path; write paths=('a',)",
+        "  - vocab_size is 0; use 1 to 2**31",
+    ]
