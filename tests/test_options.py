@@ -60,12 +60,13 @@ COMMANDS = (
 )
 TOKENS_RUN = """
 from pathlib import Path
-from shardtrain import MaskedTokens, Run, Tokens
+from shardtrain import Corpus, MaskedTokens, Run, Tokens
 from shardtrain.launch.registry import LAUNCHERS
 from shardtrain.models.decoder import DecoderConfig
 TOKENS = Tokens(path=Path("tokens.npy"), vocab=256, seq=8)
 MODEL = DecoderConfig(vocab=8, seq=8, embed=16, num_layers=1, num_heads=2, bias=False, dtype="bfloat16")
 def run(): return Run(model=MODEL, data=TOKENS)
+def corpus(): return Run(model=MODEL, data=Corpus())
 def masked(): return Run(model=MODEL, data=MaskedTokens(data=TOKENS, mask_token=0))
 """
 
@@ -103,7 +104,7 @@ def helps(run_file):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")
         patch.chdir(ROOT)
-        for words in (*COMMANDS, ["train", f"{run_file}:masked"]):
+        for words in (*COMMANDS, ["train", f"{run_file}:masked"], ["train", f"{run_file}:corpus"]):
             text = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
             with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
                 assert cli.main([word.format(run=run_file) for word in words] + ["--help"]) == 0
@@ -226,6 +227,7 @@ def shown_commands():
 def test_the_commands_that_are_shown_are_understood(monkeypatch, run_file, tmp_path):
     monkeypatch.chdir(ROOT)
     stand_for = {"RUN": "examples/gpt_text.py", "imported/gpt2/run.py": str(run_file)}
+    stand_for["my_run.py"] = f"{run_file}:corpus"
     # what `plan --output` writes
     planned = tmp_path / "strategy.toml"
     planned.write_text(strategy_text(Strategy()))
