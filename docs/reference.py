@@ -26,7 +26,7 @@ REFERENCE = {
 MODULES = {
     "shardtrain.models": (
         *("decoder", "encoder", "encoder_decoder", "mlp", "resnet", "vgg", "linen_decoder", "layers"),
-        *("generate", "huggingface", "huggingface_files"),
+        *("generate", "chunked_logits", "huggingface", "huggingface_files"),
     ),
     "shardtrain.functional": ("model", "nnx_model"),
     "shardtrain.sharding": ("layout", "layout_file", "axis_sizes", "rules"),

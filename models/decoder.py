@@ -15,7 +15,7 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
-from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
+from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
 from shardtrain.models import checks
 from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal
@@ -25,6 +25,7 @@ from shardtrain.models.transformer import (
     Attention,
     FeedForward,
     linear_of,
+    logits_of,
     norm_of,
     stacked_blocks,
     to_stream,
@@ -95,6 +96,8 @@ class DecoderConfig:
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
         head_dim allow it, else "xla".
+      loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
+        gradient. None: all of them.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -124,6 +127,7 @@ class DecoderConfig:
     scan: bool = True
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
+    loss_chunk: int | None = None
 
     def __post_init__(self):
         checks.refuse("DecoderConfig", problems(self))
@@ -187,7 +191,7 @@ class Decoder(nnx.Module):
           tokens_BT: int token ids below `vocab`; T is at most `seq`. An id out of range gives NaN.
 
         Returns:
-          Logits (batch, seq, vocab), float32.
+          Logits (batch, seq, vocab), float32; with `loss_chunk` as `ChunkedLogits`.
 
         Raises:
           ValueError: if T is above `seq`.
@@ -230,12 +234,7 @@ class Decoder(nnx.Module):
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Return the float32 logits, rounded to dtype: the normed residual stream times the vocabulary."""
-        x_BTD = whole_seq(self.final_norm(x_BTD))
-        if self.head is not None:
-            logits_BTV = self.head(x_BTD)
-        else:
-            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, at_use(self.embedding, TABLE, self.config.dtype))
-        return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+        return logits_of(self.config, whole_seq(self.final_norm(x_BTD)), self.head, self.embedding)
 
 
 def flops_per_token(config: DecoderConfig) -> int:

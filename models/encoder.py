@@ -25,6 +25,7 @@ from shardtrain.models.transformer import (
     Attention,
     FeedForward,
     linear_of,
+    logits_of,
     norm_of,
     stacked_blocks,
     too_long,
@@ -63,6 +64,8 @@ class EncoderConfig:
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
         head_dim allow it, else "xla".
+      loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
+        gradient. None: all of them.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -90,6 +93,7 @@ class EncoderConfig:
     scan: bool = True
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
+    loss_chunk: int | None = None
 
     # what `DecoderConfig` lets one choose and this family does not
     num_kv_heads: ClassVar[int | None] = None
@@ -223,12 +227,7 @@ class Encoder(nnx.Module):
         h_BTD = with_logical_constraint(self.transform(whole_seq(stream["x"])), (BATCH, SEQ, MLP))
         h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")
         h_BTD = self.transform_norm(with_logical_constraint(h_BTD, (BATCH, SEQ, EMBED)))
-        if self.head is not None:
-            logits_BTV = self.head(h_BTD)
-        else:
-            logits_BTV = jnp.einsum("BTD,VD->BTV", h_BTD, at_use(self.embedding, TABLE, self.config.dtype))
-        logits_BTV += at_use(self.head_bias, (VOCAB,), self.config.dtype)
-        return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+        return logits_of(self.config.parts, h_BTD, self.head, self.embedding, self.head_bias)
 
     def _keys(self) -> jax.Array | None:
         """Return one key for the embedding and one for each block, the same within a call."""

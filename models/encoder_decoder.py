@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, EMBED, SEQ, VOCAB
+from shardtrain.axes import EMBED, SEQ, VOCAB
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder_blocks import (
@@ -24,7 +24,7 @@ from shardtrain.models.encoder_decoder_blocks import (
     split_key,
 )
 from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal
-from shardtrain.models.transformer import STREAM, TABLE, linear_of, norm_of, too_long, whole_seq
+from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
 from shardtrain.models.transformer_options import (
     Activations,
     Dtypes,
@@ -67,6 +67,8 @@ class EncoderDecoderConfig:
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
         head_dim allow it, else "xla".
+      loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
+        gradient. None: all of them.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -103,6 +105,7 @@ class EncoderDecoderConfig:
     remat: Remats = "weights"
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
+    loss_chunk: int | None = None
 
     def __post_init__(self):
         checks.refuse("EncoderDecoderConfig", problems(self))
@@ -204,11 +207,7 @@ class EncoderDecoder(nnx.Module):
     def last(self, stream: Stream) -> jax.Array:
         """Return the float32 logits, rounded to dtype: the target's normed activations times vocabulary."""
         x_BTD = whole_seq(self.final_norm(stream["target"]))
-        if self.head is not None:
-            logits_BTV = self.head(x_BTD)
-        else:
-            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, at_use(self.embedding, TABLE, self.config.dtype))
-        return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+        return logits_of(self.config.parts, x_BTD, self.head, self.embedding)
 
     def _keys(self) -> jax.Array | None:
         """Return one key for the embeddings and one for each block, the same within a call."""

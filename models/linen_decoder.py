@@ -26,10 +26,12 @@ from shardtrain.axes import (
 )
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
 from shardtrain.models import checks
+from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.layers import attend
 from shardtrain.models.transformer import (
     STREAM,
+    TABLE,
     to_stream,
     too_long,
     whole_seq,
@@ -51,7 +53,7 @@ class LinenDecoder(nn.Module):
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, tokens_BT: jax.Array, train: bool = False) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, train: bool = False) -> Any:
         """Predict the next token at every position.
 
         Args:
@@ -59,7 +61,7 @@ class LinenDecoder(nn.Module):
           train: whether dropout is on; it draws from the stream "dropout".
 
         Returns:
-          Logits (batch, seq, vocab), float32.
+          Logits (batch, seq, vocab), float32; with `loss_chunk` as `ChunkedLogits`.
 
         Raises:
           ValueError: for an option that this model does not have, or if T is above `seq`.
@@ -85,6 +87,10 @@ class LinenDecoder(nn.Module):
         )
         x_BTD, _ = stacked(config, train, name="blocks")(with_logical_constraint(x_BTD, STREAM), None)
         x_BTD = whole_seq(_norm("final_norm", config)(x_BTD))
+        if config.loss_chunk is not None:
+            return ChunkedLogits(
+                hidden_BTD=x_BTD, kernel=table_VD, bias_V=None, kernel_dims=TABLE, chunk=config.loss_chunk
+            )
         logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD).astype(jnp.float32)
         return with_logical_constraint(logits_BTV, (BATCH, SEQ, VOCAB))
 

@@ -27,7 +27,8 @@ from shardtrain.axes import (
     VOCAB,
 )
 from shardtrain.functional.remat_policies import REMAT_POLICIES
-from shardtrain.models.layers import Dims, Linear, Norm, attend, rotate
+from shardtrain.models.chunked_logits import ChunkedLogits
+from shardtrain.models.layers import Dims, Linear, Norm, at_use, attend, rotate
 from shardtrain.models.transformer_options import BlockOptions
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
@@ -118,6 +119,38 @@ def whole_seq(x_BTD: jax.Array) -> jax.Array:
     """
     x_BTD = with_logical_constraint(with_logical_constraint(x_BTD, STREAM), (BATCH, SEQ, EMBED))
     return checkpoint_name(x_BTD, "whole_seq")
+
+
+def logits_of(
+    config: BlockOptions,
+    x_BTD: jax.Array,
+    head: Linear | None,
+    embedding: nnx.Param,
+    bias: nnx.Param | None = None,
+) -> Any:
+    """Return the float32 logits, rounded to dtype: activations times the vocabulary.
+
+    Args:
+      config: for `dtype` and `loss_chunk`.
+      x_BTD: what the head reads.
+      head: a projection without bias; None: the head is the embedding.
+      embedding: the table of tokens.
+      bias: (vocab,), added to the logits.
+
+    Returns:
+      Logits (batch, seq, vocab); with `loss_chunk` as `ChunkedLogits`, computed where they are read.
+    """
+    kernel, dims = (embedding, TABLE) if head is None else (head.kernel, (EMBED, VOCAB))
+    kernel = at_use(kernel, dims, config.dtype)
+    bias_V = None if bias is None else at_use(bias, (VOCAB,), config.dtype)
+    if config.loss_chunk is not None:
+        return ChunkedLogits(
+            hidden_BTD=x_BTD, kernel=kernel, bias_V=bias_V, kernel_dims=dims, chunk=config.loss_chunk
+        )
+    logits_BTV = jnp.einsum("BTD,VD->BTV" if head is None else "BTD,DV->BTV", x_BTD, kernel)
+    if bias_V is not None:
+        logits_BTV += bias_V
+    return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
 
 
 def linear_of(

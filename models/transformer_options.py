@@ -62,6 +62,9 @@ class BlockOptions(Protocol):
     @property
     def attention(self) -> Attentions: ...
 
+    @property
+    def loss_chunk(self) -> int | None: ...
+
 
 def block_sizes(config: Any) -> dict[str, int]:
     """Return the size of each dim, by name, with the defaults of `DecoderConfig` filled in."""

@@ -147,6 +147,20 @@ def test_sequence_sharded_activations_give_the_plain_step(mesh, assert_same):
     assert_same(got, plain("nnx"))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "framework", "microbatches"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "nnx", 4),
+        ({"fsdp": 4, "tensor": 2}, "linen", 1),
+    ],
+    ids=["2-2-2", "linen"],
+)
+def test_a_loss_in_chunks_gives_the_plain_step(mesh, framework, microbatches, assert_same):
+    config = dataclasses.replace(CONFIG, loss_chunk=6)
+    got = sharded(models(config)[framework], Layout(mesh=mesh), microbatches=microbatches)
+    assert_same(got, plain(framework))
+
+
 @pytest.mark.parametrize("framework", ["nnx", "linen", pytest.param("decoder", marks=pytest.mark.full)])
 def test_dropout_is_the_same_on_any_mesh(framework, assert_same):
     """Of a small nnx model, of the linen decoder, and of the nnx decoder."""

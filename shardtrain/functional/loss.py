@@ -5,7 +5,7 @@ So the gradients of any split of a batch, uneven or with empty parts, add up to 
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,24 @@ Loss = Callable[[Apply, Batch], tuple[Any, ...]]
 """(apply, batch) -> (sum, count), or (sum, count, metrics) with metrics: name -> (sum, count)."""
 
 
+@runtime_checkable
+class LogitsInChunks(Protocol):
+    """Logits that exist for a chunk of tokens at a time, as `models.chunked_logits.ChunkedLogits`."""
+
+    def sum_chunks(self, compute: Callable[..., Any], *of_tokens: jax.Array) -> Any:
+        """Add up compute(logits, *arrays) -> (loss, others) over chunks; padding is 0 in all arrays."""
+        ...
+
+
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+    logits: jax.Array | LogitsInChunks, targets: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the summed softmax cross-entropy.
 
     Uses a comparison instead of a gather, so that logits sharded over the vocabulary stay sharded.
 
     Args:
-      logits: float (..., V).
+      logits: float (..., V); or in chunks, of which one exists at a time.
       targets: integer (...), from 0 to V - 1; any other makes the sum NaN, unless its weight is 0.
       weights: float (...); weight 0 ignores a target. By default all are 1.
 
@@ -38,8 +47,10 @@ def cross_entropy(
     >>> round(float(total / count), 4)  # log(4)
     1.3863
     """
-    logits = logits.astype(jnp.float32)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    if isinstance(logits, LogitsInChunks):
+        return logits.sum_chunks(cross_entropy, targets, weights)
+    logits = logits.astype(jnp.float32)
     # mask logits, not only losses: padding may be infinite, and the gradient would be 0 times infinity
     logits = jnp.where(weights[..., None] != 0, logits, 0)
     targets = targets.astype(jnp.int32)  # its dtype may be too small for all classes

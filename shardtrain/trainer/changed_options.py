@@ -17,7 +17,7 @@ FREE = (
     *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with"),
     *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*"),
     *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
-    *("hooks", "hook_errors", "sinks", "replay"),
+    *("hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
 )
 """Options that may differ from those of the checkpoint; each change is reported. Data that differs is read
 from its beginning. Any other option must be the same, or be allowed by `Allow.changed`."""

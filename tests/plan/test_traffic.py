@@ -188,6 +188,20 @@ def test_gradients_of_replicas_are_reduced_once_per_step(config, mesh, zero):
     assert [found for found in over if found.in_loop] == []
 
 
+def test_a_loss_in_chunks_sends_no_more():
+    chunked, plain = (
+        program(replace(UNTIED, loss_chunk=chunk), MIXED, microbatches=4) for chunk in (32, None)
+    )
+    sums = []
+    for step in (chunked, plain):
+        sums.append({})
+        for key, sent in step.measured.items():
+            sums[-1][key.kind, key.axes] = sums[-1].get((key.kind, key.axes), 0) + sent
+    assert set(sums[0]) == set(sums[1])
+    # beside them the loss has a few numbers for each token
+    assert sums[0] == pytest.approx(sums[1], rel=0.01, abs=4 * 4 * ROWS * SEQ)
+
+
 def half(x, kernel):
     """Half a block. `jax.checkpoint` keeps what it traced by function and shapes, in the whole process."""
     x = with_logical_constraint(x, ("batch", "seq", "embed"))

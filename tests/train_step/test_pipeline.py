@@ -331,6 +331,13 @@ def test_a_decoder_is_that_of_one_device_dropout_too(config, mesh, options, asse
     assert_same(got, of_one_device(config))
 
 
+def test_a_loss_in_chunks_is_that_of_plain_logits(assert_same):
+    config = replace(SMALL, dropout=0.0, num_layers=2)
+    chunked = decoder(replace(config, loss_chunk=24))
+    got = gradients(chunked, {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, loss=next_token_loss)
+    assert_same(got, of_one_device(config))
+
+
 def test_it_computes_in_bfloat16():
     model = from_nnx(partial(Words, 2, dtype="bfloat16"))
     expected = gradients(model, {"data": 1})
