@@ -18,7 +18,8 @@ from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds, StateFigures
-from shardtrain.plan.program_cost import Cost, Sharding
+from shardtrain.plan.program_cost import Cost
+from shardtrain.plan.splits import Sharding
 from shardtrain.plan.step_times import StepTimes, step_times, stream_bytes
 from shardtrain.plan.traffic import Weight, weights
 from shardtrain.sharding.layout import Layout

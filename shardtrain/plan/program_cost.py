@@ -4,8 +4,7 @@ The same program is costed for every layout: a layout says which dims are sharde
 `predict.py`, the costs of a whole step.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,43 +12,23 @@ import numpy as np
 
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from shardtrain.plan.program import Array, Kernel, Program, Resharded
-
-
-class Sharding(NamedTuple):
-    """How often the dims of a program are split.
-
-    Args:
-      axes: (name of a dim, the axes of size 2 or more that shard it), for each dim that is sharded.
-      of_parameters: the same for gradients of parameters.
-      sizes: (axis, size) of these axes; a size need not be whole where an island has a part of a batch.
-    """
-
-    axes: tuple[tuple[str, tuple[str, ...]], ...]
-    of_parameters: tuple[tuple[str, tuple[str, ...]], ...]
-    sizes: tuple[tuple[str, float], ...]
-
-    def of(self, dims: Iterable[str | None], *, of_parameter: bool = False) -> frozenset[str]:
-        """Return the axes that shard any of these dims."""
-        named = set(dims)
-        rules = self.of_parameters if of_parameter else self.axes
-        return frozenset(axis for dim, over in rules if dim in named for axis in over)
-
-    def parts(self, dims: Iterable[str | None], *, of_parameter: bool = False) -> float:
-        """Return the number of parts into which something with these dims is split."""
-        found = self.of(dims, of_parameter=of_parameter)
-        return math.prod(size for axis, size in self.sizes if axis in found)
-
-    def array_bytes(self, array: Array) -> float:
-        """Return the bytes of an array on a device."""
-        return array.num_bytes / self.parts(array.dims, of_parameter=array.of_parameter)
+from shardtrain.plan.splits import Sharding, Splits
 
 
 class Sent(NamedTuple):
-    """Bytes of an array, on one device, that a collective over some axes works on."""
+    """Collectives of one kind over the same axes.
+
+    Args:
+      kind: as in `plan.hlo.collectives`.
+      axes: mesh axes that they run over.
+      num_bytes: of the arrays of all of them together, on one device.
+      times: number of collectives.
+    """
 
     kind: str
     axes: tuple[str, ...]
     num_bytes: float
+    times: float
 
 
 class Loop(NamedTuple):
@@ -98,41 +77,41 @@ def costs(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> 
       shardings: how its dims are split.
       seconds: of one kernel on a device.
     """
+    splits = Splits.of(shardings)
+    # shardings that change at the same places run the same kernels
+    changes = np.stack([np.zeros(len(shardings), bool), *_changes(program, splits)], axis=1)
+    group_of = np.unique(changes, axis=0, return_inverse=True)[1].reshape(-1)
     found: dict[int, Cost] = {}
-    groups: dict[tuple[bool, ...], list[int]] = {}
-    for number, sharding in enumerate(shardings):
-        groups.setdefault(_changes(program, sharding), []).append(number)
-    for numbers in groups.values():
-        found |= zip(numbers, _alike(program, [shardings[i] for i in numbers], seconds), strict=True)
+    for group in range(group_of.max(initial=-1) + 1):
+        numbers = np.flatnonzero(group_of == group)
+        total = _total(program, splits.take(numbers), seconds)
+        found |= {int(number): _cost(total, at) for at, number in enumerate(numbers)}
     return [found[number] for number in range(len(shardings))]
 
 
-def _changes(program: Program, sharding: Sharding) -> tuple[bool, ...]:
-    """Return, for each possible change of a sharding, whether it is one; in the bodies of loops too."""
-    own = tuple(
-        sharding.of(each.before) != sharding.of(program.arrays[each.array].dims)
-        for each in program.resharded
-        if each.source is not None
+def _changes(program: Program, splits: Splits) -> Iterator[np.ndarray]:
+    """Return, for each possible change of a sharding, where it is one; in the bodies of loops too."""
+    for each in program.resharded:
+        if each.source is not None:
+            yield splits.differ(each.before, program.arrays[each.array].dims)
+    for kernel in program.kernels:
+        if kernel.body is not None:
+            yield from _changes(kernel.body, splits)
+
+
+def _cost(total: "_Total", at: int) -> Cost:
+    """Return the costs of one of the shardings."""
+    return Cost(
+        flops=float(total.flops[at]),
+        seconds=float(total.seconds[at]),
+        peak_bytes=float(total.peak_bytes[at]),
+        sent=tuple(
+            Sent(kind, over, float(num_bytes[at]), float(times[at]))
+            for (kind, over), (num_bytes, times) in total.sent.items()
+            if times[at]
+        ),
+        loops=tuple(Loop(over, float(times[at]), float(carried[at])) for over, times, carried in total.loops),
     )
-    bodies = (kernel.body for kernel in program.kernels if kernel.body is not None)
-    return own + tuple(change for body in bodies for change in _changes(body, sharding))
-
-
-def _alike(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> list[Cost]:
-    """Return the costs for shardings that make the same changes."""
-    total = _total(program, shardings, seconds)
-    return [
-        Cost(
-            flops=float(total.flops[i]),
-            seconds=float(total.seconds[i]),
-            peak_bytes=float(total.peak_bytes[i]),
-            sent=tuple(total.sent[i]),
-            loops=tuple(
-                Loop(over, float(times[i]), float(carried[i])) for over, times, carried in total.loops
-            ),
-        )
-        for i in range(len(shardings))
-    ]
 
 
 @dataclass(kw_only=True)
@@ -142,69 +121,56 @@ class _Total:
     flops: np.ndarray
     seconds: np.ndarray
     peak_bytes: np.ndarray
-    sent: list[list[Sent]]
+    sent: "_AllSent"
     loops: list[tuple[str, np.ndarray, np.ndarray]]
 
 
-def _total(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> _Total:
-    parts = _Parts(shardings)
-    sizes = [array.num_bytes / parts.of(array.dims, array.of_parameter) for array in program.arrays]
-    kernels = _placed(program, shardings[0])
-    zeros = np.zeros(len(shardings))
-    total = _Total(flops=zeros, seconds=zeros, peak_bytes=zeros, sent=[[] for _ in shardings], loops=[])
+_AllSent = dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]]
+"""(collective, axes) -> bytes and number of collectives, with a number for each sharding."""
+
+
+def _total(program: Program, splits: Splits, seconds: Seconds) -> _Total:
+    sizes = [array.num_bytes / splits.parts(array.dims, array.of_parameter) for array in program.arrays]
+    kernels = _placed(program, splits)
+    zeros = np.zeros(len(splits.sizes))
+    total = _Total(flops=zeros, seconds=zeros, peak_bytes=zeros, sent={}, loops=[])
     inside = []
     for kernel in kernels:
         if kernel.body is None:
-            flops = kernel.flops / parts.of(kernel.dims)
+            flops = kernel.flops / splits.parts(kernel.dims)
             total.flops = total.flops + flops
             total.seconds = total.seconds + seconds(
                 flops, sum(sizes[i] for i in (*kernel.reads, *kernel.writes))
             )
             inside.append(zeros)
             continue
-        body = _total(kernel.body, shardings, seconds)
+        body = _total(kernel.body, splits, seconds)
         # a stage of a pipeline runs its own blocks alone
-        trips = kernel.trips / parts.of((kernel.over,))
+        trips = kernel.trips / splits.parts((kernel.over,))
         total.flops = total.flops + trips * body.flops
         total.seconds = total.seconds + trips * body.seconds
         if kernel.over is not None:
             # what a loop writes is stacked over its trips, or carried from one to the next
             carried = (i for i in kernel.writes if program.arrays[i].dims[:1] != (kernel.over,))
             total.loops.append((kernel.over, trips * body.seconds, sum((sizes[i] for i in carried), zeros)))
-        for all_sent, of_body, times in zip(total.sent, body.sent, trips, strict=True):
-            all_sent += [Sent(each.kind, each.axes, float(times) * each.num_bytes) for each in of_body]
+        for key, (num_bytes, times) in body.sent.items():
+            _add(total.sent, key, trips * num_bytes, trips * times)
         # what one trip makes is its part of what the loop makes, and is there once
         made = np.where(trips <= 1, sum((sizes[i] for i in kernel.writes), zeros), 0.0)
         inside.append(np.maximum(body.peak_bytes - made, 0.0))
     total.peak_bytes = _peak_bytes(program, kernels, sizes, inside)
-    for all_sent, sharding in zip(total.sent, shardings, strict=True):
-        for each in program.resharded:
-            all_sent += _sent(each, program.arrays[each.array], sharding)
+    for each in program.resharded:
+        _add_sent(total.sent, each, program.arrays[each.array], splits)
     return total
 
 
-class _Parts:
-    """The numbers of parts of dims, for several shardings; each combination of dims is looked up once."""
-
-    def __init__(self, shardings: Sequence[Sharding]) -> None:
-        self.shardings = shardings
-        self.found: dict[tuple[frozenset[str | None], bool], np.ndarray] = {}
-
-    def of(self, dims: Iterable[str | None], of_parameter: bool = False) -> np.ndarray:
-        key = frozenset(dims), of_parameter
-        if key not in self.found:
-            split = [each.parts(key[0], of_parameter=of_parameter) for each in self.shardings]
-            self.found[key] = np.array(split, float)
-        return self.found[key]
-
-
-def _placed(program: Program, sharding: Sharding) -> list[Kernel]:
-    """Return the kernels without changes of sharding that change nothing here."""
+def _placed(program: Program, splits: Splits) -> list[Kernel]:
+    """Return the kernels without changes of sharding that change nothing in these shardings."""
     same = {
         each.array: each.source
         for each in program.resharded
         if each.source is not None
-        and sharding.of(each.before) == sharding.of(program.arrays[each.array].dims)
+        and not splits.differ(each.before, program.arrays[each.array].dims)[:1].any()
     }
 
     def source(number: int) -> int:
@@ -239,21 +205,27 @@ def _peak_bytes(
     return peak
 
 
-def _sent(each: Resharded, array: Array, sharding: Sharding) -> list[Sent]:
-    """Return the collectives by which an activation gets its sharding."""
-    if not sharding.of((*each.summed, *each.before, *array.dims)):
-        return []
-    after, before = sharding.of(array.dims), sharding.of(each.before)
-    summed = sharding.of(each.summed) - before
-    scattered, gathered = summed & after, before - after
-    whole = array.num_bytes / sharding.parts(array.dims)
-    found = []
+def _add_sent(sent: _AllSent, each: Resharded, array: Array, splits: Splits) -> None:
+    """Add the collectives by which an activation gets its sharding."""
+    after, before = splits.mask(array.dims), splits.mask(each.before)
+    summed = splits.mask(each.summed) & ~before
+    whole = array.num_bytes / splits.parts(array.dims)
     # a partial sum whose result is sharded over the same axes is scattered, otherwise every device gets it
-    if scattered:
-        parts = math.prod(size for axis, size in sharding.sizes if axis in scattered)
-        found.append(Sent(REDUCE_SCATTER, tuple(sorted(scattered)), whole * parts))
-    if summed - scattered:
-        found.append(Sent(ALL_REDUCE, tuple(sorted(summed - scattered)), whole))
-    if gathered:
-        found.append(Sent(ALL_GATHER, tuple(sorted(gathered)), whole))
-    return found
+    scattered = summed & after
+    for kind, over, num_bytes in (
+        (REDUCE_SCATTER, scattered, whole * splits.product(scattered)),
+        (ALL_REDUCE, summed & ~scattered, whole),
+        (ALL_GATHER, before & ~after, whole),
+    ):
+        if over.any():
+            # bit i of a code: whether axis i is one of those that the collective runs over
+            codes = over @ (1 << np.arange(len(splits.names)))
+            for code in set(codes.tolist()) - {0}:
+                names = tuple(name for i, name in enumerate(splits.names) if code >> i & 1)
+                here = codes == code
+                _add(sent, (kind, names), here * num_bytes, here * 1.0)
+
+
+def _add(sent: _AllSent, key: tuple[str, tuple[str, ...]], num_bytes: np.ndarray, times: np.ndarray) -> None:
+    before = sent.get(key, (0.0, 0.0))
+    sent[key] = before[0] + num_bytes, before[1] + times

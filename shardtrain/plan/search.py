@@ -5,6 +5,7 @@ that a run makes itself, and predicted by `predict.py`.
 """
 
 import math
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,8 +125,10 @@ def search(
     for bound in sorted(bounds, key=_rank):
         if len(ranked) >= most and _rank(bound) > _rank(ranked[most - 1]):
             break
-        (exact,) = predictions(subject, machine, num_devices, [bound.choice])
-        ranked = sorted([*ranked, replace(bound, prediction=exact)], key=_rank)
+        if bound.choice.layout.mesh.get(axes.PIPELINE, 1) > 1:
+            (exact,) = predictions(subject, machine, num_devices, [bound.choice])
+            bound = replace(bound, prediction=exact)
+        insort(ranked, bound, key=_rank)
     return Plan(ranked=tuple(ranked[:most]), refused=refused, num_choices=len(choices))
 
 

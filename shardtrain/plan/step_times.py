@@ -214,8 +214,8 @@ def _of_activations(
     sums: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
     for each in found.sent:
         over = tuple(axis for axis in each.axes if sizes.get(axis, 1) > 1)
-        seconds = runs * machine.collective_seconds(each.kind, over, sizes, each.num_bytes)
-        latency = runs * machine.collective_seconds(each.kind, over, sizes, 0.0)
+        seconds = runs * machine.collective_seconds(each.kind, over, sizes, each.num_bytes, each.times)
+        latency = runs * machine.collective_seconds(each.kind, over, sizes, 0.0, each.times)
         before = sums.get((each.kind, over), (0.0, 0.0))
         sums[each.kind, over] = (before[0] + seconds - latency, before[1] + latency)
     for (kind, over), (sent, latency) in sums.items():

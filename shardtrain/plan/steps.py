@@ -10,7 +10,8 @@ from shardtrain.data.row_split import RowSplit
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.program_cost import Cost, Sharding, costs
+from shardtrain.plan.program_cost import Cost
+from shardtrain.plan.splits import Sharding
 from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.plan.subject import StateOf, Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -62,13 +63,11 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
         )
         for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
     ]
-    # many choices split the arrays of a program alike
     found: dict[tuple[str | None, Sharding], Cost] = {}
     for remat in dict.fromkeys(choice.remat for choice in choices):
         alike = [each for each, choice in zip(shardings, choices, strict=True) if choice.remat == remat]
-        different = list(dict.fromkeys(alike))
-        of_all = costs(subject.program(remat), different, machine.rates.seconds)
-        found |= {(remat, each): one for each, one in zip(different, of_all, strict=True)}
+        of_all = subject.costs(remat, alike, machine.rates)
+        found |= {(remat, each): one for each, one in zip(alike, of_all, strict=True)}
     return [
         Step(found[choice.remat, sharding], state, each, choice, num_rows * subject.row_bytes)
         for choice, sharding, state, each, num_rows in zip(

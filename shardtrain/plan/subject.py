@@ -5,7 +5,7 @@ Next: `search.py`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,9 +20,12 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
+from shardtrain.plan.machine import Rates
 from shardtrain.plan.predict import state_figures
 from shardtrain.plan.prediction import Choice, StateFigures
 from shardtrain.plan.program import Program
+from shardtrain.plan.program_cost import Cost, costs
+from shardtrain.plan.splits import Sharding
 from shardtrain.plan.trace import trace
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
@@ -50,6 +53,7 @@ class Subject:
     _programs: dict[str | None, Program] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
     _states: dict[Any, "StateOf"] = field(default_factory=dict, init=False, repr=False)
+    _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def batch_rows(self) -> int:
@@ -77,7 +81,7 @@ class Subject:
     def share(self, rows: int) -> "Subject":
         """Return the same for an island with so many rows of the batch; traced programs are shared."""
         found = replace(self, rows=rows)
-        for name in ("_programs", "_models", "_states"):
+        for name in ("_programs", "_models", "_states", "_costs"):
             object.__setattr__(found, name, getattr(self, name))
         return found
 
@@ -107,6 +111,15 @@ class Subject:
             self._programs[remat] = _traced(self.model_of(remat), self.loss, self.batch)
         return self._programs[remat]
 
+    def costs(self, remat: str | None, shardings: Sequence[Sharding], rates: Rates) -> list[Cost]:
+        """Return what one run of the program costs a device, for each of several shardings, found once."""
+        keys = [(remat, each, rates) for each in shardings]
+        missing = list(dict.fromkeys(key for key in keys if key not in self._costs))
+        if missing:
+            found = costs(self.program(remat), [each for _, each, _ in missing], rates.seconds)
+            self._costs.update(zip(missing, found, strict=True))
+        return [self._costs[key] for key in keys]
+
     def state(self, choice: Choice, num_devices: int) -> "StateOf":
         """Return what follows from the specs of the state, and the layout completed for the model.
 
@@ -118,14 +131,15 @@ class Subject:
         # by default `data` shards no parameter, so layouts that differ in its size alone have the same specs
         rules = repr((layout.parameters, layout.activations))
         known = {**sizes, axes.DATA: min(sizes[axes.DATA], 2)} if axes.DATA not in rules else sizes
-        key = (tuple(known.values()), rules, layout.unnamed, layout.zero, layout.sequence_sharded)
-        key = (*key, choice.virtual_stages)
+        key = (tuple(known.values()), rules, layout.unnamed, layout.zero, choice.virtual_stages)
         if key not in self._states:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
             item_bytes = 4 if self.in_float32 else 2
             self._states[key] = StateOf(specs.layout, state_figures(specs, sizes, item_bytes))
-        return self._states[key]
+        # whether activations are sharded along the sequence changes no parameter
+        found = self._states[key]
+        return found._replace(layout=replace(found.layout, sequence_sharded=layout.sequence_sharded))
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal cut of the blocks into stages of a mesh; None for one stage.

@@ -9,6 +9,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardtrain import axes
@@ -130,7 +132,7 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
     """
     # three sources: parameters and their gradients, activations of tensor parallelism, and, with a sharded
     # sequence, one more
-    of_parameters = _parameters(work, layout, sizes)
+    of_parameters = _parameters(work, layout.zero, sizes)
     # with a sharded sequence, weights that tensor does not shard get partial gradients
     sequence = [_sequence_gradient(weight, work) for weight in work.weights if axes.TENSOR not in weight.axes]
     parts = [_activations(work, layout, sizes), of_parameters, *(sequence if layout.sequence_sharded else [])]
@@ -165,6 +167,21 @@ def parameter_traffic(
     all-gather ('fsdp',) 800.0
     reduce-scatter ('fsdp',) 800.0
     """
+    return _parameter_traffic(
+        weights, layout.zero, tuple(sizes.items()), microbatches, compute_bytes, block_gathers
+    )
+
+
+@lru_cache(maxsize=4096)
+def _parameter_traffic(
+    weights: tuple[Weight, ...],
+    zero: int,
+    sizes: tuple[tuple[str, int], ...],
+    microbatches: int,
+    compute_bytes: int,
+    block_gathers: int,
+) -> Traffic:
+    """Return the same, kept: a search asks for each schedule and each way to recompute."""
     work = StepSizes(
         weights=weights,
         num_tokens=0,
@@ -174,10 +191,10 @@ def parameter_traffic(
         compute_bytes=compute_bytes,
         block_gathers=block_gathers,
     )
-    return _summed(_parameters(work, layout, sizes), sizes)
+    return MappingProxyType(_summed(_parameters(work, zero, dict(sizes)), dict(sizes)))
 
 
-def _summed(flows: "_Flows", sizes: Mapping[str, int]) -> Traffic:
+def _summed(flows: "_Flows", sizes: Mapping[str, int]) -> dict[Key, float]:
     """Return the sent bytes of all flows by key, without axes of size 1."""
     sums: dict[Key, float] = defaultdict(float)
     for kind, over, in_blocks, payload_bytes in flows:
@@ -192,11 +209,9 @@ _Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
 """Collective, axes, whether in the blocks, and bytes of the unsharded array over all runs."""
 
 
-def _parameters(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
+def _parameters(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> _Flows:
     for weight in work.weights:
-        yield from (
-            _gathered_weight(weight, work, sizes) if layout.zero == 3 else _replicated_weight(weight, sizes)
-        )
+        yield from (_gathered_weight(weight, work, sizes) if zero == 3 else _replicated_weight(weight, sizes))
         if not weight.in_blocks:  # replicated over pipeline stages, each of which adds to its gradient
             stored = weight.num_elements / _total(sizes, weight.axes)
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES

@@ -182,7 +182,8 @@ def state_specs(
     # 3. the whole state; what each replica has of its own gets a leading dim over data
     specs = Specs(abstract, arrays, params, sharded, abstract, layout, unplaced, stages)
     fragments = fragments_of(synchronisation, specs)
-    abstract = jax.eval_shape(lambda s: with_replicas(s, synchronisation, sizes, specs), abstract)
+    if not synchronisation.is_mean:
+        abstract = jax.eval_shape(lambda s: with_replicas(s, synchronisation, sizes, specs), abstract)
     state = State(
         step=whole,
         seed=whole,
@@ -208,6 +209,8 @@ def _outer_specs(
     fragments: Sequence[Fragment], synchronisation: Synchronisation, params: Any, sharded: Any
 ) -> Any:
     outer = synchronisation.outer_optimizer
+    if outer is None:
+        return ()
     state = jax.eval_shape(lambda params: init_outer(fragments, outer, params), params)
     return tuple(
         _specs_like_params(own, each.take(params), each.select(sharded))

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import flax.linen
 import jax
@@ -23,8 +24,9 @@ from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates, machine_of
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.program_cost import Sharding, costs
+from shardtrain.plan.program_cost import costs
 from shardtrain.plan.search import Space, mesh_text, predictions, search
+from shardtrain.plan.splits import Sharding
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import trace
 from shardtrain.plan.traffic import sent_bytes
@@ -86,10 +88,10 @@ def test_a_sum_over_a_sharded_dim_is_completed_once():
     program = traced(halves, [(8, 4), (4, 16), (16, 4), (16, 4)], names, [("residual_seq", "embed")])
     whole, over = 8 * 4 * 4, (("tensor", 2),)
     assert one(program).sent == ()
-    assert one(program, (("mlp", ("tensor",)),), over).sent == (("all-reduce", ("tensor",), whole),)
+    assert one(program, (("mlp", ("tensor",)),), over).sent == (("all-reduce", ("tensor",), whole, 1),)
     # a result that is sharded over the same axis is scattered
     scattered = (("mlp", ("tensor",)), ("residual_seq", ("tensor",)))
-    assert one(program, scattered, over).sent == (("reduce-scatter", ("tensor",), whole),)
+    assert one(program, scattered, over).sent == (("reduce-scatter", ("tensor",), whole, 1),)
 
 
 def test_a_loop_costs_its_trips_and_a_stage_has_a_part_of_them():
@@ -103,6 +105,23 @@ def test_a_loop_costs_its_trips_and_a_stage_has_a_part_of_them():
     assert one(program, (("layers", ("parts",)),), (("parts", 3),)).flops == 2 * 2 * 8 * 4 * 4
     (loop,) = one(program).loops
     assert loop == ("layers", 6 * 2 * 8 * 4 * 4, 8 * 4 * 4)
+
+
+def test_many_shardings_cost_what_each_costs_alone(subject):
+    program = subject.program("outputs")
+    meshes = ({"data": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 4}, {"pipeline": 2, "tensor": 2}, {"data": 1})
+    shardings = []
+    for mesh, sequence in product(meshes, (False, True)):
+        sizes = axis_sizes(mesh, math.prod(mesh.values()))
+        state = subject.state(
+            Choice(layout=Layout(mesh=mesh, sequence_sharded=sequence)), math.prod(mesh.values())
+        )
+        shardings.append(sharding_of(state.layout, sizes, 2))
+    together = costs(program, shardings, RATES.seconds)
+    assert together == [costs(program, [each], RATES.seconds)[0] for each in shardings]
+    blocks = [sent for each in together for sent in each.sent if sent.times >= 2 * CONFIG.num_layers]
+    # every block sends over tensor, with a sharded sequence by two kinds of collectives
+    assert {sent.kind for sent in blocks} == {"all-reduce", "reduce-scatter", "all-gather"}
 
 
 STRATEGIES = [
