@@ -29,7 +29,8 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import Space, mesh_text, predictions, search
+from shardtrain.plan.search import predictions, search
+from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shardtrain.cli.option_files import cluster_of, strategy_of
+from shardtrain.cli.plan_pictures import draw_frontiers
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import problems_error
@@ -17,6 +18,7 @@ from shardtrain.plan.simulator.timeline import timeline
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.report.plan import explained_text, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
+from shardtrain.report.plots.frontier import check_frontier
 from shardtrain.report.step_trace import TracedStep, is_trace, trace_text, traced_text
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
@@ -40,6 +42,8 @@ class PlanOptions:
       most: number of ways to show.
       advise: show how the best way scales with devices and links, and what each recomputation needs.
       explain: show every term of the best way, with its formula.
+      frontier: draw memory against time of a step of all ways, and of those that no other beats in both, to
+        this file, .png or .svg; of several kinds of islands a file each.
       output: write the best as a strategy file, for: shardtrain train RUN --strategy FILE.
       trace: write the tasks of a step, of the best way or of that of --strategy, as a trace that
         ui.perfetto.dev shows: a row for each device and link.
@@ -54,6 +58,7 @@ class PlanOptions:
     most: int = 10
     advise: bool = False
     explain: bool = False
+    frontier: Path | None = None
     output: Path | None = None
     trace: Path | None = None
 
@@ -141,20 +146,24 @@ def main(arguments: Sequence[str]) -> int:
         check_output(options.output)
     if options.trace is not None:
         check_trace(options.trace)
+    if options.frontier is not None:
+        check_frontier(options.frontier)
     with TemporaryDirectory() as folder:
         subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
-    plan = plan_cluster(subjects, cluster, space_of(run, parse_mesh(options.fixed)), options.most)
-    terminal.out(plan_text(plan, run.batch, options.most))
+    space = space_of(run, parse_mesh(options.fixed))
+    plan = plan_cluster(subjects, cluster, space, options.most)
+    terminal.out(plan_text(plan, subjects, options.most))
     if options.explain:
         for each in (one for one in plan.kinds if one.plan.ranked):
             terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
+    if options.frontier is not None:
+        terminal.out(draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:
         terminal.out(plan_advice_text(subjects, plan))
     if options.trace is not None and all(each.plan.ranked for each in plan.kinds):
         given = None if strategy_of(arguments) is None else choices_of(run.strategy, plan)
         terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))
-    fits = all(each.plan.ranked and each.plan.ranked[0].fits for each in plan.kinds)
-    if options.output is not None and fits:
+    if options.output is not None and plan.fits:
         replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())
         terminal.out(f"strategy: {options.output}\n")
-    return DONE if fits else FAILED
+    return DONE if plan.fits else FAILED

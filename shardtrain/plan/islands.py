@@ -7,8 +7,10 @@ from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.plan.devices import GB
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
 from shardtrain.plan.machine import Machine, machine_of
+from shardtrain.plan.nearest import nearest_text
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import Plan, Space, search
+from shardtrain.plan.search import Plan, search
+from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
@@ -52,8 +54,8 @@ class ClusterPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the best of every kind fits its devices."""
-        return all(each.plan.ranked[0].fits for each in self.kinds)
+        """Whether something runs on every kind, and the best fits its devices."""
+        return all(each.plan.ranked and each.plan.ranked[0].fits for each in self.kinds)
 
     @property
     def seconds(self) -> float:
@@ -85,7 +87,10 @@ def plan_cluster(
         space = replace(space, schedules=space.schedules[:1])
     subject, islands = subjects[0], cluster.of_islands
     if len(islands) == 1:
-        plan = search(subject, machines[0], islands[0].devices or 1, space, most)
+        devices = islands[0].devices or 1
+        plan = search(subject, machines[0], devices, space, most)
+        if not plan.ranked:
+            plan = replace(plan, nearest=nearest_text(subject, devices, space))
         return ClusterPlan(
             kinds=(KindPlan(kind=islands[0], machine=machines[0], rows=subject.batch_rows, plan=plan),),
             shares=(subject.batch_rows,),
@@ -164,7 +169,8 @@ def _with_speeds(
         if not plan.ranked:
             # what the run's own checks say of the first layout
             raise ValueError(
-                f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}"
+                f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}\n"
+                + nearest_text(subject.share(most_rows), kind.devices or 1, space)
             )
         kinds.append(KindPlan(kind=kind, machine=machine, rows=most_rows, plan=plan))
     sent = sent_bytes(ALL_REDUCE, len(rows), 4 * subjects[0].num_parameters)

@@ -69,12 +69,15 @@ class Machine:
       devices_per_node: number of devices that have the faster link to each other.
       device_link: between devices of a node.
       node_link: of a node to others, which its devices share.
+      peak_flops_per_second: of a device by its data sheet, in the dtype of the run; where that is not known,
+        what it really reaches.
     """
 
     rates: Rates
     devices_per_node: int = MOST_DEVICES
     device_link: Link = Link()
     node_link: Link = Link()
+    peak_flops_per_second: float | None = None
 
     def link(self, over: Sequence[str], sizes: Mapping[str, int]) -> Link:
         """Return the link by which a ring over these axes is limited.
@@ -150,14 +153,14 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: 
         raise ValueError(
             f"device {near(device.name, names)}; or give its teraflops, memory_gb and memory_gb_per_second"
         )
-    flops = None if device.teraflops is None else device.teraflops * TERA
-    if flops is None and known is not None:
+    flops, peak = None if device.teraflops is None else device.teraflops * TERA, None
+    if known is not None:
         in_16_bits = known.matrix_flops_per_second or known.float16_flops_per_second
         peak = known.float32_flops_per_second if in_float32 else in_16_bits
-        dtype = "float32" if in_float32 else "16 bits"
-        if peak is None:
+        if flops is None and peak is None:
+            dtype = "float32" if in_float32 else "16 bits"
             raise ValueError(f"the table has no rate of {known.kind} in {dtype}; give its teraflops")
-        flops = OF_PEAK_FLOPS * peak
+        flops = OF_PEAK_FLOPS * (peak or 0.0) if flops is None else flops
     assert flops is not None
     moved, memory = device.memory_gb_per_second, device.memory_gb
     if known is not None:
@@ -175,6 +178,7 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: 
         devices_per_node=device.per_node or max(devices // nodes, 1),
         device_link=Link(bytes_per_second=_bytes(device.link_gb_per_second), latency_seconds=latency),
         node_link=Link(bytes_per_second=_bytes(device.node_link_gb_per_second), latency_seconds=latency),
+        peak_flops_per_second=peak or flops,
     )
 
 

@@ -27,7 +27,7 @@ from shardtrain.plan.program import Program
 from shardtrain.plan.program_cost import Cost, costs
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.trace import trace
-from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import state_specs
 from shardtrain.train_step.replica_sums import BoundModel
@@ -43,6 +43,8 @@ class Subject:
       optimizer: any optax transformation.
       batch: name -> shape (B, ...) and dtype of each array of the global batch.
       rows: of an island, its share of the batch, which it fills up with padding; None: the whole batch.
+      unit: the name of what the loss counts.
+      row_units: what the loss counts in a row; None: not known before the model has run.
     """
 
     model: Callable[[str | None], Model]
@@ -50,6 +52,8 @@ class Subject:
     optimizer: optax.GradientTransformation
     batch: Mapping[str, jax.ShapeDtypeStruct]
     rows: int | None = None
+    unit: str = "examples"
+    row_units: float | None = 1.0
     _programs: dict[str | None, Program] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
     _states: dict[Any, "StateOf"] = field(default_factory=dict, init=False, repr=False)
@@ -64,6 +68,18 @@ class Subject:
     def row_bytes(self) -> float:
         """Bytes of one row of a batch."""
         return sum(x.size * x.dtype.itemsize for x in self.batch.values()) / self.batch_rows
+
+    @cached_property
+    def row_flops(self) -> float:
+        """Flops of one row, forward and backward, without recomputation."""
+        try:
+            self.model_of("none")
+        except ValueError:
+            remat = None
+        else:
+            remat = "none"
+        (whole,) = self.costs(remat, [Sharding((), (), ())], Rates(flops_per_second=math.inf))
+        return whole.flops / self.batch_rows
 
     @property
     def num_parameters(self) -> int:
@@ -161,7 +177,7 @@ class Subject:
         if chain.num_blocks % (num_stages * chunks):
             raise ValueError(
                 f"{chain.num_blocks} blocks cannot be cut into {num_stages * chunks} equal parts, as a plan"
-                " for a mesh needs; use a number of parts that divides the blocks"
+                f" for a mesh needs; use one of {', '.join(map(str, divisors(chain.num_blocks)))}"
             )
         return Partition(
             num_stages=num_stages,

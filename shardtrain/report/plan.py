@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardtrain.plan.islands import ClusterPlan, KindPlan
-from shardtrain.plan.search import Ranked, mesh_text
+from shardtrain.plan.search import Ranked
+from shardtrain.plan.space import mesh_text
+from shardtrain.plan.subject import Subject
 from shardtrain.report.quantities import bytes_text, count_text
 from shardtrain.report.tables import table_text
 
@@ -14,7 +16,9 @@ COLUMNS = (
     "microbatches",
     "remat",
     "memory",
+    "free",
     "step",
+    "MFU",
     "compute",
     "bubble",
     "collectives",
@@ -40,18 +44,26 @@ COLLECTIVE_TERM = "per message latency + bytes sent in a ring / rate of the slow
 MOST_REFUSED = 5
 
 
-def plan_text(plan: ClusterPlan, rows: int, most: int) -> str:
+def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
     """Format the best ways of each kind of islands, and what they give together.
 
     Args:
       plan: the plan.
-      rows: examples of a batch.
+      subjects: of each kind, as for `plan_cluster`.
       most: how many ways of each kind to show.
     """
-    parts = [_kind_text(each, len(plan.shares) > 1, most) for each in plan.kinds]
-    if any(not each.plan.ranked or not each.plan.ranked[0].fits for each in plan.kinds):
+    parts = [
+        _kind_text(each, subject.row_flops, len(plan.shares) > 1, most)
+        for each, subject in zip(plan.kinds, subjects, strict=True)
+    ]
+    if not plan.fits:
         return "".join(parts)
-    line = f"step: {seconds_text(plan.seconds)}, {count_text(rows / plan.seconds)} examples/s"
+    subject = subjects[0]
+    rows_per_second = subject.batch_rows / plan.seconds
+    line = f"step: {seconds_text(plan.seconds)}, {count_text(rows_per_second)} examples/s"
+    units_per_second = rows_per_second * (subject.row_units or 0.0) * (subject.unit != "examples")
+    if units_per_second:
+        line += f", {count_text(units_per_second)} {subject.unit}/s"
     if len(plan.shares) > 1:
         line += (
             f"; rows of islands {','.join(map(str, plan.shares))}; gradients of islands joined in"
@@ -59,7 +71,9 @@ def plan_text(plan: ClusterPlan, rows: int, most: int) -> str:
         )
     price = _price_per_second(plan)
     if price is not None:
-        line += f"; {price * plan.seconds / rows * 1e6:.3g} for 1e6 examples"
+        line += f"; {3600 * price:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
+        if units_per_second:
+            line += f", {price / units_per_second * 1e9:.3g} for 1e9 {subject.unit}"
     return "".join(parts) + line + "\n"
 
 
@@ -74,7 +88,7 @@ def _price_per_second(plan: ClusterPlan) -> float | None:
     return sum(number * (price or 0.0) for number, price in prices) / 3600
 
 
-def _kind_text(each: KindPlan, several: bool, most: int) -> str:
+def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> str:
     devices = each.kind.devices or 1
     title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}"
     title += f", {each.rows} rows an island" if several else ""
@@ -85,19 +99,23 @@ def _kind_text(each: KindPlan, several: bool, most: int) -> str:
         title += "; no link is given, so what devices send takes no time"
     ranked = each.plan.ranked[:most]
     if not ranked:
-        return f"{title}\nnothing runs\n" + _refused_text(each.plan.refused)
-    text = table_text(COLUMNS, [_row(i, one) for i, one in enumerate(ranked)], title=title)
+        return f"{title}\nnothing runs\n{_refused_text(each.plan.refused)}{each.plan.nearest}\n"
+    peak = devices * (each.machine.peak_flops_per_second or math.inf)
+    # a second of all devices at their peak would compute so many steps
+    steps_at_peak = peak / (each.rows * row_flops) if each.rows * row_flops else math.inf
+    rows = [_row(i, one, memory, steps_at_peak) for i, one in enumerate(ranked)]
+    text = table_text(COLUMNS, rows, title=title)
     if not any(one.fits for one in ranked):
         over = min(one.prediction.memory.total for one in ranked)
         text += (
-            f"nothing fits: the smallest needs {bytes_text(over)} of {bytes_text(memory)}; use more devices,"
-            " a smaller batch or a smaller model\n"
+            f"nothing fits: the smallest needs {bytes_text(over)} of {bytes_text(memory)},"
+            f" {bytes_text(over - memory)} too much; use more devices, a smaller batch or a smaller model\n"
         )
     return text + _refused_text(each.plan.refused)
 
 
-def _row(number: int, one: Ranked) -> tuple[str, ...]:
-    seconds = one.prediction.seconds
+def _row(number: int, one: Ranked, memory_bytes: float, steps_at_peak: float) -> tuple[str, ...]:
+    seconds, needed = one.prediction.seconds, one.prediction.memory.total
     layout = mesh_text(one.choice.layout)
     if one.choice.layout.mesh.get("pipeline", 1) > 1:
         layout += f" --schedule {one.choice.schedule}"
@@ -106,8 +124,10 @@ def _row(number: int, one: Ranked) -> tuple[str, ...]:
         layout,
         str(one.choice.accumulate),
         one.choice.remat or "as it is",
-        bytes_text(one.prediction.memory.total),
+        bytes_text(needed),
+        _free(needed, memory_bytes),
         seconds_text(seconds.total),
+        _share(1 / steps_at_peak, seconds.total),
         _share(seconds.compute, seconds.total),
         _share(seconds.bubble, seconds.total),
         ", ".join(
@@ -118,16 +138,38 @@ def _row(number: int, one: Ranked) -> tuple[str, ...]:
     )
 
 
+def _free(needed: float, memory_bytes: float) -> str:
+    """Say by how much something fits, or does not.
+
+    >>> _free(2**30, 3 * 2**30), _free(2**30, 2**29), _free(1.0, math.inf)
+    ('2.0 GiB', '512.0 MiB over', 'any')
+    """
+    if math.isinf(memory_bytes):
+        return "any"
+    free = memory_bytes - needed
+    return bytes_text(free) if free >= 0 else f"{bytes_text(-free)} over"
+
+
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
 def _refused_text(refused: Mapping[str, str]) -> str:
+    """Format why layouts were refused and what to change, each reason once, the most frequent first."""
     if not refused:
         return ""
-    lines = [f"  {mesh}: {_first_reason(reason)}" for mesh, reason in list(refused.items())[:MOST_REFUSED]]
-    more = f"  and {len(refused) - MOST_REFUSED} more\n" if len(refused) > MOST_REFUSED else ""
+    meshes: dict[str, list[str]] = {}
+    for mesh, reason in refused.items():
+        meshes.setdefault(_first_reason(reason), []).append(mesh)
+    reasons = sorted(meshes, key=lambda reason: -len(meshes[reason]))
+    lines = [f"  {_such_as(meshes[reason])}: {reason}" for reason in reasons[:MOST_REFUSED]]
+    rest = sum(len(meshes[reason]) for reason in reasons[MOST_REFUSED:])
+    more = f"  and {rest} more\n" if rest else ""
     return f"refused: {len(refused)} layouts\n" + "\n".join(lines) + "\n" + more
+
+
+def _such_as(meshes: Sequence[str]) -> str:
+    return meshes[0] if len(meshes) == 1 else f"{meshes[0]} and {len(meshes) - 1} like it"
 
 
 def _first_reason(text: str) -> str:

@@ -9,13 +9,14 @@ import jax
 
 from shardtrain import axes
 from shardtrain.data import Batches
+from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.model import Model
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.sections import range_text
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import REMATS, Space
+from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, model_of
@@ -48,7 +49,12 @@ def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subj
         model = _model(run, dtype, None)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
         found[dtype] = Subject(
-            model=partial(_model, run, dtype), loss=run.loss, optimizer=optimizer, batch=batch
+            model=partial(_model, run, dtype),
+            loss=run.loss,
+            optimizer=optimizer,
+            batch=batch,
+            unit=run.unit,
+            row_units=loss_count(model, run.loss, row),
         )
     return [found[dtype] for dtype in dtypes]
 

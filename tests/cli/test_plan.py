@@ -39,11 +39,15 @@ def planned(capsys, monkeypatch):
 def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tmp_path, capsys):
     cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
     cluster.write_text(CLUSTER)
-    text = planned("--cluster", str(cluster), "--output", str(strategy), "--explain", "--most", "2")
+    picture = ["--frontier", str(tmp_path / "frontier.png")]
+    text = planned("--cluster", str(cluster), "--output", str(strategy), "--explain", "--most", "2", *picture)
     assert "big: 2 devices" in text
     assert "small: 1 device" in text
-    assert "examples/s; rows of islands" in text
+    assert "tokens/s; rows of islands" in text
     assert "for 1e6 examples" in text
+    assert "for 1e9 tokens" in text
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert pictures == ["frontier_big.png", "frontier_small.png"]
     assert "the schedule simulated with these times" in text
     found = read_strategy(strategy)
     assert isinstance(found.across.shares, tuple)

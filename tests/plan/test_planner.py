@@ -25,7 +25,8 @@ from shardtrain.plan.machine import Link, Machine, Rates, machine_of
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program_cost import costs
-from shardtrain.plan.search import Space, mesh_text, predictions, search
+from shardtrain.plan.search import predictions, search
+from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import trace

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from shardtrain.plan.advice.efficiency import most_devices
 from shardtrain.plan.islands import KindPlan
-from shardtrain.plan.search import REMATS, Ranked, Space, search
+from shardtrain.plan.search import Ranked, search
+from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
 
 

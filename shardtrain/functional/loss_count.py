@@ -1,0 +1,44 @@
+"""What a loss counts in some rows, such as tokens, found without running the model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.model import Model
+from shardtrain.functional.unused_parameters import ONE
+
+
+def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | None:
+    """Return the count of a loss for some rows; None if it depends on what the model computes.
+
+    Only the operations that the count depends on are run.
+
+    Args:
+      model: the whole model.
+      loss: returns (sum, count), see `loss.Loss`.
+      batch: arrays of a few rows.
+
+    Raises:
+      ValueError: the loss returns something else.
+    """
+    params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    others = (params, model_state, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def count(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
+        return checked(loss(lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0], batch))[
+            1
+        ]
+
+    with jax.sharding.use_abstract_mesh(ONE):
+        traced = jax.make_jaxpr(count)(*others, dict(batch))
+    needed, is_used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
+    number = len(jax.tree.leaves(others))
+    if any(is_used[:number]):
+        return None
+    arrays = [x for x, used in zip(jax.tree.leaves(dict(batch)), is_used[number:], strict=True) if used]
+    (found,) = jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*arrays)
+    return float(found)

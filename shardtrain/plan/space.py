@@ -1,0 +1,168 @@
+"""What a search may choose: layouts, microbatches, recomputation, schedules; and what a run accepts of it.
+
+Next: `search.py`, which compares the choices.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardtrain import axes
+from shardtrain.data.row_split import RowSplit
+from shardtrain.errors.messages import near
+from shardtrain.functional.remat_policies import REMAT_POLICIES
+from shardtrain.pipeline.schedule import SCHEDULES
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.axis_sizes import axis_sizes, divisors
+from shardtrain.sharding.layout import Layout
+
+REMATS = ("none", *REMAT_POLICIES)
+"""From no recomputation to all of it."""
+
+MOST_MICROBATCHES = 64
+"""The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""
+
+MESH_AXES: tuple[str, ...] = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What a search may choose.
+
+    Args:
+      layout: what layouts have in common: rules, and sizes of axes that are fixed; others are searched.
+      accumulates: numbers of microbatches; (): every power of 2 that the batch allows.
+      remats: ways to recompute, from the least to the most; (): all that the model has.
+      schedules: of pipelines.
+
+    Raises:
+      ValueError: an unknown schedule or way to recompute.
+    """
+
+    layout: Layout = Layout(mesh={})
+    accumulates: tuple[int, ...] = ()
+    remats: tuple[str | None, ...] = REMATS
+    schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
+
+    def __post_init__(self) -> None:
+        problems = [near(name, SCHEDULES) for name in self.schedules if name not in SCHEDULES]
+        problems += [near(str(name), REMATS) for name in self.remats if name not in (None, *REMATS)]
+        if problems:
+            raise ValueError(f"this cannot be searched: {'; '.join(problems)}")
+
+
+def allowed_choices(subject: Subject, num_devices: int, space: Space) -> tuple[list[Choice], dict[str, str]]:
+    """Return what a run would accept, recomputation left open; and mesh -> why it is refused.
+
+    Args:
+      subject: the model, its loss, optimizer and batch.
+      num_devices: how many.
+      space: what may be chosen.
+
+    Raises:
+      ValueError: sizes that are fixed do not divide the number of devices.
+    """
+    _check_fixed(space.layout, num_devices)
+    choices: list[Choice] = []
+    refused: dict[str, str] = {}
+    for layout in layouts(num_devices, space.layout):
+        sizes = axis_sizes(layout.mesh, num_devices)
+        try:
+            subject.state(Choice(layout=layout), num_devices)
+        except ValueError as error:
+            refused[mesh_text(layout)] = str(error)
+            continue
+        found = list(choices_of_layout(subject, layout, sizes, space))
+        choices += found
+        if not found:
+            refused[mesh_text(layout)] = _no_microbatches(subject, layout, sizes, space)
+    return choices, refused
+
+
+def allowed_remats(subject: Subject, space: Space) -> list[str | None]:
+    """Return the ways to recompute that the model has, from the least to the most."""
+    return [remat for remat in space.remats if _has(subject, remat)]
+
+
+def _has(subject: Subject, remat: str | None) -> bool:
+    try:
+        subject.model_of(remat)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_fixed(layout: Layout, num_devices: int) -> None:
+    fixed = {axis: size for axis, size in layout.mesh.items() if size != -1}
+    unknown = [near(axis, MESH_AXES) for axis in fixed if axis not in MESH_AXES]
+    if unknown:
+        raise ValueError(f"this axis cannot be fixed in a plan: {'; '.join(unknown)}")
+    product = math.prod(fixed.values())
+    if num_devices % product:
+        text = ",".join(f"{axis}={size}" for axis, size in fixed.items())
+        allowed = ", ".join(map(str, divisors(num_devices)))
+        raise ValueError(
+            f"{text} needs a multiple of {product} devices, and there are {num_devices}; fix sizes whose"
+            f" product is one of {allowed}"
+        )
+
+
+def layouts(num_devices: int, given: Layout) -> Iterator[Layout]:
+    """Return every layout whose axis sizes multiply to the number of devices."""
+    fixed = {axis: size for axis, size in given.mesh.items() if size != -1}
+    for sizes in _factors(num_devices, len(MESH_AXES)):
+        mesh: dict[str, int] = dict(zip(MESH_AXES, sizes, strict=True))
+        if any(mesh.get(axis, 1) != size for axis, size in fixed.items()):
+            continue
+        mesh = {axis: size for axis, size in mesh.items() if size > 1} or {str(axes.DATA): 1}
+        for zero in (3, 1) if axes.FSDP in mesh else (3,):
+            for sequence_sharded in (False, True) if axes.TENSOR in mesh else (False,):
+                yield replace(given, mesh=mesh, zero=zero, sequence_sharded=sequence_sharded)
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Return all ways to write a number as a product of so many factors, in order."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        yield from ((first, *rest) for rest in _factors(number // first, count - 1))
+
+
+def choices_of_layout(
+    subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space
+) -> Iterator[Choice]:
+    """Return the choices of one layout: numbers of microbatches that the batch allows, and schedules."""
+    stages = sizes[axes.PIPELINE]
+    most = max(MOST_MICROBATCHES, 4 * stages)
+    for accumulate in space.accumulates or [1 << i for i in range(most.bit_length())]:
+        try:
+            subject.rows_of(RowSplit.of(sizes, layout.batch_axes, accumulate))
+        except ValueError:
+            continue
+        for schedule in space.schedules if stages > 1 else ("1f1b",):
+            yield Choice(layout=layout, accumulate=accumulate, schedule=schedule)
+
+
+def _no_microbatches(subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space) -> str:
+    try:
+        subject.rows_of(RowSplit.of(sizes, layout.batch_axes, 1))
+    except ValueError as error:
+        return str(error)
+    rows = subject.batch_rows // math.prod(sizes[axis] for axis in layout.batch_axes)
+    return (
+        f"none of {space.accumulates} microbatches divides the {rows} rows of a device; use one of"
+        f" {', '.join(map(str, divisors(rows)))}"
+    )
+
+
+def mesh_text(layout: Layout) -> str:
+    """Format a layout's axis sizes and options, as the command line takes them.
+
+    >>> mesh_text(Layout(mesh={"data": 2, "fsdp": 4}, zero=1))
+    '--mesh data=2,fsdp=4 --zero 1'
+    """
+    mesh = ",".join(f"{axis}={size}" for axis, size in layout.mesh.items())
+    zero = f" --zero {layout.zero}" if layout.zero != 3 else ""
+    return f"--mesh {mesh}{zero}{' --sequence-sharded' if layout.sequence_sharded else ''}"
