@@ -98,6 +98,8 @@ class DecoderConfig:
         head_dim allow it, else "xla".
       loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
         gradient. None: all of them.
+      lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
+        alone are trained. Empty: none.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -128,6 +130,7 @@ class DecoderConfig:
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
     loss_chunk: int | None = None
+    lora: str = ""
 
     def __post_init__(self):
         checks.refuse("DecoderConfig", problems(self))

@@ -66,6 +66,8 @@ class EncoderConfig:
         head_dim allow it, else "xla".
       loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
         gradient. None: all of them.
+      lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
+        alone are trained. Empty: none.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -94,6 +96,7 @@ class EncoderConfig:
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
     loss_chunk: int | None = None
+    lora: str = ""
 
     # what `DecoderConfig` lets one choose and this family does not
     num_kv_heads: ClassVar[int | None] = None

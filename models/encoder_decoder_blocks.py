@@ -36,10 +36,10 @@ class CrossAttention(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.config = config
-        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
-        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
+        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs, name="q")
+        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="k")
+        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="v")
+        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
 
     def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
         # queries come from the target, keys and values from the source
@@ -49,7 +49,10 @@ class CrossAttention(nnx.Module):
         kernel = with_logical_constraint(kernel, (EMBED, None, KV_HEADS, HEAD_DIM))
         y = jnp.tensordot(source_BSD, kernel, 1)
         y = with_logical_constraint(y, (BATCH, SEQ, None, KV_HEADS, HEAD_DIM))
-        k_BSHK, v_BSHK = self.k.shifted(y[:, :, 0]), self.v.shifted(y[:, :, 1])
+        k_BSHK, v_BSHK = (
+            linear.shifted(linear.adapted(y[:, :, i], source_BSD))
+            for i, linear in enumerate((self.k, self.v))
+        )
         # every target position sees the whole source: no causal mask
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False)
         return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))

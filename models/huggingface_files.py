@@ -23,6 +23,13 @@ from shardtrain.models.huggingface import (
     tensors,
     write_config,
 )
+from shardtrain.models.huggingface_adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_config,
+    adapter_tensors,
+    with_adapters_merged,
+)
 from shardtrain.models.huggingface_folder import (
     CONFIG,
     INDEX,
@@ -102,8 +109,9 @@ def export_model(
     dtype: str = "float32",
     max_shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
+    adapters: bool = False,
 ) -> list[str]:
-    """Write a folder that `transformers` loads unchanged.
+    """Write a folder that `transformers` loads unchanged; low-rank adapters are merged into their kernels.
 
     No more is in memory than one file's arrays, and one parameter with all its layers.
 
@@ -116,6 +124,7 @@ def export_model(
       max_shard_bytes: a new file begins above that.
       tokenizer: a folder whose tokenizer files are copied, and whose config.json, if it has one, tells
         which tokens begin, end and fill up a text.
+      adapters: write the low-rank adapters alone, as the PEFT library loads them.
 
     Returns:
       The names of the files.
@@ -130,6 +139,9 @@ def export_model(
     refuse_filled(folder)
     # everything that can be refused is, before the folder is made
     config = config_of(options)
+    if adapters:
+        return _write_adapters(folder, config, read, dtype)
+    config, shapes, read = with_adapters_merged(config, shapes, read)
     arrays = tensors(config, shapes, read)
     safetensors = import_safetensors()
     about = {**write_config(config), **_token_ids(tokenizer), "dtype": dtype}
@@ -146,6 +158,15 @@ def export_model(
         for path in tokenizer_files(tokenizer) if tokenizer else []:
             (filled / path.name).write_bytes(read_bytes(path))
     return sorted(path.name for path in folder.iterdir())
+
+
+def _write_adapters(folder: Path, config: Any, read: Callable[[str], np.ndarray], dtype: str) -> list[str]:
+    about, safetensors = adapter_config(config), import_safetensors()
+    with new_folder(folder) as filled:
+        _write_json(filled / ADAPTER_CONFIG, about)
+        found = {name: _cast(array, dtype) for name, array in adapter_tensors(config, read)}
+        safetensors.numpy.save_file(found, filled / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
 def config_of(options: Mapping[str, Any]) -> Any:

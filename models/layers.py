@@ -5,6 +5,7 @@ to those dims again, so that a sharded parameter is gathered in the compute dtyp
 being reduced.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,13 +16,14 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import EMBED
+from shardtrain.models.lora import Lora
 
 Dims = tuple[str, ...]
 Norms = Literal["layernorm", "rmsnorm"]
 Attentions = Literal["auto", "xla", "cudnn"]
 
 
-def parameter(values: jax.Array, dims: Dims) -> nnx.Param:
+def parameter(values: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
     """Make a parameter that names its dims, with or without a mesh: its user shards it."""
     return nnx.Param(values, out_sharding=dims, eager_sharding=False)
 
@@ -39,13 +41,17 @@ def coming_keys(stream: nnx.RngStream, num: int) -> jax.Array:
     return jax.random.split(jax.random.fold_in(stream.key[...], stream.count[...]), num)
 
 
-def at_use(parameter: nnx.Param | jax.Array, dims: Dims, dtype: str) -> jax.Array:
+def at_use(parameter: nnx.Param | jax.Array, dims: tuple[str | None, ...], dtype: str) -> jax.Array:
     """Cast a parameter to the compute dtype and constrain it to its dims: here a sharded one is gathered."""
     return with_logical_constraint(parameter[...].astype(dtype), dims)
 
 
 class Linear(nnx.Module):
-    """A linear map from the last dims of its input, `into`, to `out`, with a bias over `out` if asked for."""
+    """A linear map from the last dims of its input, `into`, to `out`.
+
+    It has a bias over `out` if asked for, and a low-rank adapter (`lora.py`) if one is given: two maps beside
+    the kernel, one after the other, of which the second begins at 0.
+    """
 
     def __init__(
         self,
@@ -57,10 +63,18 @@ class Linear(nnx.Module):
         bias: bool,
         dtype: str,
         rngs: nnx.Rngs,
+        lora: Lora | None = None,
     ):
         self.into, self.out, self.dtype = into, out, dtype
         self.kernel = normal((*into, *out), sizes=sizes, std=std, rngs=rngs)
         self.bias = parameter(jnp.zeros([sizes[dim] for dim in out]), out) if bias else None
+        self.lora = lora
+        if lora is not None:
+            shape_in, shape_out = ([sizes[dim] for dim in dims] for dims in (into, out))
+            bound = 1 / math.sqrt(math.prod(shape_in))
+            first = jax.random.uniform(rngs.params(), (*shape_in, lora.rank), jnp.float32, -bound, bound)
+            self.lora_a = parameter(first, (*into, None))
+            self.lora_b = parameter(jnp.zeros((lora.rank, *shape_out)), (None, *out))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.shifted(self.product(x))
@@ -68,7 +82,15 @@ class Linear(nnx.Module):
     def product(self, x: jax.Array) -> jax.Array:
         """Apply the map without its bias."""
         kernel = at_use(self.kernel, (*self.into, *self.out), self.dtype)
-        return jnp.tensordot(x, kernel, axes=len(self.into))
+        return self.adapted(jnp.tensordot(x, kernel, axes=len(self.into)), x)
+
+    def adapted(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Add what the adapter makes of `x`, if there is one, to a product of `x` with the kernel."""
+        if self.lora is None:
+            return y
+        first = at_use(self.lora_a, (*self.into, None), self.dtype)
+        second = at_use(self.lora_b, (None, *self.out), self.dtype)
+        return y + self.lora.scale * jnp.tensordot(jnp.tensordot(x, first, len(self.into)), second, 1)
 
     def cast(self) -> jax.Array:
         """Cast the kernel to the compute dtype, sharded as stored, for concatenation and gathering."""

@@ -37,7 +37,14 @@ from shardtrain.models.transformer import (
     whole_seq,
 )
 
-SAME = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True, "tied": True}
+SAME = {
+    "positions": "learned",
+    "norm": "layernorm",
+    "activation": "gelu",
+    "bias": True,
+    "tied": True,
+    "lora": "",
+}
 """The options that this model has one value of."""
 
 

@@ -29,6 +29,7 @@ from shardtrain.axes import (
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.layers import Dims, Linear, Norm, at_use, attend, rotate
+from shardtrain.models.lora import read_lora
 from shardtrain.models.transformer_options import BlockOptions
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
@@ -40,10 +41,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
         self.config, self.causal = config, causal
-        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs)
-        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs)
-        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs)
+        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs, name="q")
+        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="k")
+        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="v")
+        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
 
     def __call__(self, x_BTD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         # queries, keys and values; rotary positions turn queries and keys, learned ones are in x already
@@ -69,7 +70,7 @@ class Attention(nnx.Module):
         # take queries, keys and values apart again, each with its own bias
         parts = jnp.split(y, [kernel.shape[2] - 2, kernel.shape[2] - 1], axis=3)
         q_BTHK, k_BSHK, v_BSHK = (
-            linear.shifted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]))
+            linear.shifted(linear.adapted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]), x_BTD))
             for linear, part in zip((self.q, self.k, self.v), parts, strict=True)
         )
         return (
@@ -84,9 +85,10 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.approximate = config.activation == "gelu"
-        self.up = linear_of(config, (EMBED,), (MLP,), rngs)
-        self.gate = linear_of(config, (EMBED,), (MLP,), rngs) if config.activation == "swiglu" else None
-        self.down = linear_of(config, (MLP,), (EMBED,), rngs)
+        self.up = linear_of(config, (EMBED,), (MLP,), rngs, name="up")
+        gated = config.activation == "swiglu"
+        self.gate = linear_of(config, (EMBED,), (MLP,), rngs, name="gate") if gated else None
+        self.down = linear_of(config, (MLP,), (EMBED,), rngs, name="down")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is None:
@@ -98,7 +100,11 @@ class FeedForward(nnx.Module):
             kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
             y = jnp.tensordot(x_BTD, with_logical_constraint(kernel, (EMBED, None, MLP)), 1)
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
-            h_BTF = self.up.shifted(y[:, :, 0]) * jax.nn.silu(self.gate.shifted(y[:, :, 1]))
+            up_BTF, gate_BTF = (
+                linear.shifted(linear.adapted(y[:, :, i], x_BTD))
+                for i, linear in enumerate((self.up, self.gate))
+            )
+            h_BTF = up_BTF * jax.nn.silu(gate_BTF)
         return to_stream(self.down, h_BTF)
 
 
@@ -154,13 +160,20 @@ def logits_of(
 
 
 def linear_of(
-    config: BlockOptions, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None
+    config: BlockOptions, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None, name: str = ""
 ) -> Linear:
-    """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream."""
+    """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream.
+
+    By its name it has a low-rank adapter or not, see `lora.py`.
+    """
     # 2 * num_layers projections are added to the residual stream: their sum keeps its size
     std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
     bias = config.bias if bias is None else bias
-    return Linear(into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs)
+    lora = read_lora(config.lora)
+    return Linear(
+        into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs,
+        lora=lora if lora and name in lora.on else None,
+    )  # fmt: skip
 
 
 def norm_of(config: BlockOptions) -> Norm:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, SEQ, VOCAB
 from shardtrain.models import checks
 from shardtrain.models.layers import Attentions, Norms
+from shardtrain.models.lora import read_lora
 
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "swiglu"]
@@ -65,6 +66,9 @@ class BlockOptions(Protocol):
     @property
     def loss_chunk(self) -> int | None: ...
 
+    @property
+    def lora(self) -> str: ...
+
 
 def block_sizes(config: Any) -> dict[str, int]:
     """Return the size of each dim, by name, with the defaults of `DecoderConfig` filled in."""
@@ -93,7 +97,16 @@ def problems(config: Any) -> list[str]:
             found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
     found += checks.positive({"theta": float(config.theta), "eps": float(config.eps)})
     found += checks.dropout_rate("dropout", config.dropout)
+    found += _lora_problems(config.lora)
     choices = {f.name: get_args(f.type) for f in fields(config) if get_args(f.type) and f.name not in counts}
     for name, allowed in choices.items():
         found += checks.choice(name, getattr(config, name), allowed)
     return found
+
+
+def _lora_problems(text: str) -> list[str]:
+    try:
+        read_lora(text)
+    except ValueError as error:
+        return [str(error)]
+    return []

@@ -30,10 +30,13 @@ def exported_params(
             ' "ema" or "schedule_free"'
         )
     # the optimizer has what is evaluated beside each parameter, under a path that ends with the parameter's
-    kept, listed = "ema" if how == "ema" else "z", tuple(paths)
+    kept = "ema" if how == "ema" else "z"
+    listed = [path for path in paths if path.startswith("opt_state/") and f"/{kept}/" in path]
 
-    def beside(path: str) -> str:
-        found = [p for p in listed if p.startswith("opt_state/") and p.endswith(f"/{kept}/{path}")]
+    def beside(path: str) -> str | None:
+        found = [p for p in listed if p.endswith(f"/{kept}/{path}")]
+        if not found and listed:
+            return None  # a frozen parameter
         if len(found) != 1:
             raise ValueError(
                 f"the checkpoint has {len(found)} arrays {kept}/{path} in its optimizer; needed is 1"
@@ -41,10 +44,13 @@ def exported_params(
         return found[0]
 
     def exported(path: str) -> np.ndarray:
-        own, other = read(f"params/{path}"), read(beside(path))
+        own, place = read(f"params/{path}"), beside(path)
+        if place is None:
+            return own
+        other = read(place)
         if how == "schedule_free":
             # as optax.contrib.schedule_free_eval_params
-            b1 = read(beside(path).removesuffix(f"z/{path}") + "b1")
+            b1 = read(place.removesuffix(f"z/{path}") + "b1")
             other = (own.astype(np.float32) - (1 - b1) * other) / b1
         return other.astype(own.dtype)
 

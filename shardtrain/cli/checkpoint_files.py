@@ -40,6 +40,8 @@ class Export:
       max_shard_bytes: largest size of a file of weights; larger models are split over several files.
       tokenizer: a folder with tokenizer files to copy; None: tokenizer/ in the run's folder.
       run_file: the run file that trained the model; needed only if the checkpoint lacks the model's options.
+      adapters: write the low-rank adapters alone, as the PEFT library loads them; without it they are merged
+        into the weights.
       using: name of the Python module that converts the files.
     """
 
@@ -50,6 +52,7 @@ class Export:
     max_shard_bytes: int = 5_000_000_000
     tokenizer: Path | None = None
     run_file: Annotated[str | None, tyro.conf.arg(name="run-file")] = None
+    adapters: bool = False
     using: str = CONVERTER
 
 
@@ -91,6 +94,7 @@ def export_checkpoint(options: Export) -> int:
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=options.tokenizer or (kept if kept.is_dir() else None),
+        **({"adapters": True} if options.adapters else {}),
     )
     terminal.out(f"step {reader.step} -> {options.out}\n")
     for name in files:

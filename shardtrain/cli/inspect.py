@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     layout = run.strategy.layout
     sizes = axis_sizes(layout.mesh, options.devices or _devices_named(layout.mesh))
     model = model_of(run)
-    optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
+    optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
     stages = _stages(run, model, sizes[axes.PIPELINE])
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)
     terminal.out(sharding_text(specs, sizes) + "\n")

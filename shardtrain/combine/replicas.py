@@ -125,8 +125,8 @@ def combined_entries(specs: Any) -> tuple[list[str], list[int] | None]:
     """
     stacked, stages = stacked_paths(specs.arrays, specs.sharded), specs.stages
     if stages is None:
-        return sorted(split_layers(specs.abstract.params, stacked)), None
-    found = stage_entries(specs.abstract.params, stacked, stages.num_stages, stages.stored_blocks)
+        return sorted(split_layers(specs.trained, stacked)), None
+    found = stage_entries(specs.trained, stacked, stages.num_stages, stages.stored_blocks)
     return [*found], [*found.values()]
 
 

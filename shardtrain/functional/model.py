@@ -59,6 +59,7 @@ class Model:
       chain: the same model as a sequence of blocks; None if it does not define its blocks.
       axis_name: over which it averages batch statistics, as BatchNorm(axis_name="batch") does; None if each
         replica has its own. Where the axis is not bound, `apply` runs as with one replica.
+      frozen: paths of the parameters that are not trained, see `frozen.py`.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
@@ -66,6 +67,7 @@ class Model:
     dims: Tree
     chain: Chain | None = None
     axis_name: str | None = None
+    frozen: frozenset[str] = frozenset()
 
 
 def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:

@@ -15,30 +15,37 @@ from optax.contrib import muon
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.frozen import without
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.optim.matrices import decayed, muon_dims
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
+from shardtrain.optim.rates import rate_problem, with_rates
 from shardtrain.optim.schedules import Schedule, make_schedule
+from shardtrain.optim.trained_only import trained_only
 
 Maker = Callable[["Optimizer", optax.Schedule, Tree], optax.GradientTransformation]
 """(options, learning rate, dims of the model) -> the transformation, without clipping."""
 
 
 def _adamw(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=partial(decayed, dims))
+    mask = partial(decayed, dims)
+    return optax.adamw(
+        rate, o.b1, o.b2, o.eps, mu_dtype=o.momentum_dtype, weight_decay=o.weight_decay, mask=mask
+    )
 
 
 def _sgd(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
     return optax.chain(
-        optax.trace(o.b1) if o.b1 else optax.identity(),
+        optax.trace(o.b1, accumulator_dtype=o.momentum_dtype) if o.b1 else optax.identity(),
         optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
         optax.scale_by_learning_rate(rate),
     )
 
 
 def _lion(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    return optax.lion(rate, o.b1, o.b2, weight_decay=o.weight_decay, mask=partial(decayed, dims))
+    mask = partial(decayed, dims)
+    return optax.lion(rate, o.b1, o.b2, mu_dtype=o.momentum_dtype, weight_decay=o.weight_decay, mask=mask)
 
 
 def _adafactor(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
@@ -54,7 +61,7 @@ def _adafactor(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.Gradie
 def _lamb(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
     # as optax.lamb, but with a trust ratio for each layer of a stack
     return optax.chain(
-        optax.scale_by_adam(o.b1, o.b2, o.eps),
+        optax.scale_by_adam(o.b1, o.b2, o.eps, mu_dtype=o.momentum_dtype),
         optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
         per_layer(optax.scale_by_trust_ratio(), dims),
         optax.scale_by_learning_rate(rate),
@@ -66,6 +73,7 @@ def _muon(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTra
         rate,
         beta=o.b1,
         eps=o.eps,
+        mu_dtype=o.momentum_dtype,
         adam_b1=o.b1,
         adam_b2=o.b2,
         muon_weight_dimension_numbers=lambda _: muon_dims(dims),
@@ -108,6 +116,10 @@ class Optimizer:
       clip: largest global norm of a gradient; None disables clipping.
       ema: decay of an exponential moving average of the parameters, which `evaluate_with` "ema" evaluates;
         None keeps no average.
+      rates: factors of the learning rate by patterns of parameter paths, such as 'embedding=0.1' or
+        'blocks/*=0.5' (* matches / too); the first that matches applies, and without any it is 1.
+      momentum_dtype: dtype in which the first moment (or momentum) is kept: float32, or bfloat16, which takes
+        half the memory. The second moment stays float32. adafactor keeps no first moment.
 
     Short form: its name.
 
@@ -124,6 +136,8 @@ class Optimizer:
     eps: float = 1e-8
     clip: float | None = 1.0
     ema: float | None = None
+    rates: tuple[str, ...] = ()
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
@@ -141,6 +155,11 @@ class Optimizer:
             problems.append(f"eps is {self.eps}; it must be a number above 0, for it keeps 0 from dividing 0")
         if not self.weight_decay >= 0:
             problems.append(f"weight_decay is {self.weight_decay}; it must be a number, 0 or more")
+        problems += [text for each in self.rates if (text := rate_problem(each))]
+        if self.momentum_dtype != "float32" and self.name == "adafactor":
+            problems.append(
+                f"momentum_dtype is {self.momentum_dtype!r}, and adafactor keeps no first moment; use float32"
+            )
         if self.clip is not None and not self.clip > 0:
             problems.append(f"clip is {self.clip}; it must be above 0, or None for no clipping")
         if problems:
@@ -152,6 +171,7 @@ def make_optimizer(
     steps: int,
     dims: Tree,
     unused: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
     """Return the optax transformation of a run, and its learning-rate schedule if known.
 
@@ -160,14 +180,20 @@ def make_optimizer(
       steps: number of steps of the run, for the schedule.
       dims: the dim names of the model; weight decay and Muon tell matrices from vectors by them.
       unused: paths of the parameters that the loss does not depend on, for `decay_unused`.
+      frozen: paths of the parameters that are not trained, which have no state.
 
     Returns:
       The transformation; the schedule, None for an optax transformation.
     """
+    if frozen:
+        made, rate = make_optimizer(optimizer, steps, without(dims, frozen), unused)
+        return trained_only(made, frozen), rate
     if not isinstance(optimizer, Optimizer):
         return optimizer, None
     rate = make_schedule(optimizer.learning_rate, steps)
     update = OPTIMIZERS[optimizer.name](optimizer, rate, dims)
+    if optimizer.rates:
+        update = with_rates(update, optimizer.rates)
     if unused and not optimizer.decay_unused:
         update = _unchanged(update, frozenset(unused))
     # an identity if there is no clipping: the paths of the state in a checkpoint stay the same

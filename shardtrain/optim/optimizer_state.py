@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
+from shardtrain.functional.frozen import like, merged
+
 Choose = Callable[[Any, Any], Any]
 """(optimizer state, parameters) -> the parameters to evaluate."""
 
@@ -161,7 +163,11 @@ EVALUATED_PARAMS: dict[str, tuple[type, Choose, str]] = {
         "Optimizer(ema=0.999), or shardtrain.optim.optimizer_state.parameter_average(0.999) as the last of an"
         " optax.chain",
     ),
-    "schedule_free": (ScheduleFreeState, schedule_free_eval_params, "optax.contrib.schedule_free(...)"),
+    "schedule_free": (
+        ScheduleFreeState,
+        lambda state, params: schedule_free_eval_params(state, like(params, state.z)),
+        "optax.contrib.schedule_free(...)",
+    ),
 }
 """Value of `Run.evaluate_with` -> type of the state that has the parameters, how to read them, what makes
 it."""
@@ -193,4 +199,6 @@ def evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> A
         opt_state, choose = found[0], from_state
     assert callable(choose)
     chosen = choose(opt_state, float32(params))
+    # an optimizer has only the parameters that are trained
+    chosen = merged(chosen, params)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), chosen, params)

@@ -138,7 +138,7 @@ class StageModel:
 
         named = jax.tree.map(lambda names: _Names(names), self.model.dims, is_leaf=_is_names)
         dims = jax.tree.map(lambda leaf: leaf.names, self.own(named))
-        return Model(init=init, apply=apply, dims=dims)
+        return Model(init=init, apply=apply, dims=dims, frozen=self.model.frozen)
 
     def part_params(self, params: Tree, part: int) -> Tree:
         """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""

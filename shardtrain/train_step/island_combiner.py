@@ -51,7 +51,7 @@ class IslandCombiner:
       combiner: any.
       placement: the placement of this island.
       transfer: to the other islands.
-      params: path -> shape of what is combined; None: of all parameters.
+      params: path -> shape of what is combined; None: of all parameters. Frozen ones are not sent.
       of_sums: what is combined are sums over examples, for a mean; the result is their total.
       dtype: of what is combined: float32, or 16 bits.
     """
@@ -73,7 +73,11 @@ class IslandCombiner:
         self._stacked = frozenset() if combiner.linear else stacked_paths(specs.arrays, specs.sharded)
         self._whole = whole = NamedSharding(transfer.mesh, PartitionSpec())
         params = by_path(specs.abstract.params) if params is None else params
-        leaves = [(path, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))) for path, leaf in params.items()]
+        leaves = [
+            (path, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)))
+            for path, leaf in params.items()
+            if path not in specs.frozen
+        ]
         # leaves of one unit are sent in one bucket
         units = ["all"] * len(leaves) if combiner.across_leaves else None
         self._buckets = []

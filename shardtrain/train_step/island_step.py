@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.combine.combiner import contribution
 from shardtrain.combine.fragments import by_path, like_paths
 from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.functional.frozen import merged, without
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
@@ -166,7 +167,8 @@ class GradientIslandStep:
             key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
             # an island without examples adds nothing, whatever its gradients are
-            grads = jax.tree.map(lambda g: contribution(g * factor, found.count), found.grads)
+            grads = without(found.grads, placement.specs.frozen)
+            grads = jax.tree.map(lambda g: contribution(g * factor, found.count), grads)
             own = {}
             if state.loss_scale:
                 own["finite"] = jnp.isfinite(optax.tree.norm(grads))
@@ -178,7 +180,9 @@ class GradientIslandStep:
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
         ) -> tuple[State, Metrics]:
-            found = found._replace(grads=jax.tree.map(lambda g: g.astype(jnp.float32), found.grads))
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), found.grads)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
+            found = found._replace(grads=merged(grads, zeros))
             found = found.of_mean_loss if of_sums else found
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
@@ -190,7 +194,7 @@ class GradientIslandStep:
         whole = NamedSharding(mesh, PartitionSpec())
         sharded = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
-            placement.specs.sharded,
+            without(placement.specs.sharded, placement.specs.frozen),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         state = placement.state._replace(combine_state=whole)

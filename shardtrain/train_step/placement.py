@@ -17,6 +17,7 @@ from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.replicas import stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import near, problems_error
+from shardtrain.functional.frozen import without
 from shardtrain.functional.model import Model, Tree, named_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.array_dims import Named
@@ -43,6 +44,7 @@ class Specs(NamedTuple):
       layout: the layout, with a rule for every name of the model, see `resolve.completed`.
       unplaced: a line that lists the arrays replicated for lack of a name or a rule; None if there are none.
       stages: the partition of the model's blocks into stages of this mesh; None without a pipeline.
+      frozen: paths of the parameters that are not trained: replicas never exchange them.
     """
 
     abstract: State
@@ -53,6 +55,12 @@ class Specs(NamedTuple):
     layout: Layout
     unplaced: str | None
     stages: Partition | None = None
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def trained(self) -> Tree:
+        """Shapes and dtypes of the parameters that are trained."""
+        return without(self.abstract.params, self.frozen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +188,7 @@ def state_specs(
     like_params = _specs_like_params(abstract.opt_state, abstract.params, sharded)
 
     # 3. the whole state; what each replica has of its own gets a leading dim over data
-    specs = Specs(abstract, arrays, params, sharded, abstract, layout, unplaced, stages)
+    specs = Specs(abstract, arrays, params, sharded, abstract, layout, unplaced, stages, model.frozen)
     fragments = fragments_of(synchronisation, specs)
     if not synchronisation.is_mean:
         abstract = jax.eval_shape(lambda s: with_replicas(s, synchronisation, sizes, specs), abstract)

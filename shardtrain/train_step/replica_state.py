@@ -109,7 +109,7 @@ def init_outer(fragments: Sequence[Fragment], outer: optax.GradientTransformatio
 
 
 def fragments_of(synchronisation: Synchronisation, specs: Any) -> tuple[Fragment, ...]:
-    """Return the fragments of a model's parameters, by its `placement.Specs`."""
+    """Return the fragments of a model's trained parameters, by its `placement.Specs`."""
     stacked = stacked_paths(specs.arrays, specs.sharded)
     num_stages = 1 if specs.stages is None else specs.stages.num_stages
-    return make_fragments(specs.abstract.params, stacked, synchronisation.fragments, num_stages)
+    return make_fragments(specs.trained, stacked, synchronisation.fragments, num_stages)

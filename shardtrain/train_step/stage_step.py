@@ -284,7 +284,7 @@ class StageStep:
                 # the model state is averaged while buckets of gradients are under way
                 model_state = average_model_state(self._transfer, model_state, on_mesh)
             combined = combiner.finish(sent, started)
-            values.append(combined.value)
+            values.append({**sent, **combined.value})
             states.append(combined.state)
             metrics += combined.metrics
         return self._owners.join(grads, values), states, metrics, model_state

@@ -23,6 +23,7 @@ from shardtrain.train_step.delta_step import make_delta_update, make_merge
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
 from shardtrain.train_step.loss_scale import adjusted, overflowed, scale_of
 from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
 from shardtrain.train_step.state import Metrics, State
 
@@ -181,21 +182,24 @@ def _make_gradient_update(
     # any other combiner gets the mean gradient of each replica
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
-    stacked = stacked_paths(specs.arrays, specs.sharded)
+    # all that is trained is one fragment
+    (fragment,) = fragments_of(placement.synchronisation, specs)
+    stacked = stacked_paths(specs.arrays, specs.sharded) & fragment.rows.keys()
     _, entries = combined_entries(specs)
 
     def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
         found, means, counts, _ = replica_means(state, batch)
-        grads, combine_state, extra = combine_replicas(
+        combined, combine_state, extra = combine_replicas(
             combiner,
-            means,
+            fragment.take(means, lead=1),
             counts,
             state.combine_state[0],
-            specs=specs.sharded,
+            specs=fragment.select(specs.sharded),
             stacked=stacked,
             mesh=mesh,
             entries=entries,
         )
+        grads = fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), combined)
         new, metrics = apply_gradients(optimizer, placement, state, found._replace(grads=grads))
         return new._replace(combine_state=(combine_state,)), {**metrics, **extra}
 

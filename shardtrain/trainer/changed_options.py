@@ -15,12 +15,15 @@ FREE = (
     *("batch", "batch_unit", "batch_growth", "steps", "nonfinite"),
     *("strategy.*", "optimizer", "optimizer.*", "scaling.*"),
     *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with"),
-    *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*"),
+    *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*", "freeze"),
     *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
     *("hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
 )
 """Options that may differ from those of the checkpoint; each change is reported. Data that differs is read
 from its beginning. Any other option must be the same, or be allowed by `Allow.changed`."""
+
+NOTHING: tuple[Any, ...] = (None, "", [])
+"""Values by which an option that a checkpoint does not know changes nothing."""
 
 SEED = "seed"
 
@@ -49,6 +52,8 @@ def check_options(
     now = json.loads(json.dumps(dict(description)))
     refused = []
     for name in dict.fromkeys([*saved, *now]):
+        if name not in saved and now[name] in NOTHING:
+            continue  # an option that earlier versions had not
         for line in differences(*({name: each[name]} if name in each else {} for each in (saved, now))):
             if matches(name, (*FREE, *run.allow.changed)):
                 note(f"changed since then: {line}")

@@ -21,6 +21,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.compute_dtype import has_dtype, with_compute_dtype
+from shardtrain.functional.frozen import with_frozen
 from shardtrain.functional.loss import Loss, next_token_loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import as_model
@@ -79,6 +80,9 @@ class Run:
       names: names of parameter dims, for a model that does not name them itself: a pattern of paths
         (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
         They override the model's own names; if several patterns match, the first one applies.
+      freeze: patterns (fnmatch) of the paths of parameters that are not trained and need no optimizer state;
+        a pattern that begins with ! excludes what it matches, as in '*' '!head/*'. None: all but the
+        low-rank adapters if the model has any, else nothing.
       data: an object with `train(folder)` and `heldout(folder)`, which return random-access sources of
         samples; see `shardtrain.data.Text`. heldout may return None, or several sources as name -> source:
         each is evaluated, and logged as heldout/NAME/loss.
@@ -142,6 +146,7 @@ class Run:
     checkpoints: CheckpointPolicy = CheckpointPolicy(every_steps=None, every_minutes=10.0)
     run_dir: Path | None = None
     names: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    freeze: tuple[str, ...] | None = None
     sample: Callable[[Any], str] | None = None
     unit: str = "tokens"
     scaling: Scaling = Scaling()
@@ -172,7 +177,7 @@ def model_of(run: Run) -> Model:
     if has_dtype(model):
         model, dtype = with_compute_dtype(model, dtype), None
     model = with_compute_dtype(with_remat(model, run.strategy.remat), dtype)
-    return as_model(model, run.names)
+    return with_frozen(as_model(model, run.names), run.freeze)
 
 
 COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")

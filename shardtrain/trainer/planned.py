@@ -47,7 +47,7 @@ def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subj
     for dtype in dict.fromkeys(dtypes):
         # one optimizer for all ways to recompute: it is made for the model's names alone
         model = _model(run, dtype, None)
-        optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims)
+        optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
         found[dtype] = Subject(
             model=partial(_model, run, dtype),
             loss=run.loss,

@@ -14,6 +14,7 @@ from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 from shardtrain.checkpoints.origins import OF_LAYOUT, state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
+from shardtrain.functional.frozen import ADAPTERS
 from shardtrain.functional.model import path_text
 from shardtrain.train_step.replica_state import restarted
 from shardtrain.train_step.state import State
@@ -51,6 +52,8 @@ def read_arrays(
     wanted = _readable(checkpoints, state_to_save(wanted), reader, extra)
     leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
     origins = checkpoints.origins(wanted)
+    # a run that starts from another's parameters initialises adapters that those do not have
+    missing = run.allow.missing if extra else (*run.allow.missing, *(f"params/{p}" for p in ADAPTERS))
     ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.seats is not None:
@@ -60,7 +63,7 @@ def read_arrays(
             "arrays", lambda island: [_whole_shapes(leaves, origins), _whole_shapes(reader.leaves, {})]
         )
         asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
-        check_state(reader, widened(saved, asked), asked, Allow(missing=run.allow.missing, unused=unused))
+        check_state(reader, widened(saved, asked), asked, Allow(missing=missing, unused=unused))
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
@@ -72,7 +75,7 @@ def read_arrays(
         return {}
     try:
         found = restore_arrays(
-            reader, leaves, origins, Allow(missing=run.allow.missing, unused=unused), checkpoints.note
+            reader, leaves, origins, Allow(missing=missing, unused=unused), checkpoints.note
         )
     except ValueError:
         if coordination.writes:

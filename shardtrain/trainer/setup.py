@@ -16,10 +16,12 @@ from shardtrain.axes import LAYERS, PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
+from shardtrain.optim.rates import check_rates
 from shardtrain.optim.separable import coupling_problems
 from shardtrain.pipeline.cuts import Parts, make_partition, make_partitions, trace_parts
 from shardtrain.pipeline.stacking import Partition
@@ -96,6 +98,8 @@ def make_setup(
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
     """
     model = model_of(run)
+    if isinstance(run.optimizer, Optimizer):
+        check_rates(run.optimizer.rates, [p for p in parameter_paths(model) if p not in model.frozen])
     mesh = mesh or make_mesh(run.strategy.layout)
     unused = () if microbatch is None else find_unused(run, model, microbatch)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
@@ -105,7 +109,7 @@ def make_setup(
     if run.strategy.across.axis == "pipeline":
         # a single island: refuse partitions that need several
         Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
-    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused)
+    optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused, model.frozen)
     synchronisation = run.strategy.synchronisation if num_islands == 1 else Synchronisation()
     # a pipeline inside the mesh needs the partition of the blocks
     num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
@@ -137,9 +141,9 @@ def make_setup(
 
 
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
-    """Return the paths of the parameters that the loss does not depend on."""
+    """Return the paths of the trained parameters that the loss does not depend on."""
     rows = {name: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for name, x in microbatch.items()}
-    return unused_parameters(model, run.loss, rows)
+    return tuple(path for path in unused_parameters(model, run.loss, rows) if path not in model.frozen)
 
 
 def unused_text(unused: Sequence[str], optimizer: Any) -> str:
@@ -217,7 +221,7 @@ def _make_stage_setup(
             " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
             problems,
         )
-    optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused)
+    optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused, model.frozen)
     own_params = jax.eval_shape(stage.init, jax.random.key(0))[0]
     if missing := missing_arguments(optimizer, own_params, line_search=False):
         raise ValueError(missing_text(missing))

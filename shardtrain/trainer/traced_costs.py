@@ -28,7 +28,8 @@ def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
       ValueError: the model does not say what its blocks are.
     """
     traced = trace(run, source, num_replicas)
-    optimizer, _ = make_optimizer(run.optimizer, run.steps, model_of(run).dims)
+    model = model_of(run)
+    optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
     return model_costs(traced, optimizer.init)
 
 

@@ -1,0 +1,197 @@
+"""Fine-tuning: frozen parameters, low-rank adapters, learning rates by path, momentum in bfloat16."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from fine_tuning import CONSTANT, by_hand, close, initial, paths, run_of
+from tiny_language_model import TinyConfig
+
+from shardtrain.functional.frozen import without
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.huggingface_files import export_model, import_model
+from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
+from shardtrain.optim.optimizer_state import stored
+from shardtrain.pipeline.stage_model import nested
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import StartFrom, model_of
+from shardtrain.trainer.setup import make_setup
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+from shardtrain.trainer.trained_model import load
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+MODEL = DecoderConfig(
+    vocab=64, seq=8, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp=32, positions="rotary",
+    norm="rmsnorm", activation="swiglu", bias=False, tied=False,
+)  # fmt: skip
+LORA = replace(MODEL, lora="rank=2,alpha=4,on=q+v+down")
+
+
+def params_after(run):
+    return jax.device_get(train(run, None).state.params)
+
+
+LAYOUTS = {
+    "replicas": Strategy(layout=Layout(mesh={"data": -1})),
+    "mesh": Strategy(layout=Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2}), accumulate=2),
+    "pipeline": Strategy(layout=Layout(mesh={"pipeline": 2, "data": 4}), accumulate=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without_them(layout, tmp_path):
+    run = run_of(TinyConfig(num_layers=2), tmp_path, strategy=LAYOUTS[layout], freeze=("*/up", "embedding"))
+    before, after = initial(run), params_after(run)
+    np.testing.assert_array_equal(before["blocks"]["up"], after["blocks"]["up"])
+    np.testing.assert_array_equal(before["embedding"], after["embedding"])
+    close(after, by_hand(run))
+    assert not np.array_equal(before["blocks"]["down"], after["blocks"]["down"])
+
+
+def test_adapters_alone_are_trained(tmp_path):
+    plain = Optimizer(
+        name="sgd", learning_rate=CONSTANT
+    )  # Adam would enlarge the rounding of small gradients
+    run = run_of(LORA, tmp_path, strategy=LAYOUTS["mesh"], optimizer=plain)
+    before, after = initial(run), params_after(run)
+    close(after, by_hand(run))
+    pairs = zip(paths(after), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    places = ("attention/q", "attention/v", "mlp/down")
+    wanted = {f"blocks/{place}/lora_{x}" for place in places for x in "ab"}
+    assert {path for path, a, b in pairs if (a != b).any()} == wanted
+
+
+def test_an_adapter_is_the_same_as_its_merged_kernel(tmp_path):
+    run = run_of(LORA)
+    params = by_hand(run)
+    flat = {path: np.asarray(x) for path, x in zip(paths(params), jax.tree.leaves(params), strict=True)}
+    files = export_model(
+        tmp_path / "out", vars(LORA), {p: x.shape for p, x in flat.items()}, flat.__getitem__
+    )
+    assert "model.safetensors" in files
+    plain = import_model(tmp_path / "out")
+    assert plain.config == replace(MODEL, head_dim=4)
+    tokens = np.arange(8)[None]
+    found = as_model(MODEL).apply(nested(dict(plain.arrays)), {}, jax.random.key(0), False, tokens)[0]
+    wanted = as_model(LORA).apply(params, {}, jax.random.key(0), False, tokens)[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    base = as_model(MODEL).apply(
+        without(params, model_of(run).frozen ^ set(flat)), {}, jax.random.key(0), False, tokens
+    )[0]
+    assert np.abs(found - base).max() > 1e-3
+
+
+def test_adapters_are_written_as_peft_has_them(tmp_path):
+    params = by_hand(run_of(LORA))
+    flat = dict(zip(paths(params), jax.tree.leaves(params), strict=True))
+    export_model(tmp_path / "out", vars(LORA), {}, flat.__getitem__, adapters=True)
+    about = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"]) == (2, 4.0)
+    assert about["target_modules"] == ["mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj"]
+    found = safetensors.numpy.load_file(tmp_path / "out/adapter_model.safetensors")
+    assert len(found) == 2 * 3 * 2
+    place = "base_model.model.model.layers.1.self_attn.q_proj"
+    a, b = found[f"{place}.lora_A.weight"], found[f"{place}.lora_B.weight"]
+    # PEFT adds (alpha / r) B A to a weight (out, in)
+    first, second = (np.asarray(flat[f"blocks/attention/q/lora_{x}"])[1] for x in "ab")
+    np.testing.assert_allclose(
+        (b @ a).T, np.tensordot(first, second, 1).reshape(16, 16), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_a_run_with_adapters_starts_from_parameters_without_them(tmp_path):
+    base = params_after(run_of(MODEL, tmp_path / "base", steps=1))
+    run = run_of(LORA, tmp_path / "tuned", start_from=StartFrom(checkpoint=tmp_path / "base"))
+    tuned = params_after(run)
+    kept = without(tuned, set(paths(tuned)) - set(paths(base)))
+    jax.tree.map(
+        np.testing.assert_array_equal, without(tuned, set(paths(tuned)) - model_of(run).frozen), kept
+    )
+    resumed = params_after(replace(run, steps=5))
+    straight = params_after(replace(run, steps=5, run_dir=tmp_path / "straight"))
+    jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+
+
+def test_adapters_need_at_most_two_percent_of_the_optimizers_memory():
+    llama = DecoderConfig(
+        vocab=128_256, seq=1024, embed=2048, num_layers=16, num_heads=32, num_kv_heads=8, mlp=8192,
+        positions="rotary", norm="rmsnorm", activation="swiglu", bias=False,
+    )  # fmt: skip
+
+    def state_bytes(model):
+        run = run_of(model)
+        pure = model_of(run)
+        optimizer, _ = make_optimizer(run.optimizer, run.steps, pure.dims, frozen=pure.frozen)
+        params, _ = jax.eval_shape(pure.init, jax.random.key(0))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(optimizer.init, params)))
+
+    assert state_bytes(replace(llama, lora="rank=16")) <= 0.02 * state_bytes(llama)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])
+def test_a_momentum_in_bfloat16_takes_half_the_memory(name):
+    dims = as_model(TinyConfig(num_layers=2)).dims
+    params = initial(run_of(TinyConfig(num_layers=2)))
+
+    def sizes(dtype):
+        optimizer, _ = make_optimizer(Optimizer(name=name, momentum_dtype=dtype), 10, dims)
+        state = stored(optimizer).init(params)
+        updates, state = stored(optimizer).update(params, state, params)
+        return updates, sum(x.nbytes for x in jax.tree.leaves(state))
+
+    (exact, whole), (found, narrow) = sizes("float32"), sizes("bfloat16")
+    assert whole - narrow == sum(x.nbytes for x in jax.tree.leaves(params)) // 2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=1e-6), found, exact)
+
+
+def test_rates_scale_the_updates_of_their_parameters():
+    same = Optimizer(name="sgd", learning_rate=CONSTANT, clip=None)
+    run = run_of(TinyConfig(num_layers=2), steps=1, optimizer=same)
+    before, plain = initial(run), by_hand(run)
+    found = by_hand(replace(run, optimizer=replace(same, rates=("*/up=0", "blocks/*=0.5"))))
+    np.testing.assert_array_equal(found["blocks"]["up"], before["blocks"]["up"])
+    np.testing.assert_allclose(
+        found["blocks"]["down"] - before["blocks"]["down"],
+        0.5 * (plain["blocks"]["down"] - before["blocks"]["down"]), rtol=1e-4, atol=1e-7,
+    )  # fmt: skip
+    np.testing.assert_array_equal(found["embedding"], plain["embedding"])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"freeze": ("blocks/dwn",)}, "no parameter matches 'blocks/dwn' (did you mean 'blocks/down'"),
+        ({"freeze": ("*",)}, "matches all 3 parameters, so nothing is trained"),
+        ({"optimizer": Optimizer(rates=("head=2",))}, "'head=2' is the first to match no parameter"),
+        (
+            {"freeze": ("*/up",), "optimizer": Optimizer(rates=("*/up=2",))},
+            "'*/up=2' is the first to match no",
+        ),
+    ],
+)
+def test_patterns_that_fit_nothing_are_refused(options, text, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make_setup(run_of(TinyConfig(), tmp_path, **options))
+
+
+def test_an_average_of_trained_parameters_is_evaluated_with_the_frozen_ones(tmp_path):
+    run = run_of(
+        TinyConfig(num_layers=2), tmp_path, freeze=("embedding",), evaluate_with="ema",
+        optimizer=Optimizer(learning_rate=CONSTANT, ema=0.5),
+    )  # fmt: skip
+    state = train(run, None).state
+    loaded = load(tmp_path, run.model)
+    np.testing.assert_array_equal(loaded.embedding[...], state.params["embedding"])
+    assert not np.array_equal(loaded.blocks.up[...], state.params["blocks"]["up"])
+
+
+def test_islands_train_and_send_the_trained_parameters_alone(mpiexec, tmp_path):
+    found = mpiexec(2, PROGRAMS / "fine_tuning_islands.py", tmp_path)
+    assert found[0] == "replicas True\ndeltas True\n"
