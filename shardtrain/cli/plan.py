@@ -12,10 +12,13 @@ from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.islands import ClusterPlan, plan_cluster, times_of
+from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
+from shardtrain.plan.operator_plan import plan_operators
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.simulator.timeline import timeline
 from shardtrain.plan.step_times import StepTimes
+from shardtrain.plan.subject import Subject
+from shardtrain.report.operators import operators_text
 from shardtrain.report.plan import explained_text, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
 from shardtrain.report.plots.frontier import check_frontier
@@ -23,6 +26,7 @@ from shardtrain.report.step_trace import TracedStep, is_trace, trace_text, trace
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
+from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import choices_of, planned_strategy, space_of, subjects_of
 from shardtrain.trainer.strategy import read_strategy, strategy_text
 
@@ -45,6 +49,9 @@ class PlanOptions:
       frontier: draw memory against time of a step of all ways, and of those that no other beats in both, to
         this file, .png or .svg; of several kinds of islands a file each.
       output: write the best as a strategy file, for: shardtrain train RUN --strategy FILE.
+      operators: search a sharding for each operator by itself, beside the best that rules give; an analysis,
+        as a run shards dims by name.
+      proposals: changes that --operators tries from each of its three starts.
       trace: write the tasks of a step, of the best way or of that of --strategy, as a trace that
         ui.perfetto.dev shows: a row for each device and link.
     """
@@ -60,6 +67,8 @@ class PlanOptions:
     explain: bool = False
     frontier: Path | None = None
     output: Path | None = None
+    operators: bool = False
+    proposals: int = 1000
     trace: Path | None = None
 
     def cluster(self, given: Cluster | None) -> Cluster:
@@ -72,6 +81,13 @@ class PlanOptions:
             name for name in ("devices", "device", "per_node", "link", "node_link") if getattr(self, name)
         ]
         problems = [] if self.most >= 1 else [f"--most is {self.most}; use 1 or more"]
+        if self.proposals < 0:
+            problems.append(f"--proposals is {self.proposals}; use 0 or more")
+        if self.operators and given is not None and len(given.of_islands) > 1:
+            problems.append(
+                f"--operators is for devices of one island, and the cluster has {len(given.of_islands)}; give"
+                " a file with one of them"
+            )
         if given is not None and here:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in here)
             problems.append(f"{options} beside --cluster; change the cluster file, or leave it out")
@@ -138,6 +154,22 @@ def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) 
     return traced_text(found) + f"trace: {path}\n"
 
 
+def _searched_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
+    """Search the shardings of operators, with the recomputation of the best way."""
+    layout = space_of(run, parse_mesh(options.fixed)).layout
+    remat = kind.plan.ranked[0].choice.remat
+    found = plan_operators(
+        subject,
+        kind.machine,
+        kind.kind.devices or 1,
+        layout=layout,
+        remat=remat,
+        proposals=options.proposals,
+        seed=run.seed,
+    )
+    return operators_text(found, options.proposals)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
     run, options = parse_run("plan", arguments, PlanOptions)
@@ -160,6 +192,8 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out(draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:
         terminal.out(plan_advice_text(subjects, plan))
+    if options.operators and plan.kinds[0].plan.ranked:
+        terminal.out(_searched_operators(run, options, subjects[0], plan.kinds[0]))
     if options.trace is not None and all(each.plan.ranked for each in plan.kinds):
         given = None if strategy_of(arguments) is None else choices_of(run.strategy, plan)
         terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))

@@ -135,6 +135,7 @@ def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
                 body=step.body,
                 trips=step.trips,
                 over=step.over,
+                operands=tuple(roots[-len(step.body.inputs) :]) if step.body is not None else (),
             )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain import axes
 from shardtrain.errors.messages import near
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.devices import DEVICES, GB, TERA, known_device
@@ -87,9 +86,9 @@ class Machine:
 
         Args:
           over: mesh axes.
-          sizes: axis -> size.
+          sizes: axis -> size, the slowest link first.
         """
-        order = [axis for axis in axes.AXES if sizes.get(axis, 1) > 1]
+        order = [axis for axis in sizes if sizes[axis] > 1]
         members = [axis for axis in order if axis in over]
         if not members:
             return Link()

@@ -64,6 +64,7 @@ class Kernel:
       body: the program of a loop; then reads and writes are those of the whole loop.
       trips: how often the loop runs.
       over: the name of the dim that the loop runs over, such as `layers`; None: it has none.
+      operands: of a loop, for each input of its body the number of the array that it is a part of.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Kernel:
     body: "Program | None" = None
     trips: int = 1
     over: str | None = None
+    operands: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

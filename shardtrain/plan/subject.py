@@ -87,6 +87,12 @@ class Subject:
         params, _ = jax.eval_shape(self.model_of(None).init, jax.random.key(0))
         return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
 
+    @property
+    def num_parameter_arrays(self) -> int:
+        """Number of arrays of parameters."""
+        params, _ = jax.eval_shape(self.model_of(None).init, jax.random.key(0))
+        return len(jax.tree.leaves(params))
+
     @cached_property
     def in_float32(self) -> bool:
         """Whether most of the flops of the model are in float32."""

@@ -87,7 +87,7 @@ def test_a_known_device_needs_no_file(planned):
 
 
 def test_a_step_is_written_as_a_trace(planned, tmp_path):
-    machine = ["--devices", "2", "--device", "NVIDIA L4", "--link", "1"]
+    machine = ["--devices", "2", "--device", "NVIDIA L4", "--link", "1", "--remat", "none"]
     trace, strategy = tmp_path / "step.json", tmp_path / "strategy.toml"
     text = planned(*machine, "--trace", str(trace))
     seconds = text.partition("step: ")[2].partition(",")[0]
@@ -115,6 +115,14 @@ def test_a_step_is_written_as_a_trace(planned, tmp_path):
     )
 
 
+def test_operators_are_sharded_one_by_one(planned):
+    machine = ["--devices", "2", "--device", "NVIDIA L4", "--link", "1"]
+    text = planned(*machine, "--remat", "none", "--operators", "--proposals", "5")
+    assert "operators over 2 devices, 5 proposals from each start" in text
+    assert "an analysis, which cannot be run yet" in text
+    assert "less than the best layout by rules" in text
+
+
 def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
     mine = tmp_path / "mine.txt"
     mine.write_text("do not lose me")
@@ -139,6 +147,18 @@ def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
         ),
         (["--devices", "2", "--device", "L44"], "or give its teraflops"),
         (["--devices", "2", "--device", "NVIDIA L4", "--most", "0"], "--most is 0; use 1 or more"),
+        (
+            ["--devices", "2", "--device", "NVIDIA L4", "--operators", "--proposals", "-1"],
+            "--proposals is -1; use 0 or more",
+        ),
+        (
+            ["--cluster", "meshes/two_speeds.toml", "--operators"],
+            "--operators is for devices of one island, and the cluster has 2; give a file with one of them",
+        ),
+        (
+            ["--devices", "1", "--device", "NVIDIA L4", "--operators"],
+            "one device has no operators to shard; give 2 devices or more",
+        ),
         (
             ["--devices", "2", "--device", "NVIDIA L4", "--batch-unit", "tokens", "--batch", "512"],
             "batch is 512 tokens, and a plan is for batches of equal rows; give --batch-unit examples",

@@ -1,0 +1,70 @@
+"""A search over the shardings of operators as the text that `shardtrain plan --operators` prints."""
+
+from shardtrain.plan.operator_plan import OperatorPlan
+from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
+from shardtrain.report.plan import seconds_text
+from shardtrain.report.quantities import bytes_text
+from shardtrain.report.tables import table_text
+
+MOST_SHOWN = 16
+
+
+def operators_text(plan: OperatorPlan, proposals: int) -> str:
+    """Format what was found from each start, and where the best differs from rules.
+
+    Args:
+      plan: the plan.
+      proposals: of each start.
+    """
+    space, best = plan.space, plan.best
+    sizes = " x ".join(map(str, space.sizes.values()))
+    text = (
+        f"\nsharding of {len(space.graph.operators)} operators over {sizes} devices, {proposals} proposals"
+        " from each start\n"
+        "an analysis, which cannot be run yet: a run's rules shard dims by name, not by operator\n"
+    )
+    rows = [
+        (name, seconds_text(each.start), seconds_text(each.cost), str(each.accepted))
+        for name, each in plan.searched.items()
+    ]
+    text += table_text(("start", "step", "best found", "kept"), rows)
+    start = plan.searched[f"rules: {plan.rules}"].start
+    text += (
+        f"best: {seconds_text(best.cost)}, {100 * (1 - best.cost / start):.1f}% less than the best layout by"
+        f" rules; {bytes_text(space.memory_bytes(best.shardings))} of parameters, gradients, optimizer state"
+        " and kept activations\n"
+    )
+    return text + _differences(plan)
+
+
+def _differences(plan: OperatorPlan) -> str:
+    space, best = plan.space, plan.best.shardings
+    different = [
+        (max(space.seconds(i, rule), space.seconds(i, found)), i)
+        for i, (rule, found) in enumerate(zip(plan.by_rules, best, strict=True))
+        if split_text(space, rule) != split_text(space, found)
+    ]
+    if not different:
+        return "it shards every operator as the rules do\n"
+    shown = sorted(different, reverse=True)[:MOST_SHOWN]
+    rows = [
+        (
+            space.graph.operators[i].name,
+            split_text(space, plan.by_rules[i]),
+            split_text(space, best[i]),
+            seconds_text(space.seconds(i, plan.by_rules[i])),
+            seconds_text(space.seconds(i, best[i])),
+        )
+        for _, i in shown
+    ]
+    title = f"{len(different)} operators are sharded otherwise than by rules; the longest:"
+    return table_text(("operator", "by rules", "best", "takes", "then"), rows, title=title)
+
+
+def split_text(space: ShardedOperators, sharding: Sharding) -> str:
+    """Format how an operator is sharded: each dim and over how many devices."""
+    parts: dict[str, int] = {}
+    for size, dim in zip(space.sizes.values(), sharding, strict=True):
+        if dim is not None:
+            parts[dim] = size * parts.get(dim, 1)
+    return ", ".join(f"{dim} {number}" for dim, number in sorted(parts.items())) or "whole"
