@@ -8,11 +8,13 @@ being reduced.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import EMBED
@@ -173,15 +175,46 @@ def attend(
     causal: bool = True,
     mask_BS: jax.Array | None = None,
 ) -> jax.Array:
+    """Attention as the run computes it where a mesh shards sequences, else `whole_attention`.
+
+    A run hands it to models as the attribute `attention` of Flax's logical rules, which know the mesh. It is
+    called with the model's own attention first.
+
+    Args:
+      q_BTHK: queries, named (batch, seq, heads, head_dim).
+      k_BSHK: keys, named (batch, seq, kv_heads, head_dim).
+      v_BSHK: values, shaped and named as the keys.
+      kind: see `whole_attention`.
+      causal: likewise.
+      mask_BS: likewise.
+
+    Returns:
+      The context, shaped and typed as `q_BTHK`.
+    """
+    of_run = getattr(get_logical_axis_rules(), "attention", None)
+    whole = partial(whole_attention, kind)
+    compute = whole if of_run is None else partial(of_run, whole)
+    return compute(q_BTHK, k_BSHK, v_BSHK, causal=causal, mask_BS=mask_BS)
+
+
+def whole_attention(
+    kind: Attentions,
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    *,
+    causal: bool = True,
+    mask_BS: jax.Array | None = None,
+) -> jax.Array:
     """Scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
 
     Args:
-      q_BTHK: queries.
-      k_BSHK: keys; their number of heads divides that of the queries.
-      v_BSHK: values, shaped as the keys.
       kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" in 16 bits with a head_dim
         that it takes (a multiple of 8, at most 128) and no mask, on devices that have it (`has_flash`), else
         "xla".
+      q_BTHK: queries.
+      k_BSHK: keys; their number of heads divides that of the queries.
+      v_BSHK: values, shaped as the keys.
       causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
         another sequence than its own, whose length may differ).
       mask_BS: 0 for keys that no query sees, such as padding; by default all are seen.

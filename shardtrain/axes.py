@@ -33,8 +33,8 @@ CHANNELS_OUT = "channels_out"
 
 DIMS = {
     BATCH: "examples (B)",
-    SEQ: "positions of a sequence (T; S for keys), replicated: each device has all of them",
-    RESIDUAL_SEQ: "positions of a sequence between blocks, where they may be sharded over tensor",
+    SEQ: "positions of a sequence (T; S for keys), sharded over context alone",
+    RESIDUAL_SEQ: "positions of a sequence between blocks, where they may be sharded over tensor too",
     EMBED: "features of the residual stream (D)",
     HEADS: "query heads (H)",
     KV_HEADS: "key and value heads of grouped-query attention",

@@ -129,7 +129,7 @@ OPTIONS = {
     "--mesh data": "'data' is not AXIS=NUMBER, as in data=2",
     "--mesh data=2,data=4": "'data' is given twice: 2 and 4; give it once",
     "--mesh data=-1,fsdp=-1": "['data', 'fsdp'] are all -1; at most one can be the rest",
-    "--mesh context=2,data=4": "'context' has size 2 | use context=1",
+    "--mesh expert=2,data=4": "'expert' has size 2 | use expert=1",
     "--mesh data=16": "needs 16 devices, and there are 8 | divisors: 1, 2, 4, 8",
     "--mesh data=3": "needs 3 devices, and there are 8 | divisors: 1, 2, 4, 8",
     "--mesh nope.toml": "no layout file nope.toml",

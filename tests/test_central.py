@@ -147,6 +147,38 @@ def test_sequence_sharded_activations_give_the_plain_step(mesh, assert_same):
     assert_same(got, plain("nnx"))
 
 
+CONTEXTS = {
+    "ring, 4-2": ({"data": 4, "context": 2}, "ring", "nnx", 4, {}),
+    "ring, 2-4": ({"fsdp": 2, "context": 4}, "ring", "linen", 1, {}),
+    "ring, sequence": ({"context": 2, "tensor": 4}, "ring", "nnx", 1, {"sequence_sharded": True}),
+    "ring, zero 1": ({"data": 2, "fsdp": 2, "context": 2}, "ring", "nnx", 4, {"zero": 1}),
+    "all-gather, 2-2-2": ({"fsdp": 2, "context": 2, "tensor": 2}, "all-gather", "nnx", 4, {}),
+    "all-to-all, 8": ({"context": 8}, "all-to-all", "nnx", 1, {}),
+    "all-to-all, 2-2-2": ({"data": 2, "context": 2, "tensor": 2}, "all-to-all", "linen", 4, {}),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXTS)
+def test_sharded_sequences_give_the_plain_step(case, assert_same):
+    mesh, kind, framework, microbatches, options = CONTEXTS[case]
+    layout = Layout(mesh=mesh, context_attention=kind, **options)
+    got = sharded(models(CONFIG)[framework], layout, microbatches=microbatches)
+    assert_same(got, plain(framework))
+
+
+def test_sharded_sequences_drop_out_and_sum_their_loss_in_chunks_alike(assert_same):
+    layout = Layout(mesh={"fsdp": 2, "context": 2, "tensor": 2})
+    config = dataclasses.replace(DROPOUT, loss_chunk=6)
+    one_device = sharded(models(DROPOUT)["nnx"], Layout(mesh={"data": 1}), num_devices=1)
+    assert_same(sharded(models(config)["nnx"], layout, microbatches=2), one_device)
+
+
+def test_a_model_with_attention_of_its_own_has_its_sequences_sharded_by_the_compiler(assert_same):
+    model = from_nnx(TinyConfig(vocab=VOCAB, num_layers=2))
+    got = sharded(model, Layout(mesh={"data": 2, "context": 2, "tensor": 2}))
+    assert_same(got, sharded(model, Layout(mesh={"data": 1}), num_devices=1))
+
+
 @pytest.mark.parametrize(
     ("mesh", "framework", "microbatches"),
     [

@@ -43,6 +43,7 @@ SHORT = {
     f"{LAYOUT}mesh": "mesh",
     f"{LAYOUT}zero": "zero",
     f"{LAYOUT}sequence_sharded": "sequence_sharded",
+    f"{LAYOUT}context_attention": "context_attention",
     f"{LAYOUT}unnamed": "unnamed",
     f"{SYNCHRONISATION}by": "combine",
     f"{SYNCHRONISATION}on": "combine_on",

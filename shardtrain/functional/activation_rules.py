@@ -18,8 +18,10 @@ from flax.core import Scope
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, Mesh
 
+from shardtrain.axes import CONTEXT
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.errors.user_code import UserCodeFailed
+from shardtrain.functional.context_attention import ContextAttention
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.placement_problems import rules_text, ways_text
 from shardtrain.sharding.rules import Rules, repeated
@@ -62,6 +64,8 @@ class _StrictRules(tuple):
     findings: _Findings
     one_device: bool
     unnamed: str
+    attention: ContextAttention | None
+    """The attention of the models, which look for it here; None: each computes its own."""
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         rules: Rules = dict(super().__iter__())
@@ -106,13 +110,16 @@ another."""
 
 
 @contextmanager
-def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "refuse") -> Iterator[None]:
+def activation_rules(
+    rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "refuse", context_attention: str = "ring"
+) -> Iterator[None]:
     """Within this, `nn.with_logical_constraint` of traced functions follows these rules, strictly.
 
     Args:
       rules: dim -> axes for activations.
       mesh: a mesh with these axes. On one device every constraint is accepted.
       unnamed: "refuse" dims without a rule, or "replicate" them.
+      context_attention: how attention is computed where sequences are sharded, see `ContextAttention`.
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -122,7 +129,8 @@ def activation_rules(rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "re
     strict = _StrictRules(pairs)
     strict.findings, strict.unnamed = _Findings(), unnamed
     strict.one_device = is_one_device(mesh.shape)
-    key = (pairs, unnamed, strict.one_device)
+    strict.attention = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
+    key = (pairs, unnamed, strict.one_device, strict.attention)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),

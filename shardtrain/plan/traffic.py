@@ -212,6 +212,10 @@ _Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
 def _parameters(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> _Flows:
     for weight in work.weights:
         yield from (_gathered_weight(weight, work, sizes) if zero == 3 else _replicated_weight(weight, sizes))
+        # each device of context has gradients from its part of the sequences, in every microbatch
+        used = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
+        used_bytes = work.microbatches * used * work.compute_bytes
+        yield ALL_REDUCE, (axes.CONTEXT,), weight.in_blocks, used_bytes
         if not weight.in_blocks:  # replicated over pipeline stages, each of which adds to its gradient
             stored = weight.num_elements / _total(sizes, weight.axes)
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
@@ -257,8 +261,8 @@ def _sequence_gradient(weight: Weight, work: StepSizes) -> _Flows:
 
 def _activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> _Flows:
     """Tensor: each half of a block, and a vocabulary, reduces a residual stream forward and backward."""
-    # the residual stream of this device's rows
-    tokens = work.num_tokens / _total(sizes, layout.batch_axes)
+    # the residual stream of this device: its rows, and its part of their positions
+    tokens = work.num_tokens / _total(sizes, (*layout.batch_axes, axes.CONTEXT))
     stream_bytes = tokens * work.embed * work.compute_bytes
     has_vocab = any(axes.TENSOR in weight.axes and not weight.in_blocks for weight in work.weights)
     # with a sharded sequence an all-reduce becomes a reduce-scatter and, before the next matrix product, an

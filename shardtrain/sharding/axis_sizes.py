@@ -14,7 +14,7 @@ from shardtrain.system.excerpts import short
 MOST_DEVICES = 1 << 24
 
 
-BUILT_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
+BUILT_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.CONTEXT, axes.TENSOR)
 """Axes that may be larger than 1 today; the others are reserved names."""
 
 

@@ -5,12 +5,15 @@ Its file is read in `layout_file.py`. Next: `resolve.py`, which joins a layout w
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.axis_sizes import mesh_problems, parse_mesh
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, repeated
+
+ContextAttentions = Literal["ring", "all-gather", "all-to-all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,10 @@ class Layout:
         to the same step: gradients are replicated while they are accumulated, and sharded right after.
       sequence_sharded: shard the activations between blocks over tensor along the sequence
         (Korthikanti et al. 2022, section 4.2.2).
+      context_attention: how attention is computed where the axis context shards sequences. "ring": keys and
+        values go from device to device, and causal work is balanced (Liu et al. 2023, Ring Attention,
+        section 3); "all-gather": each device gathers all keys and values; "all-to-all": devices exchange
+        sequences for heads, which context must divide (Jacobs et al. 2023, DeepSpeed Ulysses, section 3).
       parameters: dim -> axes for parameters, where they differ from the defaults in `sharding/rules.py`.
       activations: dim -> axes for activations, where they differ from the defaults. A custom dim that has a
         rule for parameters only has the same axes here, without data and fsdp.
@@ -42,6 +49,7 @@ class Layout:
     mesh: Mapping[str, int] = field(default_factory=lambda: {axes.DATA: -1})
     zero: int = 3
     sequence_sharded: bool = False
+    context_attention: ContextAttentions = "ring"
     parameters: Rules = field(default_factory=dict)
     activations: Rules = field(default_factory=dict)
     unnamed: str = "refuse"
@@ -95,12 +103,17 @@ class Layout:
     @property
     def activation_rules(self) -> Rules:
         """Dim -> axes of activations, and of weights where they are used."""
-        residual = (axes.TENSOR,) if self.sequence_sharded else ()
+        residual = (axes.CONTEXT, axes.TENSOR) if self.sequence_sharded else (axes.CONTEXT,)
         # weights are gathered over the axes that shard the batch, as `embed` is
         used = {dim: _without(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
         # a model may also use the name of a mesh axis, which is mapped to itself
         itself = {axis: (axis,) for axis in axes.AXES}
         return {**used, **itself, **ACTIVATION_RULES, axes.RESIDUAL_SEQ: residual, **self.activations}
+
+    @property
+    def tracing(self) -> tuple[str, str]:
+        """What a model is traced with beside rules and mesh: `unnamed`, `context_attention`."""
+        return self.unnamed, self.context_attention
 
     def rules_of_replica(self) -> Rules:
         """Return `activation_rules` inside one replica: without the replica axes."""

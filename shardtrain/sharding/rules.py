@@ -33,8 +33,8 @@ fsdp."""
 
 ACTIVATION_RULES: Rules = {
     axes.BATCH: (axes.DATA, axes.FSDP),
-    axes.SEQ: (),
-    axes.RESIDUAL_SEQ: (),
+    axes.SEQ: (axes.CONTEXT,),
+    axes.RESIDUAL_SEQ: (axes.CONTEXT,),
     axes.EMBED: (),
     axes.HEADS: (axes.TENSOR,),
     axes.KV_HEADS: (axes.TENSOR,),

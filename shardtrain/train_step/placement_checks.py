@@ -47,6 +47,12 @@ def check_stages(
             "all its stages run one program, so blocks must be alike, their parameters stacked along the dim"
             f" {axes.LAYERS!r}, and this model's are not; stack them, or use --across pipeline"
         )
+    if sizes.get(axes.CONTEXT, 1) > 1:
+        problems.append(
+            f"context={sizes[axes.CONTEXT]} sends parts of sequences by permutes, which all devices of a mesh"
+            " must reach at a time, and stages compute different things; use --across pipeline, where each"
+            " island has a mesh of its own, or context=1"
+        )
     # a microbatch does not wait for the model state of the one before it
     state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
     if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:

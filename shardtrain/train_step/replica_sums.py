@@ -152,7 +152,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
             return (model_state, jax.tree.map(jnp.add, sums, (loss_sum, count, metrics, grads))), None
 
         inputs = (first_rows, batch)
-        with activation_rules(rules, mesh, placement.layout.unnamed):
+        with activation_rules(rules, mesh, *placement.layout.tracing):
             # the shapes of one microbatch's results are those of the sums
             first = jax.tree.map(lambda x: x[0], inputs)
             (_, (loss_sum, count, metrics, _)), grads = jax.eval_shape(
@@ -190,7 +190,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
 
         # manual over `pipeline` outside, vmap over replicas inside
         def run(*arguments: Any) -> Sums:
-            with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
+            with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
                 in_axes = (0 if has_own else None, None, 1, 1)
                 return jax.vmap(
                     replica, in_axes, axis_name=model.axis_name, spmd_axis_name=replica_axes or None
@@ -225,7 +225,7 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
         run_stage = _stage_function(model, loss, placement, table, rules)
 
         def run(params: Any, batch: Batch) -> Sums:
-            with activation_rules(rules, jax.sharding.get_abstract_mesh(), placement.layout.unnamed):
+            with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
                 return run_stage(params, lambda number: jax.random.key(0), batch)
 
         return _over_stages(run, placement.mesh, params)(params, batch)

@@ -84,7 +84,7 @@ class StageFunctions:
         """Return a function of (part, ...) below, compiled for one part."""
 
         def run(*arguments: Any) -> Any:
-            with activation_rules(self._rules, self.placement.mesh, self.placement.layout.unnamed):
+            with activation_rules(self._rules, self.placement.mesh, *self.placement.layout.tracing):
                 return function(part, *arguments)
 
         return jax.jit(run, **options)

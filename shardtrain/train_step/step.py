@@ -228,7 +228,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
             loss_sum, count, metrics = checked(loss(bound, batch))
             return {**metrics, "loss_sum": loss_sum, "count": count}
 
-        with activation_rules(layout.activation_rules, mesh, layout.unnamed):
+        with activation_rules(layout.activation_rules, mesh, *layout.tracing):
             return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, batch))
 
     whole = NamedSharding(mesh, PartitionSpec())

@@ -46,8 +46,8 @@ def model(config, linen=False):
 class Program:
     """A step compiled for simulated devices, and what theory says of it."""
 
-    def __init__(self, config, mesh, zero=3, microbatches=1, sequence_sharded=False, linen=False, rows=ROWS):
-        self.layout = Layout(mesh=dict(mesh), zero=zero, sequence_sharded=sequence_sharded)
+    def __init__(self, config, mesh, microbatches=1, linen=False, rows=ROWS, **layout):
+        self.layout = Layout(mesh=dict(mesh), **layout)
         self.microbatches = microbatches
         jax_mesh = make_mesh(self.layout, described_devices("cpu", math.prod(self.layout.mesh.values())))
         self.sizes = dict(jax_mesh.shape)
@@ -186,6 +186,51 @@ def test_gradients_of_replicas_are_reduced_once_per_step(config, mesh, zero):
     over = [found for found in step.figures.collectives if replica_axes & set(found.axes)]
     assert any(found.payload_bytes > 1000 for found in over)
     assert [found for found in over if found.in_loop] == []
+
+
+GROUPED = replace(PLAIN, positions="rotary", num_kv_heads=4)
+
+
+def attention_bytes(kind, num):
+    """Bytes over context that the attention of GROUPED sends for each device: collective -> bytes."""
+    tokens = ROWS * SEQ // num
+    queries = 4 * tokens * GROUPED.embed
+    keys = queries // 2  # half as many heads
+    both, rest = 2 * keys, (num - 1) / num
+    # parts of a sequence that are where the balanced order wants them already
+    owner = [part if part < num else 2 * num - 1 - part for part in range(2 * num)]
+    moved = sum(part // 2 != owner[part] for part in range(2 * num)) / (2 * num)
+    layer = {
+        # into the balanced order and back, and round the ring; gradients of keys go round too
+        "ring": {"collective-permute": 2 * moved * (2 * queries + both) + 3 * (num - 1) * both},
+        "all-gather": {"all-gather": 2 * (num - 1) * both, "reduce-scatter": (num - 1) * both},
+        "all-to-all": {"all-to-all": 2 * rest * (2 * queries + both)},
+    }[kind]
+    return {collective: GROUPED.num_layers * sent for collective, sent in layer.items()}
+
+
+@pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])
+def test_attention_over_context_sends_the_bytes_of_theory(kind):
+    num = 4
+    step = program(GROUPED, {"context": num}, context_attention=kind)
+    expected = attention_bytes(kind, num)
+    found = {}
+    for key, sent in step.measured.items():
+        assert key.axes == ("context",)
+        if key.in_blocks:
+            found[key.kind] = found.get(key.kind, 0) + sent
+    gradients = step.theory[Key("all-reduce", ("context",), True)]
+    assert found == pytest.approx({**expected, "all-reduce": gradients}, rel=0.02)
+    # outside the blocks: gradients of the embedding and the head, and tokens
+    outside = Key("all-reduce", ("context",), False)
+    assert step.measured[outside] == pytest.approx(step.theory[outside], rel=0.02, abs=4 * 4 * ROWS * SEQ)
+
+
+def test_activations_fall_with_context():
+    """One row of 32,768 tokens: half of them on a device, then a quarter."""
+    config = replace(GROUPED, seq=32_768, num_layers=2)
+    some, many = (program(config, {"context": num}, rows=1).figures.temp_bytes for num in (2, 4))
+    assert 4 * many <= 1.1 * 2 * some
 
 
 def test_a_loss_in_chunks_sends_no_more():

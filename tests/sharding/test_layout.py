@@ -55,7 +55,7 @@ def test_all_problems_of_a_layout_at_once():
             "sequence_sharded is 'false'; give True or False",
             "axis 'dta' (did you mean 'data'?)",
             "axis 'expert' has size 2, but is not built yet;"
-            " use expert=1 (built: pipeline, data, fsdp, tensor)",
+            " use expert=1 (built: pipeline, data, fsdp, context, tensor)",
             "axis 'data' has size 0; allowed: a whole number from 1, or -1 (the rest)",
             "axis 'context' has size True; allowed: a whole number from 1, or -1 (the rest)",
             "axes ['fsdp', 'tensor'] are all -1; at most one can be the rest",
@@ -201,8 +201,8 @@ def test_sequence_sharded():
     known = {**{axis: (axis,) for axis in axes.AXES}, **ACTIVATION_RULES}
     assert Layout().activation_rules == known
     sharded = Layout(sequence_sharded=True)
-    assert sharded.activation_rules == {**known, "residual_seq": ("tensor",)}
-    asked = replace(sharded, activations={"residual_seq": ()})
+    assert sharded.activation_rules == {**known, "residual_seq": ("context", "tensor")}
+    asked = replace(sharded, activations={"residual_seq": ("context",)})
     assert asked.activation_rules == known
 
 
@@ -258,6 +258,7 @@ layouts = st.builds(
     mesh=st.dictionaries(st.sampled_from(BUILT_AXES), st.integers(1, 4096), max_size=3),
     zero=st.integers(1, 3),
     sequence_sharded=st.booleans(),
+    context_attention=st.sampled_from(["ring", "all-gather", "all-to-all"]),
     parameters=rules,
     activations=rules,
     unnamed=st.sampled_from(["refuse", "replicate"]),
@@ -276,6 +277,7 @@ def test_a_layout_as_text():
     assert layout_text(layout) == (
         "zero = 3\n"
         "sequence_sharded = false\n"
+        'context_attention = "ring"\n'
         'unnamed = "refuse"\n'
         "\n"
         "[mesh]\n"

@@ -439,6 +439,10 @@ class TestRefusals:
         assert "more than once" in refused(words(), twice)
         assert "without calling the model" in refused(words(), never)
 
+    def test_sequences_that_are_sharded(self):
+        with pytest.raises(ValueError, match="context=2 sends parts of sequences by permutes"):
+            placed(words(), {"pipeline": 2, "context": 2})
+
     def test_blocks_that_are_not_stacked_and_statistics(self):
         class Counting(nnx.Module):
             def __init__(self, rngs):

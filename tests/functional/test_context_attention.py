@@ -1,0 +1,136 @@
+"""Attention over sequences sharded over context: that of whole ones, balanced, or refused."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.functional import ring_attention
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.models.layers import attend, whole_attention
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+
+RANDOM = np.random.default_rng(0)
+
+
+def arrays(num_queries, num_keys, kv_heads=2, dtype=jnp.float32):
+    """Queries, keys, values; a mask that hides all keys but one of a row, and so of whole devices."""
+    shapes = (2, num_queries, 4, 8), (2, num_keys, kv_heads, 8), (2, num_keys, kv_heads, 8)
+    mask = np.ones((2, num_keys), np.int32)
+    mask[0, 1:] = 0
+    return [jnp.asarray(RANDOM.normal(size=shape), dtype) for shape in shapes], jnp.asarray(mask)
+
+
+def computed(compute: Any, inputs: Any, **options: Any) -> Any:
+    """What an attention returns, and its gradients."""
+
+    def loss(q, k, v):
+        out = compute(q, k, v, **options)
+        return jnp.sin(out.astype(jnp.float32) * jnp.arange(out.shape[1])[:, None, None]).sum(), out
+
+    (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*inputs)
+    return out, *grads
+
+
+def on_mesh(kind, mesh, inputs, **options):
+    layout = Layout(mesh=mesh, context_attention=kind)
+    devices = make_mesh(layout, jax.devices()[: int(np.prod(list(mesh.values())))])
+
+    def compute(*inputs):
+        with activation_rules(layout.activation_rules, devices, *layout.tracing):
+            return computed(lambda q, k, v, **more: attend(q, k, v, "xla", **more), inputs, **options)
+
+    return jax.jit(compute, in_shardings=NamedSharding(devices, PartitionSpec()))(*inputs)
+
+
+CASES = {
+    "ring, causal": ("ring", {"context": 3}, arrays(12, 12), True, False),
+    "ring, causal, padding": ("ring", {"context": 4, "tensor": 2}, arrays(16, 16), True, True),
+    "ring, to another sequence": ("ring", {"context": 4, "fsdp": 2}, arrays(8, 12), False, True),
+    "all-gather, causal": ("all-gather", {"context": 4}, arrays(8, 8), True, False),
+    "all-gather, padding": ("all-gather", {"context": 2, "fsdp": 2}, arrays(4, 6), False, True),
+    "all-to-all, causal": ("all-to-all", {"context": 2, "tensor": 2}, arrays(6, 6, 4), True, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_that_of_whole_sequences(case, monkeypatch):
+    # so that keys are taken in several blocks
+    monkeypatch.setattr(ring_attention, "KEYS_AT_ONCE", 2)
+    kind, mesh, (inputs, mask), causal, has_mask = CASES[case]
+    options = {"causal": causal, "mask_BS": mask if has_mask else None}
+    expected = jax.jit(partial(computed, partial(whole_attention, "xla"), **options))(inputs)
+    for got, wanted in zip(on_mesh(kind, mesh, inputs, **options), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_give_16_bits(dtype):
+    inputs, _ = arrays(8, 8, dtype=jnp.dtype(dtype))
+    out = on_mesh("ring", {"context": 2}, inputs, causal=True)[0]
+    assert out.dtype == dtype
+    wide = [x.astype(jnp.float32) for x in inputs]
+    np.testing.assert_allclose(out.astype(jnp.float32), whole_attention("xla", *wide), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 8])
+def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much(num, monkeypatch):
+    """Blocks of scores, as (part of the queries, part of the keys) of the sequence in 2 num parts."""
+    found, ring = [], ring_attention.Ring("context", num, "balanced")
+    for device in range(num):
+        monkeypatch.setattr(ring_attention.lax, "axis_index", lambda axis, device=device: jnp.int32(device))
+        parts = [(i, 2 * num - 1 - i) for i in range(num)]
+        for step in range(num):
+            for mine, theirs, first in ring_attention._pairs(step, ring, 8):
+                pair = parts[device][int(mine)], parts[(device - step) % num][int(theirs)]
+                # only on the diagonal are some keys behind some queries
+                assert (first is not None) == (pair[0] == pair[1])
+                found.append((device, *pair))
+    needed = {(query, key) for query in range(2 * num) for key in range(query + 1)}
+    assert sorted(pair for _, *pair in found) == sorted(map(list, needed))
+    assert {sum(device == i for device, *_ in found) for i in range(num)} == {2 * num + 1}
+
+
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_the_balanced_order_pairs_early_with_late_parts_and_is_taken_back(num):
+    mesh = make_mesh(Layout(mesh={"context": num}), jax.devices()[:num])
+    split = PartitionSpec(None, "context")
+
+    def exchanged(x):
+        there = ring_attention.balanced_exchange(x, "context", num)
+        return there, ring_attention.balanced_exchange(there, "context", num, inverse=True)
+
+    run = jax.shard_map(exchanged, mesh=mesh, in_specs=split, out_specs=(split, split))
+    there, back = jax.jit(run)(jnp.arange(2 * num)[None])
+    assert there[0].tolist() == [part for i in range(num) for part in (i, 2 * num - 1 - i)]
+    assert back[0].tolist() == list(range(2 * num))
+
+
+def test_what_cannot_be_split_is_refused_with_sizes_that_can():
+    with pytest.raises(ValueError) as error:
+        on_mesh("ring", {"context": 4}, arrays(14, 14)[0], causal=True)
+    assert str(error.value) == (
+        "attention by ring over context=4 cannot split this:"
+        "\n  - 14 queries cannot be split into 8 parts: 14 % 8 = 6. Use 8 or 16"
+        "\n  - 14 keys cannot be split into 8 parts: 14 % 8 = 6. Use 8 or 16"
+    )
+    with pytest.raises(ValueError) as error:
+        on_mesh("all-to-all", {"context": 4}, arrays(8, 8)[0], causal=True)
+    assert str(error.value) == (
+        "attention by all-to-all over context=4 cannot split this:"
+        "\n  - 2 kv_heads of a device cannot be split over 4; use a context that divides them, or"
+        " --context-attention ring"
+    )
+
+
+def test_sequences_that_a_layout_leaves_whole_are_not_split():
+    layout = Layout(mesh={"context": 2}, activations={"seq": [], "residual_seq": []})  # type: ignore[arg-type]
+    inputs, _ = arrays(5, 5)
+    with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:2]), *layout.tracing):
+        text = str(jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla"))(*inputs))
+    assert "ppermute" not in text
