@@ -41,9 +41,11 @@ def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
 def _totals(specs: Specs, rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:
     everything, per_device, _ = totals(rows)
     count = sum(leaf.size for leaf in jax.tree.leaves(specs.abstract.params))
+    trained = sum(leaf.size for leaf in jax.tree.leaves(specs.trained))
     state, state_device = _state_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes)
     return [
         f"parameters: {count:,}, {bytes_text(everything)}; {bytes_text(per_device)} per device",
+        *([f"trained: {trained:,} of them ({trained / count:.2%})"] if specs.frozen else []),
         f"optimizer state: {bytes_text(state)}; {bytes_text(state_device)} per device",
     ]
 
