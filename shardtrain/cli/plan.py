@@ -13,6 +13,9 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
+from shardtrain.plan.layers.compare import cluster_group, plan_layers
+from shardtrain.plan.layers.pipeline_of import pipeline_costs
+from shardtrain.plan.layers.trace_layers import layers_of
 from shardtrain.plan.operator_plan import plan_operators
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.simulator.timeline import timeline
@@ -21,6 +24,7 @@ from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
 from shardtrain.report.plan import explained_text, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
+from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
 from shardtrain.report.plots.frontier import check_frontier
 from shardtrain.report.step_trace import TracedStep, is_trace, trace_text, traced_text
 from shardtrain.sharding.axis_sizes import parse_mesh
@@ -48,6 +52,8 @@ class PlanOptions:
       explain: show every term of the best way, with its formula.
       frontier: draw memory against time of a step of all ways, and of those that no other beats in both, to
         this file, .png or .svg; of several kinds of islands a file each.
+      layers: show how each layer is best split by the batch or by features, between unequal devices too,
+        beside data parallelism, one weird trick, HyPar and Megatron's way, and which mesh runs that.
       output: write the best as a strategy file, for: shardtrain train RUN --strategy FILE.
       operators: search a sharding for each operator by itself, beside the best that rules give; an analysis,
         as a run shards dims by name.
@@ -66,6 +72,7 @@ class PlanOptions:
     advise: bool = False
     explain: bool = False
     frontier: Path | None = None
+    layers: bool = False
     output: Path | None = None
     operators: bool = False
     proposals: int = 1000
@@ -170,6 +177,18 @@ def _searched_operators(run: Run, options: PlanOptions, subject: Subject, kind: 
     return operators_text(found, options.proposals)
 
 
+def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None) -> str:
+    """Return the best partition of each layer, and the best pipeline of stages with several devices."""
+    group = cluster_group(plan, link_gb_per_second)
+    per_node = min(each.machine.devices_per_node for each in plan.kinds)
+    text = layers_text(plan_layers(layers_of(subject), group, per_node))
+    try:
+        stages = stages_text(pipeline_costs(subject, plan, link_gb_per_second))
+    except ValueError as problem:
+        stages = f"{PIPELINE}: {problem}\n"
+    return f"\n{text}{stages}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
     run, options = parse_run("plan", arguments, PlanOptions)
@@ -197,6 +216,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.trace is not None and all(each.plan.ranked for each in plan.kinds):
         given = None if strategy_of(arguments) is None else choices_of(run.strategy, plan)
         terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))
+    if options.layers:
+        terminal.out(_layers_text(subjects[0], plan, cluster.link_gb_per_second))
     if options.output is not None and plan.fits:
         replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())
         terminal.out(f"strategy: {options.output}\n")

@@ -1,15 +1,16 @@
 """Plan unequal islands: the rows of each, and the layout that suits its devices. Next: `report/plan.py`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.plan.devices import GB
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
 from shardtrain.plan.machine import Machine, machine_of
+from shardtrain.plan.named_layouts import named_layouts
 from shardtrain.plan.nearest import nearest_text
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import Plan, search
+from shardtrain.plan.search import Plan, Ranked, search
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.steps import steps
@@ -30,12 +31,14 @@ class KindPlan:
       machine: its devices.
       rows: of the batch, for each of its islands.
       plan: the ways to run a step on one of them.
+      named: name -> the layout that others would take there; None: it cannot run.
     """
 
     kind: IslandKind
     machine: Machine
     rows: int
     plan: Plan
+    named: Mapping[str, Ranked | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +94,9 @@ def plan_cluster(
         plan = search(subject, machines[0], devices, space, most)
         if not plan.ranked:
             plan = replace(plan, nearest=nearest_text(subject, devices, space))
-        return ClusterPlan(
-            kinds=(KindPlan(kind=islands[0], machine=machines[0], rows=subject.batch_rows, plan=plan),),
-            shares=(subject.batch_rows,),
-            join_seconds=0.0,
-        )
+        kind = KindPlan(kind=islands[0], machine=machines[0], rows=subject.batch_rows, plan=plan)
+        one = ClusterPlan(kinds=(kind,), shares=(subject.batch_rows,), join_seconds=0.0)
+        return _with_named(one, subjects, space)
     speeds = [
         machine.rates.flops_per_second * (kind.devices or 1)
         for kind, machine in zip(cluster.islands, machines, strict=True)
@@ -107,7 +108,17 @@ def plan_cluster(
             best = found
         speeds = _speeds(found, speeds)
     assert best is not None
-    return best
+    return _with_named(best, subjects, space)
+
+
+def _with_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
+    """Add the layouts of others for the rows of each kind."""
+    kinds = []
+    for each, subject in zip(plan.kinds, subjects, strict=True):
+        share = subject.share(each.rows) if len(plan.shares) > 1 else subject
+        named = named_layouts(share, each.machine, each.kind.devices or 1, space)
+        kinds.append(replace(each, named=named))
+    return replace(plan, kinds=tuple(kinds))
 
 
 def times_of(

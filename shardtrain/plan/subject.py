@@ -215,15 +215,20 @@ def _count_flops(program: Program, flops: Counter[int]) -> None:
             flops[max(program.arrays[number].item_bytes for number in kernel.reads)] += round(kernel.flops)
 
 
-def _traced(model: Model, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program:
-    params, model_state = jax.eval_shape(model.init, jax.random.key(0))
-    rows = next(iter(batch.values())).shape[0]
+def loss_of(model: Model, loss: Loss, rows: int) -> Callable[..., Any]:
+    """Return (parameters, model state, key, batch) -> (loss sum, (count, metrics, model state))."""
 
     def loss_sum(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
         bound = BoundModel(model, params, model_state, row_key(key, 0, rows))
         total, count, metrics = checked(loss(bound, batch))
         return total, (count, metrics, bound.model_state)
 
+    return loss_sum
+
+
+def _traced(model: Model, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program:
+    params, model_state = jax.eval_shape(model.init, jax.random.key(0))
+    loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
     gradient = jax.value_and_grad(loss_sum, has_aux=True)
     inputs = (params, model_state, jax.eval_shape(lambda: jax.random.key(0)), dict(batch))
     names = [

@@ -111,7 +111,23 @@ def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> st
             f"nothing fits: the smallest needs {bytes_text(over)} of {bytes_text(memory)},"
             f" {bytes_text(over - memory)} too much; use more devices, a smaller batch or a smaller model\n"
         )
-    return text + _refused_text(each.plan.refused)
+    return text + _named_text(each) + _refused_text(each.plan.refused)
+
+
+def _named_text(each: KindPlan) -> str:
+    """Say how the best way compares with those that others would take."""
+    best, parts = each.plan.ranked[0], []
+    for name, found in each.named.items():
+        if found is None:
+            parts.append(f"{name} cannot run")
+            continue
+        text, total = f"{name} ({mesh_text(found.choice.layout)})", found.prediction.seconds.total
+        if not found.fits:
+            parts.append(f"{text} needs {bytes_text(found.prediction.memory.total)}, too large")
+        else:
+            ratio = total / best.prediction.seconds.total
+            parts.append(f"{text} {seconds_text(total)}, {ratio:.2f} times the best")
+    return f"beside: {'; '.join(parts)}\n" if parts and best.fits else ""
 
 
 def _row(number: int, one: Ranked, memory_bytes: float, steps_at_peak: float) -> tuple[str, ...]:

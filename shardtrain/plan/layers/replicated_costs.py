@@ -1,0 +1,187 @@
+"""What the stages of a pipeline cost whose stages may have several devices each. No jax.
+
+Next: `replicated_stages.py`, which cuts by these costs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from shardtrain.errors.messages import problems_error
+from shardtrain.pipeline.partition import Costs
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageDevice:
+    """A device of a pipeline, or several equal ones that are not divided among stages.
+
+    Args:
+      flops_per_second: of one device.
+      memory_bytes: that one device can fill.
+      node: the number of its node.
+      number: of devices.
+    """
+
+    flops_per_second: float
+    memory_bytes: float = math.inf
+    node: int = 0
+    number: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineDevices:
+    """The devices of a pipeline and their links.
+
+    Args:
+      devices: in the order of the stages, those of a node side by side.
+      device_bytes_per_second: what a device sends to another of its node.
+      node_bytes_per_second: what a node sends to another.
+
+    Raises:
+      ValueError: there is no device, or the devices of a node are apart.
+    """
+
+    devices: tuple[StageDevice, ...]
+    device_bytes_per_second: float = math.inf
+    node_bytes_per_second: float = math.inf
+
+    def __post_init__(self) -> None:
+        nodes = [device.node for device in self.devices]
+        runs = [node for i, node in enumerate(nodes) if not i or nodes[i - 1] != node]
+        problems = [] if nodes else ["there is no device; give 1 or more"]
+        if len(runs) != len(set(runs)):
+            problems.append(
+                f"devices are on the nodes {nodes} in this order; put those of a node side by side"
+            )
+        if problems:
+            raise problems_error("a pipeline cannot be cut for these devices", problems)
+
+    def link(self, a: int, b: int) -> float:
+        """Return the bytes per second between two devices."""
+        same = self.devices[a].node == self.devices[b].node
+        return self.device_bytes_per_second if same else self.node_bytes_per_second
+
+    def stage(self, first: int, end: int, rows: int) -> StageDevices:
+        """Return the devices from `first` to before `end` as one stage: replicas with equal rows.
+
+        Rows are filled up to a multiple of the devices, so that devices beyond the rows of a microbatch do
+        nothing.
+
+        Args:
+          first, end: numbers of devices.
+          rows: of a microbatch.
+        """
+        members = self.devices[first:end]
+        of_each = math.ceil(rows / self.number(first, end))
+        return StageDevices(
+            flops_per_second=rows / of_each * min(device.flops_per_second for device in members),
+            memory_bytes=min(device.memory_bytes for device in members),
+            row_shards=rows // of_each,
+        )
+
+    def number(self, first: int, end: int) -> int:
+        """Return the number of devices, where several stand as one."""
+        return sum(device.number for device in self.devices[first:end])
+
+    def numbers(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of devices of each stage, where several stand as one."""
+        return tuple(self.number(*group) for group in pairwise(accumulate(devices, initial=0)))
+
+    def mixed_stages(self, devices: Sequence[int]) -> list[int]:
+        """Return the stages that have devices of different speed or memory."""
+        groups = pairwise(accumulate(devices, initial=0))
+        kinds = [{(d.flops_per_second, d.memory_bytes) for d in self.devices[a:b]} for a, b in groups]
+        return [stage for stage, found in enumerate(kinds) if len(found) > 1]
+
+    def all_reduce_seconds(self, first: int, end: int, num_bytes: float) -> float:
+        """Return the seconds to add up gradients of the replicas: in each node, then between nodes.
+
+        A ring of n members sends 2 (n - 1) / n of the bytes from each.
+        """
+        numbers: dict[int, int] = {}
+        for device in self.devices[first:end]:
+            numbers[device.node] = numbers.get(device.node, 0) + device.number
+        inside, between = max(numbers.values()), len(numbers)
+        return (
+            2 * (inside - 1) / inside * num_bytes / self.device_bytes_per_second
+            + 2 * (between - 1) / between * num_bytes / self.node_bytes_per_second
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedCut:
+    """A cut into stages of several devices.
+
+    Args:
+      counts: blocks of each stage.
+      devices: number of devices of each stage, in their order; see `StageDevice.number`.
+      step_seconds: the simulated schedule, then the longest all-reduce of a stage.
+      slowest_seconds: of a microbatch, the slowest stage or link: what the cut minimises.
+    """
+
+    counts: tuple[int, ...]
+    devices: tuple[int, ...]
+    step_seconds: float
+    slowest_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedCosts:
+    """What stages of a model cost, on any blocks and devices.
+
+    Args:
+      model: costs of the blocks, for a microbatch.
+      gradient_bytes: of the blocks and of the model's ends.
+      pipeline: the devices.
+      num_microbatches: of a step.
+      rows: of a microbatch.
+    """
+
+    model: ModelCosts
+    gradient_bytes: Costs
+    pipeline: PipelineDevices
+    num_microbatches: int
+    rows: int
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.model.blocks)
+
+    def gradients(self, begin: int, end: int) -> float:
+        """Return the bytes of the gradients of the blocks from begin to before end."""
+        found = self.gradient_bytes
+        ends = (begin == 0) * found.first + (end == self.num_blocks) * found.last
+        return sum(found.blocks[begin:end]) + ends
+
+    def stage_costs(self, counts: Sequence[int], devices: Sequence[int]) -> StageCosts:
+        """Return the costs of stages with so many blocks and devices each."""
+        groups = list(pairwise(accumulate(devices, initial=0)))
+        return StageCosts(
+            model=self.model,
+            devices=[self.pipeline.stage(*group, self.rows) for group in groups],
+            table=make_table("1f1b", len(groups), self.num_microbatches),
+            link_bytes_per_second=[self.pipeline.link(end - 1, end) for _, end in groups[:-1]],
+        )
+
+    def judged(self, counts: Sequence[int], devices: Sequence[int]) -> ReplicatedCut:
+        """Return a cut with its predicted step; one that does not fit has an infinite slowest stage."""
+        costs = self.stage_costs(counts, devices)
+        blocks = list(pairwise(accumulate(counts, initial=0)))
+        groups = list(pairwise(accumulate(devices, initial=0)))
+        slowest = longest = 0.0
+        for stage, (part, group) in enumerate(zip(blocks, groups, strict=True)):
+            joined = self.pipeline.all_reduce_seconds(*group, self.gradients(*part))
+            busy = costs.busy_seconds(stage, *part) + joined / self.num_microbatches
+            fits = costs.memory_bytes(stage, *part) <= costs.devices[stage].memory_bytes
+            slowest = max(slowest, busy if fits else math.inf, costs.transfer_seconds(part[0], stage))
+            longest = max(longest, joined)
+        return ReplicatedCut(
+            counts=tuple(counts),
+            devices=tuple(devices),
+            step_seconds=costs.simulated(counts).makespan + longest,
+            slowest_seconds=slowest,
+        )
