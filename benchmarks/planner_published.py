@@ -27,7 +27,8 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import OF_PEAK_FLOPS, Machine, machine_of
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import mesh_text, predictions
+from shardtrain.plan.search import predictions
+from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout
 

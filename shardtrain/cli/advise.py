@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -19,6 +20,7 @@ from shardtrain.report.advice import (
     revocable_text,
     synchronisation_text,
 )
+from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system import terminal
 
 HOUR = 3600.0
@@ -129,6 +131,17 @@ class Revocable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a past or running run is, beside its prediction, and what likely limits it.
+
+    Args:
+      run: the folder of a run.
+    """
+
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Clusters:
     """Which of several clusters to use, at equal examples, equal time and equal loss.
 
@@ -210,6 +223,21 @@ def _revocable(asked: Revocable) -> str:
     return revocable_text(run, asked.compare, asked.simulate, asked.seed)
 
 
+def _speed(asked: Speed) -> str:
+    # other questions need no jax
+    from shardtrain.report.speed import speed_text
+    from shardtrain.trainer.strategy import STRATEGY_FILE, read_strategy
+
+    metrics, strategy = asked.run / METRICS, asked.run / STRATEGY_FILE
+    if not metrics.is_file():
+        raise ValueError(f"there is no {metrics}; give the folder of a run, such as runs/gpt_text")
+    predicted = read_strategy(strategy).predicted if strategy.is_file() else {}
+    text = speed_text(read_jsonl(metrics), predicted)
+    if text is None:
+        raise ValueError(f"{metrics} has fewer than two measured lines; train on, or use --log-every 1")
+    return text + "\n"
+
+
 def _clusters(asked: Clusters) -> str:
     lengths = {each.name: len(getattr(asked, each.name)) for each in fields(asked)[:2]}
     if asked.price_per_hour:
@@ -234,5 +262,6 @@ QUESTIONS: dict[str, tuple[type, Callable[[Any], str]]] = {
     "batch": (Batch, _batch),
     "revocable": (Revocable, _revocable),
     "clusters": (Clusters, _clusters),
+    "speed": (Speed, _speed),
 }
 """Question -> its options and what answers it."""

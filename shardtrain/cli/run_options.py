@@ -30,6 +30,7 @@ NO_OPTION = (
     f"{LAYOUT}parameters",
     f"{LAYOUT}activations",
     "strategy.islands",
+    "strategy.predicted",
 )
 """Fields of a run that have no option: they are given in Python or in a strategy file."""
 

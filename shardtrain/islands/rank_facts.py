@@ -16,6 +16,7 @@ from typing import Any
 FREE = (
     *("run_dir", "data.paths", "data.tokenizer", "replay"),
     *("strategy.layout", "strategy.accumulate", "strategy.remat", "strategy.compute_dtype"),
+    "strategy.predicted",
 )
 """Fields of a run, with their subfields, that may differ between islands: paths of files, and how an island
 splits its share of the work. The data is compared by its fingerprint."""

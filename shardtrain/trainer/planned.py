@@ -14,6 +14,7 @@ from shardtrain.functional.model import Model
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.sections import range_text
 from shardtrain.optim.optimizer import make_optimizer
+from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.space import REMATS, Space
@@ -81,7 +82,7 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     The strategy reads back from a file (`strategy_text`), and `train --strategy FILE` takes it.
     """
     choices = [each.plan.ranked[0].choice for each in plan.kinds]
-    strategy = _with_choice(run.strategy, choices[0])
+    strategy = replace(_with_choice(run.strategy, choices[0]), predicted=_predicted(plan))
     if len(plan.shares) == 1:
         return replace(strategy, islands={})
     sections, first = {}, 0
@@ -120,6 +121,19 @@ def choices_of(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
             )
         )
     return found
+
+
+def _predicted(plan: ClusterPlan) -> dict[str, float]:
+    """Return the predicted seconds of a step of the first island, by part."""
+    seconds = plan.kinds[0].plan.ranked[0].prediction.seconds
+    parts = (
+        seconds.compute,
+        seconds.bubble,
+        sum(seconds.collectives.values()),
+        seconds.update,
+        plan.join_seconds,
+    )
+    return {name: float(value) for name, value in zip(PARTS, parts, strict=True)}
 
 
 def _with_choice(strategy: Strategy, choice: Choice) -> Strategy:

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import tomli_w
 
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.field_types import fits, wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.islands.options import Across
 from shardtrain.islands.sections import OF_ISLANDS, island_numbers
 from shardtrain.pipeline.options import Pipeline
+from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import MOST_FILE_BYTES
 from shardtrain.system.untrusted_files import read_text
@@ -43,6 +44,8 @@ class Strategy:
       islands: fields that some islands have otherwise: which islands -> field -> value. Islands are numbers,
         such as "0" or "2-5,8", or a pattern of the kind of their devices, such as "*V100*". Of several that
         match, later ones win.
+      predicted: what a plan predicted of a step: part (compute_seconds, bubble_seconds, collectives_seconds,
+        update_seconds, islands_seconds) -> seconds. Training ignores it; the end of a run compares.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -56,11 +59,13 @@ class Strategy:
     remat: Literal["none", "weights", "dots", "outputs", "full"] | None = None
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     islands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)
         if self.accumulate < 1:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
+        problems += _predicted_problems(self.predicted)
         problems += _reduce_problems(self.across.reduce_dtype, self.synchronisation)
         if not problems:
             if (in_flight := self.pipeline.in_flight) > 1 and self.across.axis != "pipeline":
@@ -212,6 +217,16 @@ def _built(default: Any, values: Mapping[str, Any], path: str, problems: list[st
         nested = is_dataclass(inner) and not isinstance(inner, type) and isinstance(value, Mapping)
         found[key] = _built(inner, value, name, problems) if nested else value
     return replace(default, **found) if not problems else default
+
+
+def _predicted_problems(predicted: Mapping[str, Any]) -> list[str]:
+    """Return why these are not predicted seconds of a step, one line each."""
+    problems = [f"predicted has {near(str(name), PARTS)}" for name in predicted if name not in PARTS]
+    return problems + [
+        f"predicted.{name} is {value!r}; use seconds, 0 or more"
+        for name, value in predicted.items()
+        if name in PARTS and not (fits(value, float) and value >= 0)
+    ]
 
 
 def _reduce_problems(dtype: str, synchronisation: Synchronisation) -> list[str]:

@@ -14,7 +14,9 @@ from shardtrain.islands.membership import Islands
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.progress import progress
 from shardtrain.report.sinks import open_sinks
+from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.report.sinks.sink import RUN_FILE, Sinks
+from shardtrain.report.speed import speed_text
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
@@ -104,6 +106,7 @@ def train(
             with activity.at("the end", long=True):
                 output.say(totals.summary(step))
                 output.say(parts.spent.summary())
+                _compare_speed(prepared, output)
                 peaks = prepared.coordination.meet("peak memory", list(peak_memory()))
                 output.say(memory_text(peaks, prepared.coordination.seats))
                 sample = _end(prepared, state, step, output, stop)
@@ -115,6 +118,18 @@ def train(
         sample=sample,
         time_over=stop.time_over,
     )
+
+
+def _compare_speed(prepared: PreparedRun, output: RunConsole) -> None:
+    """Print how fast steps were beside what a plan predicted, if the strategy has its prediction."""
+    if not (prepared.strategy.predicted and prepared.coordination.is_first):
+        return
+    try:
+        text = speed_text(read_jsonl(prepared.folder / METRICS), prepared.strategy.predicted)
+    except (OSError, ValueError) as error:
+        text = f"WARNING: the speed is not compared with its prediction: {error}"
+    if text is not None:
+        output.say(text)
 
 
 def _train_segments(

@@ -7,6 +7,7 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.islands.cluster import read_cluster
+from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.trainer.strategy import read_strategy
 from tests.cli.test_inspect import TINY
 
@@ -54,6 +55,8 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tmp_path, capsys
     assert sum(found.across.shares) == 16
     assert found.across.shares[0] > found.across.shares[1]
     assert set(found.islands) == {"0", "1"}
+    assert list(found.predicted) == list(PARTS)
+    assert found.predicted["compute_seconds"] > 0 < found.predicted["islands_seconds"]
     assert found.of_island(1, "cpu").layout.mesh == {"data": 1}
     words = ["--strategy", str(strategy), "--island", "0"]
     assert cli.main(["inspect", GPT, *TINY, *words]) == 0

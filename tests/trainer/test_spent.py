@@ -40,7 +40,9 @@ def test_slow_data_is_charged_to_the_input(tmp_path):
     run = Run(
         model=TinyConfig(),
         data=Slow(),
-        strategy=Strategy(layout=Layout(mesh={"data": 1, "fsdp": 4, "tensor": 2})),
+        strategy=Strategy(
+            layout=Layout(mesh={"data": 1, "fsdp": 4, "tensor": 2}), predicted={"compute_seconds": 0.001}
+        ),
         batch=4,
         steps=4,
         log_every=1,
@@ -59,5 +61,8 @@ def test_slow_data_is_charged_to_the_input(tmp_path):
     assert sum(seconds[1:]) == pytest.approx(walls[-1] - walls[0], abs=0.05)
     assert all(line["peak_memory_bytes"] > 1 << 20 for line in lines)
     assert "time of this start: " in output.getvalue()
+    # the same line says how far this is from the prediction of the strategy, and why
+    assert "predicted 1 ms (" in output.getvalue()
+    assert "most of the difference: input " in output.getvalue()
     assert "peak memory of the process: " in output.getvalue()
     assert not any(name.startswith(("bytes/", "own_seconds/")) for line in lines for name in line)

@@ -44,6 +44,7 @@ STRATEGIES = st.builds(
             {"0": {"remat": "full"}, "2-5,7": {"layout": {"mesh": {"data": 2, "fsdp": 2}, "zero": 3}}},
         ]
     ),
+    predicted=st.sampled_from([{}, {"compute_seconds": 0.25, "update_seconds": 0.0}]),
 )
 
 

@@ -1,0 +1,35 @@
+"""The line that compares measured with predicted seconds of a step, of a run or of its folder."""
+
+from collections.abc import Mapping, Sequence
+
+from shardtrain.plan.advice.bottleneck import PHASES, differences, step_phases
+from shardtrain.report.plan import seconds_text
+
+
+def speed_text(lines: Sequence[Mapping[str, float]], predicted: Mapping[str, float]) -> str | None:
+    """Format how fast steps are, how fast they were predicted to be, and what makes most of the difference.
+
+    Args:
+      lines: of the metrics of a run.
+      predicted: seconds of a step by part, see `bottleneck.PARTS`; {}: there is no prediction.
+
+    Returns:
+      One line without a newline; None where fewer than two lines were measured.
+    """
+    measured = step_phases(lines)
+    if measured is None:
+        return None
+    text = f"measured {seconds_text(measured.total)} a step"
+    phase, seconds = next(iter(differences(measured, predicted).items()))
+    if predicted:
+        expected = sum(predicted.values())
+        ratio = f" ({measured.total / expected:.2f} times)" if expected else ""
+        text += f", predicted {seconds_text(expected)}{ratio}; most of the difference: "
+    else:
+        text += ", no prediction; most beside the step: "
+    more = "" if seconds >= 0 else "less "
+    text += f"{more}{phase} {seconds_text(abs(seconds))} ({PHASES[phase]})"
+    if measured.straggler is not None:
+        own = measured.own_seconds[measured.straggler]
+        text += f"; rank {measured.straggler} works longest, {seconds_text(own)} a step"
+    return text
