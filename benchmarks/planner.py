@@ -1,6 +1,6 @@
 """How right the planner is: memory and times that it predicts, against compiled steps on this machine.
 
-uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 5]
+uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 5] [--kind h100]
 
 memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 22 ways to run
 a small decoder on 8 simulated devices, processor time of a step beside the prediction, which knows this
@@ -26,7 +26,7 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions, search
@@ -104,17 +104,17 @@ def choice_of(mesh: dict[str, int], accumulate: int, remat: str, zero: int, sequ
     )
 
 
-def placed(subject: Subject, choice: Choice) -> Any:
-    """The placement of a choice on simulated devices."""
+def placed(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
+    """The placement of a choice on simulated or absent devices."""
     num_devices = math.prod(choice.layout.mesh.values())
     stages = subject.stages(choice.layout.mesh.get("pipeline", 1), choice.virtual_stages)
-    mesh = make_mesh(choice.layout, jax.devices()[:num_devices])
+    mesh = make_mesh(choice.layout, described_devices(kind, num_devices))
     return make_placement(
         subject.model_of(choice.remat), subject.optimizer, choice.layout, mesh, stages=stages
     )
 
 
-def memory() -> None:
+def memory(kind: str) -> None:
     """Print predicted over compiled bytes of a device."""
     machine = Machine(rates=Rates(flops_per_second=1e11))
     within = []
@@ -127,12 +127,12 @@ def memory() -> None:
                 subject.model_of(choice.remat),
                 subject.loss,
                 subject.optimizer,
-                placed(subject, choice),
+                placed(subject, choice, kind),
                 subject.batch,
                 microbatches=choice.accumulate,
             )
             found = figures(compiled, sizes)
-            real = found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
+            real = found.device_bytes
             (predicted,) = predictions(subject, machine, math.prod(sizes.values()), [choice])
             ratio = predicted.memory.total / real
             within.append(abs(ratio - 1) <= 0.1)
@@ -227,9 +227,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["memory", "rank", "large"])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--kind", default="cpu", help="of memory: cpu, h100 or a100")
     options = parser.parse_args()
     for part in options.parts:
-        {"memory": memory, "rank": lambda: rank(options.steps), "large": large}[part]()
+        {"memory": lambda: memory(options.kind), "rank": lambda: rank(options.steps), "large": large}[part]()
 
 
 if __name__ == "__main__":

@@ -19,14 +19,12 @@ from shardtrain.pipeline.partition import counts, parse_cuts
 from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
-from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.traffic import parameter_traffic, weights
 from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
 from shardtrain.report.traffic import figures_text, synchronisation_text, traffic_text
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
-from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import state_specs
 from shardtrain.train_step.replica_state import fragments_of
@@ -155,23 +153,10 @@ def _traced_stages(run: Run, options: InspectOptions) -> str:
 
 
 def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
-    """Compile the step and describe it; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.setup import make_setup, microbatch_of  # with all that islands need
+    """Compile the step and describe it."""
+    from shardtrain.trainer.ahead_of_time import compiled_figures  # with all that islands need
 
-    mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
-    with TemporaryDirectory() as folder:
-        rows = microbatch_of(run, run.data.train(Path(folder)))
-    parts = make_setup(run, microbatch=rows, mesh=mesh)
-    num_rows = run.batch
-    if run.batch_unit == "tokens":
-        # those of the first batch, with padding
-        split = RowSplit.of(sizes, run.strategy.layout.batch_axes, run.strategy.accumulate)
-        num_rows = split.padded(len(rows["weights"]) * run.strategy.accumulate)
-    batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in rows.items()}
-    compiled = compile_step(
-        parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=run.strategy.accumulate
-    )
-    return figures_text(figures(compiled, sizes), kind)
+    return figures_text(compiled_figures(run, kind, sizes), kind)
 
 
 def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shardtrain.cli.option_files import cluster_of, strategy_of
+from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_pictures import draw_frontiers
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
@@ -50,6 +51,9 @@ class PlanOptions:
       most: number of ways to show.
       advise: show how the best way scales with devices and links, and what each recomputation needs.
       explain: show every term of the best way, with its formula.
+      compile: compile the step of the best way for these devices (cpu with --cpu-devices; h100, a100, or a
+        topology of TPUs such as v5e:4x4, which this machine need not have), and show the compiler's memory,
+        flops and bytes by mesh axes beside the prediction.
       frontier: draw memory against time of a step of all ways, and of those that no other beats in both, to
         this file, .png or .svg; of several kinds of islands a file each.
       layers: show how each layer is best split by the batch or by features, between unequal devices too,
@@ -71,6 +75,7 @@ class PlanOptions:
     most: int = 10
     advise: bool = False
     explain: bool = False
+    compile: str | None = None
     frontier: Path | None = None
     layers: bool = False
     output: Path | None = None
@@ -199,6 +204,8 @@ def main(arguments: Sequence[str]) -> int:
         check_trace(options.trace)
     if options.frontier is not None:
         check_frontier(options.frontier)
+    if options.compile is not None:
+        check_compile(options.compile, cluster)
     with TemporaryDirectory() as folder:
         subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
     space = space_of(run, parse_mesh(options.fixed))
@@ -218,6 +225,8 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))
     if options.layers:
         terminal.out(_layers_text(subjects[0], plan, cluster.link_gb_per_second))
+    if options.compile is not None:
+        terminal.out(compile_plan(run, plan, subjects, options.compile))
     if options.output is not None and plan.fits:
         replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())
         terminal.out(f"strategy: {options.output}\n")

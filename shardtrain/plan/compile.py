@@ -19,6 +19,7 @@ from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
 from shardtrain.plan.hlo.collectives import Collective, collectives
+from shardtrain.plan.hlo.flops import matrix_flops
 from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.step import make_step
@@ -37,6 +38,7 @@ class Figures:
       alias_bytes: outputs in the memory of donated arguments, as the state of a step.
       temp_bytes: temporary memory beside arguments and outputs.
       collectives: the collectives of the program.
+      flops: of its matrix products and convolutions, on one device.
     """
 
     argument_bytes: int
@@ -44,6 +46,12 @@ class Figures:
     alias_bytes: int
     temp_bytes: int
     collectives: tuple[Collective, ...]
+    flops: float = 0.0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of a device while the program runs."""
+        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
 
 def figures(compiled: jax.stages.Compiled, axis_sizes: Mapping[str, int]) -> Figures:
@@ -57,12 +65,14 @@ def figures(compiled: jax.stages.Compiled, axis_sizes: Mapping[str, int]) -> Fig
       ValueError: see `collectives.collectives`.
     """
     memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
     return Figures(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        collectives=collectives(compiled.as_text() or "", axis_sizes),
+        collectives=collectives(text, axis_sizes),
+        flops=matrix_flops(text),
     )
 
 
@@ -110,8 +120,8 @@ def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
 
     Args:
       kind: "cpu": simulated devices of this process (`--cpu-devices`, or `jax_num_cpu_devices` before jax
-        starts); "h100" or "a100": hosts of 8 such GPUs.
-      num_devices: for GPUs at most 8, or a multiple of 8.
+        starts); "h100" or "a100": hosts of 8 such GPUs; a topology of TPUs, such as "v5e:4x4".
+      num_devices: for GPUs at most 8, or a multiple of 8; for TPUs those of the topology.
 
     Returns:
       The devices, for `make_mesh`.
@@ -125,6 +135,8 @@ def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
         if not 1 <= num_devices <= len(devices):
             raise ValueError(too_few_text(num_devices, len(devices)))
         return devices[:num_devices]
+    if ":" in kind:
+        return _tpus(kind, num_devices)
     if kind not in GPU_TARGETS:
         raise ValueError(f"devices of kind {near(kind, ['cpu', *GPU_TARGETS])} cannot be compiled for")
     # GPUs are described by whole hosts, or as a part of one
@@ -139,6 +151,27 @@ def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
         target_config=target_config(kind),
         topology=f"1x{num_hosts}x{GPUS_PER_HOST}" if num_hosts else f"1x1x{num_devices}",
     ).devices
+
+
+def _tpus(kind: str, num_devices: int) -> Sequence[Any]:
+    """Return the devices of a topology of TPUs."""
+    if find_spec("libtpu") is None:
+        raise ImportError(
+            f"compiling for {kind!r} without a TPU needs the module libtpu, which is not installed; install"
+            " the extra: uv sync --extra ahead-of-time-tpu, or pip install 'shardtrain[ahead-of-time-tpu]'"
+        )
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=kind).devices
+    except Exception as error:
+        raise ValueError(
+            f"there is no topology {kind!r} ({error}); use one such as v5e:4x4, v5p:4x4x4 or v6e:16x16"
+        ) from error
+    if len(devices) != num_devices:
+        raise ValueError(
+            f"the topology {kind!r} has {len(devices)} devices, and the mesh {num_devices}; use a topology"
+            " with as many, or plan for as many"
+        )
+    return devices
 
 
 def too_few_text(num_devices: int, num_here: int) -> str:

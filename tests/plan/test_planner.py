@@ -26,11 +26,12 @@ from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program_cost import costs
 from shardtrain.plan.search import predictions, search
+from shardtrain.plan.sent import sent_by_axes
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.splits import Sharding
+from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import trace
-from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -153,26 +154,21 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(subject, mesh, accumu
     assert state == pytest.approx(found.argument_bytes, rel=0.01)
     total = found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
     assert predicted.memory.total == pytest.approx(total, rel=0.15)
-    if "tensor" in mesh:
-        assert of_tensor(subject, choice, sizes) == pytest.approx(compiled_tensor(found), rel=0.03)
-
-
-def of_tensor(subject, choice, sizes):
-    state = subject.state(choice, math.prod(sizes.values()))
-    sharding = sharding_of(state.layout, sizes, choice.accumulate)
-    (found,) = costs(subject.program(choice.remat), [sharding], lambda flops, moved: flops)
-    return sum(
-        choice.accumulate * sent_bytes(each.kind, sizes["tensor"], each.num_bytes)
-        for each in found.sent
-        if each.axes == ("tensor",)
+    # a pipeline's program has conditionals, of which every tick counts the dearest branch
+    assert predicted.flops == pytest.approx(found.flops) or (
+        "pipeline" in mesh and predicted.flops < found.flops
     )
-
-
-def compiled_tensor(found):
+    (step,) = steps(subject, MACHINE, 4, [choice])
     sums = defaultdict(float)
     for each in found.collectives:
         sums[each.axes] += each.wire_bytes_per_device
-    return sums["tensor",]
+    sent = sent_by_axes(step)
+    # the tied table's two gradients are reduced apart over fsdp; a sharded sequence cuts its positions
+    within = {("fsdp",): 0.04 if zero == 3 else 0.02, ("tensor",): 0.03 if sequence else 0.02}
+    for over, num_bytes in sums.items():
+        if num_bytes > 1000:  # not scalars
+            assert sent[over] == pytest.approx(num_bytes, rel=within.get(over, 0.02)), over
+    assert set(sent) <= set(sums)
 
 
 def test_the_search_finds_what_trying_everything_finds(subject):

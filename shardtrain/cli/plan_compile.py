@@ -1,0 +1,99 @@
+"""`shardtrain plan --compile KIND`: compile the step of the best way, and show it beside its prediction."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardtrain import axes
+from shardtrain.islands.cluster import Cluster
+from shardtrain.plan.compile import Figures, described_devices
+from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.predict import predict
+from shardtrain.plan.steps import Step, steps
+from shardtrain.plan.subject import Subject
+from shardtrain.report.plan_compiled import compiled_text, flagged
+from shardtrain.sharding.specs import sharding_rows
+from shardtrain.train_step.placement import state_specs
+from shardtrain.trainer.ahead_of_time import compiled_figures
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.planned import planned_strategy
+
+ABSENT_ATTENTION = (
+    "its attention is XLA's: jax traces cuDNN's only where such a GPU is; a run there takes that in 16 bits,"
+    " and keeps less memory\n"
+)
+
+EVERY_TICK = (
+    "in a pipeline the compiled flops count the dearest task of every tick, also where a stage waits\n"
+)
+
+
+def check_compile(kind: str, cluster: Cluster) -> None:
+    """Refuse devices that nothing can be compiled for, before the search.
+
+    Raises:
+      ValueError: an unknown kind, a number of devices that it does not have, or an extra is not installed.
+    """
+    for each in cluster.islands:
+        try:
+            described_devices(kind, each.devices or 1)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+
+
+def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind: str) -> str:
+    """Compile the best way of each kind of islands; return it beside the prediction, as text.
+
+    Args:
+      run: the run.
+      plan: the plan; kinds on which nothing runs are left out.
+      subjects: of each kind, as for `plan_cluster`.
+      kind: of devices, see `plan.compile.described_devices`.
+    """
+    texts = []
+    for each, subject in zip(plan.kinds, subjects, strict=True):
+        if not each.plan.ranked:
+            continue
+        several, devices = len(plan.shares) > 1, each.kind.devices or 1
+        (step,) = steps(
+            subject.share(each.rows) if several else subject,
+            each.machine,
+            devices,
+            [each.plan.ranked[0].choice],
+        )
+        # the strategy that --output writes, as an island of this kind has it
+        best = replace(plan, kinds=(each,), shares=plan.shares[:1])
+        strategy = replace(planned_strategy(run, best), islands={})
+        dtype = each.kind.strategy.get("compute_dtype", strategy.compute_dtype)
+        own = replace(run, strategy=replace(strategy, compute_dtype=dtype))
+        rows = round(step.batch_bytes / subject.row_bytes)
+        found = compiled_figures(own, kind, step.sizes, rows)
+        if ":" in kind:
+            # XLA writes products for TPUs as convolutions over padded windows, whose flops mean nothing
+            found = replace(found, flops=0.0)
+        predicted = predict(
+            step.cost,
+            step.state.figures,
+            step.state.layout,
+            step.sizes,
+            step.choice,
+            each.machine,
+            step.batch_bytes,
+        )
+        title = f"{each.kind.kind}: the best way, compiled for {devices} x {kind}"
+        texts.append("\n" + compiled_text(found, step, predicted, title=title))
+        if step.sizes[axes.PIPELINE] > 1:
+            texts.append(EVERY_TICK)
+        if kind != "cpu" and ":" not in kind and not subject.in_float32:
+            texts.append(ABSENT_ATTENTION)
+        texts += [f"{line}\n" for line in _flags(subject, step, found)]
+    return "".join(texts)
+
+
+def _flags(subject: Subject, step: Step, found: Figures) -> Sequence[str]:
+    """Return what does not follow the plan: parameters that are whole, or gathered."""
+    layout = step.choice.layout
+    stages = subject.stages(step.sizes[axes.PIPELINE], step.choice.virtual_stages)
+    specs = state_specs(subject.model_of(None), subject.optimizer, layout, step.sizes, stages=stages)
+    rows = sharding_rows(specs.arrays, specs.abstract.params, specs.params, step.sizes)
+    return list(flagged(rows, found, layout.zero, math.prod(step.sizes.values())))

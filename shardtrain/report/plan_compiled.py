@@ -1,0 +1,98 @@
+"""The compiled step of a plan beside its prediction, as the text that `shardtrain plan --compile` prints."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from shardtrain import axes
+from shardtrain.plan.compile import Figures
+from shardtrain.plan.hlo.collectives import ALL_GATHER, by_axis
+from shardtrain.plan.prediction import Prediction
+from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.steps import Step
+from shardtrain.report.quantities import bytes_text, count_text
+from shardtrain.report.tables import table_text
+from shardtrain.sharding.specs import Row, spec_axes
+
+SMALL = 0.01
+"""An array with less than this part of all parameters is not flagged."""
+
+
+def compiled_text(found: Figures, step: Step, predicted: Prediction, *, title: str) -> str:
+    """Format memory, flops and bytes by mesh axes of a compiled step beside those that were predicted.
+
+    Args:
+      found: of the compiled step.
+      step: what the prediction was made from.
+      predicted: the prediction.
+      title: above the table.
+    """
+    memory = predicted.memory
+    state = memory.parameters + memory.optimizer + memory.batch
+    rows = [
+        ("state and batch", *_compared(state, found.argument_bytes, bytes_text)),
+        (
+            "beside them",
+            *_compared(memory.total - state, found.device_bytes - found.argument_bytes, bytes_text),
+        ),
+        ("memory of a device", *_compared(memory.total, found.device_bytes, bytes_text)),
+        *(
+            [("flops of a device", *_compared(predicted.flops, found.flops, count_text))]
+            if found.flops
+            else []
+        ),
+    ]
+    of_compiled: dict[tuple[str, ...], float] = {}
+    for (_, over), (_, sent) in by_axis(found.collectives).items():
+        of_compiled[over] = of_compiled.get(over, 0.0) + sent
+    of_plan = sent_by_axes(step)
+    for over in sorted({*of_compiled, *of_plan}, key=lambda over: [axes.AXES.index(axis) for axis in over]):
+        sent = of_plan.get(over, 0.0), of_compiled.get(over, 0.0)
+        rows.append((f"sent over {'+'.join(over)}", *_compared(*sent, bytes_text)))
+    header = ("of a step", "predicted", "compiled", "predicted / compiled")
+    return table_text(header, rows, title=title)
+
+
+def _compared(predicted: float, compiled: float, text: Callable[[float], str]) -> tuple[str, str, str]:
+    ratio = f"{predicted / compiled:.3f}" if compiled else "-"
+    return text(predicted), text(compiled), ratio
+
+
+def flagged(rows: Sequence[Row], found: Figures, zero: int, num_devices: int) -> Iterator[str]:
+    """Return a line for each parameter that is whole on every device, or gathered over tensor.
+
+    Args:
+      rows: the placement of the parameters.
+      found: of the compiled step.
+      zero: the ZeRO stage; below 3 parameters are whole over fsdp, as the layout says.
+      num_devices: of the mesh.
+    """
+    everything = sum(row.num_bytes for row in rows)
+    # with data parallelism alone every parameter is whole, as the plan says
+    sharded = any(row.copies < num_devices for row in rows)
+    for row in rows:
+        if sharded and zero == 3 and row.copies == num_devices and row.num_bytes > SMALL * everything:
+            size = bytes_text(row.num_bytes)
+            yield f"{row.path} ({size}) is whole on every device; give a rule for one of its dims"
+    gathered = [each for each in found.collectives if each.kind == ALL_GATHER and axes.TENSOR in each.axes]
+    for row in rows:
+        if axes.TENSOR not in spec_axes(row.spec):
+            continue
+        blocks = row.shape[0] if (row.dims or ())[:1] == (axes.LAYERS,) else 1
+        elements = math.prod(row.shape) // blocks
+        alike = [each for each in gathered if _elements(each.payload_bytes, each.dtype) == elements]
+        if alike:
+            times = sum(each.count for each in alike)
+            yield (
+                f"{row.path} is split over tensor, and {times} all-gathers of arrays of its size run over"
+                " that axis; see whether a constraint of the model contradicts its rules"
+            )
+
+
+def _elements(num_bytes: int, dtype: str) -> int:
+    """Return the number of elements of an array with so many bytes.
+
+    >>> _elements(64, "bf16"), _elements(64, "f32")
+    (32, 16)
+    """
+    bits = int("".join(filter(str.isdigit, dtype)) or 8)
+    return num_bytes * 8 // bits
