@@ -220,9 +220,12 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out(plan_advice_text(subjects, plan))
     if options.operators and plan.kinds[0].plan.ranked:
         terminal.out(_searched_operators(run, options, subjects[0], plan.kinds[0]))
-    if options.trace is not None and all(each.plan.ranked for each in plan.kinds):
+    if options.trace is not None:
         given = None if strategy_of(arguments) is None else choices_of(run.strategy, plan)
-        terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))
+        if given is None and not all(each.plan.ranked for each in plan.kinds):
+            terminal.out("trace: none is written, as nothing runs\n")
+        else:
+            terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))
     if options.layers:
         terminal.out(_layers_text(subjects[0], plan, cluster.link_gb_per_second))
     if options.compile is not None:

@@ -113,6 +113,12 @@ def test_a_step_is_written_as_a_trace(planned, tmp_path):
     assert "stages is 'flops', and a step is predicted for equal stages" in planned(
         *machine, "--strategy", str(strategy), "--trace", str(trace), code=2
     )
+    three = ["--devices", "3", "--device", "NVIDIA L4", "--remat", "none", "--trace", str(trace)]
+    assert "trace: none is written, as nothing runs" in planned(*three, code=1)
+    strategy.write_text("[layout.mesh]\ntensor = 3\n")
+    assert "cannot be split over axes ['tensor'] of total size 3" in planned(
+        *three, "--strategy", str(strategy), code=2
+    )
     assert "which is there and is no trace; give another name" in planned(
         *machine, "--trace", str(strategy), code=2
     )
