@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
 from shardtrain.models import checks
-from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal
+from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal, restarted_positions
 from shardtrain.models.transformer import (
     STREAM,
     TABLE,
@@ -145,6 +145,10 @@ class DecoderConfig:
         return Decoder(self, rngs=rngs)
 
 
+Stream = jax.Array | dict[str, jax.Array]
+"""The residual stream; or, of rows with several documents, "x" with it, and their "segments"."""
+
+
 class Block(nnx.Module):
     """Pre-norm residual block. It has parameters only: the key of its dropout is an argument."""
 
@@ -155,10 +159,13 @@ class Block(nnx.Module):
         self.mlp = FeedForward(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, key: jax.Array | None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         # two halves, attention and feed-forward: norm, layer, dropout, sum
-        halves = (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
+        attention = partial(self.attention, segments_BT=segments_BT)
+        halves = (self.attention_norm, attention), (self.mlp_norm, self.mlp)
         for (norm, layer), dropout_key in zip(halves, keys, strict=True):
             h_BTD = layer(whole_seq(norm(x_BTD)))
             h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
@@ -187,11 +194,13 @@ class Decoder(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
         self.rngs = rngs["dropout"].fork() if config.dropout else None
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         """Predict the next token at every position.
 
         Args:
           tokens_BT: int token ids below `vocab`; T is at most `seq`. An id out of range gives NaN.
+          segments_BT: int, the number of each token's document, where a row has several: a position sees its
+            own document only, and positions begin again in each; by default a row is one.
 
         Returns:
           Logits (batch, seq, vocab), float32; with `loss_chunk` as `ChunkedLogits`.
@@ -199,21 +208,26 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: if T is above `seq`.
         """
-        logits_BTV = self.last(self.run(self.blocks, self.first(tokens_BT), self.block_keys()))
+        logits_BTV = self.last(self.run(self.blocks, self.first(tokens_BT, segments_BT), self.block_keys()))
         if self._keys() is not None and self.rngs is not None:
             self.rngs()  # the next call has masks of its own
         return logits_BTV
 
-    def first(self, tokens_BT: jax.Array) -> jax.Array:
+    def first(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> Stream:
         """Look up tokens and positions: the residual stream (batch, seq, embed) that enters the blocks."""
         if tokens_BT.shape[1] > self.config.seq:
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
         x_BTD = jnp.take(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT, axis=0)
         if self.positions is not None:
-            x_BTD += at_use(self.positions, (SEQ, EMBED), self.config.dtype)[: tokens_BT.shape[1]]
-        x_BTD = with_logical_constraint(x_BTD, STREAM)
+            table = at_use(self.positions, (SEQ, EMBED), self.config.dtype)
+            if segments_BT is None:
+                x_BTD += table[: tokens_BT.shape[1]]
+            else:
+                x_BTD += jnp.take(table, restarted_positions(segments_BT), axis=0)
         keys = self._keys()
-        return with_logical_constraint(self.dropout(x_BTD, rngs=None if keys is None else keys[0]), STREAM)
+        x_BTD = with_logical_constraint(x_BTD, STREAM)
+        x_BTD = with_logical_constraint(self.dropout(x_BTD, rngs=None if keys is None else keys[0]), STREAM)
+        return x_BTD if segments_BT is None else {"x": x_BTD, "segments": segments_BT}
 
     def block_keys(self) -> jax.Array | None:
         """The keys of the blocks' dropout, (num_layers,); None where it is off."""
@@ -226,17 +240,21 @@ class Decoder(nnx.Module):
             return None
         return coming_keys(self.rngs, self.config.num_layers + 1)
 
-    def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
+    def run(self, blocks: Block, stream: Stream, keys: jax.Array | None) -> Stream:
         """Apply stacked blocks to the residual stream (all, or those of a pipeline stage)."""
+        segments_BT = stream["segments"] if isinstance(stream, dict) else None
 
         # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
         def run_block(block: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-            return block(x_BTD, key)
+            return block(x_BTD, key, segments_BT)
 
-        return walk(self.config, run_block, blocks, x_BTD, keys)
+        if isinstance(stream, dict):
+            return {**stream, "x": walk(self.config, run_block, blocks, stream["x"], keys)}
+        return walk(self.config, run_block, blocks, stream, keys)
 
-    def last(self, x_BTD: jax.Array) -> jax.Array:
+    def last(self, stream: Stream) -> jax.Array:
         """Return the float32 logits, rounded to dtype: the normed residual stream times the vocabulary."""
+        x_BTD = stream["x"] if isinstance(stream, dict) else stream
         return logits_of(self.config, whole_seq(self.final_norm(x_BTD)), self.head, self.embedding)
 
 

@@ -124,12 +124,13 @@ class Norm(nnx.Module):
         return x.astype(self.dtype)
 
 
-def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
+def rotate(x_BTHK: jax.Array, theta: float, positions_BT: jax.Array | None = None) -> jax.Array:
     """Rotate feature pairs (k, k + K/2) by angle t * theta**(-2k/K): scores then depend on distances alone.
 
     Args:
-      x_BTHK: queries or keys of positions 0 to T-1; K is even.
+      x_BTHK: queries or keys; K is even.
       theta: base of the geometric series of wavelengths.
+      positions_BT: the position of each, integers; None: 0 to T-1.
 
     Returns:
       The rotated array, same shape and dtype; the angles are float32.
@@ -140,11 +141,26 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
     # a wavelength for each pair of features; the angle grows with the position
     half = x_BTHK.shape[-1] // 2
     frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_T1K = (jnp.arange(x_BTHK.shape[1], dtype=jnp.float32)[:, None] * frequency_K)[:, None, :]
-    cos, sin = jnp.cos(angle_T1K), jnp.sin(angle_T1K)
+    position = jnp.arange(x_BTHK.shape[1]) if positions_BT is None else positions_BT
+    angle = (position.astype(jnp.float32)[..., None] * frequency_K)[..., None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     # a rotation of the plane (low, high), in float32
     low, high = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+def restarted_positions(segments_BT: jax.Array) -> jax.Array:
+    """Return the position of each token in its segment, int32 (batch, seq).
+
+    Args:
+      segments_BT: the number of each token's segment, such as a document; equal numbers stand together.
+
+    >>> restarted_positions(jnp.array([[0, 0, 1, 1, 1, 2]])).tolist()
+    [[0, 1, 0, 1, 2, 0]]
+    """
+    places_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1], dtype=jnp.int32), segments_BT.shape)
+    begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
+    return places_BT - jax.lax.cummax(jnp.where(begins_BT, places_BT, 0), axis=1)
 
 
 def target_devices() -> list[Any]:
@@ -174,6 +190,7 @@ def attend(
     *,
     causal: bool = True,
     mask_BS: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Attention as the run computes it where a mesh shards sequences, else `whole_attention`.
 
@@ -187,14 +204,24 @@ def attend(
       kind: see `whole_attention`.
       causal: likewise.
       mask_BS: likewise.
+      segments_BT: likewise.
 
     Returns:
       The context, shaped and typed as `q_BTHK`.
+
+    Raises:
+      ValueError: a mesh shards sequences, and there are segments.
     """
     of_run = getattr(get_logical_axis_rules(), "attention", None)
     whole = partial(whole_attention, kind)
-    compute = whole if of_run is None else partial(of_run, whole)
-    return compute(q_BTHK, k_BSHK, v_BSHK, causal=causal, mask_BS=mask_BS)
+    if of_run is None:
+        return whole(q_BTHK, k_BSHK, v_BSHK, causal=causal, mask_BS=mask_BS, segments_BT=segments_BT)
+    if segments_BT is not None:
+        raise ValueError(
+            "attention over a mesh axis takes no segments (documents that do not see each other); use data"
+            " with --data.packing joined, or a mesh with context=1"
+        )
+    return of_run(whole, q_BTHK, k_BSHK, v_BSHK, causal=causal, mask_BS=mask_BS)
 
 
 def whole_attention(
@@ -205,29 +232,35 @@ def whole_attention(
     *,
     causal: bool = True,
     mask_BS: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
 
     Args:
       kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" in 16 bits with a head_dim
-        that it takes (a multiple of 8, at most 128) and no mask, on devices that have it (`has_flash`), else
-        "xla".
+        that it takes (a multiple of 8, at most 128) and neither mask nor segments, on devices that have it
+        (`has_flash`), else "xla".
       q_BTHK: queries.
       k_BSHK: keys; their number of heads divides that of the queries.
       v_BSHK: values, shaped as the keys.
       causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
         another sequence than its own, whose length may differ).
       mask_BS: 0 for keys that no query sees, such as padding; by default all are seen.
+      segments_BT: of self-attention, the number of each token's segment: a query sees the keys of its own
+        only; by default there is one.
 
     Returns:
       The context, shaped and typed as `q_BTHK`.
     """
+    mask = None if mask_BS is None else mask_BS[:, None, None, :] != 0
+    if segments_BT is not None:
+        same_B1TS = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+        mask = same_B1TS if mask is None else same_B1TS & mask
     # flash attention where it can run; it takes no mask here
     if kind == "auto":
         half_precision = q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
-        fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128 and mask_BS is None
+        fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128 and mask is None
         kind = "cudnn" if half_precision and fits and has_flash(target_devices()) else "xla"
-    mask = None if mask_BS is None else mask_BS[:, None, None, :] != 0
     dtype = q_BTHK.dtype
     if dtype == jnp.float16 and any(d.device_kind == "cpu" for d in target_devices()):
         # XLA has no product of float16 there that it adds up in float32, which jax's attention asks for

@@ -28,7 +28,7 @@ from shardtrain.axes import (
 )
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.models.chunked_logits import ChunkedLogits
-from shardtrain.models.layers import Dims, Linear, Norm, at_use, attend, rotate
+from shardtrain.models.layers import Dims, Linear, Norm, at_use, attend, restarted_positions, rotate
 from shardtrain.models.lora import read_lora
 from shardtrain.models.transformer_options import BlockOptions
 
@@ -46,13 +46,17 @@ class Attention(nnx.Module):
         self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="v")
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
 
-    def __call__(self, x_BTD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, mask_BS: jax.Array | None = None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
         # queries, keys and values; rotary positions turn queries and keys, learned ones are in x already
         q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
         if self.config.positions == "rotary":
-            q_BTHK, k_BSHK = rotate(q_BTHK, self.config.theta), rotate(k_BSHK, self.config.theta)
+            positions_BT = None if segments_BT is None else restarted_positions(segments_BT)
+            q_BTHK, k_BSHK = (rotate(x, self.config.theta, positions_BT) for x in (q_BTHK, k_BSHK))
         # attention by heads, then back to the residual stream
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=self.causal, mask_BS=mask_BS)
+        seen = {"causal": self.causal, "mask_BS": mask_BS, "segments_BT": segments_BT}
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, **seen)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         return to_stream(self.o, y_BTHK)
 

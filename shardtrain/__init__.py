@@ -13,7 +13,18 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.differences import Allow
     from shardtrain.checkpoints.policy import CheckpointPolicy
     from shardtrain.combine.synchronisation import Outer, Synchronisation
-    from shardtrain.data import Batches, Corpus, MaskedTokens, Source, Text, TokenBatches, Tokens, place
+    from shardtrain.data import (
+        Batches,
+        Corpus,
+        ImageFiles,
+        MaskedTokens,
+        Mixture,
+        Source,
+        Text,
+        TokenBatches,
+        Tokens,
+        place,
+    )
     from shardtrain.functional.linen_model import from_linen
     from shardtrain.functional.loss import (
         Loss,
@@ -51,7 +62,18 @@ _MODULES = {
     "checkpoints.policy": ("CheckpointPolicy",),
     "trainer.config": ("Run", "StartFrom"),
     "trainer.strategy": ("Strategy", "read_strategy"),
-    "data": ("Batches", "Corpus", "MaskedTokens", "Source", "Text", "TokenBatches", "Tokens", "place"),
+    "data": (
+        "Batches",
+        "Corpus",
+        "ImageFiles",
+        "MaskedTokens",
+        "Mixture",
+        "Source",
+        "Text",
+        "TokenBatches",
+        "Tokens",
+        "place",
+    ),
     "islands.membership": ("join",),
     "islands.options": ("Across",),
     "islands.watchdog.diagnosis": ("Watch",),
@@ -93,10 +115,12 @@ __all__ = [
     "Checkpoints",
     "Corpus",
     "Hook",
+    "ImageFiles",
     "Layout",
     "Loss",
     "MaskedTokens",
     "Metric",
+    "Mixture",
     "Model",
     "Optimizer",
     "Outer",

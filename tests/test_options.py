@@ -60,13 +60,17 @@ COMMANDS = (
 )
 TOKENS_RUN = """
 from pathlib import Path
-from shardtrain import Corpus, MaskedTokens, Run, Tokens
+from shardtrain import Corpus, ImageFiles, MaskedTokens, Mixture, Run, Tokens
 from shardtrain.launch.registry import LAUNCHERS
 from shardtrain.models.decoder import DecoderConfig
 TOKENS = Tokens(path=Path("tokens.npy"), vocab=256, seq=8)
 MODEL = DecoderConfig(vocab=8, seq=8, embed=16, num_layers=1, num_heads=2, bias=False, dtype="bfloat16")
 def run(): return Run(model=MODEL, data=TOKENS)
 def corpus(): return Run(model=MODEL, data=Corpus())
+def images(): return Run(model=MODEL, data=ImageFiles(classes=2))
+def mixture():
+    parts = {"web": Corpus(), "code": Corpus()}
+    return Run(model=MODEL, data=Mixture(parts=parts, weights={"web": 3, "code": 1}))
 def masked(): return Run(model=MODEL, data=MaskedTokens(data=TOKENS, mask_token=0))
 """
 
@@ -104,7 +108,10 @@ def helps(run_file):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")
         patch.chdir(ROOT)
-        for words in (*COMMANDS, ["train", f"{run_file}:masked"], ["train", f"{run_file}:corpus"]):
+        for words in (
+            *COMMANDS,
+            *(["train", f"{run_file}:{name}"] for name in ("masked", "corpus", "images", "mixture")),
+        ):
             text = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
             with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
                 assert cli.main([word.format(run=run_file) for word in words] + ["--help"]) == 0

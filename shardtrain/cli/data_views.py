@@ -136,7 +136,6 @@ def show(options: Show) -> int:
 def _show_windows(options: Show, files: Sequence[SourceFile]) -> int:
     shards, manifest = token_shards(files), _manifest(options.paths)
     tokenizer = open_tokenizer(options.tokenizer if manifest is None else manifest.tokenizer)
-    ends = shards.ends
     num_windows = max(0, shards.num_tokens - 1) // options.seq
     if options.number + options.count > num_windows:
         raise ValueError(
@@ -147,10 +146,9 @@ def _show_windows(options: Show, files: Sequence[SourceFile]) -> int:
         start, stop = number * options.seq, (number + 1) * options.seq + 1
         tokens = shards.read(start, stop)
         terminal.out(f"window {number}: {shards.place(start)}\n")
-        inside = [] if ends is None else ends[np.searchsorted(ends, start, "right") :]
-        borders = [int(end) - start for end in inside[: options.seq] if start < end < stop]
+        borders = shards.ends_in(start + 1, stop) - start
         terminal.out(f"  tokens: {short(tokens.tolist(), 200)}\n")
-        if ends is not None:
+        if shards.without_ends is None:
             terminal.out(f"  documents end before tokens: {', '.join(map(str, borders)) or 'none'}\n")
         terminal.out(f"  text: {tokenizer.decode(tokens.tolist())}\n")
     return 0

@@ -82,7 +82,9 @@ def field_options(
 
 
 def _nested(value: Any) -> dict[str, Any]:
-    """Return prefix -> dataclass: the value itself, or the items of a list, if their fields are options."""
+    """Return prefix -> dataclass: the value itself, or the items of a list or dict, if they are options."""
+    if isinstance(value, Mapping) and value and all(map(_has_options, value.values())):
+        return {f"{name}.": item for name, item in value.items()}
     if isinstance(value, list | tuple) and value and all(map(_has_options, value)):
         return {f"{number}.": item for number, item in enumerate(value)}
     return {"": value} if _has_options(value) else {}
@@ -235,6 +237,8 @@ def with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
     if isinstance(value, list | tuple):
         items = [with_fields(item, inner.get(str(number), {})) for number, item in enumerate(value)]
         return type(value)(items)
+    if isinstance(value, Mapping):
+        return {name: with_fields(item, inner.get(name, {})) for name, item in value.items()}
     replaced = {
         name: below[""] if "" in below else with_fields(getattr(value, name), below)
         for name, below in inner.items()

@@ -1,9 +1,9 @@
 """Data: text or tokens -> windows -> batches in a fixed order -> arrays on the mesh.
 
-`corpus.py` (the formats of `sources/`), `text.py` and `windows.py` make sources of samples, `batches.py`
-(Grain) and `token_batches.py` put a source in order, `row_split.py` decides who gets which rows and what is
-padding, `loader.py` and `placement.py` (jax) put a process's rows on the mesh. Names load at first use: a
-config needs neither Grain nor jax.
+`corpus.py` and `image_files.py` (formats of `sources/`), `mixture.py` and `windows.py` make sources of
+samples, `batches.py` (Grain) and `token_batches.py` put a source in order, `row_split.py` decides who gets
+which rows and what is padding, `loader.py` and `placement.py` (jax) put a process's rows on the mesh. Names
+load at first use: a config needs neither Grain nor jax.
 """
 
 import importlib
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardtrain.data.batches import Batches, Position
     from shardtrain.data.corpus import Corpus
+    from shardtrain.data.image_files import ImageFiles
     from shardtrain.data.loader import BatchShard, Loader, batch_shard
     from shardtrain.data.masked import MaskedTokens
+    from shardtrain.data.mixture import Mixture
     from shardtrain.data.placement import place, process_rows
     from shardtrain.data.row_split import RowSplit, split_over_islands
     from shardtrain.data.samples import Batch, Source
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 _FILES = {
     "batches": ("Batches", "Position"),
     "corpus": ("Corpus",),
+    "image_files": ("ImageFiles",),
     "masked": ("MaskedTokens",),
+    "mixture": ("Mixture",),
     "loader": ("BatchShard", "Loader", "batch_shard"),
     "placement": ("place", "process_rows"),
     "row_split": ("RowSplit", "split_over_islands"),
@@ -41,8 +45,10 @@ __all__ = [
     "BatchShard",
     "Batches",
     "Corpus",
+    "ImageFiles",
     "Loader",
     "MaskedTokens",
+    "Mixture",
     "Position",
     "RowSplit",
     "SizedSource",

@@ -30,7 +30,7 @@ class Position(TypedDict):
     index: int
 
 
-@lru_cache(maxsize=8)  # called once per batch, and Grain's objects take longer to create than to read
+@lru_cache(maxsize=64)  # called once per batch, and Grain's objects take longer to create than to read
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
     """Return the order of an epoch: a random permutation that needs no memory.
 
@@ -76,7 +76,7 @@ class Batches:
       batch: rows of a batch, B.
       seed: the seed of the order.
       epochs: number of epochs; None for no end.
-      shuffle: False keeps the order of the source.
+      shuffle: False keeps the order of the source, as does a source whose attribute `ordered` is True.
       rows: which rows of each batch to load, such as `placement.process_rows` or an island's rows;
         None loads all. It does not change which sample is in which row.
       prefetch: number of batches to load ahead, each on a thread of its own; 0 uses no threads.
@@ -164,7 +164,9 @@ class Batches:
         # the last batch of an epoch may be short: its missing rows are copies with weight 0
         num_real = min(self.batch, len(self.source) - first)
         rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
-        order = epoch_order(len(self.source), self.seed, position["epoch"]) if self.shuffle else int
+        # a source with an order of its own, such as a mixture, is read in sequence
+        shuffle = self.shuffle and not getattr(self.source, "ordered", False)
+        order = epoch_order(len(self.source), self.seed, position["epoch"]) if shuffle else int
         rows, real = fill_with_copies(rows, num_real)
         indices = [order(first + int(row)) for row in rows]
         # a sample that fills several rows is loaded once

@@ -5,10 +5,12 @@ Text is tokenized into the folder of the run at the first start; a large corpus 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from shardtrain.data.documents import OnError, on_error_problems, refuse_mixed
+from shardtrain.data.packed import PackedWindows
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import MOST_PROBLEMS, SourceFile, find_files, summary
 from shardtrain.data.sources.numpy_tokens import find_tokens
@@ -26,6 +28,9 @@ from shardtrain.data.tokenizer import BYTES, open_tokenizer
 from shardtrain.data.windows import Windows, split_problems, split_windows
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
+
+Packing = Literal["joined", "separate"]
+"""Whether documents of a window see each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,8 @@ class Corpus:
       format: the format of all files; None recognises each.
       vocab_size: size of the vocabulary, for files of tokens without a manifest; None: that of the tokenizer.
       on_error: what to do with a row or file that cannot be read: stop, or skip it and count it.
+      packing: whether attention and loss cross from one document of a window into the next (joined), or the
+        model gets each as a sequence of its own, with restarted positions (separate).
 
     Raises:
       ValueError: lists every value that is out of range.
@@ -61,11 +68,14 @@ class Corpus:
     format: str | None = None
     vocab_size: int | None = None
     on_error: OnError = "stop"
+    packing: Packing = "joined"
 
     def __post_init__(self) -> None:
         problems = [*split_problems(self.seq, self.heldout_fraction), *on_error_problems(self.on_error)]
         if isinstance(self.paths, str | Path):
             problems.append(f"paths is one path; write paths=({str(self.paths)!r},)")
+        if self.packing not in get_args(Packing):
+            problems.append(f"packing is {self.packing!r}; allowed: {', '.join(get_args(Packing))}")
         if self.vocab_size is not None and not 1 <= self.vocab_size <= 2**31:
             problems.append(f"vocab_size is {self.vocab_size}; use 1 to 2**31")
         if problems:
@@ -78,14 +88,14 @@ class Corpus:
         Raises:
           ValueError, FileNotFoundError: the tokenizer cannot be opened.
         """
+        manifests = self._manifests()
         if self.vocab_size is not None:
             return self.vocab_size
-        manifests = self._manifests()
         if manifests:
-            return max(manifest.vocab for manifest in manifests)
+            return manifests[0].vocab
         return open_tokenizer(self.tokenizer, self.separator).vocab
 
-    def train(self, folder: Path) -> Windows:
+    def train(self, folder: Path) -> Windows | PackedWindows:
         """Return the windows to train on.
 
         Args:
@@ -97,7 +107,7 @@ class Corpus:
         """
         return self._split(folder)[0]
 
-    def heldout(self, folder: Path) -> Windows | None:
+    def heldout(self, folder: Path) -> Windows | PackedWindows | None:
         """Return the held-out windows; None if nothing is held out."""
         return self._split(folder)[1]
 
@@ -115,13 +125,20 @@ class Corpus:
             text += f"; skipped {manifest.num_skipped:,} that cannot be read: {some(manifest.skipped, 3)}"
         return text
 
-    def _split(self, folder: Path) -> tuple[Windows, Windows | None]:
-        shards = self._shards(self._files(), folder)
+    def _split(self, folder: Path) -> tuple[Windows | PackedWindows, Windows | PackedWindows | None]:
+        files = self._files()
+        shards = self._shards(files, folder)
         name = self.paths[0] if len(self.paths) == 1 else Path(some(self.paths, 2))
         windows = Windows(
             path=name, seq=self.seq, vocab=self.vocab, start=0, stop=shards.num_tokens, shards=shards
         )
-        return split_windows(windows, self.heldout_fraction)
+        if (num_skipped := self._num_skipped(files, folder)) or self.on_error == "skip":
+            windows = replace(windows, num_skipped=num_skipped)
+        train, heldout = split_windows(windows, self.heldout_fraction)
+        if self.packing == "joined":
+            return train, heldout
+        packed = PackedWindows(windows=train, shards=shards)
+        return packed, None if heldout is None else replace(packed, windows=heldout)
 
     def _files(self) -> list[SourceFile]:
         if not self.paths:
@@ -147,9 +164,25 @@ class Corpus:
             return read_manifest(out)
         return tokenize(files, out, options)
 
+    def _num_skipped(self, files: list[SourceFile], folder: Path) -> int:
+        """Return how many rows and files could not be read when the tokens were made."""
+        made = self._manifests() if refuse_mixed(files) else [self._tokenized(files, folder)]
+        return sum(manifest.num_skipped for manifest in made)
+
     def _manifests(self) -> list[Manifest]:
-        """Return the manifests of the folders of tokens among the paths."""
-        return [read_manifest(Path(path)) for path in self.paths if (Path(path) / MANIFEST).is_file()]
+        """Return the manifests of the folders of tokens among the paths.
+
+        Raises:
+          ValueError: they were made by different tokenizers.
+        """
+        found = [read_manifest(Path(path)) for path in self.paths if (Path(path) / MANIFEST).is_file()]
+        kinds = {(manifest.vocab, manifest.separator): str(manifest.folder) for manifest in found}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{' and '.join(kinds.values())} have tokens of different tokenizers (vocabulary, separator:"
+                f" {some(list(kinds))}); tokenize all by the same one"
+            )
+        return found
 
 
 def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -30,6 +30,7 @@ class TokenShards:
         self._arrays = tuple(arrays)
         self._starts = np.concatenate([[0], np.cumsum([each.num_tokens for each in arrays], dtype=np.int64)])
         self._open: OrderedDict[int, _Handle] = OrderedDict()
+        self._ends_open: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
 
     @property
@@ -59,15 +60,39 @@ class TokenShards:
         number = int(np.searchsorted(self._starts, token, "right")) - 1
         return f"{self._arrays[number].path}, token {token - int(self._starts[number]):,}"
 
-    @cached_property
-    def ends(self) -> np.ndarray | None:
-        """The number of tokens up to the end of each document, int64 (num_documents,); None: not known."""
-        parts = []
-        for array, start in zip(self._arrays, self._starts, strict=False):
-            if array.ends is None:
-                return None
-            parts.append(np.asarray(array.ends(), np.int64) + start)
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    @property
+    def without_ends(self) -> Path | None:
+        """The first file that does not say where its documents end; None: all do."""
+        return next((array.path for array in self._arrays if array.ends is None), None)
+
+    def ends_in(self, start: int, stop: int) -> np.ndarray:
+        """Return where documents end: e with `start` <= e < `stop` where token e - 1 is the last of one.
+
+        Returns:
+          Rising, int64 (n,); those of files that do not say it are missing.
+        """
+        found = [np.empty(0, np.int64)]
+        number = max(0, int(np.searchsorted(self._starts, start, "left")) - 1)
+        while number < len(self._arrays) and self._starts[number] < stop:
+            ends, first = self._ends(number), int(self._starts[number])
+            # in the dtype of the ends: another one would convert all of them
+            borders = np.array([max(0, start - first), stop - first], ends.dtype)
+            inside = slice(*np.searchsorted(ends, borders))
+            found.append(ends[inside].astype(np.int64) + first)
+            number += 1
+        return np.concatenate(found)
+
+    def _ends(self, number: int) -> np.ndarray:
+        """Return the ends of the documents of a file, which are kept for the files in use."""
+        with self._lock:
+            ends = self._ends_open.pop(number, None)
+            if ends is None:
+                find = self._arrays[number].ends
+                ends = np.empty(0, np.int64) if find is None else find()
+            self._ends_open[number] = ends
+            while len(self._ends_open) > MOST_OPEN:
+                self._ends_open.popitem(last=False)
+            return ends
 
     def _handle(self, number: int) -> "_Handle":
         with self._lock:

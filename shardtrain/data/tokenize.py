@@ -117,6 +117,8 @@ def tokenize(
     plan = {"version": VERSION, "digest": plan_digest(files, options)}
     out.mkdir(parents=True, exist_ok=True)
     _check_plan(out, plan)
+    if (out / MANIFEST).is_file():
+        return read_manifest(out)
     clear_parts(out, "*")
     units = make_units(files, options.shard_bytes, out, options.on_error)
     waiting = [unit for unit in units if not record_path(out, unit).is_file()]
@@ -144,6 +146,8 @@ def tokenize(
         "shards": records,
     }
     replace_file(out / MANIFEST, json.dumps(manifest, indent=1).encode())
+    for index in out.glob("rows-*.npy"):
+        index.unlink()  # of the text, which is not read again
     return read_manifest(out)
 
 

@@ -31,6 +31,7 @@ class Windows:
       start: the first token.
       stop: one past the last token.
       shards: the tokens, where they are in several files; None: in `path`.
+      num_skipped: how many documents were left out of the tokens, where that was allowed; None: it was not.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class Windows:
     start: int
     stop: int
     shards: TokenShards | None = None
+    num_skipped: int | None = None
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start - 1) // self.seq

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
+from shardtrain.functional.segments import apply_to_segments
 
 Batch = Mapping[str, jax.Array]
 Apply = Callable[..., Any]
@@ -205,8 +206,7 @@ def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
     Raises:
       ValueError: the weights have another shape.
     """
-    weights = batch["weights"]
-    rows, num = targets.shape
+    weights, (rows, num) = batch["weights"], targets.shape
     if weights.shape == (rows, num + 1):
         return weights[:, 1:]
     if weights.shape not in ((rows,), (rows, 1), (rows, num)):
@@ -221,15 +221,15 @@ def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Return the cross-entropy of next-token prediction.
 
     Args:
-      apply: tokens int32 (B, T) -> logits (B, T, V).
-      batch: "tokens" int32 (B, T + 1); "weights" float32, per row (B,), per target (B, T) or per token
-        (B, T + 1). A token of weight 0 may have any value, such as -100.
+      apply: tokens int32 (B, T), and segments if the batch has them -> logits (B, T, V).
+      batch: "tokens" int32 (B, T + 1), any, as -100, of weight 0; "weights" float32, see `target_weights`;
+        and, optionally, "segments" int32 (B, T), the number of each input's document.
 
     Returns:
       (sum in nats, number of tokens).
     """
     _ranked(batch, tokens=2)
-    logits = apply(batch["tokens"][:, :-1])
+    logits = apply_to_segments(apply, batch["tokens"][:, :-1], batch.get("segments"))
     targets = batch["tokens"][:, 1:]
     return cross_entropy(logits, targets, target_weights(batch, targets))
 

@@ -86,6 +86,7 @@ def make_loop_parts(
         labels=island_step.labels if island_step else combined_labels(placement),
         activity=activity,
         spent=_make_spent(prepared, activity),
+        num_skipped=lambda: getattr(prepared.loader.batches.source, "num_skipped", None),
         hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
         check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
     )

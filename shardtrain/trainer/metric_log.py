@@ -143,6 +143,8 @@ class MetricLog:
             line["clipped"] = self._clipped.value
         line["wall_seconds"] = self._parts.totals.wall_seconds()
         line |= {**self._parts.spent(), "peak_memory_bytes": self._parts.peak_memory_bytes()}
+        if (num_skipped := self._parts.num_skipped()) is not None:
+            line["data_skipped"] = num_skipped
         self._means, self._clipped = {}, Mean()
         return line
 

@@ -57,6 +57,36 @@ def test_the_page_trains_a_tokenizer_and_a_model_from_parquet(tmp_path, monkeypa
     assert re.search(r"corpus: \d+ npy; [\d,]+ tokens", shown.getvalue())
 
 
+def test_a_mixture_is_changed_by_options(tmp_path, monkeypatch):
+    """Of the run file on the page."""
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"## Mixtures\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+    assert code is not None
+    folder = write_files("jsonl", tmp_path / "data", DOCUMENTS)
+    for name in ("web", "code"):
+        assert cli.main(["data", "tokenize", str(folder), "--out", f"tokens/{name}", "--workers", "1"]) == 0
+    Path("mixed.py").write_text(code[1])
+    run, _ = parse_run("train", ["mixed.py"])
+    assert run.data.stages() == ((0, (0.7, 0.3)),)
+    words = ["--data.weights", "web 1 code 3", "--data.later", "50: code 1"]
+    words += ["--data.parts.web.seq", "4"]
+    run, _ = parse_run("train", ["mixed.py", *words, "--data.parts.web.paths", str(folder)])
+    assert run.data.stages() == ((0, (1.0, 3.0)), (50, (0.0, 1.0)))
+    assert (run.data.parts["web"].seq, run.data.parts["code"].seq) == (4, 128)
+    assert run.data.parts["web"].paths == (folder,)
+
+
+def test_the_images_of_the_page_are_options_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"## Images\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+    assert code is not None
+    Path("pictures.py").write_text(code[1])
+    words = ["--data", "a", "b/*.tar", "--data.on-error", "skip", "--data.label", "cls"]
+    run, _ = parse_run("train", ["pictures.py", *words])
+    assert run.data.paths == (Path("a"), Path("b/*.tar"))
+    assert (run.data.on_error, run.data.label, run.data.classes) == ("skip", "cls", 200)
+
+
 def test_what_is_there_is_listed_shown_and_measured(tmp_path, capsys):
     folder = str(write_files("jsonl", tmp_path / "data", DOCUMENTS))
     assert cli.main(["data", "ls", folder]) == 0

@@ -49,8 +49,11 @@ def test_the_tokens_are_those_of_the_library_with_a_separator_after_each(tmp_pat
     encoded = [[*plain.encode(text, add_special_tokens=False).ids, separator] for text in DOCUMENTS if text]
     shards = TokenShards([find_tokens(path) for path in manifest.files()])
     assert shards.read(0, shards.num_tokens).tolist() == [*chain.from_iterable(encoded)]
-    assert shards.ends is not None
-    assert np.diff(shards.ends, prepend=0).tolist() == list(map(len, encoded))
+    ends = shards.ends_in(0, shards.num_tokens + 1)
+    assert np.diff(ends, prepend=0).tolist() == list(map(len, encoded))
+    assert [shards.ends_in(i, i + 5).tolist() for i in range(99)] == [
+        [end for end in ends if i <= end < i + 5] for i in range(99)
+    ]
     assert (manifest.num_tokens, manifest.num_documents) == (shards.num_tokens, len(encoded))
     tokenizer = open_tokenizer(manifest.tokenizer)
     assert tokenizer.decode(shards.read(0, len(encoded[0]) - 1).tolist()) == DOCUMENTS[0]
@@ -75,6 +78,7 @@ def test_any_number_of_processes_writes_the_same_shards(name, tmp_path):
         tokenize(files, tmp_path / "three", options, workers=3)
         assert contents(tmp_path / "one") == contents(tmp_path / "three")
     assert len(contents(tmp_path / "one")) >= 9
+    assert not list((tmp_path / "one").glob("rows-*"))
     assert read_manifest(tmp_path / "one").num_documents == len(DOCUMENTS) - 1
 
 
@@ -147,6 +151,17 @@ def test_bad_rows_are_named_in_any_process_or_counted(tmp_path):
     assert manifest.num_skipped == 1
     assert manifest.skipped == (f"{folder}/part-1/a.jsonl, row 2: the line is not UTF-8 at its byte 11",)
     assert manifest.num_documents == len(DOCUMENTS) - 2
+
+
+def test_folders_of_different_tokenizers_are_refused(tmp_path, trained):
+    files = find_files([write_files("jsonl", tmp_path / "data", DOCUMENTS)])
+    tokenize(files, tmp_path / "a", TokenizeOptions())
+    tokenize(files, tmp_path / "b", TokenizeOptions(tokenizer=str(trained)))
+    corpus = Corpus(paths=(tmp_path / "a", tmp_path / "b"), seq=8)
+    with pytest.raises(
+        ValueError, match=r"a and .*b have tokens of different tokenizers \(vocabulary, separator:"
+    ):
+        corpus.train(tmp_path / "run")
 
 
 def test_a_damaged_folder_of_tokens_is_refused(tmp_path):

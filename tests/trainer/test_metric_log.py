@@ -22,6 +22,7 @@ def log_of(num_steps):
         spent=dict,
         labels=(),
         peak_memory_bytes=lambda: 0,
+        num_skipped=lambda: None,
         explain=lambda step: "",
     )
     log = MetricLog(parts, LoopOptions(steps=num_steps, log_every=2))  # pyright: ignore[reportArgumentType]

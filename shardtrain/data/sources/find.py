@@ -141,6 +141,9 @@ def _recognised(path: Path, format_name: str | None) -> SourceFile:
 
 
 def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob(f"*/{DATASET_STATE}"))
+        raise ValueError(f"{folder.absolute()} has the splits {', '.join(splits)}; name one of these folders")
     if (folder / DATASET_STATE).is_file():
         return [SourceFile(path, "arrow") for path in _dataset_files(folder)]
     found: list[SourceFile] = []

@@ -113,6 +113,16 @@ def test_what_cannot_be_found_is_listed(tmp_path, monkeypatch):
         find_files([tmp_path / "data"])
 
 
+def test_splits_of_a_dataset_are_not_mixed(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        WRITERS["arrow"](tmp_path / split, DOCUMENTS)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match="has the splits test, train; name one of these folders"):
+        find_files([tmp_path])
+    assert len(find_files([tmp_path / "train"])) == 1
+
+
 def test_tokens_and_text_are_not_mixed(tmp_path):
     write_files("npy", tmp_path / "a", DOCUMENTS)
     write_files("jsonl", tmp_path / "b", DOCUMENTS)

@@ -1,0 +1,128 @@
+"""Rows of several documents give the losses and gradients of their documents, each in a row of its own."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from shardtrain.functional.linen_model import from_linen
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.model import BLOCKS
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.functional.rng import step_key
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.linen_decoder import LinenDecoder
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.step import make_gradients
+
+SEQ, VOCAB = 12, 32
+LEARNED = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=16, num_layers=2, num_heads=4, mlp=32)
+ROTARY = replace(LEARNED, positions="rotary", num_kv_heads=2, norm="rmsnorm", bias=False, tied=False)
+LENGTHS = [(12,), (5, 7), (1, 4, 7), (6, 1, 5), (3, 3, 3, 3), (11, 1), (2, 10), (4, 8)]
+"""Inputs of the documents of each row; the last row counts for nothing."""
+
+
+@cache
+def batches():
+    """The same documents packed, and each in a row."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, VOCAB, (len(LENGTHS), SEQ + 1), np.int32)
+    segments = np.stack([np.repeat(np.arange(len(lengths)), lengths) for lengths in LENGTHS]).astype(np.int32)
+    # the target of a document's last token is the first one of the next, which counts for nothing
+    weights = np.ones((len(LENGTHS), SEQ), np.float32)
+    alone = []
+    for row, lengths in enumerate(LENGTHS):
+        for stop in np.cumsum(lengths)[:-1]:
+            weights[row, stop - 1] = 0
+    weights[-1] = 0
+    for row, lengths in enumerate(LENGTHS):
+        for length, stop in zip(lengths, np.cumsum(lengths), strict=True):
+            inside = slice(stop - length, stop)
+            one = np.zeros((2, SEQ + 1), np.float32)
+            one[0, : length + 1] = tokens[row, stop - length : stop + 1]
+            one[1, :length] = weights[row, inside]
+            alone.append(one)
+    rows = np.stack(alone)
+    own = {"tokens": rows[:, 0].astype(np.int32), "weights": rows[:, 1, :SEQ]}
+    return {"tokens": tokens, "segments": segments, "weights": weights}, own
+
+
+def gradients(config, batch, layout, num_devices, microbatches=1):
+    """Loss and gradients by the toolkit, on any layout."""
+    model = from_nnx(config)
+    mesh = make_mesh(layout, jax.devices()[:num_devices])
+    stages = Partition(num_stages=2, num_chunks=1, counts=(1, 1)) if "pipeline" in layout.mesh else None
+    placement = make_placement(model, optax.identity(), layout, mesh, stages=stages)
+    state = init_state(model, optax.identity(), placement, seed=7)
+    rows = {k: v.reshape(microbatches, -1, *v.shape[1:]) for k, v in batch.items()}
+    rows = {k: jax.device_put(v, placement.batch) for k, v in rows.items()}
+    compute = jax.jit(make_gradients(model, next_token_loss, placement))
+    result = compute(state.params, state.model_state, step_key(state.seed, state.step), rows)
+    grads = dict(result.grads)
+    if stages is not None:
+        grads[BLOCKS] = jax.tree.map(stages.in_order, grads[BLOCKS])
+    return jax.tree.map(np.asarray, {"sum": result.loss_sum, "count": result.count, **grads})
+
+
+@cache
+def expected(config):
+    """Of each document in a row of its own, on one device."""
+    return gradients(config, batches()[1], Layout(mesh={"data": 1}), 1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LEARNED, ROTARY, replace(ROTARY, scan=False, loss_chunk=8)],
+    ids=["learned", "rotary", "chunks"],
+)
+def test_packed_rows_give_the_gradients_of_their_documents(config, assert_same):
+    found = gradients(config, batches()[0], Layout(mesh={"data": 1}), 1)
+    assert found["count"] == sum(sum(lengths) - len(lengths) + 1 for lengths in LENGTHS[:-1])
+    assert_same(found, expected(config))
+    # without segments they would not
+    mixed = {name: x for name, x in batches()[0].items() if name != "segments"}
+    with pytest.raises(AssertionError):
+        assert_same(gradients(config, mixed, Layout(mesh={"data": 1}), 1), expected(config))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "microbatches"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"sequence_sharded": True}, 2),
+        ({"pipeline": 2, "data": 2, "tensor": 2}, {}, 4),
+    ],
+)
+def test_they_do_on_any_layout(mesh, options, microbatches, assert_same):
+    found = gradients(ROTARY, batches()[0], Layout(mesh=mesh, **options), 8, microbatches)
+    assert_same(found, expected(ROTARY))
+
+
+def test_a_mesh_that_shards_sequences_is_refused():
+    with pytest.raises(
+        ValueError, match=r"attention over a mesh axis takes no segments .*--data\.packing joined"
+    ):
+        gradients(ROTARY, batches()[0], Layout(mesh={"context": 2}), 2)
+
+
+def test_a_model_that_takes_no_segments_is_refused():
+    packed = batches()[0]
+    tokens = jax.ShapeDtypeStruct((1, SEQ), np.int32)
+    model = from_linen(LinenDecoder(LEARNED), tokens)
+    layout = Layout(mesh={"data": 1})
+    mesh = make_mesh(layout, jax.devices()[:1])
+    placement = make_placement(model, optax.identity(), layout, mesh)
+    state = init_state(model, optax.identity(), placement, seed=7)
+    rows = {k: v[None] for k, v in packed.items()}
+    with pytest.raises(
+        ValueError, match=r"the batch has segments .* and the model takes none .*--data\.packing"
+    ):
+        make_gradients(model, next_token_loss, placement)(
+            state.params, state.model_state, step_key(state.seed, state.step), rows
+        )
