@@ -141,7 +141,7 @@ OPTIONS = {
     "--mesh twice_rule.toml": "parameters.embed: axis 'fsdp' occurs 2 times",
     "--mesh zero.toml": "zero.toml | zero is 4; allowed: 1, 2 or 3",
     "--zero 0": "zero is 0; allowed: 1, 2 or 3",
-    "--unnamed shard": "unnamed is 'shard'; allowed: 'refuse' or 'replicate'",
+    "--unnamed ignore": "unnamed is 'ignore'; allowed: 'refuse', 'replicate' or 'shard'",
     "--model.embed 0": "embed is 0; it must be at least 1. Use embed=1 or more",
     "--model.embed 50 --model.num-heads 4 --model.num-kv-heads 4": "50 % 4 = 2. Use embed=48 or embed=52",
     "--model.num-kv-heads 3": "num_heads 8 | num_kv_heads 3: 8 % 3 = 2. Use num_heads=6 or num_heads=9",

@@ -34,8 +34,9 @@ class Layout:
       parameters: dim -> axes for parameters, where they differ from the defaults in `sharding/rules.py`.
       activations: dim -> axes for activations, where they differ from the defaults. A custom dim that has a
         rule for parameters only has the same axes here, without data and fsdp.
-      unnamed: on several devices, "refuse" or "replicate" arrays whose dims have no names and dims whose
-        names have no rule.
+      unnamed: what to do on several devices with arrays whose dims have no names, and with dims whose names
+        have no rule: "refuse" or "replicate" them. "shard": shard an array without names over fsdp along its
+        largest dim that fsdp divides, and replicate the rest.
 
     Short forms: axis sizes, as a dict or as the text `data=2,fsdp=-1`.
 
@@ -83,8 +84,8 @@ class Layout:
                 ]
         if self.zero not in (1, 2, 3):
             problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
-        if self.unnamed not in ("refuse", "replicate"):
-            problems.append(f"unnamed is {self.unnamed!r}; allowed: 'refuse' or 'replicate'")
+        if self.unnamed not in ("refuse", "replicate", "shard"):
+            problems.append(f"unnamed is {self.unnamed!r}; allowed: 'refuse', 'replicate' or 'shard'")
         if problems:
             raise problems_error("this layout cannot be used", problems)
 

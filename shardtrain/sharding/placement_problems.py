@@ -69,10 +69,13 @@ def naming_text(
         dims = fitting_dims(arrays[largest].shape, sizes)
         ways.append(f"names from outside, as Run(names={{{largest!r}: {dims!r}}}), or any pattern of paths")
         ways.append('names in the model: out_sharding=("embed", "mlp") in nnx, nn.with_partitioning in linen')
+        if sizes.get(axes.FSDP, 1) > 1:
+            ways.append(SHARD)
     return ways_text(ways) if ways else ""
 
 
 REPLICATE = 'replicate them: --unnamed replicate, in Python Layout(unnamed="replicate")'
+SHARD = "shard those without names over fsdp along their largest dim: --unnamed shard"
 
 
 def ways_text(ways: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ On several devices every dim needs a name and every name a rule; missing ones ar
 would fit, or replicated if the layout says so. One device needs neither. Next: `specs.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardtrain import axes
@@ -24,7 +24,7 @@ def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, i
     """Return the layout with added rules for names that are mesh axes, joined names or to be replicated.
 
     The name of a mesh axis is sharded over that axis, joined names (`data+fsdp`) over the axes of each. With
-    unnamed="replicate", or on one device, all other names without a rule get the empty rule.
+    unnamed "replicate" or "shard", or on one device, all other names without a rule get the empty rule.
 
     >>> arrays = {"up": Named(dims=("fsdp", "features"), shape=(64, 256))}
     >>> completed(Layout(unnamed="replicate"), arrays, {"fsdp": 2}).parameters
@@ -36,7 +36,7 @@ def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, i
         words = name.split(JOINT)
         if all(word in rules or word in axes.AXES for word in words):
             added[name] = tuple(axis for word in words for axis in rules.get(word, (word,)))
-        elif unnamed == "replicate":
+        elif unnamed != "refuse":
             added[name] = ()
     return replace(layout, parameters={**layout.parameters, **added}, unnamed=unnamed)
 
@@ -54,7 +54,11 @@ def unplaced_text(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[st
     if not found:
         return None
     use = "on several devices they need them, or --unnamed replicate"
-    return f"{'; '.join(found)}: {use if is_one_device(sizes) else 'replicated on every device'}"
+    if layout.unnamed == "shard" and paths:
+        placed = "sharded over fsdp along the largest dim that it divides, and XLA shards the activations"
+    else:
+        placed = "replicated on every device"
+    return f"{'; '.join(found)}: {use if is_one_device(sizes) else placed}"
 
 
 def resolve(
@@ -66,7 +70,8 @@ def resolve(
       arrays: path -> dims and shape.
       rules: dim -> axes, see `completed`.
       sizes: axis -> size.
-      unnamed: "refuse" arrays without names, or "replicate" them.
+      unnamed: "refuse" arrays without names, "replicate" them, or "shard" them along their largest dim over
+        fsdp, if the rules use that axis.
 
     Returns:
       path -> for each dim, the axes that shard it. On one device, where nothing is sharded, arrays that do
@@ -83,7 +88,9 @@ def resolve(
     specs, problems = {}, []
     for path, named in arrays.items():
         found = array_problems(path, named, rules, sizes, unnamed)
-        if named.dims is None or found:
+        if named.dims is None and not found and unnamed == "shard":
+            specs[path] = largest_dim_sharded(named.shape, rules, sizes)
+        elif named.dims is None or found:
             specs[path] = ((),) * len(named.shape)
         else:
             specs[path] = _spec(named, rules)
@@ -93,6 +100,22 @@ def resolve(
         error = str(problems_error(f"the layout does not fit the model ({counted})", problems))
         raise ValueError(error + naming_text(arrays, rules, sizes, unnamed))
     return specs
+
+
+def largest_dim_sharded(shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]) -> Spec:
+    """Return the axes of an array without names: fsdp on its largest dim that it divides, the first of equal.
+
+    Nothing is sharded where no rule has fsdp, as for parameters at ZeRO 1 and 2.
+
+    >>> largest_dim_sharded((3, 64, 64), {"embed": ("fsdp",)}, {"fsdp": 8})
+    ((), ('fsdp',), ())
+    >>> largest_dim_sharded((3, 5), {"embed": ("fsdp",)}, {"fsdp": 8})
+    ((), ())
+    """
+    used = any(axes.FSDP in dim_axes for dim_axes in rules.values())
+    fitting = [i for i, size in enumerate(shape) if used and size and size % sizes.get(axes.FSDP, 1) == 0]
+    largest = max(fitting, key=lambda i: shape[i], default=None)
+    return tuple((axes.FSDP,) if i == largest else () for i in range(len(shape)))
 
 
 def _spec(named: Named, rules: Rules) -> Spec:

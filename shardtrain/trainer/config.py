@@ -22,6 +22,7 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.compute_dtype import has_dtype, with_compute_dtype
 from shardtrain.functional.frozen import with_frozen
+from shardtrain.functional.gathered import with_unnamed_gathered
 from shardtrain.functional.loss import Loss, next_token_loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import as_model
@@ -177,7 +178,10 @@ def model_of(run: Run) -> Model:
     if has_dtype(model):
         model, dtype = with_compute_dtype(model, dtype), None
     model = with_compute_dtype(with_remat(model, run.strategy.remat), dtype)
-    return with_frozen(as_model(model, run.names), run.freeze)
+    pure = as_model(model, run.names)
+    if run.strategy.layout.unnamed == "shard":
+        pure = with_unnamed_gathered(pure)
+    return with_frozen(pure, run.freeze)
 
 
 COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")

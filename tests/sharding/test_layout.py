@@ -65,7 +65,7 @@ def test_all_problems_of_a_layout_at_once():
             "rule activations.seq: axis 'tensor' occurs 3 times",
             f"rule activations.vocab: axis 'xyz' (known: {KNOWN_AXES})",
             "zero is 4; allowed: 1, 2 or 3",
-            "unnamed is 'ignore'; allowed: 'refuse' or 'replicate'",
+            "unnamed is 'ignore'; allowed: 'refuse', 'replicate' or 'shard'",
         ],
     )
 

@@ -57,7 +57,10 @@ def test_arrays_without_names():
     ) + HELP.format(
         ways="\n    names from outside, as Run(names={'w': (None, None)}), or any pattern of paths"
         '\n    names in the model: out_sharding=("embed", "mlp") in nnx, nn.with_partitioning in linen'
+        "\n    shard those without names over fsdp along their largest dim: --unnamed shard"
     )
+    alone = {"w": arrays["w"]}
+    assert resolve(alone, PARAMETER_RULES, {**SIZES, "fsdp": 5}, unnamed="shard") == {"w": ((), ("fsdp",))}
 
 
 def test_unsharded_dims_need_no_name():
