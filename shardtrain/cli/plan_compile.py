@@ -96,4 +96,7 @@ def _flags(subject: Subject, step: Step, found: Figures) -> Sequence[str]:
     stages = subject.stages(step.sizes[axes.PIPELINE], step.choice.virtual_stages)
     specs = state_specs(subject.model_of(None), subject.optimizer, layout, step.sizes, stages=stages)
     rows = sharding_rows(specs.arrays, specs.abstract.params, specs.params, step.sizes)
+    if step.sizes[axes.FSDP] * step.sizes[axes.TENSOR] == 1:
+        # data and pipeline split nothing outside the blocks, as the plan says
+        return []
     return list(flagged(rows, found, layout.zero, math.prod(step.sizes.values())))
