@@ -1,7 +1,7 @@
-"""`shardtrain advise QUESTION ...`: answers from a few numbers, by published formulas; no run is needed."""
+"""`shardtrain advise QUESTION ...`: answers from a few numbers, by published formulas."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,9 +9,11 @@ import tyro
 
 from shardtrain.errors.exit_codes import DONE, MISTAKE
 from shardtrain.errors.messages import near
+from shardtrain.plan.advice.checks import check_positive
 from shardtrain.plan.advice.clusters import ClusterSpeed
 from shardtrain.plan.advice.noise_scale import gradient_noise
 from shardtrain.plan.advice.revocable import RevocableRun
+from shardtrain.plan.advice.rows import MeasuredRow, read_rows
 from shardtrain.report.advice import (
     clusters_text,
     devices_text,
@@ -20,6 +22,7 @@ from shardtrain.report.advice import (
     revocable_text,
     synchronisation_text,
 )
+from shardtrain.report.fits import fits_text
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system import terminal
 
@@ -142,6 +145,27 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Fit times of steps, saves and starts to measured rows, and predict those of another run.
+
+    Args:
+      rows: a CSV file; its columns are on the page about advice.
+      device: kind of devices that is asked for, as in the rows; by default nothing is predicted.
+      devices: number of devices that is asked for.
+      teraflops: 10**12 operations of a step of all devices, with recomputation.
+      parameter_mb: megabytes of gradients as they are sent.
+      checkpoint_mb: megabytes of a checkpoint.
+    """
+
+    rows: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="ROWS.csv")]]
+    device: str | None = None
+    devices: int = 1
+    teraflops: float | None = None
+    parameter_mb: float | None = None
+    checkpoint_mb: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Clusters:
     """Which of several clusters to use, at equal examples, equal time and equal loss.
 
@@ -224,7 +248,6 @@ def _revocable(asked: Revocable) -> str:
 
 
 def _speed(asked: Speed) -> str:
-    # other questions need no jax
     from shardtrain.report.speed import speed_text
     from shardtrain.trainer.strategy import STRATEGY_FILE, read_strategy
 
@@ -238,19 +261,28 @@ def _speed(asked: Speed) -> str:
     return text + "\n"
 
 
+def _predict(asked: Predict) -> str:
+    names = ("teraflops", "parameter_mb", "checkpoint_mb")
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
+    check_positive("a prediction", {"devices": asked.devices, **given})
+    rows = read_rows(asked.rows)
+    if asked.device is None:
+        return fits_text(rows, None)
+    return fits_text(rows, MeasuredRow(model="", device=asked.device, devices=asked.devices, **given))
+
+
 def _clusters(asked: Clusters) -> str:
-    lengths = {each.name: len(getattr(asked, each.name)) for each in fields(asked)[:2]}
+    lengths = {name: len(getattr(asked, name)) for name in ("batch", "step_seconds")}
     if asked.price_per_hour:
         lengths["price_per_hour"] = len(asked.price_per_hour)
     if len(set(lengths.values())) > 1 or not asked.batch:
         given = ", ".join(f"{number} of {name}" for name, number in lengths.items())
         raise ValueError(f"clusters were asked for with {given}; give one number of each for every cluster")
     prices = asked.price_per_hour or (0.0,) * len(asked.batch)
+    rows = enumerate(zip(asked.batch, asked.step_seconds, prices, strict=True))
     clusters = [
         ClusterSpeed(name=f"{number + 1}", batch=batch, step_seconds=seconds, price_per_hour=price)
-        for number, (batch, seconds, price) in enumerate(
-            zip(asked.batch, asked.step_seconds, prices, strict=True)
-        )
+        for number, (batch, seconds, price) in rows
     ]
     return clusters_text(clusters, asked.noise_scale, asked.hours * HOUR)
 
@@ -263,5 +295,6 @@ QUESTIONS: dict[str, tuple[type, Callable[[Any], str]]] = {
     "revocable": (Revocable, _revocable),
     "clusters": (Clusters, _clusters),
     "speed": (Speed, _speed),
+    "predict": (Predict, _predict),
 }
 """Question -> its options and what answers it."""

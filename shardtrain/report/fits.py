@@ -1,0 +1,71 @@
+"""Fits to measured rows as the text that `shardtrain advise predict` prints."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from shardtrain.plan.advice.fit import QUANTITIES, Quantity, error_by_model, fits, predicted, saturation
+from shardtrain.plan.advice.rows import MeasuredRow
+from shardtrain.report.tables import table_text
+
+MOST_MODELS = 12
+"""The models with the largest errors that are shown."""
+
+
+def fits_text(rows: Sequence[MeasuredRow], asked: MeasuredRow | None) -> str:
+    """Format the fit of each quantity that was measured, its error on unseen models, and a prediction.
+
+    Args:
+      rows: what was measured.
+      asked: the run that is asked for; None: none is.
+
+    Raises:
+      ValueError: no quantity can be fitted.
+    """
+    found = [text for quantity in QUANTITIES if (text := _quantity_text(quantity, rows, asked))]
+    if not found:
+        raise ValueError(
+            f"nothing can be predicted from {len(rows)} rows: step_seconds needs teraflops,"
+            " checkpoint_seconds needs checkpoint_mb; or give startup_seconds"
+        )
+    return "\n".join([*found, _saturation_text(rows)]).rstrip("\n") + "\n"
+
+
+def _quantity_text(quantity: Quantity, rows: Sequence[MeasuredRow], asked: MeasuredRow | None) -> str:
+    found = fits(quantity, rows)
+    if not found:
+        return ""
+    cells = [
+        (kind or "all", *(f"{x:.4g}" for x in one.coefficients), f"{one.error:.1%}")
+        for kind, one in found.items()
+    ]
+    text = table_text(("device", *quantity.names, "error"), cells, title=quantity.name)
+    errors = error_by_model(quantity, rows)
+    if errors:
+        worst = sorted(errors.items(), key=lambda item: -item[1])[:MOST_MODELS]
+        shown = ", ".join(f"{model} {error:.0%}" for model, error in worst)
+        text += f"error on a model that was left out: {statistics.mean(errors.values()):.1%} ({shown})\n"
+    else:
+        text += "error on a model that was left out: not known, there is one model\n"
+    if asked is not None:
+        guess = predicted(quantity, found, asked)
+        text += f"predicted {quantity.name}: {'not known' if guess is None else f'{guess:.4g}'}\n"
+    return text
+
+
+def _saturation_text(rows: Sequence[MeasuredRow]) -> str:
+    """Format up to how many devices the speed of a model grows, where three numbers of them were measured."""
+    groups: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if row.step_seconds is not None and row.teraflops is not None:
+            speed = row.teraflops / row.step_seconds
+            groups.setdefault((row.model, row.device), {})[row.devices] = speed
+    lines = []
+    for (model, device), speeds in groups.items():
+        if len(speeds) >= 3:
+            found = saturation(list(speeds), list(speeds.values()))
+            full = "grows to the last" if math.isinf(found.cap) else f"is full at {found.full_at:.3g} devices"
+            lines.append(
+                f"{model} on {device}: {found.per_device:.3g} teraflop/s of each device; the speed {full}\n"
+            )
+    return "".join(lines)
