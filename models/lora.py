@@ -7,6 +7,7 @@ References:
   section 4.1.
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields
 
 TARGETS = ("q", "k", "v", "o", "up", "gate", "down")
@@ -57,6 +58,8 @@ def read_lora(text: str) -> Lora | None:
     given = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
     known = [field.name for field in fields(Lora)]
     problems = [] if "rank" in given else ["rank is missing"]
+    names = [part.partition("=")[0] for part in text.split(",")]
+    problems += [f"{name} is given {n} times" for name, n in Counter(names).items() if n > 1]
     problems += [f"no key {name!r}" for name in given if name not in known]
     rank, alpha = given.get("rank", "1"), given.get("alpha", "16")
     on = tuple(given.get("on", "+".join(TARGETS)).split("+"))
@@ -65,6 +68,7 @@ def read_lora(text: str) -> Lora | None:
     if not _is_positive(alpha):
         problems.append(f"alpha is {alpha!r}, and it is a number above 0")
     problems += [f"no projection {name!r}" for name in on if name not in TARGETS]
+    problems += [f"{name} is named {n} times" for name, n in Counter(on).items() if n > 1]
     if problems:
         raise ValueError(
             f"lora is {text!r}: {'; '.join(problems)}; write rank=8, or rank=8,alpha=16,on=q+v with names of"

@@ -97,16 +97,21 @@ def problems(config: Any) -> list[str]:
             found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
     found += checks.positive({"theta": float(config.theta), "eps": float(config.eps)})
     found += checks.dropout_rate("dropout", config.dropout)
-    found += _lora_problems(config.lora)
+    found += _lora_problems(config)
     choices = {f.name: get_args(f.type) for f in fields(config) if get_args(f.type) and f.name not in counts}
     for name, allowed in choices.items():
         found += checks.choice(name, getattr(config, name), allowed)
     return found
 
 
-def _lora_problems(text: str) -> list[str]:
+def _lora_problems(config: Any) -> list[str]:
     try:
-        read_lora(text)
+        lora = read_lora(config.lora)
     except ValueError as error:
         return [str(error)]
+    if lora is not None and lora.on == ("gate",) and config.activation != "swiglu":
+        return [
+            f"lora is {config.lora!r}, and a feed-forward with {config.activation} has no gate; use"
+            " activation='swiglu', or other projections"
+        ]
     return []

@@ -31,12 +31,13 @@ def exported_params(
         )
     # the optimizer has what is evaluated beside each parameter, under a path that ends with the parameter's
     kept = "ema" if how == "ema" else "z"
-    listed = [path for path in paths if path.startswith("opt_state/") and f"/{kept}/" in path]
+    listed = [path for path in paths if path.startswith("opt_state/")]
+    keeps_some = any(f"/{kept}/" in path for path in listed)
 
     def beside(path: str) -> str | None:
         found = [p for p in listed if p.endswith(f"/{kept}/{path}")]
-        if not found and listed:
-            return None  # a frozen parameter
+        if keeps_some and not any(p.endswith(f"/{path}") for p in listed):
+            return None  # a frozen parameter, of which the optimizer has nothing
         if len(found) != 1:
             raise ValueError(
                 f"the checkpoint has {len(found)} arrays {kept}/{path} in its optimizer; needed is 1"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from shardtrain.checkpoints.differences import Allow, check_state, widened
+from shardtrain.checkpoints.differences import Allow, check_state, matches, widened
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 from shardtrain.checkpoints.origins import OF_LAYOUT, state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader
@@ -53,7 +53,12 @@ def read_arrays(
     leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
     origins = checkpoints.origins(wanted)
     # a run that starts from another's parameters initialises adapters that those do not have
-    missing = run.allow.missing if extra else (*run.allow.missing, *(f"params/{p}" for p in ADAPTERS))
+    adapters = [path for path in leaves if matches(path, ADAPTERS) and path not in reader.stored_arrays]
+    missing = run.allow.missing if extra else (*run.allow.missing, *adapters)
+    if adapters and not extra:
+        checkpoints.note(
+            f"{len(adapters)} arrays of adapters are not in that checkpoint: they are initialised"
+        )
     ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.seats is not None:

@@ -58,11 +58,12 @@ def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without
     assert not np.array_equal(before["blocks"]["down"], after["blocks"]["down"])
 
 
-def test_adapters_alone_are_trained(tmp_path):
+@pytest.mark.parametrize("layout", ["mesh", "pipeline"])
+def test_adapters_alone_are_trained(layout, tmp_path):
     plain = Optimizer(
         name="sgd", learning_rate=CONSTANT
     )  # Adam would enlarge the rounding of small gradients
-    run = run_of(LORA, tmp_path, strategy=LAYOUTS["mesh"], optimizer=plain)
+    run = run_of(LORA, tmp_path, strategy=LAYOUTS[layout], optimizer=plain)
     before, after = initial(run), params_after(run)
     close(after, by_hand(run))
     pairs = zip(paths(after), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -122,6 +123,26 @@ def test_a_run_with_adapters_starts_from_parameters_without_them(tmp_path):
     resumed = params_after(replace(run, steps=5))
     straight = params_after(replace(run, steps=5, run_dir=tmp_path / "straight"))
     jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+
+
+def test_adapters_of_another_rank_are_not_replaced_in_silence(tmp_path):
+    params_after(run_of(LORA, tmp_path / "two", steps=1))
+    other = replace(LORA, lora="rank=3,on=q+v+down")
+    with pytest.raises(ValueError, match=r"saved float32 \(2, 16, 2\), asked for float32 \(2, 16, 3\)"):
+        train(run_of(other, tmp_path / "three", start_from=StartFrom(checkpoint=tmp_path / "two")), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lora": "rank=2,rank=4"}, "rank is given 2 times"),
+        ({"lora": "rank=2,on=q+q"}, "q is named 2 times"),
+        ({"lora": "rank=2,on=gate", "activation": "gelu"}, "a feed-forward with gelu has no gate"),
+    ],
+)
+def test_adapters_that_cannot_be_made_are_refused(options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        replace(MODEL, **options)
 
 
 def test_adapters_need_at_most_two_percent_of_the_optimizers_memory():
