@@ -115,8 +115,8 @@ def _placed(config: Any) -> tuple[Lora, list[Place]]:
         checks.refuse(
             "adapters of PEFT",
             [
-                f"{family.model_type} has its matrices transposed there, and queries, keys and values in one, for"
-                f" which PEFT has another layout; export the merged model instead, or train one of {others}"
+                f"{family.model_type} has its matrices transposed there, and queries, keys and values in one,"
+                f" so PEFT has another layout; export the merged model instead, or train one of {others}"
             ],
         )
     return lora, found

@@ -23,14 +23,8 @@ LAYOUT, SYNCHRONISATION, ACROSS, PIPELINE = (
     f"strategy.{name}." for name in ("layout", "synchronisation", "across", "pipeline")
 )
 NO_OPTION = (
-    "loss",
-    "names",
-    "sample",
-    "hooks",
-    f"{LAYOUT}parameters",
-    f"{LAYOUT}activations",
-    "strategy.islands",
-    "strategy.predicted",
+    *("loss", "names", "sample", "hooks", "strategy.islands", "strategy.predicted"),
+    *(f"{LAYOUT}parameters", f"{LAYOUT}activations"),
 )
 """Fields of a run that have no option: they are given in Python or in a strategy file."""
 

@@ -70,9 +70,13 @@ def test_adapters_alone_are_trained(layout, tmp_path):
     places = ("attention/q", "attention/v", "mlp/down")
     wanted = {f"blocks/{place}/lora_{x}" for place in places for x in "ab"}
     assert {path for path, a, b in pairs if (a != b).any()} == wanted
-    specs = make_setup(run).placement.specs
-    size = sum(x.size for x in jax.tree.leaves(before))
-    assert f"trained: 416 of them ({416 / size:.2%})" in sharding_text(specs, axis_sizes(MESH, 8))
+
+
+def test_the_table_says_how_many_parameters_are_trained():
+    run = run_of(LORA, strategy=LAYOUTS["mesh"])
+    size = sum(x.size for x in jax.tree.leaves(initial(run)))
+    text = sharding_text(make_setup(run).placement.specs, axis_sizes(MESH, 8))
+    assert f"trained: 416 of them ({416 / size:.2%})" in text
 
 
 def test_an_adapter_is_the_same_as_its_merged_kernel(tmp_path):
