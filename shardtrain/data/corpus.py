@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from shardtrain.data.documents import OnError, on_error_problems, refuse_mixed
 from shardtrain.data.packed import PackedWindows
 from shardtrain.data.sources import FORMATS
-from shardtrain.data.sources.find import MOST_PROBLEMS, SourceFile, find_files, summary
+from shardtrain.data.sources.find import MOST_PROBLEMS, SourceFile, find_files, once, summary
 from shardtrain.data.sources.numpy_tokens import find_tokens
 from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.tokenize import (
@@ -188,6 +188,8 @@ class Corpus:
 def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
     """Find the files of paths and patterns; those of a folder of tokens are what its manifest says.
 
+    A file that several paths and patterns name is read once.
+
     Raises:
       ValueError: see `find_files` and `whole_shards`; or tokens were not finished.
     """
@@ -199,7 +201,7 @@ def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) ->
             raise ValueError(f"{path} is not finished; give the same shardtrain data tokenize command again")
         else:
             found += find_files([path], format_name)
-    return found
+    return once(found)
 
 
 def token_shards(files: Sequence[SourceFile]) -> TokenShards:

@@ -3,12 +3,12 @@
 Next: `text.py`, which packs them.
 """
 
-import os
 import sysconfig
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
+from shardtrain.data.sources.walk import walk_files
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
 
@@ -64,23 +64,9 @@ def find_texts(paths: Sequence[Path], folder: Path) -> Found:
 def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozenset()) -> Found:
     files: list[Path] = []
     left_out: list[str] = []
-
-    def unreadable(error: OSError) -> None:
-        left_out.append(f"{error.filename} ({error.strerror})")
-
-    for root, folders, names in os.walk(path, onerror=unreadable):
-        if Path(root).resolve() == excluded_folder.resolve():
+    for root, folders, found in walk_files(path, left_out.append, lambda name: name not in excluded_names):
+        if root.resolve() == excluded_folder.resolve():
             folders.clear()
-            continue
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in excluded_names
-        )
-        links = [Path(root, name) for name in folders if Path(root, name).is_symlink()]
-        # a link might lead in a circle, or to files that are not meant for training
-        left_out += [f"{link} (a link; name {link.resolve()} itself)" for link in links]
-        try:
-            found = [Path(root, name) for name in sorted(names) if not name.startswith(".")]
-            files += [file for file in found if file.is_file()]
-        except OSError as error:
-            unreadable(error)
+        else:
+            files += found
     return Found(files, tuple(left_out))

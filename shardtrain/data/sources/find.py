@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
+from shardtrain.data.sources.walk import walk_files
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.excerpts import some
+from shardtrain.system.untrusted_files import kind_text, open_regular
 
 HEAD_BYTES = 16
 BESIDE = (
@@ -25,10 +27,14 @@ BESIDE = (
     "dataset_info.json",
     "state.json",
     "dataset_dict.json",
+    "tokenizer_config.json",
 )
 """Names in folders of data that hold none."""
 
-DATASET_STATE = "state.json"
+DATASET_STATE, DATASET_SPLITS = "state.json", "dataset_dict.json"
+README = "readme.md"
+"""Describes a folder of data: no document where its files are of another format."""
+
 MOST_PROBLEMS = 8
 
 
@@ -82,16 +88,22 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
 
 
 def matching(pattern: str) -> list[Path]:
-    """Return the paths that match a pattern, sorted."""
-    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+    """Return the paths that match a pattern, sorted; files beside data, such as `dataset_info.json`, are not.
+
+    Of a pattern that matches all files at any depth (`web/**`, `web/**/*`) the folders are left out.
+    """
+    found = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+    *folders, last = Path(pattern).parts
+    files_alone = last == "**" or (last == "*" and "**" in folders)
+    return [path for path in found if not (_beside(path.name) or (files_alone and path.is_dir()))]
 
 
 def once(files: Sequence[SourceFile]) -> list[SourceFile]:
-    """Drop the second file of a pair that is one source, as .bin and .idx."""
-    keys = (str(f.path.with_suffix("")) if f.format == "megatron" else f"{i}" for i, f in enumerate(files))
+    """Drop what is there already: a file by another path, or the second of a pair as .bin and .idx."""
     found: dict[str, SourceFile] = {}
-    for key, file in zip(keys, files, strict=True):
-        found.setdefault(key, file)
+    for file in files:
+        real = os.path.realpath(file.path)
+        found.setdefault(os.path.splitext(real)[0] if file.format == "megatron" else real, file)
     return list(found.values())
 
 
@@ -108,7 +120,7 @@ def recognise(path: Path) -> str | None:
     if endings:
         return endings[max(endings, key=len)]
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(HEAD_BYTES)
     except OSError:
         return None
@@ -131,6 +143,8 @@ def missing_libraries(names: set[str]) -> list[str]:
 def _recognised(path: Path, format_name: str | None) -> SourceFile:
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
+    if not path.is_file():
+        raise ValueError(f"{path.absolute()} is {kind_text(path.stat().st_mode)}; give a regular file")
     name = format_name or recognise(path)
     if name is None:
         raise ValueError(
@@ -141,28 +155,40 @@ def _recognised(path: Path, format_name: str | None) -> SourceFile:
 
 
 def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
-    if (folder / "dataset_dict.json").is_file():
+    if (folder / DATASET_SPLITS).is_file():
         splits = sorted(path.parent.name for path in folder.glob(f"*/{DATASET_STATE}"))
         raise ValueError(f"{folder.absolute()} has the splits {', '.join(splits)}; name one of these folders")
     if (folder / DATASET_STATE).is_file():
         return [SourceFile(path, "arrow") for path in _dataset_files(folder)]
     found: list[SourceFile] = []
+    left_out: list[str] = []
     with_images = False
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
-        if Path(root, DATASET_STATE).is_file() and Path(root) != folder:
-            found += _in_folder(Path(root), format_name)
+    for root, folders, files in walk_files(folder, left_out.append, lambda name: not name.startswith("_")):
+        if root != folder and any((root / name).is_file() for name in (DATASET_STATE, DATASET_SPLITS)):
+            found += _in_folder(root, format_name)
             folders.clear()
             continue
-        for name in sorted(names):
-            if name.startswith((".", "_")) or name in BESIDE or name.endswith(".ends"):
+        for path in files:
+            if path.name.startswith("_") or _beside(path.name):
                 continue
-            key = format_name or recognise(Path(root, name))
+            key = format_name or recognise(path)
             with_images |= key == "images"
             if key is not None and key != "images":
-                found.append(SourceFile(Path(root, name), key))
+                found.append(SourceFile(path, key))
+    if left_out:
+        raise ValueError(
+            f"{folder.absolute()} has folders that are not entered: {some(left_out, 3)}; make them readable,"
+            f" or name them by paths or patterns, which"
+            " follow links"
+        )
+    if any(file.format != "text" for file in found):
+        found = [file for file in found if file.path.name.lower() != README]
     # the folder of images is one source: its folders are classes
     return [SourceFile(folder, "images")] if with_images and not found else found
+
+
+def _beside(name: str) -> bool:
+    return name in BESIDE or name.endswith(".ends")
 
 
 def _dataset_files(folder: Path) -> list[Path]:

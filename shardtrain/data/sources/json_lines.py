@@ -103,6 +103,10 @@ class CompressedLines:
 
     def _lines(self) -> Iterator[bytes | BadData]:
         row = 0
+        if not self._path.stat().st_size:
+            # an empty file that was compressed has some bytes
+            yield BadData(self._path, "it has 0 bytes: it was cut off before its beginning")
+            return
         try:
             with self._open(self._path) as file:
                 for line in file:

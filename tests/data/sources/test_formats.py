@@ -10,6 +10,7 @@ import pytest
 from written_formats import DOCUMENTS, WRITERS, example, picture, write_files
 
 from shardtrain.data import Batches, Corpus
+from shardtrain.data.corpus import corpus_files
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile, find_files, recognise
 from shardtrain.data.sources.format import BadData
@@ -121,6 +122,65 @@ def test_splits_of_a_dataset_are_not_mixed(tmp_path):
     with pytest.raises(ValueError, match="has the splits test, train; name one of these folders"):
         find_files([tmp_path])
     assert len(find_files([tmp_path / "train"])) == 1
+
+    # also in a folder that is searched, or found by a pattern
+    (tmp_path / "all").mkdir()
+    (tmp_path / "train").rename(tmp_path / "all/train")
+    (tmp_path / "test").rename(tmp_path / "all/test")
+    (tmp_path / "dataset_dict.json").rename(tmp_path / "all/dataset_dict.json")
+    for pattern in (tmp_path, tmp_path / "*"):
+        with pytest.raises(ValueError, match="all has the splits test, train; name one of these folders"):
+            find_files([pattern])
+
+
+def test_a_file_is_read_once_by_whatever_patterns_and_links(tmp_path):
+    web = write_files("jsonl", tmp_path / "web", DOCUMENTS)
+    (web / "part-0/README.md").write_text("about the data")
+    (web / "again.jsonl").symlink_to(web / "part-0/a.jsonl")
+    expected = [web / f"part-{i}/a.jsonl" for i in range(3)]
+    for patterns in (
+        [web / "**/*.jsonl"],
+        [web / "part-*", web / "part-1/*.jsonl", f"{web}/../web/part-2"],
+        [web / "part-*/*.jsonl", web],
+    ):
+        found = [os.path.realpath(file.path) for file in corpus_files(patterns)]
+        assert sorted(found) == [*map(str, expected)]
+    names = [(file.path.name, file.format) for file in find_files([web / "**"])]
+    assert sorted(names) == [
+        ("README.md", "text"),
+        ("a.jsonl", "jsonl"),
+        ("a.jsonl", "jsonl"),
+        ("again.jsonl", "jsonl"),
+    ]
+    assert [file.format for file in find_files([web / "part-0/README.md"])] == ["text"]
+    write_files("npy", tmp_path / "tokens", DOCUMENTS)
+    assert len(corpus_files([tmp_path / "tokens", tmp_path / "tokens/*/*.npy"])) == 3
+
+
+def test_folders_that_are_not_entered_and_what_is_no_file_are_named(tmp_path):
+    web = write_files("jsonl", tmp_path / "web", DOCUMENTS)
+    (web / "part-2").rename(tmp_path / "away")
+    (web / "part-2").symlink_to(tmp_path / "away")
+    with pytest.raises(
+        ValueError, match=r"web has folders that are not entered: .*part-2 \(a link; name .*away"
+    ):
+        find_files([web])
+    assert len(find_files([web / "part-*"])) == 3
+    (web / "part-2").unlink()
+    os.mkfifo(web / "pipe")
+    os.mkfifo(web / "pipe.jsonl")
+    assert len(find_files([web])) == 2
+    for name in ("pipe", "pipe.jsonl"):
+        with pytest.raises(ValueError, match=rf"{name} is a FIFO; give a regular file"):
+            find_files([web / name])
+
+
+@pytest.mark.parametrize("name", ["jsonl.gz", "jsonl.zst"])
+def test_a_compressed_file_of_0_bytes_is_damaged(name, tmp_path):
+    folder = write_files(name, tmp_path / "data", DOCUMENTS)
+    next((folder / "part-1").iterdir()).write_bytes(b"")
+    with pytest.raises(BadData, match=rf"part-1/a\.{name}: it has 0 bytes: it was cut off"):
+        Corpus(paths=(folder,), seq=8).train(tmp_path / "run")
 
 
 def test_tokens_and_text_are_not_mixed(tmp_path):
