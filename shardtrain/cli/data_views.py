@@ -5,7 +5,6 @@ Next: `data/inspection.py`, which reads it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
@@ -14,7 +13,7 @@ from shardtrain.data.corpus import corpus_files, token_shards
 from shardtrain.data.documents import refuse_mixed
 from shardtrain.data.inspection import QUANTILES, file_facts, find_row, lengths, problems_of
 from shardtrain.data.sources.find import SourceFile
-from shardtrain.data.tokenize import MANIFEST, Manifest, read_manifest
+from shardtrain.data.token_manifest import token_folders
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.work_progress import work_progress
@@ -134,8 +133,11 @@ def show(options: Show) -> int:
 
 
 def _show_windows(options: Show, files: Sequence[SourceFile]) -> int:
-    shards, manifest = token_shards(files), _manifest(options.paths)
-    tokenizer = open_tokenizer(options.tokenizer if manifest is None else manifest.tokenizer)
+    shards, manifests = token_shards(files), token_folders(files)
+    if manifests:
+        tokenizer = open_tokenizer(manifests[0].tokenizer, manifests[0].separator)
+    else:
+        tokenizer = open_tokenizer(options.tokenizer)
     num_windows = max(0, shards.num_tokens - 1) // options.seq
     if options.number + options.count > num_windows:
         raise ValueError(
@@ -176,7 +178,7 @@ def check(options: Check) -> int:
     refuse_mixed(files)
     num_problems = done = 0
     with work_progress("files") as report:
-        for problem in problems_of(files, options.text, _manifest(options.paths)):
+        for problem in problems_of(files, options.text, token_folders(files)):
             if problem:
                 num_problems += 1
                 if num_problems <= MOST_PROBLEMS:
@@ -189,9 +191,3 @@ def check(options: Check) -> int:
     result = f"{num_problems:,} problems" if num_problems else "all can be read"
     terminal.out(f"{len(files):,} files: {result}\n")
     return FOUND if num_problems else 0
-
-
-def _manifest(paths: Sequence[str]) -> Manifest | None:
-    """Return the manifest of a folder of tokens, if that is all that was given."""
-    (first, *others) = paths
-    return None if others or not (Path(first) / MANIFEST).is_file() else read_manifest(Path(first))

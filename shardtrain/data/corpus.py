@@ -12,18 +12,19 @@ from typing import Literal, get_args
 from shardtrain.data.documents import OnError, on_error_problems, refuse_mixed
 from shardtrain.data.packed import PackedWindows
 from shardtrain.data.sources import FORMATS
-from shardtrain.data.sources.find import MOST_PROBLEMS, SourceFile, find_files, once, summary
-from shardtrain.data.sources.numpy_tokens import find_tokens
-from shardtrain.data.token_shards import TokenShards
-from shardtrain.data.tokenize import (
+from shardtrain.data.sources.find import SourceFile, find_files, once, summary
+from shardtrain.data.token_manifest import (
     MANIFEST,
     PLAN,
     Manifest,
-    TokenizeOptions,
-    plan_digest,
+    check_shards,
     read_manifest,
-    tokenize,
+    token_folders,
+    unfinished,
+    whole_manifest,
 )
+from shardtrain.data.token_shards import TokenShards
+from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import BYTES, open_tokenizer
 from shardtrain.data.windows import Windows, split_problems, split_windows
 from shardtrain.errors.messages import problems_error
@@ -160,9 +161,7 @@ class Corpus:
             tokenizer=self.tokenizer, text=self.text, separator=self.separator, on_error=self.on_error
         )
         out = folder / f"tokens-{plan_digest(files, options)}"
-        if (out / MANIFEST).is_file():
-            return read_manifest(out)
-        return tokenize(files, out, options)
+        return whole_manifest(out) or tokenize(files, out, options)
 
     def _num_skipped(self, files: list[SourceFile], folder: Path) -> int:
         """Return how many rows and files could not be read when the tokens were made."""
@@ -175,14 +174,12 @@ class Corpus:
         Raises:
           ValueError: they were made by different tokenizers.
         """
-        found = [read_manifest(Path(path)) for path in self.paths if (Path(path) / MANIFEST).is_file()]
-        kinds = {(manifest.vocab, manifest.separator): str(manifest.folder) for manifest in found}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{' and '.join(kinds.values())} have tokens of different tokenizers (vocabulary, separator:"
-                f" {some(list(kinds))}); tokenize all by the same one"
-            )
-        return found
+        try:
+            files = named_files(self.paths, self.format)
+        except ValueError:
+            # a run file may ask for the vocabulary before the command line gives the paths; `train` raises it
+            return []
+        return token_folders(files)
 
 
 def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
@@ -191,14 +188,21 @@ def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) ->
     A file that several paths and patterns name is read once.
 
     Raises:
-      ValueError: see `find_files` and `whole_shards`; or tokens were not finished.
+      ValueError: see `find_files` and `check_shards`; or tokens were not finished.
     """
+    found = named_files(paths, format_name)
+    check_shards(found)
+    return found
+
+
+def named_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
+    """Do what `corpus_files` does, and do not look whether shards of tokens are whole."""
     found: list[SourceFile] = []
     for path in map(Path, paths):
         if (path / MANIFEST).is_file():
-            found += [SourceFile(file, "npy") for file in whole_shards(read_manifest(path))]
+            found += [SourceFile(file, "npy") for file in read_manifest(path).files()]
         elif (path / PLAN).is_file():
-            raise ValueError(f"{path} is not finished; give the same shardtrain data tokenize command again")
+            raise unfinished(path)
         else:
             found += find_files([path], format_name)
     return once(found)
@@ -208,28 +212,3 @@ def token_shards(files: Sequence[SourceFile]) -> TokenShards:
     """Open files of tokens as one sequence."""
     finders = [(FORMATS[file.format].tokens, file.path) for file in files]
     return TokenShards([find(path) for find, path in finders if find is not None])
-
-
-def whole_shards(manifest: Manifest) -> list[Path]:
-    """Return the shards of a folder of tokens.
-
-    Raises:
-      ValueError: lists those that are gone or have another number of tokens than the manifest says.
-    """
-    problems = []
-    for path, shard in zip(manifest.files(), manifest.shards, strict=True):
-        try:
-            num_tokens = find_tokens(path).num_tokens
-            if num_tokens != shard["num_tokens"]:
-                problems.append(
-                    f"{path} has {num_tokens:,} tokens; the manifest says {shard['num_tokens']:,}"
-                )
-        except (OSError, ValueError) as error:
-            problems.append(str(error))
-    if problems:
-        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-        raise problems_error(
-            f"{manifest.folder} is damaged; bring its files back, or tokenize again",
-            [*problems[:MOST_PROBLEMS], *more],
-        )
-    return manifest.files()

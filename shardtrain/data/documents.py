@@ -18,12 +18,16 @@ OnError = Literal["stop", "skip"]
 
 
 class Piece(NamedTuple):
-    """Rows of a file: from `start` up to `stop`; None: to its end."""
+    """Rows of a file: from `start` up to `stop`; None: to its end.
+
+    `state` is its size in bytes and its time of modification in ns when it was found; None: not noted.
+    """
 
     path: str
     format: str
     start: int = 0
     stop: int | None = None
+    state: tuple[int, int] | None = None
 
 
 def on_error_problems(on_error: str) -> list[str]:

@@ -36,14 +36,14 @@ class HuggingFaceTokenizer:
 
     Args:
       path: the file.
-      separator: the token after each document; None: `eos_token` of a `tokenizer_config.json` beside it, or
-        else the first of `SEPARATORS` in the vocabulary.
+      separator: the token after each document, as text or by its number; None: `eos_token` of a
+        `tokenizer_config.json` beside it, or else the first of `SEPARATORS` in the vocabulary.
 
     Raises:
       ValueError: it is no tokenizer, or has no such token.
     """
 
-    def __init__(self, path: Path, separator: str | None = None) -> None:
+    def __init__(self, path: Path, separator: str | int | None = None) -> None:
         try:
             self._tokenizer = library().Tokenizer.from_file(str(path))
         except Exception as error:
@@ -55,6 +55,9 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         tokens = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab = max(tokens.values(), default=-1) + 1
+        if isinstance(separator, int):
+            self.separator = separator
+            return
         names = [separator] if separator is not None else [*_configured(path), *SEPARATORS]
         found = next((name for name in names if name in tokens), None)
         if found is None:
@@ -65,7 +68,10 @@ class HuggingFaceTokenizer:
         self.separator = tokens[found]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library has no kind of its own
+            raise ValueError(f"the tokenizer cannot encode the text ({error})") from None
         return [np.array(each.ids, np.uint32) for each in found]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -13,8 +13,9 @@ from shardtrain.data.documents import Piece, open_rows, texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record, TokenArray
+from shardtrain.data.sources.numpy_tokens import ENDS
+from shardtrain.data.token_manifest import Manifest
 from shardtrain.data.token_units import checksum
-from shardtrain.data.tokenize import Manifest
 
 QUANTILES = (0, 25, 50, 75, 95, 100)
 CHUNK_TOKENS = 1 << 24
@@ -92,9 +93,13 @@ def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarra
             yield np.empty(0, np.int64), 1
 
 
-def problems_of(files: Sequence[SourceFile], field: str, manifest: Manifest | None) -> Iterator[str]:
+def problems_of(files: Sequence[SourceFile], field: str, manifests: Sequence[Manifest]) -> Iterator[str]:
     """Read everything, and yield what is wrong; one empty text for each file that was read."""
-    expected = {} if manifest is None else {shard["file"]: shard for shard in manifest.shards}
+    expected = {
+        manifest.folder / shard["file"]: (shard, manifest)
+        for manifest in manifests
+        for shard in manifest.shards
+    }
     for file in files:
         find = FORMATS[file.format].tokens
         if find is None:
@@ -103,21 +108,23 @@ def problems_of(files: Sequence[SourceFile], field: str, manifest: Manifest | No
                     yield f"{text.place}: {text.why}"
         else:
             try:
-                yield from _token_problems(find(file.path), expected.get(file.path.name), manifest)
+                yield from _token_problems(find(file.path), expected.get(file.path))
             except BadData as error:
                 yield f"{error.place}: {error.why}"
         yield ""
 
 
-def _token_problems(tokens: TokenArray, shard: dict | None, manifest: Manifest | None) -> Iterator[str]:
+def _token_problems(tokens: TokenArray, expected: tuple[dict, Manifest] | None) -> Iterator[str]:
     if tokens.ends is not None:
         ends = np.asarray(tokens.ends(), np.int64)
         if (np.diff(ends, prepend=0) <= 0).any():
             yield f"{tokens.path}: its documents do not end one after the other"
-    if shard is None or manifest is None:
+    if expected is None:
         return
-    if checksum(tokens.path) != shard["checksum"]:
-        yield f"{tokens.path}: it does not have the checksum of its manifest"
+    shard, manifest = expected
+    for path, name in ((tokens.path, "checksum"), (tokens.path.with_suffix(ENDS), "ends_checksum")):
+        if name in shard and checksum(path) != shard[name]:
+            yield f"{path}: it does not have the checksum of its manifest"
     top = largest(tokens)
     if top >= manifest.vocab:
         yield f"{tokens.path}: token {top} is not below the vocabulary of {manifest.vocab}"

@@ -16,12 +16,17 @@ from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.numpy_tokens import ENDS
+from shardtrain.data.token_manifest import shard_problem
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import write_tokens
 from shardtrain.system.atomic_write import new_file, replace_file
+from shardtrain.system.untrusted_files import of_kind, parse_json, read_text
 
 BATCH_CHARACTERS = 1 << 20
 """Characters of documents that a tokenizer gets at a time."""
+
+INDEX = ".index"
+"""Folder, in that of the shards, of where the rows of files begin; hidden, so that no pattern matches it."""
 
 BLOCK_BYTES = 1 << 20
 OWNER_ONLY = 0o600
@@ -56,8 +61,7 @@ def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_er
     pieces: list[Piece] = []
     filled = 0
     for file in files:
-        num_bytes = file.path.stat().st_size
-        for piece, size in _pieces(file, num_bytes, unit_bytes, folder, on_error):
+        for piece, size in _pieces(file, unit_bytes, folder, on_error):
             if pieces and filled + size > unit_bytes:
                 units.append(Unit(len(units), pieces))
                 pieces, filled = [], 0
@@ -67,15 +71,16 @@ def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_er
 
 
 def _pieces(
-    file: SourceFile, num_bytes: int, unit_bytes: int, folder: Path, on_error: OnError
+    file: SourceFile, unit_bytes: int, folder: Path, on_error: OnError
 ) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of a file, and the bytes of each."""
-    whole = Piece(str(file.path), file.format)
+    whole = Piece(str(file.path), file.format, state=_state(file.path))
+    num_bytes = file.path.stat().st_size
     if num_bytes <= 1.5 * unit_bytes or FORMATS[file.format].whole:
         yield whole, num_bytes
         return
     try:
-        num_rows = len(open_rows(file, folder))
+        num_rows = len(open_rows(file, folder / INDEX))
     except BadData:
         if on_error == "stop":
             raise
@@ -102,7 +107,9 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
 
     Raises:
       BadData: a row cannot be read, and `on_error` is "stop".
+      ValueError: a file is not as it was when the units were made.
     """
+    _check_unchanged(unit, out)
     skipped: list[str] = []
     num_skipped = 0
     ends: list[int] = []
@@ -128,6 +135,7 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
     write_tokens(path, documents(), dtype=dtype, separator=tokenizer.separator)
     with new_file(path.with_suffix(ENDS)) as file:
         file.write(np.array(ends, "<u8").tobytes())
+    _check_unchanged(unit, out)
     record = {
         "file": path.name,
         "num_tokens": total,
@@ -135,9 +143,33 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
         "num_skipped": num_skipped,
         "skipped": skipped[:MOST_LISTED],
         "checksum": checksum(path),
+        "ends_checksum": checksum(path.with_suffix(ENDS)),
     }
     replace_file(record_path(out, unit), json.dumps(record).encode())
     return record
+
+
+def _check_unchanged(unit: Unit, out: Path) -> None:
+    for piece in unit.pieces:
+        if piece.state is not None and _state(Path(piece.path)) != piece.state:
+            raise ValueError(
+                f"{piece.path} changed while it was tokenized; wait until it is complete, delete {out}, and"
+                " give the command again"
+            )
+
+
+def _state(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def is_written(out: Path, unit: Unit) -> bool:
+    """Return whether the shard of a unit is there, with the ends of its documents and its record."""
+    try:
+        record = of_kind(parse_json(read_text(record_path(out, unit)), ours=True), dict, "a record")
+        return not shard_problem(out / f"{unit.name}.npy", record)
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def record_path(out: Path, unit: Unit) -> Path:
@@ -158,7 +190,7 @@ def _batches(unit: Unit, field: str, out: Path) -> Iterator[list[tuple[Piece, in
     batch: list[tuple[Piece, int, str | BadData]] = []
     characters = 0
     for piece in unit.pieces:
-        for row, text in texts(piece, field, out):
+        for row, text in texts(piece, field, out / INDEX):
             batch.append((piece, row, text))
             characters += len(text) if isinstance(text, str) else 0
             if characters >= BATCH_CHARACTERS:

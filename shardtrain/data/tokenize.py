@@ -1,6 +1,7 @@
 """Tokenize files into a folder of shards with a manifest: in parallel, and resumed where it was stopped.
 
-The shards depend on files and options alone, not on processes or restarts. Next: `corpus.py`.
+The shards depend on files and options alone, not on processes or restarts. Next: `token_manifest.py`,
+`corpus.py`.
 """
 
 import hashlib
@@ -8,6 +9,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +20,23 @@ from typing import Any
 
 from shardtrain.data.documents import OnError, on_error_problems
 from shardtrain.data.sources.find import SourceFile
-from shardtrain.data.token_units import Unit, make_units, record_path, write_unit
-from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, open_tokenizer
+from shardtrain.data.token_manifest import (
+    MANIFEST,
+    PLAN,
+    TOTALS,
+    VERSION,
+    Manifest,
+    read_manifest,
+    tokenizer_hash,
+    whole_manifest,
+)
+from shardtrain.data.token_units import INDEX, Unit, is_written, make_units, record_path, write_unit
+from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.atomic_write import clear_parts, replace_file
-from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
+from shardtrain.system.untrusted_files import parse_json, read_text
 
-MANIFEST, PLAN = "manifest.json", "plan.json"
-VERSION = 1
 UNIT_BYTES = 1 << 26
-MOST_TOKENS = 1 << 60
-MOST_BYTES = 1 << 30
-"""Limits of what is read from a manifest, which may come from elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,37 +68,6 @@ class TokenizeOptions:
             raise problems_error("this text cannot be tokenized", problems)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What is in a folder of tokens.
-
-    Args:
-      folder: the folder.
-      tokenizer: bytes, or the path of its tokenizer.
-      vocab: number of tokens in the vocabulary.
-      separator: the token after each document.
-      num_tokens: number of tokens, with separators.
-      num_documents: number of documents that are not empty.
-      num_skipped: rows and files that could not be read and were left out.
-      skipped: the first of them, as text.
-      shards: records of the shards, in order.
-    """
-
-    folder: Path
-    tokenizer: str
-    vocab: int
-    separator: int
-    num_tokens: int
-    num_documents: int
-    num_skipped: int
-    skipped: tuple[str, ...]
-    shards: tuple[dict[str, Any], ...]
-
-    def files(self) -> list[Path]:
-        """Return the shards, in order."""
-        return [self.folder / shard["file"] for shard in self.shards]
-
-
 def tokenize(
     files: Sequence[SourceFile],
     out: Path,
@@ -111,17 +87,17 @@ def tokenize(
 
     Raises:
       BadData: something cannot be read, and `on_error` is "stop"; file and row are named.
-      ValueError: the folder has other data, or there is no text in the files.
+      ValueError: the folder has other data, there is no text in the files, or one changed meanwhile.
     """
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     plan = {"version": VERSION, "digest": plan_digest(files, options)}
     out.mkdir(parents=True, exist_ok=True)
     _check_plan(out, plan)
-    if (out / MANIFEST).is_file():
-        return read_manifest(out)
+    if (manifest := whole_manifest(out)) is not None:
+        return manifest
     clear_parts(out, "*")
     units = make_units(files, options.shard_bytes, out, options.on_error)
-    waiting = [unit for unit in units if not record_path(out, unit).is_file()]
+    waiting = [unit for unit in units if not is_written(out, unit)]
     report(len(units) - len(waiting), len(units))
     for done, _ in enumerate(_written(waiting, out, options, workers), start=len(units) - len(waiting) + 1):
         report(done, len(units))
@@ -130,28 +106,33 @@ def tokenize(
         raise ValueError(
             f"there is no text in {len(files)} files, such as {files[0].path}; give files with text"
         )
+    if plan_digest(files, options) != plan["digest"]:
+        raise ValueError(
+            f"files changed while they were tokenized; wait until they are complete, delete {out}, and give"
+            " the command again"
+        )
+    _write_manifest(out, options.tokenizer, tokenizer, records)
+    shutil.rmtree(out / INDEX, ignore_errors=True)  # of the text, which is not read again
+    return read_manifest(out)
+
+
+def _write_manifest(out: Path, name: str, tokenizer: Tokenizer, records: Sequence[dict[str, Any]]) -> None:
     own = BYTES
-    if options.tokenizer != BYTES:
-        own = TOKENIZER_FILE
-        path = Path(options.tokenizer)
+    if name != BYTES:
+        own, path = TOKENIZER_FILE, Path(name)
         replace_file(out / own, (path / TOKENIZER_FILE if path.is_dir() else path).read_bytes())
     totals = {name: sum(record[name] for record in records) for name in TOTALS}
     manifest = {
         "version": VERSION,
         "tokenizer": own,
+        "tokenizer_hash": tokenizer_hash(name),
         "vocab": tokenizer.vocab,
         "separator": tokenizer.separator,
         **totals,
-        "skipped": [line for record in records for line in record.pop("skipped")][:20],
-        "shards": records,
+        "skipped": [line for record in records for line in record["skipped"]][:20],
+        "shards": [{key: value for key, value in record.items() if key != "skipped"} for record in records],
     }
     replace_file(out / MANIFEST, json.dumps(manifest, indent=1).encode())
-    for index in out.glob("rows-*.npy"):
-        index.unlink()  # of the text, which is not read again
-    return read_manifest(out)
-
-
-TOTALS = ("num_tokens", "num_documents", "num_skipped")
 
 
 def plan_digest(files: Sequence[SourceFile], options: TokenizeOptions) -> str:
@@ -162,46 +143,11 @@ def plan_digest(files: Sequence[SourceFile], options: TokenizeOptions) -> str:
         times = [str(file.path.absolute()), file.format, stat.st_size, stat.st_mtime_ns]
         found.update(json.dumps(times).encode())
     if options.tokenizer != BYTES:
-        path = Path(options.tokenizer)
-        found.update((path / TOKENIZER_FILE if path.is_dir() else path).read_bytes())
+        found.update(tokenizer_hash(options.tokenizer).encode())
+        # the token after documents may come from a file beside it
+        tokenizer = open_tokenizer(options.tokenizer, options.separator)
+        found.update(json.dumps([tokenizer.vocab, tokenizer.separator]).encode())
     return found.hexdigest()[:24]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a folder of tokens, which is treated as an untrusted file.
-
-    Raises:
-      FileNotFoundError: the folder has none.
-      ValueError: it is damaged.
-    """
-    path = folder / MANIFEST
-    try:
-        found = of_kind(parse_json(read_text(path, MOST_BYTES), ours=True), dict, MANIFEST)
-        if found.get("version") != VERSION:
-            raise ValueError(f"version is {found.get('version')!r}; version {VERSION} is read")
-        counts = {name: whole_number(found.get(name), name, MOST_TOKENS) for name in TOTALS}
-        shards = tuple(
-            of_kind(each, dict, "a shard") for each in of_kind(found.get("shards"), list, "shards")
-        )
-        for shard in shards:
-            name = of_kind(shard.get("file"), str, "file")
-            if "/" in name or not name.endswith(".npy"):
-                raise ValueError(f"file is {name!r}; it is the name of a .npy file in this folder")
-            whole_number(shard.get("num_tokens"), "num_tokens", MOST_TOKENS)
-        own = found.get("tokenizer") == BYTES
-        return Manifest(
-            folder=folder,
-            tokenizer=BYTES if own else str(folder / TOKENIZER_FILE),
-            vocab=whole_number(found.get("vocab"), "vocab", 1 << 32, 1),
-            separator=whole_number(found.get("separator"), "separator", 1 << 32),
-            skipped=tuple(map(str, of_kind(found.get("skipped"), list, "skipped"))),
-            shards=shards,
-            **counts,
-        )
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no manifest of tokens: {error}; tokenize again") from None
 
 
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:

@@ -58,19 +58,20 @@ class Bytes:
         return bytes(token for token in tokens).decode(errors="replace")
 
 
-def open_tokenizer(name: Path | str, separator: str | None = None) -> Tokenizer:
+def open_tokenizer(name: Path | str, separator: str | int | None = None) -> Tokenizer:
     """Return a tokenizer.
 
     Args:
       name: `bytes`, a `tokenizer.json`, or a folder that has one.
-      separator: the token after each document, as text; None: the usual end of a document or text.
+      separator: the token after each document, as text or by its number; None: the usual end of a document or
+        text.
 
     Raises:
       FileNotFoundError: no such file.
       ValueError: it is no tokenizer, has no such token, or its library is missing.
     """
     if str(name) == BYTES:
-        if separator is not None:
+        if separator not in (None, Bytes.separator):
             raise ValueError(f"separator is {separator!r}, and bytes are separated by byte 0; leave it out")
         return Bytes()
     path = Path(name)

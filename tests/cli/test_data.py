@@ -141,6 +141,33 @@ def test_check_lists_all_that_cannot_be_read(tmp_path, capsys):
         file.write(b"\x07")
     assert cli.main(["data", "check", tokens]) == 1
     assert "shard-00000.npy: it does not have the checksum of its manifest\n" in capsys.readouterr().out
+    # also of several folders, and by patterns
+    other = str(tmp_path / "other")
+    assert cli.main(["data", "tokenize", str(folder), "--out", other, *skip]) == 0
+    capsys.readouterr()
+    for paths in ([tokens, other], [other, f"{tokens}/*.npy"]):
+        assert cli.main(["data", "check", *paths]) == 1
+        out = capsys.readouterr().out
+        assert f"{tokens}/shard-00000.npy: it does not have the checksum" in out
+        assert "files: 1 problems" in out
+    ends = max(Path(other).glob("*.ends"), key=lambda path: path.stat().st_size)
+    with ends.open("r+b") as file:
+        file.write(b"\1")
+    assert cli.main(["data", "check", other]) == 1
+    assert f"{ends}: it does not have the checksum" in capsys.readouterr().out
+
+
+def test_tokens_with_a_separator_of_their_own_are_decoded(tmp_path, capsys):
+    from tokenizers import Tokenizer, models
+
+    words = {"[UNK]": 0, "[EOD]": 1, "one": 2}
+    Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(tmp_path / "tok.json"))
+    (tmp_path / "a.txt").write_text("one")
+    out = str(tmp_path / "out")
+    made = ["--out", out, "--tokenizer", str(tmp_path / "tok.json"), "--workers", "1"]
+    assert cli.main(["data", "tokenize", str(tmp_path / "a.txt"), *made, "--separator", "[EOD]"]) == 0
+    assert cli.main(["data", "show", out, "--seq", "1"]) == 0
+    assert "text: one [EOD]" in capsys.readouterr().out
 
 
 def test_mistakes_are_refused(tmp_path, capsys):

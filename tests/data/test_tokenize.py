@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_formats import DOCUMENTS, write_files
 
-from shardtrain.data import Corpus, huggingface_tokenizer, token_units
+from shardtrain.data import Corpus, huggingface_tokenizer, token_units, write_tokens
 from shardtrain.data import tokenize as module
+from shardtrain.data.corpus import corpus_files
 from shardtrain.data.huggingface_tokenizer import HuggingFaceTokenizer, train_tokenizer
 from shardtrain.data.sources.find import find_files
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.numpy_tokens import find_tokens
+from shardtrain.data.token_manifest import read_manifest
 from shardtrain.data.token_shards import TokenShards
-from shardtrain.data.tokenize import TokenizeOptions, read_manifest, tokenize
+from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import Bytes, open_tokenizer
 
 
@@ -78,7 +80,7 @@ def test_any_number_of_processes_writes_the_same_shards(name, tmp_path):
         tokenize(files, tmp_path / "three", options, workers=3)
         assert contents(tmp_path / "one") == contents(tmp_path / "three")
     assert len(contents(tmp_path / "one")) >= 9
-    assert not list((tmp_path / "one").glob("rows-*"))
+    assert not list((tmp_path / "one").rglob("rows-*"))
     assert read_manifest(tmp_path / "one").num_documents == len(DOCUMENTS) - 1
 
 
@@ -159,7 +161,7 @@ def test_folders_of_different_tokenizers_are_refused(tmp_path, trained):
     tokenize(files, tmp_path / "b", TokenizeOptions(tokenizer=str(trained)))
     corpus = Corpus(paths=(tmp_path / "a", tmp_path / "b"), seq=8)
     with pytest.raises(
-        ValueError, match=r"a and .*b have tokens of different tokenizers \(vocabulary, separator:"
+        ValueError, match=r"a and .*b have tokens of different tokenizers \(vocabulary, separator, hash"
     ):
         corpus.train(tmp_path / "run")
 
@@ -172,7 +174,7 @@ def test_a_damaged_folder_of_tokens_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         corpus.train(tmp_path / "run")
     assert str(error.value).splitlines() == [
-        f"{tmp_path}/out is damaged; bring its files back, or tokenize again:",
+        f"{tmp_path}/out is damaged; bring its files back, or give the command that made it again:",
         f"  - there is no token file {tmp_path}/out/shard-00001.npy; make it with write_tokens",
     ]
     (tmp_path / "out/shard-00001.npy").write_bytes((tmp_path / "out/shard-00000.npy").read_bytes())
@@ -189,6 +191,96 @@ def test_a_damaged_folder_of_tokens_is_refused(tmp_path):
         ValueError, match=r"file is '\.\./data/x\.npy'; it is the name of a \.npy file in this folder"
     ):
         corpus.train(tmp_path / "run")
+
+
+def test_tokenizers_of_one_size_and_separator_are_told_apart(tmp_path):
+    folder = write_files("jsonl", tmp_path / "data", DOCUMENTS)
+    for name, texts in (("a", DOCUMENTS), ("b", ["zebra quartz " * 9])):
+        train_tokenizer(texts, 262, tmp_path / f"{name}.json")
+        options = TokenizeOptions(tokenizer=str(tmp_path / f"{name}.json"))
+        tokenize(find_files([folder]), tmp_path / name, options)
+    first, second = (read_manifest(tmp_path / name) for name in "ab")
+    assert (first.vocab, first.separator) == (second.vocab, second.separator)
+    for paths in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "[ab]/*.npy",)):
+        with pytest.raises(ValueError, match=r"a and .*b have tokens of different tokenizers"):
+            Corpus(paths=paths, seq=8).train(tmp_path / "run")
+    assert Corpus(paths=(tmp_path / "b/*.npy",)).vocab == 262
+
+
+def test_another_separator_in_the_configuration_is_another_plan(tmp_path, trained):
+    files = find_files([write_files("jsonl", tmp_path / "data", DOCUMENTS)])
+    (tmp_path / "tokenizer.json").write_bytes(trained.read_bytes())
+    options = TokenizeOptions(tokenizer=str(tmp_path))
+    before = plan_digest(files, options)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert plan_digest(files, options) != before
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_files_that_change_while_they_are_tokenized_are_refused(late, tmp_path, monkeypatch):
+    folder = write_files("jsonl", tmp_path / "data", DOCUMENTS)
+    files, victim = find_files([folder]), folder / "part-0/a.jsonl"
+
+    # while it is read, or after its shard was written
+    name = "replace_file" if late else "write_tokens"
+    original = getattr(token_units, name)
+
+    def write(*given, **options):
+        original(*given, **options)
+        with victim.open("a") as file:
+            file.write('{"text": "more"}\n')
+
+    monkeypatch.setattr(token_units, name, write)
+    with pytest.raises(ValueError, match=r"changed while .* tokenized; wait until .*, delete .*out, and"):
+        tokenize(files, tmp_path / "out", TokenizeOptions(on_error="skip"))
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_a_shard_that_is_lost_or_cut_off_is_made_again(tmp_path):
+    files = find_files([write_files("jsonl", tmp_path / "data", DOCUMENTS)])
+    options = TokenizeOptions(shard_bytes=150)
+    tokenize(files, tmp_path / "out", options)
+    whole = contents(tmp_path / "out")
+    corpus = Corpus(paths=tuple(file.path for file in files), seq=8)
+    expected = corpus.train(tmp_path / "run").fingerprint
+    (made,) = (tmp_path / "run").glob("tokens-*")
+    for damage in (
+        lambda folder: (folder / "shard-00000.npy").unlink(),
+        lambda folder: (folder / "shard-00000.ends").unlink(),
+        lambda folder: write_tokens(folder / "shard-00000.npy", [[1, 2]], dtype="uint8"),
+        lambda folder: (folder / "manifest.json").write_text("{"),
+    ):
+        damage(tmp_path / "out")
+        damage(made)
+        with pytest.raises(ValueError, match=r"shard-00000|no manifest"):
+            Corpus(paths=(tmp_path / "out",), seq=8).train(tmp_path / "run")
+        tokenize(files, tmp_path / "out", options)
+        assert contents(tmp_path / "out") == whole
+        assert corpus.train(tmp_path / "run").fingerprint == expected
+
+
+def test_indices_are_hidden_and_patterns_read_finished_folders_alone(tmp_path, monkeypatch):
+    files = find_files([write_files("jsonl", tmp_path / "data", DOCUMENTS)])
+    options = TokenizeOptions(shard_bytes=150)
+    with monkeypatch.context() as patch:
+
+        def kill(*_):
+            raise Killed
+
+        patch.setattr(module, "_write_manifest", kill)
+        with pytest.raises(Killed):
+            tokenize(files, tmp_path / "out", options)
+    assert list((tmp_path / "out/.index").glob("rows-*.npy"))
+    for pattern in (tmp_path / "out/*.npy", tmp_path / "out/shard-00001.npy"):
+        with pytest.raises(ValueError, match="out is not finished; give the same shardtrain data tokenize"):
+            corpus_files([pattern])
+    tokenize(files, tmp_path / "out", options)
+    assert not (tmp_path / "out/.index").exists()
+    assert corpus_files([tmp_path / "out/*.npy"]) == corpus_files([tmp_path / "out"])
+    assert len(corpus_files([tmp_path / "out/shard-00001.npy"])) == 1
+    (tmp_path / "out/other.npy").write_bytes((tmp_path / "out/shard-00001.npy").read_bytes())
+    with pytest.raises(ValueError, match=r"other\.npy is not in its manifest"):
+        corpus_files([tmp_path / "out/*.npy"])
 
 
 def test_tokenizers_are_refused_with_what_to_give(tmp_path, trained, monkeypatch):

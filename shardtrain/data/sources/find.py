@@ -6,6 +6,7 @@ Next: `__init__.py`, the formats; `../corpus.py`, which makes windows of them.
 import glob
 import json
 import os
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import groupby
@@ -35,6 +36,7 @@ DATASET_STATE, DATASET_SPLITS = "state.json", "dataset_dict.json"
 README = "readme.md"
 """Describes a folder of data: no document where its files are of another format."""
 
+RECORD = re.compile(r"shard-\d{5,}\.json")
 MOST_PROBLEMS = 8
 
 
@@ -169,7 +171,8 @@ def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
             folders.clear()
             continue
         for path in files:
-            if path.name.startswith("_") or _beside(path.name):
+            # beside a shard of tokens is its record
+            if path.name.startswith("_") or _beside(path.name) or RECORD.fullmatch(path.name):
                 continue
             key = format_name or recognise(path)
             with_images |= key == "images"
