@@ -1,7 +1,8 @@
 """`shardtrain plan RUN`: which strategy to use on devices one may not have, if it fits, how fast it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,7 +33,7 @@ from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import choices_of, planned_strategy, space_of, subjects_of
+from shardtrain.trainer.planned import choices_of, planned_strategy, space_of, subjects_of, with_shares
 from shardtrain.trainer.strategy import read_strategy, strategy_text
 
 
@@ -158,12 +159,32 @@ def _check_folder(option: str, path: Path) -> None:
 def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) -> str:
     """Write the simulated steps of all kinds of islands, with and without overlap; return their times."""
     found = []
-    for each, times in zip(plan.kinds, all_times, strict=True):
+    kinds = [each for each in plan.kinds if each.rows]
+    for each, times in zip(kinds, all_times, strict=True):
         for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
             graph = step_graph(times, overlap=overlap)
             found.append(TracedStep(f"{each.kind.kind}: {what}", graph, timeline(graph)))
     replace_file(path, trace_text(found).encode())
     return traced_text(found) + f"trace: {path}\n"
+
+
+def _trace_text(run: Run, path: Path, plan: ClusterPlan, subjects: Sequence[Subject], *, given: bool) -> str:
+    """Write the trace of the best way, or of the run's strategy and its shares if that is given."""
+    if given:
+        choices = choices_of(run.strategy, plan)
+        traced = with_shares(plan, run.strategy, choices, subjects[0].batch_rows)
+        return _write_trace(path, traced, times_of(traced, subjects, choices))
+    if not all(each.plan.ranked for each in plan.kinds):
+        return "trace: none is written, as nothing runs\n"
+    return _write_trace(path, plan, times_of(plan, subjects))
+
+
+def _or_problem(name: str, text: Callable[[], str]) -> str:
+    """Return the text of an analysis, or why it cannot be done: the plan itself stands."""
+    try:
+        return text()
+    except ValueError as problem:
+        return f"{name}: {problem}\n"
 
 
 def _searched_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
@@ -211,26 +232,26 @@ def main(arguments: Sequence[str]) -> int:
     space = space_of(run, parse_mesh(options.fixed))
     plan = plan_cluster(subjects, cluster, space, options.most)
     terminal.out(plan_text(plan, subjects, options.most))
+    if options.output is not None and plan.fits:
+        # first, so that no analysis that cannot be done keeps it from being written
+        replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())
+        terminal.out(f"strategy: {options.output}\n")
     if options.explain:
-        for each in (one for one in plan.kinds if one.plan.ranked):
+        for each in (one for one in plan.kinds if one.plan.ranked and one.rows):
             terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
     if options.frontier is not None:
         terminal.out(draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:
-        terminal.out(plan_advice_text(subjects, plan))
+        terminal.out(_or_problem("advise", partial(plan_advice_text, subjects, plan)))
     if options.operators and plan.kinds[0].plan.ranked:
-        terminal.out(_searched_operators(run, options, subjects[0], plan.kinds[0]))
-    if options.trace is not None:
-        given = None if strategy_of(arguments) is None else choices_of(run.strategy, plan)
-        if given is None and not all(each.plan.ranked for each in plan.kinds):
-            terminal.out("trace: none is written, as nothing runs\n")
-        else:
-            terminal.out(_write_trace(options.trace, plan, times_of(plan, subjects, given)))
+        text = partial(_searched_operators, run, options, subjects[0], plan.kinds[0])
+        terminal.out(_or_problem("operators", text))
     if options.layers:
-        terminal.out(_layers_text(subjects[0], plan, cluster.link_gb_per_second))
+        text = partial(_layers_text, subjects[0], plan, cluster.link_gb_per_second)
+        terminal.out(_or_problem("layers", text))
+    if options.trace is not None:
+        given = strategy_of(arguments) is not None
+        terminal.out(_trace_text(run, options.trace, plan, subjects, given=given))
     if options.compile is not None:
         terminal.out(compile_plan(run, plan, subjects, options.compile))
-    if options.output is not None and plan.fits:
-        replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())
-        terminal.out(f"strategy: {options.output}\n")
     return DONE if plan.fits else FAILED

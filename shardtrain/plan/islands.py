@@ -124,7 +124,7 @@ def _with_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) ->
 def times_of(
     plan: ClusterPlan, subjects: Sequence[Subject], choices: Sequence[Choice] | None = None
 ) -> list[StepTimes]:
-    """Return the durations of the parts of a step, for each kind of islands.
+    """Return the durations of the parts of a step, for each kind of islands that has rows.
 
     Args:
       plan: the plan.
@@ -138,6 +138,8 @@ def times_of(
         choices = [each.plan.ranked[0].choice for each in plan.kinds]
     found = []
     for each, subject, choice in zip(plan.kinds, subjects, choices, strict=True):
+        if not each.rows:
+            continue
         part = subject.share(each.rows) if len(plan.shares) > 1 else subject
         (step,) = steps(part, each.machine, each.kind.devices or 1, [choice])
         found.append(step.times(each.machine))

@@ -44,7 +44,7 @@ class OperatorPlan:
     @property
     def best(self) -> Searched:
         """The best of all starts."""
-        return min(self.searched.values(), key=lambda each: each.cost)
+        return min(self.searched.values(), key=lambda each: each.found.cost)
 
 
 def plan_operators(

@@ -1,6 +1,7 @@
 """A search over the shardings of operators as the text that `shardtrain plan --operators` prints."""
 
 from shardtrain.plan.operator_plan import OperatorPlan
+from shardtrain.plan.simulator.markov_chain import Judged
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
 from shardtrain.report.plan import seconds_text
 from shardtrain.report.quantities import bytes_text
@@ -24,17 +25,29 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
         "an analysis, which cannot be run yet: a run's rules shard dims by name, not by operator\n"
     )
     rows = [
-        (name, seconds_text(each.start), seconds_text(each.cost), str(each.accepted))
+        (name, judged_text(each.start), judged_text(each.found), str(each.accepted))
         for name, each in plan.searched.items()
     ]
     text += table_text(("start", "step", "best found", "kept"), rows)
     start = plan.searched[f"rules: {plan.rules}"].start
+    if start.fits:
+        beside = f"{100 * (1 - best.found.seconds / start.seconds):.1f}% less than the best layout by rules"
+    else:
+        beside = "and the best layout by rules is too large"
     text += (
-        f"best: {seconds_text(best.cost)}, {100 * (1 - best.cost / start):.1f}% less than the best layout by"
-        f" rules; {bytes_text(space.memory_bytes(best.shardings))} of parameters, gradients, optimizer state"
-        " and kept activations\n"
+        f"best: {judged_text(best.found)}, {beside}; {bytes_text(space.memory_bytes(best.shardings))} of"
+        " parameters, gradients, optimizer state and kept activations\n"
     )
     return text + _differences(plan)
+
+
+def judged_text(judged: Judged) -> str:
+    """Format the seconds of a step, and whether it fits.
+
+    >>> judged_text(Judged(0.44, 0.02, False))
+    '20 ms, too large'
+    """
+    return seconds_text(judged.seconds) + ("" if judged.fits else ", too large")
 
 
 def _differences(plan: OperatorPlan) -> str:

@@ -91,6 +91,8 @@ def _price_per_second(plan: ClusterPlan) -> float | None:
 def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> str:
     devices = each.kind.devices or 1
     title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}"
+    if not each.rows:
+        return f"{title} get{'s' * (devices == 1)} no rows: leave it out, or use a larger batch\n"
     title += f", {each.rows} rows an island" if several else ""
     title += f"; {each.plan.num_choices} ways compared"
     memory = each.machine.rates.memory_bytes

@@ -25,20 +25,24 @@ def plan_advice_text(subjects: Sequence[Subject], plan: ClusterPlan) -> str:
     return "".join(
         _kind_text(subject.share(each.rows) if len(plan.shares) > 1 else subject, each)
         for subject, each in kinds
-        if each.plan.ranked
+        if each.plan.ranked and each.rows
     )
 
 
 def _kind_text(subject: Subject, each: KindPlan) -> str:
     best, devices = each.plan.ranked[0], each.kind.devices or 1
-    found = scaling(best, devices, EFFICIENCY)
+    found = scaling(subject, each, best, EFFICIENCY)
     allowed = "any number of" if math.isinf(found.most_devices) else f"at most {found.most_devices:.0f}"
     lines = [
         f"\n{each.kind.kind}: efficiency {found.efficiency:.0%} on {devices} devices; {EFFICIENCY:.0%} allows"
         f" {allowed} devices, if bubble, collectives and update stay as long as they are"
         f" ({found.overhead_ratio:.2g} of the computation on one device)",
     ]
-    if found.link_factor:
+    if math.isinf(found.link_factor):
+        lines.append(
+            "collectives cannot be hidden: no link is fast enough, as latency alone exceeds the computation"
+        )
+    elif found.link_factor > 0:
         less = found.link_factor <= 1
         lines.append(
             "collectives "

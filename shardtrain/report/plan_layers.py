@@ -60,7 +60,10 @@ def stages_text(costs: ReplicatedCosts) -> str:
     mixed = costs.pipeline.mixed_stages(cut.devices)
     if mixed:
         return text + f"no islands run it: stage {mixed[0]} has unequal devices\n"
-    return text + f"runs as islands of {devices} devices: --across pipeline --stages {blocks}\n"
+    return (
+        f"{text}runs as islands of {devices} devices: --across pipeline --stages {blocks} --accumulate"
+        f" {costs.num_microbatches}\n"
+    )
 
 
 def _half_text(half: Partitioned) -> str:

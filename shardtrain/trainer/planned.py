@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from shardtrain import axes
-from shardtrain.data import Batches
+from shardtrain.data import Batches, RowSplit, split_over_islands
 from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.model import Model
 from shardtrain.islands.cluster import IslandKind
@@ -19,6 +19,7 @@ from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
+from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.setup import FIRST_POSITION
@@ -121,6 +122,41 @@ def choices_of(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
             )
         )
     return found
+
+
+def with_shares(
+    plan: ClusterPlan, strategy: Strategy, choices: Sequence[Choice], batch_rows: int
+) -> ClusterPlan:
+    """Return a plan with the rows that a strategy's shares give each island, as a run splits its batch.
+
+    Args:
+      plan: the plan; its own rows stay where the strategy gives no weights.
+      strategy: the strategy.
+      choices: of each kind of islands, see `choices_of`.
+      batch_rows: of the whole batch.
+
+    Raises:
+      ValueError: there are not as many weights as islands.
+    """
+    weights = strategy.across.shares
+    if not isinstance(weights, tuple) or len(plan.shares) == 1:
+        return plan
+    if len(weights) != len(plan.shares):
+        raise ValueError(
+            f"shares of the strategy has {len(weights)} weights, and the cluster has {len(plan.shares)}"
+            " islands; give one each"
+        )
+    multiples = []
+    for each, choice in zip(plan.kinds, choices, strict=True):
+        sizes = axis_sizes(choice.layout.mesh, each.kind.devices or 1)
+        split = RowSplit.of(sizes, choice.layout.batch_axes, choice.accumulate)
+        multiples += [split.multiple] * each.kind.count
+    rows = split_over_islands(batch_rows, weights, multiples)
+    kinds, first = [], 0
+    for each in plan.kinds:
+        kinds.append(replace(each, rows=max(rows[first : first + each.kind.count])))
+        first += each.kind.count
+    return replace(plan, kinds=tuple(kinds), shares=tuple(rows))
 
 
 def _predicted(plan: ClusterPlan) -> dict[str, float]:

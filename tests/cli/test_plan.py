@@ -132,6 +132,33 @@ def test_operators_are_sharded_one_by_one(planned):
     assert "less than the best layout by rules" in text
 
 
+def test_an_analysis_that_cannot_be_done_leaves_the_plan(planned, tmp_path):
+    strategy = tmp_path / "strategy.toml"
+    machine = ["--devices", "1", "--device", "NVIDIA L4", "--remat", "none"]
+    text = planned(*machine, "--operators", "--output", str(strategy))
+    assert "operators: one device has no operators to shard; give 2 devices or more" in text
+    assert read_strategy(strategy).layout.mesh == {"data": 1}
+
+
+def test_a_trace_has_the_shares_of_its_strategy(planned, tmp_path):
+    cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
+    cluster.write_text(CLUSTER.replace("devices = 2", "devices = 1"))
+
+    def seconds(shares):
+        strategy.write_text(f"[across]\nshares = {shares}\n[layout.mesh]\ndata = 1\n")
+        words = ["--cluster", str(cluster), "--strategy", str(strategy), "--remat", "none"]
+        text = planned(*words, "--trace", str(tmp_path / "step.json"), code=0 if len(shares) == 2 else 2)
+        lines = [line for line in text.splitlines() if ": nothing overlaps: " in line]
+        return text, {line.split(":")[0]: line.split(": ")[2].split(",")[0] for line in lines}
+
+    (_, few), (_, many) = seconds([1, 15]), seconds([15, 1])
+    units = {"ms": 1e-3, "s": 1.0}
+    took = [float(x.split()[0]) * units[x.split()[1]] for x in (few["big"], many["big"])]
+    assert took[1] > 1.5 * took[0]
+    assert set(seconds([1, 0])[1]) == {"big"}
+    assert "shares of the strategy has 3 weights, and the cluster has 2 islands" in seconds([1, 1, 1])[0]
+
+
 def test_layers_are_split_and_the_best_is_compared(planned, tmp_path):
     links = ["--link", "300", "--node-link", "25", "--per-node", "2", "--most", "1"]
     text = planned("--devices", "4", "--device", "NVIDIA A100-SXM4-80GB", *links, "--layers")
@@ -148,7 +175,7 @@ def test_layers_are_split_and_the_best_is_compared(planned, tmp_path):
     slow = ["--link", "1e-5", "--per-node", "4", "--most", "1"]
     text = planned("--devices", "2", "--device", "NVIDIA A100-SXM4-80GB", *slow, "--layers")
     assert "pipeline of stages with several devices: blocks 1,1 on 1,1 devices in this order, step " in text
-    assert "runs as islands of 1,1 devices: --across pipeline --stages 1,1" in text
+    assert "runs as islands of 1,1 devices: --across pipeline --stages 1,1 --accumulate 8" in text
     # unequal islands
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER)
@@ -191,10 +218,6 @@ def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
         (
             ["--cluster", "meshes/two_speeds.toml", "--operators"],
             "--operators is for devices of one island, and the cluster has 2; give a file with one of them",
-        ),
-        (
-            ["--devices", "1", "--device", "NVIDIA L4", "--operators"],
-            "one device has no operators to shard; give 2 devices or more",
         ),
         (
             ["--devices", "2", "--device", "NVIDIA L4", "--batch-unit", "tokens", "--batch", "512"],

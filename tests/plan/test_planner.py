@@ -19,19 +19,22 @@ from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind, read_cluster
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.advice.of_plan import scaling
 from shardtrain.plan.compile import compile_step, figures
-from shardtrain.plan.islands import plan_cluster
+from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
+from shardtrain.plan.layers.pipeline_of import pipeline_costs
 from shardtrain.plan.machine import Link, Machine, Rates, machine_of
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program_cost import costs
-from shardtrain.plan.search import predictions, search
+from shardtrain.plan.search import Plan, Ranked, predictions, search
 from shardtrain.plan.sent import sent_by_axes
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import trace
+from shardtrain.report.plan import plan_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -298,6 +301,44 @@ def test_an_island_without_rows_does_not_end_the_plan(subject):
     )
     plan = plan_cluster([subject, subject], Cluster(islands=kinds), Space(remats=("none",)))
     assert plan.shares == (ROWS, 0)
+    text = plan_text(plan, [subject, subject], 3)
+    assert text.count("microbatches") == 1
+    assert "slow: 3 devices get no rows: leave it out, or use a larger batch" in text
+    assert len(times_of(plan, [subject, subject])) == 1
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 4}, {"pipeline": 4}])
+def test_links_of_the_advised_speed_hide_collectives(subject, mesh):
+    def machine(bytes_per_second, latency=1e-9):
+        link = Link(bytes_per_second=bytes_per_second, latency_seconds=latency)
+        return replace(MACHINE, device_link=link)
+
+    choice = Choice(layout=Layout(mesh=mesh), accumulate=4)
+    none = Plan(ranked=(), refused={}, num_choices=0)
+
+    def advised(machine):
+        (found,) = predictions(subject, machine, 4, [choice])
+        each = KindPlan(kind=IslandKind(kind="a", devices=4), machine=machine, rows=ROWS, plan=none)
+        best = Ranked(choice=choice, prediction=found, fits=True)
+        return scaling(subject, each, best, 0.8).link_factor, found.seconds
+
+    factor, _ = advised(machine(1e6, 1e-6))
+    _, seconds = advised(machine(1e6 * factor, 1e-6))
+    assert sum(seconds.collectives.values()) == pytest.approx(seconds.compute, rel=0.01)
+    assert advised(machine(1e9, 10.0))[0] == math.inf
+
+
+def test_microbatches_of_a_pipeline_are_those_of_the_batch(subject):
+    device = ClusterDevice(teraflops=1.0, link_gb_per_second=1.0)
+    each = KindPlan(
+        kind=IslandKind(kind="a", devices=3, device=device),
+        machine=machine_of(device, 3, in_float32=True),
+        rows=ROWS,
+        plan=Plan(ranked=(), refused={}, num_choices=0),
+    )
+    costs = pipeline_costs(subject, ClusterPlan(kinds=(each,), shares=(ROWS,), join_seconds=0.0), None)
+    # 12 microbatches for 3 stages would be 24 rows, of a batch of 16
+    assert (costs.num_microbatches, costs.rows) == (8, 2)
 
 
 def test_pooling_and_images_are_traced():

@@ -3,13 +3,16 @@
 It asks the planner's search and predictions, and computes nothing of them again.
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardtrain import axes
 from shardtrain.plan.advice.efficiency import most_devices
 from shardtrain.plan.islands import KindPlan
 from shardtrain.plan.search import Ranked, search
 from shardtrain.plan.space import REMATS, Space
+from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 
 
@@ -21,7 +24,8 @@ class Scaling(NamedTuple):
         computation on one device; taken as constant.
       efficiency: of the devices that were planned.
       most_devices: the largest number of devices for the wanted efficiency.
-      link_factor: how many times as fast links would have to be to hide collectives behind computation.
+      link_factor: how many times as fast links would have to be to hide collectives behind computation, with
+        latencies as they are; inf: these alone are longer than it.
     """
 
     overhead_ratio: float
@@ -30,23 +34,38 @@ class Scaling(NamedTuple):
     link_factor: float
 
 
-def scaling(best: Ranked, num_devices: int, efficiency: float) -> Scaling:
+def scaling(subject: Subject, each: KindPlan, best: Ranked, efficiency: float) -> Scaling:
     """Return how the best way of a plan would scale (Zou et al. 2017).
 
     Args:
+      subject: what was planned, with the rows of this kind of islands.
+      each: the plan of the kind.
       best: the way.
-      num_devices: that it was planned for.
       efficiency: that is wanted.
     """
-    seconds = best.prediction.seconds
+    seconds, num_devices = best.prediction.seconds, each.kind.devices or 1
+    latency = _latency_seconds(subject, each, best)
+    sent, left = sum(seconds.collectives.values()) - latency, seconds.compute - latency
     overhead = seconds.total - seconds.compute
     ratio = overhead / (seconds.compute * num_devices)
     return Scaling(
         overhead_ratio=ratio,
         efficiency=(1 + ratio) / (1 + ratio * num_devices),
         most_devices=most_devices(ratio, efficiency),
-        link_factor=sum(seconds.collectives.values()) / seconds.compute,
+        link_factor=sent / left if left > 0 else math.inf,
     )
+
+
+def _latency_seconds(subject: Subject, each: KindPlan, best: Ranked) -> float:
+    """Return the part of the seconds of collectives that faster links do not shorten."""
+    (step,) = steps(subject, each.machine, each.kind.devices or 1, [best.choice])
+    times = step.times(each.machine)
+    found = sum(one.latency_seconds for one in times.collectives)
+    # what is left is sent between the stages of a pipeline, each time with the same part of latency
+    all_seconds = sum(best.prediction.seconds.collectives.values())
+    between = all_seconds - sum(one.seconds for one in times.collectives)
+    link = each.machine.link((axes.PIPELINE,), step.sizes)
+    return found + (between * link.latency_seconds / times.hop if times.num_stages > 1 and times.hop else 0.0)
 
 
 def by_remat(subject: Subject, each: KindPlan, best: Ranked) -> list[Ranked]:

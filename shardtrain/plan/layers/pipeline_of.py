@@ -15,7 +15,7 @@ from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import divisors
 
 MICROBATCHES = 4
-"""Microbatches for each stage that there can be."""
+"""Most microbatches for each stage that there can be."""
 
 
 def pipeline_devices(plan: ClusterPlan, link_gb_per_second: float | None, num_blocks: int) -> PipelineDevices:
@@ -77,8 +77,9 @@ def pipeline_costs(subject: Subject, plan: ClusterPlan, link_gb_per_second: floa
         )
     devices = pipeline_devices(plan, link_gb_per_second, model.chain.num_blocks)
     stages = min(len(devices.devices), model.chain.num_blocks)
-    microbatches = min(MICROBATCHES * stages, subject.batch_rows)
-    rows = -(-subject.batch_rows // microbatches)
+    # microbatches of equal rows, so that the costs are those of this batch and not of a padded one
+    microbatches = max(n for n in divisors(subject.batch_rows) if n <= MICROBATCHES * stages)
+    rows = subject.batch_rows // microbatches
     microbatch = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in subject.batch.items()
     }

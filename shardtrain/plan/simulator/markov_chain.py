@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardtrain.plan.simulator.delta import DeltaSimulation
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding, Transfers
@@ -21,6 +22,20 @@ MEAN_RUN = 8
 
 TOO_LARGE = 10.0
 """A step that does not fit costs so many times its seconds, times the part that is too large."""
+
+
+class Judged(NamedTuple):
+    """A step as a search sees it.
+
+    Args:
+      cost: the seconds, times a penalty where it does not fit; for comparisons alone.
+      seconds: of the step, as it is simulated.
+      fits: whether it is within the memory of a device.
+    """
+
+    cost: float
+    seconds: float
+    fits: bool
 
 
 class ShardedStep:
@@ -59,10 +74,16 @@ class ShardedStep:
         self._before: tuple[dict[int, Sharding], dict[int, Transfers]] = ({}, {})
 
     @property
+    def judged(self) -> "Judged":
+        """What the search compares: seconds, and more where the step does not fit the memory."""
+        over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
+        seconds = self.simulation.makespan
+        return Judged(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
+
+    @property
     def cost(self) -> float:
         """Seconds of the step; more if it does not fit the memory."""
-        over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
-        return self.simulation.makespan * (1 + TOO_LARGE * over if over > 1 else 1)
+        return self.judged.cost
 
     def change(self, new: Mapping[int, Sharding]) -> None:
         """Shard some operators otherwise; tasks are changed where anything about them changes."""
@@ -102,14 +123,14 @@ class Searched:
 
     Args:
       shardings: the best, of each operator.
-      start: cost of the start, seconds.
-      cost: of the best, seconds.
+      start: what it began with.
+      found: the best.
       accepted: how many proposals were kept.
     """
 
     shardings: tuple[Sharding, ...]
-    start: float
-    cost: float
+    start: Judged
+    found: Judged
     accepted: int
 
 
@@ -131,21 +152,21 @@ def search_shardings(
     """
     rng = random.Random(seed)
     step = ShardedStep(space, start)
-    first = now = best = step.cost
+    first = now = best = step.judged
     found, accepted = tuple(step.shardings), 0
     for _ in range(proposals):
         new = _proposal(space, step.shardings, rng)
         if not new:
             continue
         step.change(new)
-        cost = step.cost
-        if cost > now and rng.random() >= math.exp(BETA * (now - cost) / best):
+        tried = step.judged
+        if tried.cost > now.cost and rng.random() >= math.exp(BETA * (now.cost - tried.cost) / best.cost):
             step.undo()
             continue
-        now, accepted = cost, accepted + 1
-        if cost < best:
-            best, found = cost, tuple(step.shardings)
-    return Searched(shardings=found, start=first, cost=best, accepted=accepted)
+        now, accepted = tried, accepted + 1
+        if tried.cost < best.cost:
+            best, found = tried, tuple(step.shardings)
+    return Searched(shardings=found, start=first, found=best, accepted=accepted)
 
 
 def random_shardings(space: ShardedOperators, seed: int = 0) -> tuple[Sharding, ...]:

@@ -13,7 +13,7 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.operator_plan import graph_of, plan_operators, sharded_by_rules
+from shardtrain.plan.operator_plan import OperatorPlan, graph_of, plan_operators, sharded_by_rules
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions
 from shardtrain.plan.simulator.markov_chain import ShardedStep, random_shardings, search_shardings
@@ -21,6 +21,7 @@ from shardtrain.plan.simulator.operator_shardings import ShardedOperators
 from shardtrain.plan.simulator.operators import Operator, Operators, Part, Use, Value
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
+from shardtrain.report.plan import seconds_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 
@@ -127,9 +128,9 @@ def test_the_best_of_a_small_graph_is_found(seed):
     ]
     best = min(ShardedStep(space, shardings).cost for shardings in product(*every))
     found = search_shardings(space, random_shardings(space, seed), proposals=400, seed=seed)
-    assert found.cost == pytest.approx(best, rel=1e-12)
-    assert ShardedStep(space, found.shardings).cost == found.cost
-    assert found.cost <= found.start
+    assert found.found.cost == pytest.approx(best, rel=1e-12)
+    assert ShardedStep(space, found.shardings).judged == found.found
+    assert found.found.cost <= found.start.cost
     assert found == search_shardings(space, random_shardings(space, seed), proposals=400, seed=seed)
 
 
@@ -142,7 +143,16 @@ def test_a_step_that_does_not_fit_costs_more():
     half = Machine(rates=Rates(flops_per_second=1e12, memory_bytes=needed / 2))
     small = ShardedOperators(graph=graph, machine=half, sizes={"all": 2})
     step = ShardedStep(small, whole)
-    assert step.cost == 21 * step.simulation.makespan
+    assert step.judged == (21 * step.simulation.makespan, step.simulation.makespan, False)
+    plan = OperatorPlan(
+        space=small,
+        rules="r",
+        by_rules=whole,
+        searched={"rules: r": search_shardings(small, whole, proposals=0)},
+    )
+    # seconds, without what a search adds to them
+    shown = f"{seconds_text(step.simulation.makespan)}, too large"
+    assert operators_text(plan, 0).count(shown) == 3
     step.change({3: ("mlp",)})
     assert step.cost == step.simulation.makespan
     with pytest.raises(ValueError, match=r"operator 3, weight, cannot be sharded by \('batch',\)"):
@@ -152,7 +162,7 @@ def test_a_step_that_does_not_fit_costs_more():
 def test_what_is_found_is_no_worse_than_rules(subject):
     found = planned(subject, 4, {}, proposals=60)
     rules = found.searched[f"rules: {found.rules}"]
-    assert found.best.cost <= rules.cost <= rules.start
+    assert found.best.found.cost <= rules.found.cost <= rules.start.cost
     text = operators_text(found, 60)
     assert "an analysis, which cannot be run yet" in text
     assert "less than the best layout by rules" in text
