@@ -97,6 +97,8 @@ class ChunkedLogits:
         head = jax.tree.map(lambda x: x.astype(jnp.float32), self._spread(shards))
         arrays = tuple(shards.chunks(x, self.chunk) for x in of_tokens)
         dtype = self.hidden_BTD.dtype
+        # the scale of a loss in float16 comes after these products, whose small gradients would be 0
+        dtype = jnp.float32 if dtype == jnp.float16 else dtype
 
         def of_chunk(head: Any, hidden: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[Any, Any]:
             return compute(self._product(hidden.astype(dtype), *head), *arrays)

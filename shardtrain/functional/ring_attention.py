@@ -78,7 +78,8 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, ri
       q: (B, T, kv_heads, group, K), scaled.
       k: (B, S, kv_heads, K).
       v: (B, S, kv_heads, K).
-      mask: bool (B, S), the keys that are seen.
+      mask: bool (B, S), the keys that are seen. A query that sees none gets the mean of all values, as of
+        equal scores.
       ring: its devices. In a balanced order, of every pair of devices two of four blocks of scores are
         computed, on all alike.
 
@@ -107,15 +108,19 @@ def _forward(q: Any, k: Any, v: Any, mask: Any, ring: Ring) -> tuple[Any, Any]:
         return _put(sums, mine, found)
 
     keys = tuple(_parts(x, causal) for x in (k, v, mask))
+    sum_of_values = jnp.zeros((v.shape[0], *v.shape[2:]), jnp.float32)
     for step in range(ring.num):
         keys = keys if step == 0 else _sent(keys, ring)
+        sum_of_values += keys[1].astype(jnp.float32).sum((0, 2))
         for pair in _pairs(step, ring, q.shape[1]):
             sums = visit(sums, keys, pair)
     out, highest, total = sums
-    # a query that sees no key at all gets 0
-    total = jnp.where(total == 0, 1, total)
-    out = _whole(out / total[..., None], causal).astype(q.dtype)
-    logsumexp = jnp.where(jnp.isneginf(highest), 0, highest) + jnp.log(total)
+    sees_none = total == 0
+    mean = sum_of_values[:, None, :, None] / (ring.num * k.shape[1])
+    out = jnp.where(sees_none[..., None], mean, out / jnp.where(sees_none, 1, total)[..., None])
+    out = _whole(out, causal).astype(q.dtype)
+    # infinite, so that the weights of all keys are 0 in the backward pass
+    logsumexp = jnp.where(sees_none, jnp.inf, highest + jnp.log(total))
     return out, (q, k, v, mask, out, logsumexp)
 
 
@@ -126,20 +131,19 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     delta = _parts((cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1), causal)
     keys = tuple(_parts(x, causal) for x in (k, v, mask))
     of_queries = jnp.zeros(queries.shape, jnp.float32)
+    # of each value, by the queries that have the mean of all
+    of_mean = jnp.where(jnp.isposinf(logsumexp)[..., None], of_out, 0).sum((0, 2, 4))
+    of_mean = of_mean[:, None] / (ring.num * k.shape[1])
     # gradients of this device's own keys, and of those that visit, which travel with them in float32
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
     own, visiting = zeros, zeros
     for step in range(ring.num):
         found = own if step == 0 else visiting
+        found = found[0], found[1] + of_mean
         keys = keys if step == 0 else _sent(keys, ring)
         for mine, theirs, first in _pairs(step, ring, q.shape[1]):
             of_q, *of_keys = _key_gradients(
-                queries[mine],
-                _at(keys, theirs),
-                of_out[mine],
-                delta[mine],
-                logsumexp[mine],
-                first,
+                queries[mine], _at(keys, theirs), of_out[mine], delta[mine], logsumexp[mine], first
             )
             of_queries = of_queries.at[mine].add(of_q)
             found = tuple(x.at[theirs].add(more) for x, more in zip(found, of_keys, strict=True))

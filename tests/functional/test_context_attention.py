@@ -18,11 +18,11 @@ from shardtrain.sharding.mesh import make_mesh
 RANDOM = np.random.default_rng(0)
 
 
-def arrays(num_queries, num_keys, kv_heads=2, dtype=jnp.float32):
-    """Queries, keys, values; a mask that hides all keys but one of a row, and so of whole devices."""
-    shapes = (2, num_queries, 4, 8), (2, num_keys, kv_heads, 8), (2, num_keys, kv_heads, 8)
-    mask = np.ones((2, num_keys), np.int32)
-    mask[0, 1:] = 0
+def arrays(num_queries, num_keys, kv_heads=2, dtype=jnp.float32, heads=4):
+    """Queries, keys, values; a mask whose rows show one key, the second half, none, and all of them."""
+    shapes = (4, num_queries, heads, 8), (4, num_keys, kv_heads, 8), (4, num_keys, kv_heads, 8)
+    mask = np.ones((4, num_keys), np.int32)
+    mask[0, 1:] = mask[1, : num_keys // 2] = mask[2] = 0
     return [jnp.asarray(RANDOM.normal(size=shape), dtype) for shape in shapes], jnp.asarray(mask)
 
 
@@ -31,14 +31,15 @@ def computed(compute: Any, inputs: Any, **options: Any) -> Any:
 
     def loss(q, k, v):
         out = compute(q, k, v, **options)
-        return jnp.sin(out.astype(jnp.float32) * jnp.arange(out.shape[1])[:, None, None]).sum(), out
+        of_position = jnp.arange(1, 1 + out.shape[1])[:, None, None] / out.shape[1]
+        return jnp.sin(out.astype(jnp.float32) * of_position).sum(), out
 
     (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*inputs)
     return out, *grads
 
 
-def on_mesh(kind, mesh, inputs, **options):
-    layout = Layout(mesh=mesh, context_attention=kind)
+def on_mesh(kind, mesh, inputs, activations: Any = None, **options):
+    layout = Layout(mesh=mesh, context_attention=kind, activations=activations or {})
     devices = make_mesh(layout, jax.devices()[: int(np.prod(list(mesh.values())))])
 
     def compute(*inputs):
@@ -66,6 +67,31 @@ def test_it_is_that_of_whole_sequences(case, monkeypatch):
     options = {"causal": causal, "mask_BS": mask if has_mask else None}
     expected = jax.jit(partial(computed, partial(whole_attention, "xla"), **options))(inputs)
     for got, wanted in zip(on_mesh(kind, mesh, inputs, **options), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+REPLICATED: Any = {"kv_heads": ()}
+FEW_KEY_HEADS = {
+    "one for all": ("ring", {"context": 2, "tensor": 2}, (4, 1), REPLICATED),
+    "unequal shares": ("ring", {"context": 2, "tensor": 3}, (6, 2), REPLICATED),
+    "one of several": ("all-gather", {"context": 2, "tensor": 4}, (4, 2), REPLICATED),
+    "several of several": ("all-to-all", {"context": 2, "tensor": 2}, (8, 4), REPLICATED),
+    "over fewer axes": (
+        "all-gather",
+        {"fsdp": 2, "context": 2, "tensor": 2},
+        (4, 2),
+        {"batch": (), "heads": ("tensor", "fsdp"), "kv_heads": ("tensor",)},
+    ),
+    "over another axis": ("ring", {"fsdp": 2, "context": 2}, (4, 2), {"batch": (), "kv_heads": ("fsdp",)}),
+}
+
+
+@pytest.mark.parametrize("case", FEW_KEY_HEADS)
+def test_key_heads_are_sharded_by_their_own_rule(case):
+    kind, mesh, (heads, kv_heads), rules = FEW_KEY_HEADS[case]
+    inputs, _ = arrays(4, 4, kv_heads, heads=heads)
+    expected = jax.jit(partial(computed, partial(whole_attention, "xla")))(inputs)
+    for got, wanted in zip(on_mesh(kind, mesh, inputs, rules), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -125,6 +151,14 @@ def test_what_cannot_be_split_is_refused_with_sizes_that_can():
         "attention by all-to-all over context=4 cannot split this:"
         "\n  - 2 kv_heads of a device cannot be split over 4; use a context that divides them, or"
         " --context-attention ring"
+    )
+    with pytest.raises(ValueError) as error:
+        on_mesh("ring", {"context": 2, "tensor": 2}, arrays(5, 8, 1)[0])
+    assert str(error.value) == (
+        "attention by ring over context=2 cannot split this:"
+        "\n  - 5 queries cannot be split into 4 parts: 5 % 4 = 1. Use 4 or 8"
+        "\n  - 1 kv_heads cannot be split over ['tensor'] of total size 2: 1 % 2 = 1. Use another mesh, or"
+        " the rule activations.kv_heads = []"
     )
 
 

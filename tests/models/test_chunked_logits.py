@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardtrain.functional.loss import masked_token_loss, next_token_loss, translation_loss
+from shardtrain.functional.loss import cross_entropy, masked_token_loss, next_token_loss, translation_loss
 from shardtrain.functional.metrics import next_token_accuracy, with_metrics
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.chunked_logits import ChunkedLogits
@@ -63,6 +63,32 @@ def test_loss_and_gradients_are_those_of_plain_logits(head, chunk, pure, quick_j
     near: Any = {"rtol": 2e-2, "atol": 2e-3} if head == "bfloat16" else {"rtol": 1e-6, "atol": 1e-6}
     for (path, got), expected in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(got, expected, **near, err_msg=jax.tree_util.keystr(path))
+
+
+def test_small_gradients_are_kept_in_float16_by_the_scale_of_the_loss():
+    random = np.random.default_rng(1)
+    hidden = jnp.asarray(random.normal(size=(2, 4, 8)), jnp.float16)
+    kernel = jnp.asarray(4 * random.normal(size=(512, 8)), jnp.float16)
+    targets = jnp.asarray(TOKENS[:2, :4])
+
+    def gradient(dtype: Any) -> Any:
+        def scaled(kernel):
+            logits: Any = ChunkedLogits(
+                hidden_BTD=hidden.astype(dtype),
+                kernel=kernel.astype(dtype),
+                bias_V=None,
+                kernel_dims=("vocab", "embed"),
+                chunk=3,
+            )
+            return 2.0**8 * cross_entropy(logits, targets)[0]
+
+        return np.asarray(jax.jit(jax.grad(scaled))(kernel.astype(jnp.float32)))
+
+    expected = gradient(jnp.float32)
+    # without the scale float16 has 0 in their place
+    small = np.abs(expected) < 2.0**8 * 2.0**-25
+    assert small.mean() > 0.1
+    np.testing.assert_allclose(gradient(jnp.float16)[small], expected[small], rtol=2e-2, atol=1e-6)
 
 
 def test_a_target_out_of_range_gives_nan_unless_it_is_padding(pure):
