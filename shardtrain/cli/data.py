@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardtrain.cli.data_views import Check, Ls, Show, Stats, check, ls, show, stats
+from shardtrain.cli.data_views import Check, Ls, Show, Stats, check, ls, own_options, show, stats
 from shardtrain.data.corpus import corpus_files
 from shardtrain.data.documents import OnError, refuse_mixed
+from shardtrain.data.sources.format import BadData
 from shardtrain.data.tokenize import UNIT_BYTES, TokenizeOptions, tokenize
 from shardtrain.data.tokenizer_sample import sample_texts
 from shardtrain.errors.messages import near
@@ -90,7 +91,13 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(kind, args=rest, prog=f"shardtrain data {name}")
     if not options.paths:
         raise ValueError("no data was given; name files, folders or patterns")
-    return work(options)
+    try:
+        return work(options)
+    except BadData as error:
+        skips = hasattr(options, "on_error")
+        raise ValueError(own_options(str(error) if skips else f"{error.place}: {error.why}")) from error
+    except ValueError as error:
+        raise ValueError(own_options(str(error))) from error
 
 
 def usage() -> str:
@@ -125,7 +132,7 @@ def _tokenize(options: Tokenize) -> int:
     )
     if manifest.num_skipped:
         terminal.out(f"skipped {manifest.num_skipped:,} that cannot be read:\n")
-        terminal.out("".join(f"  {line}\n" for line in manifest.skipped))
+        terminal.out("".join(f"  {own_options(line)}\n" for line in manifest.skipped))
     return 0
 
 

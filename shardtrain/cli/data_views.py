@@ -100,7 +100,8 @@ def ls(options: Ls) -> int:
         f"{each.file.format:13}"
         f"{'' if each.num_rows is None else f'{each.num_rows:,}':>14}"
         f"{'' if each.num_tokens is None else f'{each.num_tokens:,}':>18}"
-        f"{bytes_text(each.num_bytes):>12}  {each.file.path}{each.problem and f': {each.problem}'}\n"
+        f"{bytes_text(each.num_bytes):>12}  {each.file.path}"
+        f"{each.problem and f': {own_options(each.problem)}'}\n"
         for each in facts
     ]
     terminal.out(f"{'format':13}{'rows':>14}{'tokens':>18}{'size':>12}  file\n" + "".join(lines))
@@ -182,7 +183,7 @@ def check(options: Check) -> int:
             if problem:
                 num_problems += 1
                 if num_problems <= MOST_PROBLEMS:
-                    terminal.out(f"{problem}\n")
+                    terminal.out(f"{own_options(problem)}\n")
             else:
                 done += 1
                 report(done, len(files))
@@ -191,3 +192,12 @@ def check(options: Check) -> int:
     result = f"{num_problems:,} problems" if num_problems else "all can be read"
     terminal.out(f"{len(files):,} files: {result}\n")
     return FOUND if num_problems else 0
+
+
+def own_options(text: str) -> str:
+    """Return a message with the options of these commands in place of a run's.
+
+    >>> own_options("leave out what cannot be read: --data.on-error skip")
+    'leave out what cannot be read: --on-error skip'
+    """
+    return text.replace("--data.", "--")

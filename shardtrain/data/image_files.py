@@ -255,7 +255,10 @@ class ImageFiles:
                     " another format, such as tar shards"
                 )
             try:
-                rows.append(open_rows(file, folder))
+                opened = open_rows(file, folder)
+                if self.on_error == "stop" and len(opened):
+                    opened.read(len(opened) - 1)  # says that the file is cut off, if it is
+                rows.append(opened)
                 paths.append(file.path)
             except BadData as error:
                 if self.on_error == "stop":

@@ -45,7 +45,11 @@ def file_facts(file: SourceFile) -> FileFacts:
     find = FORMATS[file.format].tokens
     try:
         if find is None:
-            return FileFacts(file, num_bytes, len(open_rows(file, None)), None)
+            opened = open_rows(file, None)
+            num_rows = len(opened)
+            if num_rows and not FORMATS[file.format].whole:
+                opened.read(num_rows - 1)  # says that the file is cut off, if it is
+            return FileFacts(file, num_bytes, num_rows, None)
         tokens = find(file.path)
         rows = None if tokens.ends is None else len(tokens.ends())
         return FileFacts(file, num_bytes, rows, tokens.num_tokens)

@@ -111,20 +111,22 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
     """
     _check_unchanged(unit, out)
     skipped: list[str] = []
-    num_skipped = 0
+    num_skipped, last = 0, (Path(), "")
     ends: list[int] = []
     total = 0
 
     def documents() -> Iterator[np.ndarray]:
-        nonlocal total, num_skipped
+        nonlocal total, num_skipped, last
         for batch in _batches(unit, field, out):
             for tokens in _encoded(batch, tokenizer):
                 if isinstance(tokens, BadData):
                     if on_error == "stop":
                         raise tokens
                     num_skipped += 1
-                    skipped[MOST_LISTED:] = []
-                    skipped.append(f"{tokens.place}: {tokens.why}")
+                    # a group of rows that is damaged has one error for all
+                    if (tokens.path, tokens.why) != last and len(skipped) < MOST_LISTED:
+                        skipped.append(f"{tokens.place}: {tokens.why}{_extent(tokens)}")
+                    last = tokens.path, tokens.why
                 elif len(tokens):
                     total += len(tokens) + 1
                     ends.append(total)
@@ -141,12 +143,16 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
         "num_tokens": total,
         "num_documents": len(ends),
         "num_skipped": num_skipped,
-        "skipped": skipped[:MOST_LISTED],
+        "skipped": skipped,
         "checksum": checksum(path),
         "ends_checksum": checksum(path.with_suffix(ENDS)),
     }
     replace_file(record_path(out, unit), json.dumps(record).encode())
     return record
+
+
+def _extent(error: BadData) -> str:
+    return " (the whole file is left out)" if error.row is None else ""
 
 
 def _check_unchanged(unit: Unit, out: Path) -> None:

@@ -170,6 +170,19 @@ def test_tokens_with_a_separator_of_their_own_are_decoded(tmp_path, capsys):
     assert "text: one [EOD]" in capsys.readouterr().out
 
 
+def test_messages_name_the_options_of_the_command(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"txt": "a"}\n')
+    made = ["--out", str(tmp_path / "out"), "--workers", "1"]
+    assert cli.main(["data", "tokenize", str(tmp_path / "a.jsonl"), *made]) == 2
+    shown = capsys.readouterr().err
+    assert "name that of the text: --text; repair it, or leave out what cannot be read: --on-error" in shown
+    assert cli.main(["data", "check", str(tmp_path / "a.jsonl")]) == 1
+    assert "name that of the text: --text\n" in capsys.readouterr().out
+    (tmp_path / "b.jsonl").write_text("no\n")
+    assert cli.main(["data", "show", str(tmp_path / "b.jsonl")]) == 2
+    assert "on-error" not in capsys.readouterr().err
+
+
 def test_mistakes_are_refused(tmp_path, capsys):
     tokens = write_files("npy", tmp_path / "data", DOCUMENTS)
     for words, message in (

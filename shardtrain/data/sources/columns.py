@@ -1,33 +1,36 @@
 """Parquet and Arrow files, such as those of a Hugging Face `datasets` folder; all that imports pyarrow.
 
-Rows are read a row group, or a record batch, at a time; the last one read is kept for each thread.
+A column is read a row group, or a record batch, at a time; the last one read is kept for each thread.
 """
 
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Format, Record
+from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 
 EXTRA = ("pyarrow", "arrow")
 
 
 class Columns:
-    """The rows of a file of columns, in groups.
+    """The rows of a file of columns, in groups; a column is read when a row is asked for it.
 
     Args:
       path: the file.
       sizes: number of rows of each group.
-      load: number of a group -> a pyarrow table or record batch.
+      names: of the columns.
+      load: (number of a group, name of a column) -> a pyarrow array.
     """
 
-    def __init__(self, path: Path, sizes: list[int], load: Callable[[int], Any]) -> None:
-        self._path, self._load = path, load
+    def __init__(
+        self, path: Path, sizes: list[int], names: list[str], load: Callable[[int, str], Any]
+    ) -> None:
+        self.path, self.names, self._load = path, dict.fromkeys(names), load
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         self._last = threading.local()
 
@@ -37,41 +40,63 @@ class Columns:
     def read(self, row: int) -> Record:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        group = int(np.searchsorted(self._starts, row, "right")) - 1
-        if getattr(self._last, "group", None) != group:
-            self._last.table, self._last.group = self._table(group, row), group
-        return self._row(self._last.table, row - int(self._starts[group]), row)
+        return _Row(self, row)
 
     def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        row, stop = start, len(self) if stop is None else stop
-        while row < stop:
-            try:
-                yield row, self.read(row)
-                row += 1
-            except BadData as error:
-                yield row, error
-                # a group that cannot be read is reported once
-                group = int(np.searchsorted(self._starts, row, "right")) - 1
-                row = row + 1 if self._has(group) else int(self._starts[group + 1])
+        return iterate_rows(self, start, stop)
 
-    def _has(self, group: int) -> bool:
-        return getattr(self._last, "group", None) == group
+    def value(self, row: int, name: str) -> Any:
+        """Return a field of a row.
 
-    def _table(self, group: int, row: int) -> Any:
+        Raises:
+          BadData: it cannot be read, or is no value of Python.
+        """
+        group = int(np.searchsorted(self._starts, row, "right")) - 1
+        start, stop = map(int, self._starts[group : group + 2])
+        column = self._column(group, name)
+        if isinstance(column, Exception):
+            why = f"row group {group} (rows {start:,} to {stop - 1:,}) cannot be read ({first_line(column)})"
+            raise BadData(self.path, why, row)
         try:
-            return self._load(group)
-        except Exception as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise BadData(
-                self._path, f"row group {group} cannot be read ({first_line(error)})", row
-            ) from None
-
-    def _row(self, table: Any, index: int, row: int) -> Record:
-        try:
-            return {name: table.column(name)[index].as_py() for name in table.schema.names}
+            return column[row - start].as_py()
         except UnicodeDecodeError as error:
-            raise BadData(self._path, f"a text is not UTF-8 at its byte {error.start:,}", row) from None
+            raise BadData(self.path, f"a text is not UTF-8 at its byte {error.start:,}", row) from None
+        except Exception as error:
+            raise BadData(self.path, f"field {name} cannot be read ({first_line(error)})", row) from None
+
+    def _column(self, group: int, name: str) -> Any:
+        """Return a column of a group, or its error; the last of each name is kept for this thread."""
+        kept = self._last.__dict__
+        if name not in kept or kept[name][0] != group:
+            try:
+                found = self._load(group, name)
+            except Exception as error:
+                if isinstance(error, FileNotFoundError):
+                    raise
+                found = error
+            kept[name] = group, found
+        return kept[name][1]
+
+
+class _Row(Mapping[str, Any]):
+    """The fields of a row, each read when it is asked for."""
+
+    def __init__(self, columns: Columns, row: int) -> None:
+        self._columns, self._row = columns, row
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._columns.names:
+            raise KeyError(name)
+        return self._columns.value(self._row, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns.names)
+
+    def __len__(self) -> int:
+        return len(self._columns.names)
 
 
 def open_parquet(path: Path, folder: Path | None = None) -> Columns:
@@ -86,16 +111,17 @@ def open_parquet(path: Path, folder: Path | None = None) -> Columns:
     try:
         with opened() as file:
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            names = file.schema_arrow.names
     except Exception as error:
         raise BadData(path, f"it is no whole Parquet file ({first_line(error)})") from None
     handles = threading.local()
 
-    def load(group: int) -> Any:
+    def load(group: int, name: str) -> Any:
         if not hasattr(handles, "file"):
             handles.file = opened()
-        return handles.file.read_row_group(group, use_threads=False)
+        return handles.file.read_row_group(group, columns=[name], use_threads=False).column(name)
 
-    return Columns(path, sizes, load)
+    return Columns(path, sizes, names, load)
 
 
 def open_arrow(path: Path, folder: Path | None = None) -> Columns:
@@ -109,10 +135,13 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
             batches = [file.get_batch(i) for i in range(file.num_record_batches)]
         else:
             mapped.seek(0)
-            batches = list(pyarrow.ipc.open_stream(mapped))
+            file = pyarrow.ipc.open_stream(mapped)
+            batches = list(file)
+        names = file.schema.names
     except Exception as error:
         raise BadData(path, f"it is no whole Arrow file ({first_line(error)})") from None
-    return Columns(path, [batch.num_rows for batch in batches], lambda group: batches[group])
+    sizes = [batch.num_rows for batch in batches]
+    return Columns(path, sizes, names, lambda group, name: batches[group].column(name))
 
 
 def open_zstd(path: Path) -> BinaryIO:

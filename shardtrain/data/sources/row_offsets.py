@@ -11,6 +11,9 @@ from shardtrain.system.atomic_write import new_file
 
 OWNER_ONLY = 0o600
 
+CUT_OFF = -1
+"""Offset of a last row that stands for all that is lost, of a file that is damaged or cut off behind it."""
+
 
 def row_offsets(path: Path, folder: Path | None, find: Callable[[Path], np.ndarray]) -> np.ndarray:
     """Return the byte offsets of a file's rows, from an index that is written at the first call.
@@ -37,6 +40,11 @@ def row_offsets(path: Path, folder: Path | None, find: Callable[[Path], np.ndarr
         np.lib.format.write_array(file, offsets, allow_pickle=False)
     # an empty array cannot be mapped
     return np.load(index, mmap_mode="r", allow_pickle=False) if offsets.size else offsets
+
+
+def is_cut_off(offset: int) -> bool:
+    """Return whether an offset that was read as unsigned is `CUT_OFF`."""
+    return offset == CUT_OFF % 2**64
 
 
 def file_digest(path: Path) -> str:

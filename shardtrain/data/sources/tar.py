@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
-from shardtrain.data.sources.row_offsets import row_offsets
+from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
 
 TEXTS = ("txt", "text", "caption")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
@@ -33,6 +33,9 @@ class TarRows:
 
     def read(self, row: int) -> Record:
         start, stop = map(int, self._offsets[row])
+        if is_cut_off(start):
+            why = f"the file is damaged, or ends, after byte {stop:,}; all that follows is lost"
+            raise BadData(self._path, why, row)
         found: dict[str, Any] = {}
         try:
             with self._path.open("rb") as file:
@@ -82,20 +85,24 @@ def split_name(name: str) -> tuple[str, str]:
 def group_offsets(path: Path) -> np.ndarray:
     """Return (start, stop) of each row's files with their headers, int (n, 2), in bytes.
 
+    Of a file that is cut off the last row is `CUT_OFF` and the position up to which it is whole.
+
     Raises:
-      BadData: the file is cut off, compressed, or no tar file.
+      BadData: the file is compressed, no tar file, or cut off within the first file in it.
     """
     rows: list[list[int]] = []
-    last_key, stop = None, 0
+    last_key, stop, whole = None, 0, False
     num_bytes = path.stat().st_size
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]
-                stop = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
+                end = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
                 key, ending = split_name(member.name)
-                if stop > num_bytes:
-                    raise BadData(path, f"it ends within {member.name}", len(rows) - (key == last_key))
+                if end > num_bytes:
+                    rows = rows[:-1] if key == last_key else rows
+                    break
+                stop = end
                 if not member.isfile() or not ending:
                     last_key = None
                 elif key == last_key:
@@ -105,12 +112,14 @@ def group_offsets(path: Path) -> np.ndarray:
                     last_key = key
             # a block of zeros ends a tar file; one that was cut off between two files lacks it
             file.seek(stop)
-            if file.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
-                raise BadData(
-                    path, f"it ends after {num_bytes:,} bytes without the end of a tar file", len(rows)
-                )
+            whole = file.read(BLOCK_BYTES) == bytes(BLOCK_BYTES)
     except tarfile.TarError as error:
-        raise BadData(path, f"it is no whole tar file ({error}); compressed ones are not read") from None
+        if not rows:
+            raise BadData(path, f"it is no whole tar file ({error}); compressed ones are not read") from None
+    if not whole:
+        if not rows:
+            raise BadData(path, f"it ends within its first row, after {num_bytes:,} bytes")
+        rows.append([CUT_OFF, stop])
     return np.array(rows, np.int64).reshape(-1, 2)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 from shardtrain.data.sources.payload import Kind, kind_of, parse_payload
-from shardtrain.data.sources.row_offsets import row_offsets
+from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
 
 HEAD_BYTES, TAIL_BYTES = 12, 4
 
@@ -40,6 +40,9 @@ class TfRecords:
 
     def _bytes(self, row: int) -> bytes:
         start, size = map(int, self._offsets[row])
+        if is_cut_off(start):
+            why = f"the file is damaged, or ends, after byte {size:,}; all that follows is lost"
+            raise BadData(self._path, why, row)
         with self._path.open("rb") as file:
             record = os.pread(file.fileno(), size, start)
         if len(record) < size:
@@ -48,10 +51,10 @@ class TfRecords:
 
 
 def record_offsets(path: Path) -> np.ndarray:
-    """Return the (start, size) of each record, int (n, 2).
+    """Return the (start, size) of each record, int (n, 2); of one that is cut off `CUT_OFF` and its position.
 
     Raises:
-      BadData: the file ends within a record, or is no TFRecord file.
+      BadData: not even the first record is whole.
     """
     found: list[tuple[int, int]] = []
     end = path.stat().st_size
@@ -62,12 +65,12 @@ def record_offsets(path: Path) -> np.ndarray:
             head = file.read(HEAD_BYTES)
             size = int.from_bytes(head[:8], "little")
             next_position = position + HEAD_BYTES + size + TAIL_BYTES
-            if len(head) == HEAD_BYTES and masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little"):
-                raise BadData(
-                    path, "it is no TFRecord file, or damaged (compressed ones are not read)", len(found)
-                )
-            if next_position > end:
-                raise BadData(path, f"it ends within a record, after {end:,} bytes", len(found))
+            damaged = masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little")
+            if next_position > end or damaged:
+                if not found:
+                    raise BadData(path, "it is no TFRecord file, or damaged (compressed ones are not read)")
+                found.append((CUT_OFF, position))
+                break
             found.append((position + HEAD_BYTES, size))
             position = next_position
     return np.array(found, np.int64).reshape(-1, 2)

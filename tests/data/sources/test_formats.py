@@ -1,16 +1,20 @@
 """The contract of formats: the same documents give the same windows, whatever they are written in."""
 
+import datetime
 import json
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from written_formats import DOCUMENTS, WRITERS, example, picture, write_files
 
 from shardtrain.data import Batches, Corpus
 from shardtrain.data.corpus import corpus_files
+from shardtrain.data.inspection import file_facts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile, find_files, recognise
 from shardtrain.data.sources.format import BadData
@@ -82,6 +86,57 @@ def test_a_file_that_is_cut_off_is_named_and_skipped_if_asked(name, tmp_path):
         windows = corpus.train(tmp_path / "run")
         assert "; skipped 1 that cannot be read: " in corpus.summary(tmp_path / "run")
         assert 5 < len(windows) < len(EXPECTED) // 16
+
+
+@pytest.mark.parametrize("name", ["tar", "tfrecord"])
+def test_rows_before_a_cut_are_kept(name, tmp_path):
+    WRITERS[name](tmp_path, DOCUMENTS)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    whole = [rows_text(row) for _, row in FORMATS[name].rows(path, None).iterate(0, None)]  # type: ignore[misc]
+    assert whole == DOCUMENTS
+    for stop in range(len(content) // 4, len(content), 331):
+        path.write_bytes(content[:stop])
+        found = list(FORMATS[name].rows(path, tmp_path / "index").iterate(0, None))  # type: ignore[misc]
+        bad = [row for row, record in found if isinstance(record, BadData)]
+        if name == "tar" and stop >= content.rindex(b"number 29") + 1024:
+            assert not bad  # there is more than one block of zeros at the end
+            continue
+        assert "all that follows is lost" in file_facts(SourceFile(path, name)).problem
+        texts = [rows_text(record) for _, record in found[:-1]]
+        assert bad == [len(texts)]
+        assert len(texts) > 5
+        # a tar file may be cut off between the files of a row
+        assert texts[:-1] == DOCUMENTS[: len(texts) - 1]
+        assert texts[-1] in (DOCUMENTS[len(texts) - 1], None)
+        assert "all that follows is lost" in str(found[-1][1])
+
+
+def rows_text(record):
+    text = record.get("text")
+    return text.decode() if isinstance(text, bytes) else text
+
+
+def test_a_damaged_row_group_counts_all_its_rows_and_other_columns_do_not_matter(tmp_path):
+    path = tmp_path / "a.parquet"
+    far = [datetime.datetime(2020, 1, 1)] * 12
+    table = pyarrow.table({"text": [f"row {i} says" for i in range(12)], "when": far})
+    # a date that Python does not have
+    table = table.set_column(1, "when", pyarrow.array([2**62] * 12, pyarrow.timestamp("us")))
+    pyarrow.parquet.write_table(table, path, row_group_size=4, compression="none", use_dictionary=False)
+    corpus = Corpus(paths=(path,), seq=8)
+    corpus.train(tmp_path / "run")
+    assert "12 documents" in corpus.summary(tmp_path / "run")
+    with pytest.raises(BadData, match=r"a\.parquet, row 0: field when cannot be read \("):
+        dict(FORMATS["parquet"].rows(path, None).read(0))  # type: ignore[misc]
+    content = path.read_bytes()
+    place = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    path.write_bytes(content[:place] + b"\xff" * 20 + content[place + 20 :])
+    corpus = Corpus(paths=(path,), seq=8, on_error="skip")
+    corpus.train(tmp_path / "run")
+    assert "8 documents" in (summary := corpus.summary(tmp_path / "run"))
+    assert "skipped 4 that cannot be read: " in summary
+    assert summary.count("row group 1 (rows 4 to 7) cannot be read") == 1
 
 
 def test_names_decide_before_contents(tmp_path):
