@@ -1,10 +1,10 @@
 """How right the planner is: memory and times that it predicts, against compiled steps on this machine.
 
-uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 5] [--kind h100]
+uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 8] [--kind h100]
 
 memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 22 ways to run
-a small decoder on 8 simulated devices, processor time of a step beside the prediction, which knows this
-machine by three rates that are measured first. large: seconds to plan 1,024 devices. Figures:
+a small decoder on 8 simulated devices, processor time of a step beside two predictions: by three rates that
+are measured first, and by constants that are fitted to six other ways. large: seconds to plan 1,024 devices. Figures:
 docs/benchmarks/planner.md.
 """
 
@@ -20,12 +20,13 @@ import numpy as np
 import optax
 
 from shardtrain import next_token_loss
-from shardtrain.cli.calibrate import kernel_seconds
+from shardtrain.cli.calibrate import LATENCY_SECONDS, kernel_seconds
 from shardtrain.doctor.rates import measure
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.calibration import fitted
 from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.prediction import Choice
@@ -82,6 +83,15 @@ RANKED: Sequence[tuple[dict[str, int], int, str, int, bool]] = (
     ({"data": 2}, 8, "weights", 3, False),
     ({"fsdp": 2, "tensor": 2}, 4, "dots", 1, False),
 )
+PROBES: Sequence[tuple[dict[str, int], int, str, int, bool]] = (
+    ({"data": 4}, 1, "none", 3, False),
+    ({"fsdp": 8}, 2, "none", 3, False),
+    ({"data": 2, "pipeline": 4}, 2, "weights", 3, False),
+    ({"tensor": 2}, 2, "none", 3, False),
+    ({"pipeline": 2}, 4, "none", 3, False),
+    ({"data": 1}, 4, "full", 3, False),
+)
+"""Six ways that are not ranked, to which constants are fitted."""
 
 
 def subject_of(config: DecoderConfig, rows: int) -> Subject:
@@ -145,7 +155,10 @@ def memory(kind: str) -> None:
 
 
 def rank(steps: int) -> None:
-    """Print predicted times beside processor times of a step, and how well their orders agree."""
+    """Print predicted times beside processor times of a step, and how well their orders agree.
+
+    Predicted by three rates that are measured first, and by constants fitted to `PROBES` alone.
+    """
     config, rows = MODELS["many activations"]
     subject, device = subject_of(config, rows), jax.devices()[0]
     rates = measure(device)
@@ -156,49 +169,57 @@ def rank(steps: int) -> None:
             memory_bytes_per_second=rates["memory"],
             kernel_seconds=kernel_seconds(device),
         ),
-        device_link=Link(bytes_per_second=rates["memory"]),
+        device_link=Link(bytes_per_second=rates["memory"], latency_seconds=LATENCY_SECONDS),
     )
-    rows_of_table = []
-    for point in RANKED:
-        choice = choice_of(*point)
-        num_devices = math.prod(choice.layout.mesh.values())
-        (predicted,) = predictions(subject, machine, num_devices, [choice])
-        seconds = predicted.seconds
-        # the processor time of all devices: what they wait for each other is not processor time
-        work = num_devices * (seconds.compute + sum(seconds.collectives.values()) + seconds.update)
-        rows_of_table.append(
-            (mesh_text(choice.layout), choice, work, processor_seconds(subject, choice, steps))
-        )
-        name, _, work, measured = rows_of_table[-1]
-        print(
-            f"| {name} | {choice.accumulate} | {choice.remat} | {1e3 * work:.0f} | {1e3 * measured:.0f} |",
-            flush=True,
-        )
-    predicted, measured = (np.array([row[i] for row in rows_of_table]) for i in (2, 3))
-    order = np.corrcoef(predicted.argsort().argsort(), measured.argsort().argsort())[0, 1]
-    print(f"rank correlation: {order:.3f}")
-    print(f"the pick takes {measured[predicted.argmin()] / measured.min():.3f} of the best")
+    judged, probes = ([choice_of(*point) for point in points] for points in (RANKED, PROBES))
+    measured = np.array(processor_seconds(subject, [*judged, *probes], steps))
+    measured, of_probes = measured[: len(judged)], measured[len(judged) :]
+
+    def work(machine: Machine, choices: Sequence[Choice]) -> np.ndarray:
+        """Return the processor seconds of all devices: what they wait for each other is none."""
+        found = []
+        for choice in choices:
+            num_devices = math.prod(choice.layout.mesh.values())
+            (predicted,) = predictions(subject, machine, num_devices, [choice])
+            seconds = predicted.seconds
+            found.append(num_devices * (seconds.compute + sum(seconds.collectives.values()) + seconds.update))
+        return np.array(found)
+
+    fit = fitted(machine, lambda machine: work(machine, probes).tolist(), of_probes.tolist())
+    by_rates, by_fit = work(machine, judged), work(fit.machine, judged)
+    for choice, *times in zip(judged, by_rates, by_fit, measured, strict=True):
+        cells = " | ".join(f"{1e3 * each:.0f}" for each in times)
+        print(f"| {mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat} | {cells} |")
+    print(f"fitted: {fit.machine.rates}, {fit.machine.device_link}")
+    for name, predicted in (("rates", by_rates), ("fitted to probes", by_fit)):
+        order = np.corrcoef(predicted.argsort().argsort(), measured.argsort().argsort())[0, 1]
+        pick = measured[predicted.argmin()] / measured.min()
+        print(f"{name}: rank correlation {order:.3f}, the pick takes {pick:.3f} of the best")
 
 
-def processor_seconds(subject: Subject, choice: Choice, steps: int) -> float:
-    """Processor seconds of a step of all devices, the median of several."""
-    placement = placed(subject, choice)
-    model = subject.model_of(choice.remat)
-    step = make_step(model, subject.loss, subject.optimizer, placement)
-    state = init_state(model, subject.optimizer, placement)
+def processor_seconds(subject: Subject, choices: Sequence[Choice], rounds: int) -> list[float]:
+    """Processor seconds of a step of all devices for each choice, the median of rounds of one step each."""
+    running: list[list[Any]] = []
     rng = np.random.default_rng(0)
-    batch = {}
-    for name, like in subject.batch.items():
-        shape = (choice.accumulate, like.shape[0] // choice.accumulate, *like.shape[1:])
-        values = rng.integers(0, 255, shape) if name == "tokens" else np.ones(shape)
-        batch[name] = jax.device_put(values.astype(like.dtype), placement.batch)
-    times = []
-    for _ in range(steps + 1):
-        began = time.process_time()
+    for choice in choices:
+        placement, model = placed(subject, choice), subject.model_of(choice.remat)
+        step = make_step(model, subject.loss, subject.optimizer, placement)
+        state, batch = init_state(model, subject.optimizer, placement), {}
+        for name, like in subject.batch.items():
+            shape = (choice.accumulate, like.shape[0] // choice.accumulate, *like.shape[1:])
+            values = rng.integers(0, 255, shape) if name == "tokens" else np.ones(shape)
+            batch[name] = jax.device_put(values.astype(like.dtype), placement.batch)
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
-        times.append(time.process_time() - began)
-    return statistics.median(times[1:])
+        running.append([step, state, batch])
+    times: list[list[float]] = [[] for _ in running]
+    for _ in range(rounds + 1):
+        for each, found in zip(running, times, strict=True):
+            began = time.process_time()
+            each[1], metrics = each[0](each[1], each[2])
+            jax.block_until_ready(metrics)
+            found.append(time.process_time() - began)
+    return [statistics.median(found[1:]) for found in times]
 
 
 def large() -> None:
@@ -226,7 +247,7 @@ def main() -> None:
     """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["memory", "rank", "large"])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kind", default="cpu", help="of memory: cpu, h100 or a100")
     options = parser.parse_args()
     for part in options.parts:

@@ -1,14 +1,26 @@
-"""`shardtrain calibrate`: measure this machine's devices, as lines of a cluster file (`shardtrain plan`)."""
+"""`shardtrain calibrate`: measure this machine's devices, as lines of a cluster file (`shardtrain plan`).
+
+With a run, its constants are also fitted to a few steps of that run.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import tyro
 
+from shardtrain.cli.run_options import parse_run
 from shardtrain.doctor.rates import best, measure
+from shardtrain.islands.cluster import IslandKind
+from shardtrain.plan.calibration import Fitted, fitted, spread
 from shardtrain.plan.devices import GB, TERA
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.search import predictions
+from shardtrain.plan.space import Space, allowed_choices, mesh_text
 from shardtrain.system import terminal
+from shardtrain.trainer.config import Run
 
 SMALL = 8
 """Elements of an array whose kernels take next to no time."""
@@ -16,10 +28,15 @@ SMALL = 8
 KERNELS = 64
 """Kernels of a program of such arrays."""
 
+LATENCY_SECONDS = 1e-5
+"""Of a message, before steps were measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
     """Measure one device of this machine: matrix products, memory, and the time of a small kernel.
+
+    With a run (`shardtrain calibrate RUN --probes 6`) also fit them, and link and latency, to steps of it.
 
     Args:
       dtype: of matrix products: float32 or bfloat16, as the run computes.
@@ -28,27 +45,108 @@ class CalibrateOptions:
     dtype: str = "float32"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """Measure one device of this machine, and then fit it to steps of a run on all devices.
+
+    Args:
+      probes: number of ways to run a step that are measured, each for a few steps; those that differ most in
+        what their time is spent on.
+      dtype: of matrix products: float32 or bfloat16, as the run computes.
+    """
+
+    probes: int = 6
+    dtype: str = "float32"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print a table `device` for a kind of islands; return 0."""
     import jax
 
-    options = tyro.cli(CalibrateOptions, args=list(arguments), prog="shardtrain calibrate")
-    if options.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"--dtype is {options.dtype}; use float32 or bfloat16")
-    device = jax.local_devices()[0]
-    rates = measure(device)
-    memory = (device.memory_stats() or {}).get("bytes_limit")
+    if arguments and not arguments[0].startswith("-"):
+        run, options = parse_run("calibrate", arguments, ProbeOptions)
+        if options.probes < 2:
+            raise ValueError(f"--probes is {options.probes}; use 2 or more, as in --probes 6")
+        machine = _fitted_machine(run, options)
+    else:
+        options = tyro.cli(CalibrateOptions, args=list(arguments), prog="shardtrain calibrate")
+        machine = _measured_machine(options.dtype, 1)
+    rates, link = machine.rates, machine.device_link
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     lines = {
-        "teraflops": rates[options.dtype] / TERA,
-        "memory_gb_per_second": rates["memory"] / GB,
-        "kernel_us": 1e6 * kernel_seconds(device),
+        "teraflops": rates.flops_per_second / TERA,
+        "memory_gb_per_second": rates.memory_bytes_per_second / GB,
+        "kernel_us": 1e6 * rates.kernel_seconds,
         **({} if memory is None else {"memory_gb": memory / GB}),
+        **({} if link == Link() else {"link_gb_per_second": link.bytes_per_second / GB}),
+        **({} if link == Link() else {"latency_us": 1e6 * link.latency_seconds}),
     }
+    kind = jax.local_devices()[0].device_kind
     terminal.out(
-        f"# {device.device_kind}, products in {options.dtype}; put it below [[islands]] of a cluster file\n"
+        f"# {kind}, products in {options.dtype}; put it below [[islands]] of a cluster file\n"
+        "[islands.device]\n" + "".join(f"{name} = {value:.4g}\n" for name, value in lines.items())
     )
-    terminal.out("[islands.device]\n" + "".join(f"{name} = {value:.4g}\n" for name, value in lines.items()))
     return 0
+
+
+def _measured_machine(dtype: str, sharers: int) -> Machine:
+    """Return a device of this machine as small programs measure it; `sharers` devices have its cores."""
+    import jax
+
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype is {dtype}; use float32 or bfloat16")
+    device = jax.local_devices()[0]
+    found = measure(device)
+    return Machine(
+        rates=Rates(
+            flops_per_second=found[dtype] / sharers,
+            memory_bytes_per_second=found["memory"] / sharers,
+            kernel_seconds=kernel_seconds(device),
+        )
+    )
+
+
+def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
+    """Return a device as steps of a run on all devices show it, and print these steps."""
+    import jax
+
+    from shardtrain.trainer.planned import subjects_of
+    from shardtrain.trainer.probe_runs import probe_seconds
+
+    devices = jax.device_count()
+    simulated = devices > 1 and jax.local_devices()[0].platform == "cpu"
+    start = _measured_machine(options.dtype, devices if simulated else 1)
+    link = Link(bytes_per_second=start.rates.memory_bytes_per_second, latency_seconds=LATENCY_SECONDS)
+    start = Machine(rates=start.rates, device_link=link)
+    with TemporaryDirectory() as folder:
+        source = run.data.train(Path(folder))
+        (subject,) = subjects_of(run, source, [IslandKind(kind="here", devices=devices)])
+        every, _ = allowed_choices(subject, devices, Space())
+        if not every:
+            raise ValueError(f"no way to run a step on {devices} devices is accepted, so none is measured")
+        positions = spread(predictions(subject, start, devices, every), options.probes)
+        choices = [every[i] for i in positions]
+        seconds = [probe_seconds(run, source, choice) for choice in choices]
+
+    def predict(machine: Machine) -> list[float]:
+        return [each.seconds.total for each in predictions(subject, machine, devices, choices)]
+
+    found = fitted(start, predict, seconds)
+    names = [f"{mesh_text(each.layout)} --accumulate {each.accumulate}" for each in choices]
+    terminal.out(probes_text(names, seconds, found))
+    return found.machine
+
+
+def probes_text(names: Sequence[str], seconds: Sequence[float], found: Fitted) -> str:
+    """Format what was measured and how far predictions are from it, as comments of a cluster file."""
+    rows = zip(names, seconds, found.before, found.after, found.left_out, strict=True)
+    return (
+        "# steps of the run, and predicted over measured time: before the fit, after it, and fitted without"
+        " that step\n"
+    ) + "".join(
+        f"# {name}: {1e3 * taken:.4g} ms; {before:.2f}, {after:.2f}, {left_out:.2f}\n"
+        for name, taken, before, after, left_out in rows
+    )
 
 
 def kernel_seconds(device: Any) -> float:

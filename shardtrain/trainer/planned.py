@@ -83,7 +83,7 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     The strategy reads back from a file (`strategy_text`), and `train --strategy FILE` takes it.
     """
     choices = [each.plan.ranked[0].choice for each in plan.kinds]
-    strategy = replace(_with_choice(run.strategy, choices[0]), predicted=_predicted(plan))
+    strategy = replace(with_choice(run.strategy, choices[0]), predicted=_predicted(plan))
     if len(plan.shares) == 1:
         return replace(strategy, islands={})
     sections, first = {}, 0
@@ -172,7 +172,7 @@ def _predicted(plan: ClusterPlan) -> dict[str, float]:
     return {name: float(value) for name, value in zip(PARTS, parts, strict=True)}
 
 
-def _with_choice(strategy: Strategy, choice: Choice) -> Strategy:
+def with_choice(strategy: Strategy, choice: Choice) -> Strategy:
     pipeline = replace(
         strategy.pipeline, schedule=choice.schedule, virtual_stages=choice.virtual_stages, stages="equal"
     )

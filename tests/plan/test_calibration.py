@@ -1,0 +1,90 @@
+"""Constants of a machine are found again from the times that it predicts; probes differ."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fine_tuning import Numbers, run_of
+from tiny_language_model import TinyConfig
+
+from shardtrain import cli
+from shardtrain.islands.cluster import IslandKind
+from shardtrain.plan.calibration import fitted, spread
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.search import predictions
+from shardtrain.plan.space import Space, allowed_choices
+from shardtrain.trainer.planned import subjects_of
+
+DEVICES = 8
+START = Machine(
+    rates=Rates(flops_per_second=1e9, memory_bytes_per_second=1e9, kernel_seconds=1e-5),
+    device_link=Link(bytes_per_second=1e9, latency_seconds=1e-5),
+)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    run = run_of(TinyConfig(num_layers=4, embed=64, mlp=256), batch=32)
+    (found,) = subjects_of(run, Numbers(), [IslandKind(kind="here", devices=DEVICES)])
+    return found
+
+
+def test_a_fit_finds_the_times_of_another_machine(subject):
+    link = Link(bytes_per_second=3e8, latency_seconds=4e-5)
+    rates = Rates(flops_per_second=3e9, memory_bytes_per_second=5e8, kernel_seconds=3e-5)
+    true = replace(START, rates=rates, device_link=link)
+    every, _ = allowed_choices(subject, DEVICES, Space())
+    probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 6)]
+
+    def seconds(machine, choices=probes):
+        return [each.seconds.total for each in predictions(subject, machine, DEVICES, choices)]
+
+    found = fitted(START, seconds, seconds(true))
+    assert max(abs(math.log(x)) for x in found.before) > 0.5
+    assert max(abs(math.log(x)) for x in found.after) < 0.05
+    assert max(abs(math.log(x)) for x in found.left_out) < 0.5
+    # also of the ways that were no probes
+    others = [choice for choice in every if choice not in probes]
+    ratios = np.array(seconds(found.machine, others)) / np.array(seconds(true, others))
+    before = np.array(seconds(START, others)) / np.array(seconds(true, others))
+    assert np.median(np.abs(np.log(ratios))) < 0.1 < np.median(np.abs(np.log(before)))
+
+
+def test_probes_differ_and_are_no_slow_ones(subject):
+    every, _ = allowed_choices(subject, DEVICES, Space())
+    predicted = predictions(subject, START, DEVICES, every)
+    chosen = spread(predicted, 6)
+    totals = [each.seconds.total for each in predicted]
+    assert len(set(chosen)) == 6
+    assert totals[chosen[0]] == min(totals)
+    assert max(totals[i] for i in chosen) <= 4 * min(totals)
+    axes = {axis for i in chosen for axis, size in every[i].layout.mesh.items() if size > 1}
+    assert len(axes) >= 3
+    assert len(spread(predicted, 10_000)) <= len(every)
+
+
+def test_a_fit_needs_two_steps():
+    with pytest.raises(ValueError, match="1 steps were measured"):
+        fitted(START, lambda machine: [1.0], [1.0])
+
+
+RUN = """
+from fine_tuning import run_of
+from tiny_language_model import TinyConfig
+
+def run():
+    return run_of(TinyConfig(num_layers=2))
+"""
+
+
+def test_calibrate_measures_steps_of_a_run_and_prints_a_device_for_a_cluster_file(tmp_path, capsys):
+    (tmp_path / "run.py").write_text(RUN)
+    assert cli.main(["calibrate", f"{tmp_path}/run.py", "--probes", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" ms; ") == 2
+    names = ("teraflops", "memory_gb_per_second", "kernel_us", "link_gb_per_second", "latency_us")
+    values = {name: float(out.partition(f"\n{name} = ")[2].partition("\n")[0]) for name in names}
+    assert all(0 < value < math.inf for value in values.values())
+    assert cli.main(["calibrate", f"{tmp_path}/run.py", "--probes", "1"]) == 2
+    assert "--probes is 1; use 2 or more" in capsys.readouterr().err
