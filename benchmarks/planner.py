@@ -4,8 +4,8 @@ uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 8] [--kind 
 
 memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 22 ways to run
 a small decoder on 8 simulated devices, processor time of a step beside two predictions: by three rates that
-are measured first, and by constants that are fitted to six other ways. large: seconds to plan 1,024 devices. Figures:
-docs/benchmarks/planner.md.
+are measured first, and by constants that are fitted to six other ways. large: seconds to plan 1,024 devices.
+Figures: docs/benchmarks/planner.md.
 """
 
 import argparse
