@@ -90,12 +90,22 @@ def interval_text(
         "Daly 2006, higher order": daly_interval(save_seconds, failure_seconds),
     }
     rows = []
-    for name, interval in intervals.items():
+    for name, longest in intervals.items():
+        # a save is after a step, and none is after the end of the work
+        interval = min(max(longest, step_seconds or 0.0), work_seconds)
         takes = expected_seconds(work_seconds, interval, save_seconds, failure_seconds, restart_seconds)
         steps = "" if step_seconds is None else f"{max(round(interval / step_seconds), 1)}"
         lost = "never ends" if math.isinf(takes) else f"{takes / work_seconds - 1:.1%}"
-        rows.append((name, duration_text(interval), steps, duration_text(takes), lost))
-    return table_text(("formula", "save every", "steps", "the run takes", "more than without"), rows)
+        every = duration_text(interval) if interval < work_seconds else "once, at the end"
+        rows.append((name, every, steps, duration_text(takes), lost))
+    text = table_text(("formula", "save every", "steps", "the run takes", "more than without"), rows)
+    shortest = min(intervals.values())
+    if step_seconds is not None and step_seconds > shortest:
+        text += (
+            f"a step takes {duration_text(step_seconds)}, longer than an interval of"
+            f" {duration_text(shortest)}: a save after every step is as often as can be\n"
+        )
+    return text
 
 
 def noise_text(scale: float, batch: float, rate: float | None, exponent: float) -> str:

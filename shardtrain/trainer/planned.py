@@ -25,38 +25,44 @@ from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.setup import FIRST_POSITION
 from shardtrain.trainer.strategy import Strategy
 
+MOST_ROWS = 64
+"""Rows of the first batch that are loaded for what the loss counts in a row, on average."""
+
 
 def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subject]:
     """Return what is planned for each kind of islands: alike where they compute in the same dtype.
 
     Args:
       run: the run; its remat, if it gives one, is kept.
-      source: its training samples, of which one is loaded.
+      source: its training samples, of which some are loaded: all must have the same shapes.
       kinds: the kinds; their sections of a strategy may give a dtype.
 
     Raises:
-      ValueError: the model cannot be computed as the strategy says, or batches are counted in tokens.
+      ValueError: the model cannot be computed as the strategy says, batches are counted in tokens, or the
+        samples have different shapes.
     """
     if run.batch_unit == "tokens":
         raise ValueError(
             f"batch is {run.batch} tokens, and a plan is for batches of equal rows; give --batch-unit"
-            " examples and the number of rows of a typical batch"
+            " examples and the number of rows of a typical batch, and samples padded to its length"
         )
-    row = Batches(source=source, batch=run.batch, seed=run.seed, rows=[0]).load(FIRST_POSITION)
-    batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in row.items()}
+    num_rows = min(run.batch, MOST_ROWS, max(len(source), 1))
+    rows = Batches(source=source, batch=run.batch, seed=run.seed, rows=range(num_rows)).load(FIRST_POSITION)
+    batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in rows.items()}
     found: dict[str | None, Subject] = {}
     dtypes = [kind.strategy.get("compute_dtype", run.strategy.compute_dtype) for kind in kinds]
     for dtype in dict.fromkeys(dtypes):
         # one optimizer for all ways to recompute: it is made for the model's names alone
         model = _model(run, dtype, None)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
+        count = loss_count(model, run.loss, rows)
         found[dtype] = Subject(
             model=partial(_model, run, dtype),
             loss=run.loss,
             optimizer=optimizer,
             batch=batch,
             unit=run.unit,
-            row_units=loss_count(model, run.loss, row),
+            row_units=None if count is None else count / num_rows,
         )
     return [found[dtype] for dtype in dtypes]
 

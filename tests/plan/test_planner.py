@@ -9,11 +9,12 @@ from itertools import product
 import flax.linen
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain import next_token_loss
+from shardtrain import Text, next_token_loss
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind, read_cluster
@@ -39,6 +40,8 @@ from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.planned import subjects_of
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=4, num_heads=4, mlp=128)
 ROWS, SEQ = 16, 64
@@ -339,6 +342,23 @@ def test_microbatches_of_a_pipeline_are_those_of_the_batch(subject):
     costs = pipeline_costs(subject, ClusterPlan(kinds=(each,), shares=(ROWS,), join_seconds=0.0), None)
     # 12 microbatches for 3 stages would be 24 rows, of a batch of 16
     assert (costs.num_microbatches, costs.rows) == (8, 2)
+
+
+def test_what_a_loss_counts_is_averaged_over_rows_of_one_shape():
+    run = Run(model=CONFIG, data=Text(seq=SEQ), batch=ROWS, steps=1)
+    source = [
+        {"tokens": np.zeros(SEQ + 1, np.int32), "weights": np.float32(number % 4 == 0)}
+        for number in range(ROWS)
+    ]
+    (found,) = subjects_of(run, source, [IslandKind(kind="a", devices=1)])
+    assert found.row_units == SEQ / 4
+    assert found.batch["tokens"].shape == (ROWS, SEQ + 1)
+    # fewer samples than rows of a batch
+    (found,) = subjects_of(run, source[:3], [IslandKind(kind="a", devices=1)])
+    assert found.row_units == pytest.approx(SEQ / 3)
+    source[5] = {"tokens": np.zeros(9, np.int32), "weights": np.float32(1)}
+    with pytest.raises(ValueError, match="samples of one batch differ"):
+        subjects_of(run, source, [IslandKind(kind="a", devices=1)])
 
 
 def test_pooling_and_images_are_traced():

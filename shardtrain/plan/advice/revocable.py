@@ -5,6 +5,7 @@ revocations x (replacement and start-up), with the speed of those hosts that are
 """
 
 import heapq
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -81,7 +82,8 @@ def expected_outcome(run: RevocableRun) -> Outcome:
 
     Where the others wait, the run is one machine that fails as often as any of its hosts (Daly 2006). Where
     they continue, each host is there for life / (life + replacement) of the time; it begins with all hosts,
-    which a long run forgets.
+    which a long run forgets. Where they wait, one host is not there, and not paid, until the run works again:
+    one more that is lost meanwhile begins the restart again, so an outage may be longer than a replacement.
 
     >>> run = RevocableRun(hosts=8, work_seconds=36000, interval_seconds=1800, save_seconds=30,
     ...     host_life_seconds=86400, replace_seconds=300, price_per_hour=1.0)
@@ -95,7 +97,9 @@ def expected_outcome(run: RevocableRun) -> Outcome:
         )
         # the run ends with its work, so it fails as often as its busy time and its restarts allow
         revocations = seconds / failure_seconds
-        paid = seconds * run.hosts - revocations * run.replace_seconds
+        # an outage of mean M (e^(R / M) - 1) begins every M of the rest: it is 1 - e^(-R / M) of the time
+        there = math.exp(-min(run.replace_seconds / failure_seconds, 700.0))
+        paid = seconds * (run.hosts - 1 + there)
     else:
         there = run.host_life_seconds / (run.host_life_seconds + run.replace_seconds)
         seconds = run.busy_seconds / there
@@ -131,7 +135,7 @@ def simulated_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outc
 def _simulated_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
     """Simulate hosts of which every one must be there: a loss costs the work since the last save."""
     rate = run.hosts / run.host_life_seconds
-    now, revocations, left = 0.0, 0, run.work_seconds
+    now, revocations, left, outages = 0.0, 0, run.work_seconds, 0.0
     fails_at = draw.expovariate(rate)
     while left > 1e-9 * run.work_seconds:
         piece = min(run.interval_seconds, left)
@@ -140,6 +144,7 @@ def _simulated_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
         if fails_at >= ends_at:
             now, left = ends_at, left - piece
             continue
+        outages -= fails_at
         while fails_at < now or fails_at < ends_at:
             # a host that is lost during a restart begins it again
             revocations += 1
@@ -149,7 +154,8 @@ def _simulated_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
                 now = restarts_at
                 break
             ends_at = restarts_at
-    paid = now * run.hosts - min(revocations * run.replace_seconds, now)
+        outages += now
+    paid = now * run.hosts - outages
     return Outcome(now, revocations, paid / 3600 * run.price_per_hour)
 
 

@@ -92,6 +92,38 @@ def test_expected_outcomes_are_those_of_simulated_runs(others, hosts):
     assert simulated_outcome(run, 20, seed=1) == simulated_outcome(run, 20, seed=1)
 
 
+@pytest.mark.parametrize(("hosts", "replace_seconds"), [(1, 600.0), (4, 1500.0), (2, 900.0)])
+def test_long_outages_cost_what_is_simulated(hosts, replace_seconds):
+    """A replacement takes as long as, or longer than, it takes until the next host is lost."""
+    life = hosts * 600.0
+    run = RevocableRun(
+        hosts=hosts,
+        work_seconds=7200.0,
+        interval_seconds=300.0,
+        save_seconds=10.0,
+        host_life_seconds=life,
+        replace_seconds=replace_seconds,
+        price_per_hour=1.0,
+    )
+    expected, simulated = expected_outcome(run), simulated_outcome(run, 1500, seed=1)
+    assert simulated.seconds == pytest.approx(expected.seconds, rel=0.03)
+    assert simulated.cost == pytest.approx(expected.cost, rel=0.03)
+    assert expected.cost > (hosts - 1) * expected.seconds / 3600 >= 0
+
+
+def test_a_short_run_is_saved_once_and_a_long_step_is_said(capsys):
+    words = "interval --save-seconds 300 --failure-hours 24 --work-hours 1 --step-seconds 10"
+    assert cli.main(["advise", *words.split()]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines() if "order" in line]
+    assert len(rows) == 2
+    assert all("once, at the end" in [cell.strip() for cell in row] for row in rows)
+    words = "interval --save-seconds 1 --failure-hours 1 --step-seconds 600"
+    assert cli.main(["advise", *words.split()]) == 0
+    shown = capsys.readouterr().out
+    assert "a step takes 10m00s, longer than an interval of 1m24s: a save after every step" in shown
+    assert shown.count("10m00s") == 3
+
+
 def test_without_revocations_a_run_takes_its_work_and_its_saves():
     run = replace(RUN, host_life_seconds=1e15)
     for others in ("wait", "continue"):
@@ -141,8 +173,21 @@ def test_each_question_is_answered(words, shown, capsys):
     [
         (
             "interval --save-seconds 0 --failure-hours nan",
-            "an interval was asked for:\n  - save_seconds is 0; use a finite number above 0\n"
-            "  - failure_seconds is nan; use a finite number above 0",
+            "an interval was asked for:\n  - --save-seconds is 0; use a finite number above 0\n"
+            "  - --failure-hours is nan; use a finite number above 0",
+        ),
+        (
+            "interval --save-seconds 3 --failure-hours -6 --step-seconds 0",
+            "  - --failure-hours is -6; use a finite number above 0\n  - --step-seconds is 0; use",
+        ),
+        ("devices --overhead -0.1", "--overhead is -0.1; use a finite number of at least 0"),
+        (
+            "revocable --hosts 2 --work-hours 1 --save-minutes 9 --save-seconds 9 --life-hours 9 --compare 0",
+            "--compare, number 1, is 0; use a finite number above 0",
+        ),
+        (
+            "batch --small 16 --small-norm 7 --large 64 --large-norm 3 --learning-rate -1",
+            "--learning-rate is -1; use a finite number above 0",
         ),
         ("devices --overhead 0.1 --efficiency 1.5", "efficiency is 1.5; use a fraction above 0 and below 1"),
         ("batch --small 64 --small-norm 1 --large 16 --large-norm 1", "batches of 64 and 16; give two"),
