@@ -28,7 +28,7 @@ def with_frozen(model: Model, patterns: Sequence[str] | None) -> Model:
         model has any (`ADAPTERS`), else nothing.
 
     Raises:
-      ValueError: lists every pattern that matches nothing; or nothing is left to train.
+      ValueError: lists every pattern that matches nothing; or nothing is frozen, or left to train.
 
     >>> from shardtrain.functional.nnx_model import as_model
     >>> from shardtrain.models.mlp import MlpConfig
@@ -44,6 +44,11 @@ def with_frozen(model: Model, patterns: Sequence[str] | None) -> Model:
             return model
         patterns = ("*", *(f"!{pattern}" for pattern in ADAPTERS))
     idle = [p for p in patterns if not any(fnmatchcase(path, p.removeprefix("!")) for path in paths)]
+    if all(p.startswith("!") for p in patterns):
+        raise ValueError(
+            f"freeze is {tuple(patterns)}, which excludes parameters and freezes none; name what to freeze"
+            f" too, as in '*' {patterns[0]!r}"
+        )
     if idle:
         problems = [f"no parameter matches {near(p.removeprefix('!'), paths)}" for p in idle]
         raise problems_error("freeze does not fit the model's parameters", problems)

@@ -199,6 +199,7 @@ def test_rates_scale_the_updates_of_their_parameters():
     [
         ({"freeze": ("blocks/dwn",)}, "no parameter matches 'blocks/dwn' (did you mean 'blocks/down'"),
         ({"freeze": ("*",)}, "matches all 3 parameters, so nothing is trained"),
+        ({"freeze": ("!*/up",)}, "which excludes parameters and freezes none"),
         ({"optimizer": Optimizer(rates=("head=2",))}, "'head=2' is the first to match no parameter"),
         (
             {"freeze": ("*/up",), "optimizer": Optimizer(rates=("*/up=2",))},
