@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from shardtrain.data.documents import OnError, on_error_problems
 from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.sources.row_offsets import remove_indices
 from shardtrain.data.token_manifest import (
     MANIFEST,
     PLAN,
@@ -112,7 +112,7 @@ def tokenize(
             " the command again"
         )
     _write_manifest(out, options.tokenizer, tokenizer, records)
-    shutil.rmtree(out / INDEX, ignore_errors=True)  # of the text, which is not read again
+    remove_indices(out / INDEX)  # of the text, which is not read again
     return read_manifest(out)
 
 

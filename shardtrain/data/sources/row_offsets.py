@@ -42,6 +42,16 @@ def row_offsets(path: Path, folder: Path | None, find: Callable[[Path], np.ndarr
     return np.load(index, mmap_mode="r", allow_pickle=False) if offsets.size else offsets
 
 
+def remove_indices(folder: Path) -> None:
+    """Delete the indices in a folder that nothing reads any more, and the folder if nothing else is in it."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for index in folder.glob("rows-*.npy"):
+        index.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def is_cut_off(offset: int) -> bool:
     """Return whether an offset that was read as unsigned is `CUT_OFF`."""
     return offset == CUT_OFF % 2**64
