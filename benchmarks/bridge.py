@@ -42,12 +42,12 @@ from shardtrain.train_step.step import make_step
 Side = Callable[[], Any]
 RAW, NEW, JIT, BRIDGE = "MPI", "MPI into new memory", "one jit", "bridge"
 RAW_READ, BRIDGE_READ = "MPI, and a program that reads as much", "bridge, and a program that reads the mean"
-ALONE, BARRIER, TOGETHER, ONE_BY_ONE, ONE_BUCKET = (
+ALONE, BARRIER, DEFAULT, TOGETHER, ONE_BY_ONE = (
     "alone",
     "alone, and a barrier",
     "bridge",
+    "bridge, a first bucket of 1 MB",
     "bridge, bucket after bucket",
-    "bridge, one bucket",
 )
 
 
@@ -276,9 +276,9 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
     mesh = make_mesh(Layout(), jax.local_devices()[:1])
     caps = (options.bucket_bytes, min(options.bucket_bytes, FIRST_BYTES))
     transfers = {
+        DEFAULT: Transfer(mesh, [MpiGroup(comm)]),
         TOGETHER: Transfer(mesh, [MpiGroup(comm)], *caps),
         ONE_BY_ONE: OneByOne(mesh, [MpiGroup(comm)], *caps),
-        ONE_BUCKET: Transfer(mesh, [MpiGroup(comm)], 1 << 40, 1 << 40),
     }
     return {
         ALONE: Stepper(options, comm.rank, None),

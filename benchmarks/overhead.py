@@ -21,7 +21,8 @@ from loops import HandWritten, Toolkit
 from paired import Block, Spread, ratios, rounds
 
 from shardtrain.data import Tokens, write_tokens
-from shardtrain.models.decoder import DecoderConfig, flops_per_token, gpt2
+from shardtrain.models.decoder import DecoderConfig, gpt2
+from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.plan.devices import known_device, mfu
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.metric_log import STEPS_LATE

@@ -1,33 +1,35 @@
 """How right the planner is: memory and times that it predicts, against compiled steps on this machine.
 
-uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 8] [--kind h100]
+uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 8] [--measured rows.csv] [--kind h100]
 
-memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 22 ways to run
+memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 24 ways to run
 a small decoder on 8 simulated devices, processor time of a step beside two predictions: by three rates that
-are measured first, and by constants that are fitted to six other ways. large: seconds to plan 1,024 devices.
+are measured first, and by constants that are fitted to six other ways; with --measured FILE from the rows of
+a file, without running a step, if it is there. large: seconds to plan 1,024 devices.
 Figures: docs/benchmarks/planner.md.
 """
 
 import argparse
+import csv
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
 from shardtrain import next_token_loss
-from shardtrain.cli.calibrate import LATENCY_SECONDS, kernel_seconds
-from shardtrain.doctor.rates import measure
+from shardtrain.cli.calibrate import measured_host, usable_cores
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.calibration import fitted
 from shardtrain.plan.compile import compile_step, described_devices, figures
-from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions, search
 from shardtrain.plan.space import Space, mesh_text
@@ -38,10 +40,6 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
-
-# before devices start: freed memory is kept, as launched islands do; else page faults are a third of a step
-tune_malloc()
-jax.config.update("jax_num_cpu_devices", 8)
 
 MODELS = {
     "many activations": (
@@ -153,51 +151,124 @@ def memory(kind: str) -> None:
     print(f"within 10 %: {sum(within)} of {len(within)}")
 
 
-def rank(steps: int) -> None:
+class Measured(NamedTuple):
+    """What was measured: rates of the host, and processor seconds of a step.
+
+    Args:
+      host: all of it as one device.
+      cores: of it.
+      judged, probes: (ways, rounds).
+    """
+
+    host: Machine
+    cores: int
+    judged: np.ndarray
+    probes: np.ndarray
+
+
+def measured_rows(path: Path | None, steps: int) -> Measured:
+    """Return the rows of a CSV file; if it is not there, measure them and write it."""
+    if path is not None and path.exists():
+        values: dict[tuple[str, str], list[float]] = {}
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                values.setdefault((row["kind"], row["way"]), []).append(float(row["value"]))
+        host = {way: value for (kind, way), (value, *_) in values.items() if kind == "host"}
+        cores = int(host["cores"])
+        link = Link(bytes_per_second=host["link"], latency_seconds=host["latency"])
+
+        def rows_of(kind: str, points: Sequence[Any]) -> np.ndarray:
+            ways = [(kind, way_text(choice_of(*point))) for point in points]
+            if missing := [way for way in ways if way not in values]:
+                raise ValueError(f"{path} has no rows of {' '.join(missing[0])}; measure them, to a new file")
+            return np.array([values[way] for way in ways])
+
+        rates = Rates(
+            flops_per_second=host["flops_per_second"],
+            memory_bytes_per_second=host["memory_bytes_per_second"],
+            kernel_seconds=host["kernel_seconds"],
+        )
+        machine = Machine(rates=rates, device_link=link)
+        return Measured(machine, cores, rows_of("judged", RANKED), rows_of("probe", PROBES))
+    subject = subject_of(*MODELS["many activations"])
+    host = measured_host("float32")
+    choices = [choice_of(*point) for point in (*RANKED, *PROBES)]
+    seconds = processor_seconds(subject, choices, steps)
+    if path is not None:
+        kinds = ["judged"] * len(RANKED) + ["probe"] * len(PROBES)
+        figures_of_host = {
+            "cores": usable_cores(),
+            "flops_per_second": host.rates.flops_per_second,
+            "memory_bytes_per_second": host.rates.memory_bytes_per_second,
+            "kernel_seconds": host.rates.kernel_seconds,
+            "link": host.device_link.bytes_per_second,
+            "latency": host.device_link.latency_seconds,
+        }
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("kind", "way", "value"))
+            writer.writerows(("host", name, value) for name, value in figures_of_host.items())
+            writer.writerows(
+                (kind, way_text(choice), f"{value:.6f}")
+                for kind, choice, found in zip(kinds, choices, seconds, strict=True)
+                for value in found
+            )
+    return Measured(host, usable_cores(), seconds[: len(RANKED)], seconds[len(RANKED) :])
+
+
+def way_text(choice: Choice) -> str:
+    """Name a way in a table."""
+    return f"{mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat}"
+
+
+def order_correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Return Spearman's rank correlation of values of which no two are equal."""
+    return float(np.corrcoef(one.argsort().argsort(), other.argsort().argsort())[0, 1])
+
+
+def work_seconds(subject: Subject, host: Machine, choices: Sequence[Choice], cores: int) -> np.ndarray:
+    """Return the predicted processor seconds of a step: the simulated devices keep all cores busy."""
+    found = []
+    for choice in choices:
+        num_devices = math.prod(choice.layout.mesh.values())
+        device = simulated_machine(host, num_devices, cores)
+        (predicted,) = predictions(subject, device, num_devices, [choice])
+        found.append(cores * predicted.seconds.total)
+    return np.array(found)
+
+
+def judge(measured: Measured) -> dict[str, tuple[float, float]]:
     """Print predicted times beside processor times of a step, and how well their orders agree.
 
     Predicted by three rates that are measured first, and by constants fitted to `PROBES` alone.
+
+    Returns:
+      Name of the prediction -> (rank correlation, seconds of the pick over those of the best).
     """
-    config, rows = MODELS["many activations"]
-    subject, device = subject_of(config, rows), jax.devices()[0]
-    rates = measure(device)
-    # simulated devices share the cores: what all of them do takes the time of one device that does it alone
-    machine = Machine(
-        rates=Rates(
-            flops_per_second=rates["float32"],
-            memory_bytes_per_second=rates["memory"],
-            kernel_seconds=kernel_seconds(device),
-        ),
-        device_link=Link(bytes_per_second=rates["memory"], latency_seconds=LATENCY_SECONDS),
-    )
     judged, probes = ([choice_of(*point) for point in points] for points in (RANKED, PROBES))
-    measured = np.array(processor_seconds(subject, [*judged, *probes], steps))
-    measured, of_probes = measured[: len(judged)], measured[len(judged) :]
+    least, of_probes = measured.judged.min(1), measured.probes.min(1)
+    subject, cores = subject_of(*MODELS["many activations"]), measured.cores
 
-    def work(machine: Machine, choices: Sequence[Choice]) -> np.ndarray:
-        """Return the processor seconds of all devices: what they wait for each other is none."""
-        found = []
-        for choice in choices:
-            num_devices = math.prod(choice.layout.mesh.values())
-            (predicted,) = predictions(subject, machine, num_devices, [choice])
-            seconds = predicted.seconds
-            found.append(num_devices * (seconds.compute + sum(seconds.collectives.values()) + seconds.update))
-        return np.array(found)
+    def of_probes_by(host: Machine) -> list[float]:
+        return work_seconds(subject, host, probes, cores).tolist()
 
-    fit = fitted(machine, lambda machine: work(machine, probes).tolist(), of_probes.tolist())
-    by_rates, by_fit = work(machine, judged), work(fit.machine, judged)
-    for choice, *times in zip(judged, by_rates, by_fit, measured, strict=True):
-        cells = " | ".join(f"{1e3 * each:.0f}" for each in times)
-        print(f"| {mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat} | {cells} |")
+    fit = fitted(measured.host, of_probes_by, of_probes.tolist())
+    by_rates, by_fit = (work_seconds(subject, host, judged, cores) for host in (measured.host, fit.machine))
+    for choice, *times in zip(judged, by_rates, by_fit, least, strict=True):
+        print(f"| {way_text(choice)} | {' | '.join(f'{1e3 * each:.0f}' for each in times)} |")
     print(f"fitted: {fit.machine.rates}, {fit.machine.device_link}")
+    found = {}
     for name, predicted in (("rates", by_rates), ("fitted to probes", by_fit)):
-        order = np.corrcoef(predicted.argsort().argsort(), measured.argsort().argsort())[0, 1]
-        pick = measured[predicted.argmin()] / measured.min()
-        print(f"{name}: rank correlation {order:.3f}, the pick takes {pick:.3f} of the best")
+        order = order_correlation(predicted, least)
+        found[name] = order, float(least[predicted.argmin()] / least.min())
+        print(f"{name}: rank correlation {order:.3f}, the pick takes {found[name][1]:.3f} of the best")
+    halves = (measured.judged[:, start::2].min(1) for start in (0, 1))
+    print(f"rounds with odd and even numbers: rank correlation {order_correlation(*halves):.3f}")
+    return found
 
 
-def processor_seconds(subject: Subject, choices: Sequence[Choice], rounds: int) -> list[float]:
-    """Processor seconds of a step of all devices for each choice, the least of rounds of one step each."""
+def processor_seconds(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.ndarray:
+    """Processor seconds of a step of all devices, for each choice in each of several rounds (C, rounds)."""
     running: list[list[Any]] = []
     rng = np.random.default_rng(0)
     for choice in choices:
@@ -218,7 +289,8 @@ def processor_seconds(subject: Subject, choices: Sequence[Choice], rounds: int) 
             each[1], metrics = each[0](each[1], each[2])
             jax.block_until_ready(metrics)
             found.append(time.process_time() - began)
-    return [min(found[1:]) for found in times]
+    # the first round is warmer for some than for others
+    return np.array(times)[:, 1:]
 
 
 def large() -> None:
@@ -244,13 +316,26 @@ def large() -> None:
 
 def main() -> None:
     """Run the parts that are named, or all."""
+    # before devices start: freed memory is kept, as in launched islands; else page faults are a third
+    tune_malloc()
+    jax.config.update("jax_num_cpu_devices", 8)
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["memory", "rank", "large"])
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        help="CSV file with the measured steps of rank: written if it is not there, else read instead",
+    )
     parser.add_argument("--kind", default="cpu", help="of memory: cpu, h100 or a100")
     options = parser.parse_args()
+    parts = {
+        "memory": lambda: memory(options.kind),
+        "rank": lambda: judge(measured_rows(options.measured, options.steps)),
+        "large": large,
+    }
     for part in options.parts:
-        {"memory": lambda: memory(options.kind), "rank": lambda: rank(options.steps), "large": large}[part]()
+        parts[part]()
 
 
 if __name__ == "__main__":

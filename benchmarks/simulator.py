@@ -20,15 +20,15 @@ from shardtrain.plan.simulator.delta import DeltaSimulation
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.simulator.task_graph import Task, TaskGraph
 from shardtrain.plan.simulator.timeline import timeline
-from shardtrain.plan.step_times import (
+from shardtrain.plan.step_collectives import (
     BETWEEN,
     GRADIENT,
     INSIDE,
     MICROBATCH,
     MICROBATCH_GRADIENT,
     Collective,
-    StepTimes,
 )
+from shardtrain.plan.step_times import StepTimes
 from shardtrain.sharding.layout import Layout
 
 

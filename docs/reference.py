@@ -25,8 +25,21 @@ REFERENCE = {
 
 MODULES = {
     "shardtrain.models": (
-        *("decoder", "encoder", "encoder_decoder", "mlp", "resnet", "vgg", "linen_decoder", "layers"),
-        *("generate", "chunked_logits", "huggingface", "huggingface_files"),
+        *(
+            "decoder",
+            "decoder_flops",
+            "encoder",
+            "encoder_decoder",
+            "mlp",
+            "resnet",
+            "imagenet_resnet",
+            "vgg",
+            "vit",
+            "linen_decoder",
+            "layers",
+            "attention",
+        ),
+        *("generate", "sampling", "key_value_cache", "chunked_logits", "huggingface", "huggingface.files"),
     ),
     "shardtrain.functional": ("model", "nnx_model"),
     "shardtrain.sharding": ("layout", "layout_file", "axis_sizes", "rules"),

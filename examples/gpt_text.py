@@ -8,15 +8,18 @@ import jax
 from shardtrain import Optimizer, Run, Schedule, Text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.generate import generate
+from shardtrain.models.sampling import Sampling
 
 SEQ = 128
 
 
 def sample(apply) -> str:
     """What the model writes after a beginning."""
-    prompt = b"def "
-    tokens = generate(apply, [list(prompt)], 240, jax.random.key(0), seq=SEQ, temperature=0.7)
-    return "sample:\n" + bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
+    prompt = list(b"def ")
+    sampling = Sampling(temperature=0.7)
+    key = jax.random.key(0)
+    (found,) = generate(apply, [prompt], SEQ - len(prompt), key, seq=SEQ, sampling=sampling, cached=True)
+    return "sample:\n" + bytes([*prompt, *found.tolist()]).decode("utf-8", errors="replace")
 
 
 def run() -> Run:

@@ -20,7 +20,7 @@ from shardtrain.axes import BATCH, EMBED, SEQ, VOCAB
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("hidden_BTD", "kernel", "bias_V"),
-    meta_fields=("kernel_dims", "chunk"),
+    meta_fields=("kernel_dims", "chunk", "soft_cap"),
 )
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLogits:
@@ -36,6 +36,7 @@ class ChunkedLogits:
       bias_V: added to the logits; None: no bias.
       kernel_dims: ("vocab", "embed") of an embedding table, or ("embed", "vocab").
       chunk: most tokens of each device whose logits exist at the same time.
+      soft_cap: see `capped`.
     """
 
     hidden_BTD: jax.Array
@@ -43,6 +44,7 @@ class ChunkedLogits:
     bias_V: jax.Array | None
     kernel_dims: tuple[str, str]
     chunk: int
+    soft_cap: float | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,7 +128,12 @@ class ChunkedLogits:
             logits += bias.astype(hidden.dtype)
         if lead:
             logits = with_logical_constraint(logits, (BATCH, SEQ, None, VOCAB))
-        return logits.astype(jnp.float32)
+        return capped(logits.astype(jnp.float32), self.soft_cap)
+
+
+def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Return soft_cap * tanh(logits / soft_cap); None: the logits as they are."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,7 +5,7 @@ replicated; its output has channels_out, which may be sharded: norms and activat
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, CHANNELS_IN, CHANNELS_OUT, HEIGHT, WIDTH
+from shardtrain.axes import BATCH, CHANNELS_IN, CHANNELS_OUT, HEIGHT, LAYERS, WIDTH
 from shardtrain.models.layers import at_use, normal, parameter
 
 ImageNorms = Literal["group", "batch"]
@@ -26,7 +26,10 @@ MOMENTUM = 0.9
 
 
 class Convolution(nnx.Module):
-    """A convolution with a square window, padded so that a stride of 1 keeps the size, and a bias.
+    """A convolution with a square window, padded so that a stride of 1 keeps the size, and a bias unless not.
+
+    With a stride of more the zeros are as few as needed, the odd one at the end ("SAME"); `both_sides` pads
+    half a window on each side, as PyTorch's models do.
 
     Initial values as in He et al. 2015, https://arxiv.org/abs/1502.01852, section 2.2. `of_image` is for the
     one that reads the image itself, whose few colours no axis divides: its kernel has the shape (height,
@@ -41,10 +44,13 @@ class Convolution(nnx.Module):
         *,
         stride: int = 1,
         of_image: bool = False,
+        bias: bool = True,
+        both_sides: bool = False,
         dtype: str,
         rngs: nnx.Rngs,
     ):
         self.stride, self.dtype = stride, dtype
+        self.padding = ((window // 2, window // 2),) * 2 if both_sides else "SAME"
         sizes = {HEIGHT: window, WIDTH: window, CHANNELS_IN: channels_in, CHANNELS_OUT: channels_out}
         self.dims = (HEIGHT, WIDTH, CHANNELS_IN, CHANNELS_OUT)
         self.shape = tuple(sizes[dim] for dim in self.dims)
@@ -52,7 +58,7 @@ class Convolution(nnx.Module):
             self.dims, sizes[WIDTH] = (HEIGHT, WIDTH, CHANNELS_OUT), window * channels_in
         std = (2 / (window * window * channels_in)) ** 0.5
         self.kernel = normal(self.dims, sizes=sizes, std=std, rngs=rngs)
-        self.bias = parameter(jnp.zeros(channels_out), (CHANNELS_OUT,))
+        self.bias = parameter(jnp.zeros(channels_out), (CHANNELS_OUT,)) if bias else None
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         kernel = at_use(self.kernel, self.dims, self.dtype).reshape(self.shape)
@@ -60,10 +66,12 @@ class Convolution(nnx.Module):
             with_logical_constraint(x_BHWC, ENTERING),
             kernel,
             (self.stride, self.stride),
-            "SAME",
+            self.padding,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
-        return with_logical_constraint(y_BHWC + at_use(self.bias, (CHANNELS_OUT,), self.dtype), WRITTEN)
+        if self.bias is not None:
+            y_BHWC += at_use(self.bias, (CHANNELS_OUT,), self.dtype)
+        return with_logical_constraint(y_BHWC, WRITTEN)
 
 
 class ChannelNorm(nnx.Module):
@@ -121,38 +129,72 @@ class ChannelNorm(nnx.Module):
         return (x_BHWC - mean_C) * jax.lax.rsqrt(variance_C + EPS)
 
 
+class Stack(nnx.Module):
+    """Blocks that are alike, stored as one: each array has a first dim layers, a row for each block.
+
+    `run_blocks` applies them. A network of many blocks has so few arrays, and programs that update, save and
+    send arrays stay small.
+
+    Args:
+      make: makes a block from the key of its parameters; called once, under vmap.
+      keys: of the blocks, (blocks,).
+    """
+
+    def __init__(self, make: Callable[[jax.Array], nnx.Module], keys: jax.Array):
+        self.number = keys.shape[0]
+        self.block = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: LAYERS})(keys)
+
+
 def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan: bool) -> jax.Array:
     """Apply blocks to an array, in order.
 
     Args:
-      blocks: modules that take an array and give one; their running statistics are updated.
+      blocks: modules that take an array and give one, and stacks of such; their running statistics are
+        updated.
       x: what enters the first.
       remat: whether the backward pass computes each block again from its input.
       scan: whether neighbours that differ in their numbers alone, and so keep the shape of the array, are one
-        loop of the compiled program.
+        loop of the compiled program, stacks too.
 
     Returns:
       What the last block gives.
     """
     for _, alike in itertools.groupby(blocks, _kind if scan else id):
         alike = list(alike)
-        graph, *_ = nnx.split(alike[0], nnx.BatchStat, ...)
-        states = [nnx.split(block, nnx.BatchStat, ...)[1:] for block in alike]
+        in_stacks = isinstance(alike[0], Stack)
+        modules = [block.block if isinstance(block, Stack) else block for block in alike]
+        graph, *_ = nnx.split(modules[0], nnx.BatchStat, ...)
+        states = [nnx.split(module, nnx.BatchStat, ...)[1:] for module in modules]
 
         # made anew at each call: jax keeps traces by function, whatever rules they were made under
         def call(x: jax.Array, states: Any, graph: Any = graph) -> tuple[jax.Array, Any]:
             block = nnx.merge(graph, *states)
             return block(x), nnx.state(block, nnx.BatchStat)
 
-        call = jax.checkpoint(call, prevent_cse=len(alike) == 1) if remat else call
-        if len(alike) == 1:
+        looped = scan and (in_stacks or len(alike) > 1)
+        call = jax.checkpoint(call, prevent_cse=not looped) if remat else call
+        if not (in_stacks or looped):
             x, running = call(x, states[0])
-            nnx.update(alike[0], running)
+            nnx.update(modules[0], running)
             continue
-        x, stacked = jax.lax.scan(call, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
-        for i, block in enumerate(alike):
-            nnx.update(block, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+        join = jnp.concatenate if in_stacks else jnp.stack
+        rows = jax.tree.map(lambda *leaves, join=join: join(leaves), *states)
+        x, running = jax.lax.scan(call, x, rows) if looped else _unrolled(call, x, rows)
+        begin = 0
+        for block, module in zip(alike, modules, strict=True):
+            at = slice(begin, begin + block.number) if isinstance(block, Stack) else begin
+            nnx.update(module, jax.tree.map(lambda leaf, at=at: leaf[at], running))
+            begin += block.number if isinstance(block, Stack) else 1
     return x
+
+
+def _unrolled(call: Callable[..., Any], x: jax.Array, rows: Any) -> tuple[jax.Array, Any]:
+    """Do what `jax.lax.scan` does, without a loop in the program."""
+    found = []
+    for i in range(jax.tree.leaves(rows)[0].shape[0]):
+        x, running = call(x, jax.tree.map(lambda leaf, i=i: leaf[i], rows))
+        found.append(running)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
 
 def _kind(block: nnx.Module) -> tuple[Any, ...]:

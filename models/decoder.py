@@ -1,7 +1,7 @@
 """A causal decoder of the GPT and Llama families in nnx: `DecoderConfig` is the factory, `Decoder` the model.
 
 Blocks are stacked along the dim layers, whether they are scanned or unrolled, so both have the same
-parameters. The model names dims and knows no mesh; `transformer.py` has its parts, `huggingface.py` loads
+parameters. The model names dims and knows no mesh; `transformer.py` has its parts, `huggingface/` loads
 pretrained ones.
 """
 
@@ -13,22 +13,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
-from jax.ad_checkpoint import checkpoint_name
 
-from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
-from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
+from shardtrain.axes import EMBED, LAYERS, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal, restarted_positions
+from shardtrain.models.attention import Attentions
+from shardtrain.models.decoder_block import Block, OfBlock, Stream
+from shardtrain.models.experts_options import read_experts
+from shardtrain.models.experts_routing import REPLICAS, no_counts, routing_of, with_block
+from shardtrain.models.float8 import Products
+from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
+from shardtrain.models.layers import Norms, at_use, coming_keys, normal, positions_of
 from shardtrain.models.transformer import (
     STREAM,
     TABLE,
-    Attention,
-    FeedForward,
     linear_of,
     logits_of,
     norm_of,
     stacked_blocks,
-    to_stream,
     too_long,
     walk,
     whole_seq,
@@ -39,28 +40,8 @@ from shardtrain.models.transformer_options import (
     Positions,
     Remats,
     block_sizes,
+    decoder_problems,
     problems,
-)
-
-__all__ = (
-    "REMAT_POLICIES",
-    "Attention",
-    "Block",
-    "Decoder",
-    "DecoderConfig",
-    "FeedForward",
-    "block_sizes",
-    "flops_per_token",
-    "gpt2",
-    "linear_of",
-    "llama_small",
-    "norm_of",
-    "problems",
-    "stacked_blocks",
-    "to_stream",
-    "too_long",
-    "walk",
-    "whole_seq",
 )
 
 
@@ -79,11 +60,22 @@ class DecoderConfig:
       mlp: hidden features of the feed-forward; None: 4 * embed.
       positions: "learned", a table of embeddings; or "rotary", rotated queries and keys.
       theta: base of the rotary wavelengths.
-      norm: kind of norm before each half of a block and before the head.
+      rope_scaling: stretched wavelengths, for longer sequences, as "llama3:factor=8,original_seq=8192",
+        "yarn:factor=4,original_seq=32768", "linear:factor=4", or "longrope:..." with factors for short and
+        for long rows or caches. Empty: they stay.
+      rotary_dims: features of each head that are rotated, the first ones. None: all.
+      norm: kind of norm before the halves of a block and the head; "rmsnorm_plus_one" adds 1 to its scale.
+      post_norm: whether each half of a block also has a norm behind it, before it is added.
+      qk_norm: whether each head of queries and keys is normed, before positions.
       eps: added to the variance in the norms.
-      activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT) or "swiglu" (a second,
-        gating projection).
+      activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT), "relu", or with a
+        second, gating projection "swiglu" or "geglu" (the same tanh approximation, as Gemma).
       bias: whether projections and layer norms have biases (the head has none).
+      qkv_bias: whether the projections of queries, keys and values have biases. None: as `bias`.
+      query_scale: factor of the scores of attention. None: one over the root of head_dim.
+      soft_cap: scores x become soft_cap * tanh(x / soft_cap), not by "cudnn". None: they stay.
+      logits_soft_cap: the same of the logits.
+      embed_scale: factor of the embedded tokens; None: 1.
       tied: whether the head is the embedding table.
       dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
         "dropout".
@@ -96,10 +88,18 @@ class DecoderConfig:
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
         head_dim allow it, else "xla".
+      window: how many tokens a token sees, itself and those just before it (sliding window). None: all.
+      full_every: 6 is five blocks with the window, then one without. None: all have it.
+      window_theta: base of the rotary wavelengths, unscaled, in blocks with the window. None: as in others.
       loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
         gradient. None: all of them.
       lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
         alone are trained. Empty: none.
+      products: "float8": the blocks' matrix products with operands rounded to 8 bits, for NVIDIA GPUs from
+        Ada on; the gradients of kernels, attention and the head stay in `dtype`. Empty: all in `dtype`.
+      experts: a mixture of experts in the place of each block's feed-forward, as "num=8,top=2" with any of
+        capacity, shared, scores, normalised, scale, balance, over, bias, z, shared_gate, groups and
+        top_groups; `mlp` is the hidden features of one expert. Empty: none.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -119,21 +119,35 @@ class DecoderConfig:
     mlp: int | None = None
     positions: Positions = "learned"
     theta: float = 10_000.0
+    rope_scaling: str = ""
+    rotary_dims: int | None = None
     norm: Norms = "layernorm"
     eps: float = 1e-5
+    post_norm: bool = False
+    qk_norm: bool = False
     activation: Activations = "gelu"
     bias: bool = True
+    qkv_bias: bool | None = None
+    query_scale: float | None = None
+    soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embed_scale: float | None = None
     tied: bool = True
     dropout: float = 0.0
     remat: Remats = "weights"
     scan: bool = True
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
+    window: int | None = None
+    full_every: int | None = None
+    window_theta: float | None = None
     loss_chunk: int | None = None
     lora: str = ""
+    products: Products = ""
+    experts: str = ""
 
     def __post_init__(self):
-        checks.refuse("DecoderConfig", problems(self))
+        checks.refuse("DecoderConfig", problems(self) + decoder_problems(self))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -143,34 +157,6 @@ class DecoderConfig:
     def __call__(self, rngs: nnx.Rngs) -> "Decoder":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
         return Decoder(self, rngs=rngs)
-
-
-Stream = jax.Array | dict[str, jax.Array]
-"""The residual stream; or, of rows with several documents, "x" with it, and their "segments"."""
-
-
-class Block(nnx.Module):
-    """Pre-norm residual block. It has parameters only: the key of its dropout is an argument."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = norm_of(config)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = norm_of(config)
-        self.mlp = FeedForward(config, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout)
-
-    def __call__(
-        self, x_BTD: jax.Array, key: jax.Array | None, segments_BT: jax.Array | None = None
-    ) -> jax.Array:
-        keys = (None, None) if key is None else tuple(jax.random.split(key))
-        # two halves, attention and feed-forward: norm, layer, dropout, sum
-        attention = partial(self.attention, segments_BT=segments_BT)
-        halves = (self.attention_norm, attention), (self.mlp_norm, self.mlp)
-        for (norm, layer), dropout_key in zip(halves, keys, strict=True):
-            h_BTD = layer(whole_seq(norm(x_BTD)))
-            h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
-            x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
-        return x_BTD
 
 
 class Decoder(nnx.Module):
@@ -190,49 +176,76 @@ class Decoder(nnx.Module):
         self.blocks = stacked_blocks(Block, config, rngs)
         self.final_norm = norm_of(config)
         self.head = None if config.tied else linear_of(config, (EMBED,), (VOCAB,), rngs, bias=False)
+        experts = read_experts(config.experts)
+        # its losses and its bias need sums over replicas, which the functions of the model are given by this
+        self.axis_name = REPLICAS if experts and experts.over_replicas else None
         # a random stream of the model's own: each call draws other masks
         self.dropout = nnx.Dropout(config.dropout)
         self.rngs = rngs["dropout"].fork() if config.dropout else None
 
-    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        segments_BT: jax.Array | None = None,
+        cache: KeyValueCache | NewCache | None = None,
+        counts_B: jax.Array | None = None,
+        *,
+        auxiliary: bool = False,
+    ) -> Any:
         """Predict the next token at every position.
 
         Args:
           tokens_BT: int token ids below `vocab`; T is at most `seq`. An id out of range gives NaN.
           segments_BT: int, the number of each token's document, where a row has several: a position sees its
             own document only, and positions begin again in each; by default a row is one.
+          cache: of the tokens before these, see `key_value_cache.read`; `NewCache` begins one.
+          counts_B: with a cache, how many of the tokens each row has.
+          auxiliary: whether to return what the routers of a mixture of experts did beside the logits.
 
         Returns:
-          Logits (batch, seq, vocab), float32; with `loss_chunk` as `ChunkedLogits`.
+          Logits (batch, seq, vocab), float32; with `loss_chunk` as `ChunkedLogits`. With a cache: logits of
+          each row's last token, (batch, vocab), and the cache. With `auxiliary` the pair of the logits and a
+          `Routing`, None without experts.
 
         Raises:
-          ValueError: if T is above `seq`.
+          ValueError: if T is above `seq`, or there is a cache beside segments.
         """
-        logits_BTV = self.last(self.run(self.blocks, self.first(tokens_BT, segments_BT), self.block_keys()))
+        if cache is not None:
+            found = read(self, tokens_BT, cache, counts_B, segments_BT)
+            return (found, None) if auxiliary else found
+        stream = self.run(self.blocks, self.first(tokens_BT, segments_BT), self.block_keys())
+        outputs = self.last(stream, auxiliary=auxiliary)
+        self._move_bias(stream)
         if self._keys() is not None and self.rngs is not None:
             self.rngs()  # the next call has masks of its own
-        return logits_BTV
+        return outputs
 
-    def first(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> Stream:
-        """Look up tokens and positions: the residual stream (batch, seq, embed) that enters the blocks."""
+    def first(
+        self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None, positions_BT: Any = None
+    ) -> Stream:
+        """Look up tokens and positions (see `positions_of`): the residual stream that enters the blocks."""
         if tokens_BT.shape[1] > self.config.seq:
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
         x_BTD = jnp.take(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT, axis=0)
+        if self.config.embed_scale is not None:
+            x_BTD *= jnp.asarray(self.config.embed_scale, x_BTD.dtype)
         if self.positions is not None:
             table = at_use(self.positions, (SEQ, EMBED), self.config.dtype)
-            if segments_BT is None:
-                x_BTD += table[: tokens_BT.shape[1]]
-            else:
-                x_BTD += jnp.take(table, restarted_positions(segments_BT), axis=0)
+            x_BTD += positions_of(table, tokens_BT.shape[1], segments_BT, positions_BT)
         keys = self._keys()
         x_BTD = with_logical_constraint(x_BTD, STREAM)
         x_BTD = with_logical_constraint(self.dropout(x_BTD, rngs=None if keys is None else keys[0]), STREAM)
-        return x_BTD if segments_BT is None else {"x": x_BTD, "segments": segments_BT}
+        stream: dict[str, Any] = {} if segments_BT is None else {"segments": segments_BT}
+        if experts := read_experts(self.config.experts):
+            stream["routers"] = no_counts(experts, len(x_BTD), self.config.num_layers)
+        return {"x": x_BTD, **stream} if stream else x_BTD
 
-    def block_keys(self) -> jax.Array | None:
-        """The keys of the blocks' dropout, (num_layers,); None where it is off."""
-        keys = self._keys()
-        return None if keys is None else keys[1:]
+    def block_keys(self) -> jax.Array | OfBlock | None:
+        """The keys of the blocks' dropout, (num_layers,), None where it is off; more where blocks differ."""
+        keys = None if (found := self._keys()) is None else found[1:]
+        if (every := self.config.full_every) is None:
+            return keys
+        return OfBlock(keys, jnp.arange(1, 1 + self.config.num_layers) % every == 0)
 
     def _keys(self) -> jax.Array | None:
         """Return one key for the embedding and one for each block, the same within a call."""
@@ -240,49 +253,35 @@ class Decoder(nnx.Module):
             return None
         return coming_keys(self.rngs, self.config.num_layers + 1)
 
-    def run(self, blocks: Block, stream: Stream, keys: jax.Array | None) -> Stream:
-        """Apply stacked blocks to the residual stream (all, or those of a pipeline stage)."""
-        segments_BT = stream["segments"] if isinstance(stream, dict) else None
+    def run(self, blocks: Block, stream: Stream, keys: jax.Array | OfBlock | None) -> Stream:
+        """Apply stacked blocks to the residual stream: all, or those of a pipeline stage, with their keys."""
+        assert self.config.full_every is None or isinstance(keys, OfBlock), "give what block_keys() returns"
+        parts = stream if isinstance(stream, dict) else {"x": stream}
 
         # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
-        def run_block(block: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-            return block(x_BTD, key, segments_BT)
+        def run_block(block: Block, carry: Any, key: jax.Array | OfBlock | None) -> Any:
+            x_BTD = block(carry["x"], key, parts.get("segments"))
+            if "routers" not in carry:
+                return {"x": x_BTD}
+            x_BTD, of_block = x_BTD
+            return {"x": x_BTD, "routers": with_block(carry["routers"], of_block)}
 
-        if isinstance(stream, dict):
-            return {**stream, "x": walk(self.config, run_block, blocks, stream["x"], keys)}
-        return walk(self.config, run_block, blocks, stream, keys)
+        carried = {name: parts[name] for name in ("x", "routers") if name in parts}
+        carried = walk(self.config, run_block, blocks, carried, keys)
+        return {**stream, **carried} if isinstance(stream, dict) else carried["x"]
 
-    def last(self, stream: Stream) -> jax.Array:
-        """Return the float32 logits, rounded to dtype: the normed residual stream times the vocabulary."""
+    def last(self, stream: Stream, *, auxiliary: bool = False) -> Any:
+        """Return the float32 logits, rounded to dtype; with `auxiliary` also the `Routing`."""
         x_BTD = stream["x"] if isinstance(stream, dict) else stream
-        return logits_of(self.config, whole_seq(self.final_norm(x_BTD)), self.head, self.embedding)
+        logits_BTV = logits_of(self.config, whole_seq(self.final_norm(x_BTD)), self.head, self.embedding)
+        return (logits_BTV, routing_of(self.config.experts, stream)) if auxiliary else logits_BTV
 
-
-def flops_per_token(config: DecoderConfig) -> int:
-    """Floating-point operations that training spends on one token, forward and backward: 6 N + 12 L H K T.
-
-    N counts the weights of matrix products: the blocks' kernels and the head (tied or not), not the lookup
-    table, nor norms and biases. L H K T are num_layers, num_heads, head_dim and seq; scores are counted in
-    full, as is usual, though half of them are masked. Recomputation by remat is not counted, so this is what
-    MFU divides by.
-
-    Returns:
-      Flops per token, with every sequence of length `seq`.
-
-    References:
-      Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
-
-    >>> flops_per_token(gpt2())
-    854438400
-    """
-    size = config.sizes
-    # query and output projections have all heads, keys and values those that they have
-    heads_and_kv = 2 * size[HEADS] + 2 * size[KV_HEADS]
-    num_projections = 3 if config.activation == "swiglu" else 2
-    # the weights of matrix products in a block, and in all, with the head
-    per_block = size[EMBED] * (heads_and_kv * size[HEAD_DIM] + num_projections * size[MLP])
-    num_weights = size[LAYERS] * per_block + size[EMBED] * size[VOCAB]
-    return 6 * num_weights + 12 * size[LAYERS] * size[HEADS] * size[HEAD_DIM] * size[SEQ]
+    def _move_bias(self, stream: Stream) -> None:
+        """Move the biases of routers towards equal loads, in training."""
+        routing = routing_of(self.config.experts, stream)
+        if routing is not None and routing.options.bias and not self.dropout.deterministic:
+            bias = self.blocks.mlp.router_bias
+            bias[...] = routing.moved_bias(bias[...])
 
 
 def gpt2(**changes: Any) -> DecoderConfig:

@@ -17,8 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT
 from shardtrain.models import checks
+from shardtrain.models.attention import Attentions
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.layers import Attentions, Linear, at_use, coming_keys, normal, parameter
+from shardtrain.models.float8 import Products
+from shardtrain.models.layers import Linear, at_use, coming_keys, normal, parameter
 from shardtrain.models.transformer import (
     STREAM,
     TABLE,
@@ -68,6 +70,8 @@ class EncoderConfig:
         gradient. None: all of them.
       lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
         alone are trained. Empty: none.
+      products: "float8": the blocks' matrix products with operands rounded to 8 bits, for NVIDIA GPUs from
+        Ada on; the gradients of kernels, attention and the head stay in `dtype`. Empty: all in `dtype`.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -97,6 +101,7 @@ class EncoderConfig:
     attention: Attentions = "auto"
     loss_chunk: int | None = None
     lora: str = ""
+    products: Products = ""
 
     # what `DecoderConfig` lets one choose and this family does not
     num_kv_heads: ClassVar[int | None] = None

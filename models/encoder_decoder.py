@@ -6,15 +6,16 @@ Encoder blocks come first, then decoder blocks, in one `nnx.List`; `encoder_deco
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import EMBED, SEQ, VOCAB
+from shardtrain.axes import BATCH, EMBED, HEADS, SEQ, VOCAB
 from shardtrain.models import checks
+from shardtrain.models.attention import Attentions
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder_blocks import (
     CrossAttention,
@@ -23,18 +24,26 @@ from shardtrain.models.encoder_decoder_blocks import (
     Stream,
     split_key,
 )
-from shardtrain.models.layers import Attentions, Norms, at_use, coming_keys, normal
+from shardtrain.models.float8 import Products
+from shardtrain.models.layers import Norms, at_use, coming_keys, normal, parameter
 from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
 from shardtrain.models.transformer_options import (
     Activations,
     Dtypes,
-    Positions,
     Remats,
     block_sizes,
+    encoder_decoder_problems,
     problems,
 )
 
 __all__ = ("CrossAttention", "DecoderBlock", "EncoderBlock", "EncoderDecoder", "EncoderDecoderConfig")
+
+
+OWN = (
+    "num_encoder_layers", "num_decoder_layers", "positions", "relative_buckets", "relative_distance",
+    "head_scale",
+)  # fmt: skip
+"""Options that no part of a block reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +52,7 @@ class EncoderDecoderConfig:
 
     Args:
       vocab: number of tokens in the vocabulary, one for both sequences.
-      seq: largest number of positions of each sequence. Every position counts: there is no padding mask.
+      seq: largest number of positions of each sequence.
       embed: features of each position between blocks.
       num_encoder_layers: blocks that encode the source.
       num_decoder_layers: blocks that attend to earlier positions of the target and to the encoded source.
@@ -51,11 +60,13 @@ class EncoderDecoderConfig:
       num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
       head_dim: features of each head; None: embed // num_heads.
       mlp: hidden features of the feed-forward; None: 4 * embed.
-      positions: "learned", a table of embeddings; or "rotary", rotated queries and keys.
+      positions: "learned", a table of embeddings; "rotary", rotated queries and keys; or "relative" (as T5),
+        a number for each head and bucket of distances that is added to the scores of self-attention.
       theta: base of the rotary wavelengths.
       norm: kind of norm before each part of a block and before the head.
       eps: added to the variance in the norms.
-      activation: "gelu" (tanh approximation), "gelu_erf" (exact) or "swiglu" (a second, gating projection).
+      activation: "gelu" (tanh approximation), "gelu_erf" (exact) or "relu"; or with a second, gating
+        projection "swiglu" or "geglu".
       bias: whether projections and layer norms have biases (the head has none).
       tied: whether the head is the embedding table. Source and target always share that table.
       dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
@@ -71,6 +82,12 @@ class EncoderDecoderConfig:
         gradient. None: all of them.
       lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
         alone are trained. Empty: none.
+      products: "float8": the blocks' matrix products with operands rounded to 8 bits, for NVIDIA GPUs from
+        Ada on; the gradients of kernels, attention and the head stay in `dtype`. Empty: all in `dtype`.
+      relative_buckets: buckets of relative positions; an encoder has half of them for each side. None: 32.
+      relative_distance: from how many positions on all distances are in one bucket. None: 128.
+      query_scale: what scores of attention are multiplied by; None: the inverse root of head_dim.
+      head_scale: what the head's input is multiplied by; None: 1.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -78,7 +95,7 @@ class EncoderDecoderConfig:
     References:
       Vaswani et al. 2017, Attention is all you need, https://arxiv.org/abs/1706.03762, section 3, with the
       norms before each part of a block and after the last (Xiong et al. 2020,
-      https://arxiv.org/abs/2002.04745).
+      https://arxiv.org/abs/2002.04745); relative positions of Raffel et al. 2019, T5, arXiv 1910.10683.
 
     >>> config = EncoderDecoderConfig(
     ...     vocab=256, seq=32, embed=64, num_encoder_layers=2, num_decoder_layers=3, num_heads=4
@@ -96,7 +113,7 @@ class EncoderDecoderConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     mlp: int | None = None
-    positions: Positions = "learned"
+    positions: Literal["learned", "rotary", "relative"] = "learned"
     theta: float = 10_000.0
     norm: Norms = "layernorm"
     eps: float = 1e-5
@@ -109,14 +126,25 @@ class EncoderDecoderConfig:
     attention: Attentions = "auto"
     loss_chunk: int | None = None
     lora: str = ""
+    products: Products = ""
+    relative_buckets: int | None = None
+    relative_distance: int | None = None
+    query_scale: float | None = None
+    head_scale: float | None = None
 
     def __post_init__(self):
-        checks.refuse("EncoderDecoderConfig", problems(self))
+        checks.refuse("EncoderDecoderConfig", problems(self) + encoder_decoder_problems(self))
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the encoder and of the decoder."""
         return self.num_encoder_layers + self.num_decoder_layers
+
+    @property
+    def distances(self) -> tuple[int, int]:
+        """Buckets of relative positions, and from where on there is but one, with the defaults filled in."""
+        buckets, furthest = self.relative_buckets, self.relative_distance
+        return 32 if buckets is None else buckets, 128 if furthest is None else furthest
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -126,9 +154,10 @@ class EncoderDecoderConfig:
     @property
     def parts(self) -> DecoderConfig:
         """Options of the parts of a block."""
-        own = ("num_encoder_layers", "num_decoder_layers")
-        same = {name: value for name, value in vars(self).items() if name not in own}
-        return DecoderConfig(num_layers=self.num_blocks, **same)
+        same = {name: value for name, value in vars(self).items() if name not in OWN}
+        # relative positions are nothing that a part of a block knows
+        positions = "rotary" if self.positions == "rotary" else "learned"
+        return DecoderConfig(num_layers=self.num_blocks, positions=positions, **same)
 
     def __call__(self, rngs: nnx.Rngs) -> "EncoderDecoder":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
@@ -150,10 +179,14 @@ class EncoderDecoder(nnx.Module):
         learned = config.positions == "learned"
         self.source_positions = table((SEQ, EMBED)) if learned else None
         self.target_positions = table((SEQ, EMBED)) if learned else None
+        # a table of distances for all blocks of a kind
+        relative = config.positions == "relative"
+        self.source_relative = _distances(config, rngs) if relative else None
+        self.target_relative = _distances(config, rngs) if relative else None
         # the last block of each kind differs: the encoder's norms the source, the decoder's drops it
         self.blocks = nnx.List(
             [
-                Kind(parts, is_last=i == num - 1, rngs=rngs)
+                Kind(parts, is_last=i == num - 1, max_distance=config.distances[1], rngs=rngs)
                 for Kind, num in (
                     (EncoderBlock, config.num_encoder_layers),
                     (DecoderBlock, config.num_decoder_layers),
@@ -166,13 +199,16 @@ class EncoderDecoder(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
         self.rngs = rngs["dropout"].fork() if config.dropout else None
 
-    def __call__(self, source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+    def __call__(
+        self, source_BS: jax.Array, target_BT: jax.Array, source_mask_BS: jax.Array | None = None
+    ) -> jax.Array:
         """Predict the next token at every position of the target.
 
         Args:
           source_BS: int token ids below `vocab`; S is at most `seq`. An id out of range gives NaN.
           target_BT: int token ids, the same; a position is predicted from the source and the target before
             it and at it.
+          source_mask_BS: 0 for padding of the source, which no position sees; by default there is none.
 
         Returns:
           Logits (batch, target's seq, vocab), float32.
@@ -180,21 +216,32 @@ class EncoderDecoder(nnx.Module):
         Raises:
           ValueError: if S or T is above `seq`.
         """
-        stream = self.first(source_BS, target_BT)
+        stream = self.first(source_BS, target_BT, source_mask_BS)
         logits_BTV = self.last(self.run(self.blocks, stream, self.block_keys()))
         if self._keys() is not None and self.rngs is not None:
             self.rngs()  # the next call has masks of its own
         return logits_BTV
 
-    def first(self, source_BS: jax.Array, target_BT: jax.Array) -> Stream:
+    def first(
+        self, source_BS: jax.Array, target_BT: jax.Array, source_mask_BS: jax.Array | None = None
+    ) -> Stream:
         """Look up tokens and positions of both sequences: the residual streams that enter the blocks."""
         # one key for both embeddings, split between them
         keys = self._keys()
         source_key, target_key = split_key(None if keys is None else keys[0], 2)
-        return {
+        stream = {
             "source": self._embedded(source_BS, self.source_positions, source_key),
             "target": self._embedded(target_BT, self.target_positions, target_key),
         }
+        if source_mask_BS is not None:
+            stream["source_mask"] = source_mask_BS
+        for name, table in (("source_bias", self.source_relative), ("target_bias", self.target_relative)):
+            if table is not None:
+                # a row for each example: so every part of a pipeline has it
+                table_NH = at_use(table, (None, HEADS), "float32")
+                table_BNH = jnp.broadcast_to(table_NH, (source_BS.shape[0], *table_NH.shape))
+                stream[name] = with_logical_constraint(table_BNH, (BATCH, None, HEADS))
+        return stream
 
     def block_keys(self) -> jax.Array | None:
         """The keys of the blocks' dropout, (num_blocks,); None where it is off."""
@@ -210,6 +257,8 @@ class EncoderDecoder(nnx.Module):
     def last(self, stream: Stream) -> jax.Array:
         """Return the float32 logits, rounded to dtype: the target's normed activations times vocabulary."""
         x_BTD = whole_seq(self.final_norm(stream["target"]))
+        if self.config.head_scale is not None:
+            x_BTD *= jnp.asarray(self.config.head_scale, x_BTD.dtype)
         return logits_of(self.config.parts, x_BTD, self.head, self.embedding)
 
     def _keys(self) -> jax.Array | None:
@@ -227,3 +276,8 @@ class EncoderDecoder(nnx.Module):
         if positions is not None:
             x_BTD += at_use(positions, (SEQ, EMBED), self.config.dtype)[: tokens_BT.shape[1]]
         return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
+
+
+def _distances(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> nnx.Param:
+    shape = (config.distances[0], config.sizes[HEADS])
+    return parameter(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32), (None, HEADS))

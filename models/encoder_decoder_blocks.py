@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
-from shardtrain.models.layers import attend
+from shardtrain.models.attention import attend
+from shardtrain.models.relative_positions import relative_bias
 from shardtrain.models.transformer import (
     STREAM,
     Attention,
@@ -28,7 +29,9 @@ from shardtrain.models.transformer import (
 from shardtrain.models.transformer_options import BlockOptions, Remats
 
 Stream = dict[str, jax.Array]
-"""The residual streams (batch, seq, embed) of "source" and of "target"; the last block drops the source."""
+"""The residual streams (batch, seq, embed) of "source" and of "target"; "source_mask" (batch, seq) if one was
+given; "source_bias" and "target_bias" (batch, buckets, heads) of relative positions. The last encoder
+block drops its bias, the last decoder block all but the target."""
 
 
 class CrossAttention(nnx.Module):
@@ -41,9 +44,16 @@ class CrossAttention(nnx.Module):
         self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="v")
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
 
-    def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, source_BSD: jax.Array, mask_BS: jax.Array | None = None
+    ) -> jax.Array:
         # queries come from the target, keys and values from the source
-        q_BTHK = with_logical_constraint(self.q(x_BTD), (BATCH, SEQ, HEADS, HEAD_DIM))
+        q_BTHK = self.q(x_BTD)
+        if self.config.query_scale is not None:
+            # attention itself divides by the root of head_dim
+            scale = self.config.query_scale * self.config.sizes[HEAD_DIM] ** 0.5
+            q_BTHK *= jnp.asarray(scale, q_BTHK.dtype)
+        q_BTHK = with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         # one product for keys and values, whose gradient is then reduced over devices once
         kernel = jnp.stack([self.k.cast(), self.v.cast()], 1)
         kernel = with_logical_constraint(kernel, (EMBED, None, KV_HEADS, HEAD_DIM))
@@ -53,8 +63,8 @@ class CrossAttention(nnx.Module):
             linear.shifted(linear.adapted(y[:, :, i], source_BSD))
             for i, linear in enumerate((self.k, self.v))
         )
-        # every target position sees the whole source: no causal mask
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False)
+        # every target position sees the whole source but for padding: no causal mask
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
         return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
 
 
@@ -64,8 +74,10 @@ class EncoderBlock(nnx.Module):
     The last one norms what it gives, once for all the decoder blocks that read it.
     """
 
-    def __init__(self, config: BlockOptions, *, is_last: bool, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(
+        self, config: BlockOptions, *, is_last: bool, max_distance: int | None = None, rngs: nnx.Rngs
+    ):
+        self.config, self.max_distance = config, max_distance
         self.attention_norm = norm_of(config)
         self.attention = Attention(config, causal=False, rngs=rngs)
         self.mlp_norm = norm_of(config)
@@ -75,13 +87,23 @@ class EncoderBlock(nnx.Module):
 
     def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
         encoded = _recomputed(EncoderBlock.encoded, self.config.remat)
-        return {**stream, "source": encoded(self, stream["source"], key)}
+        seen = stream.get("source_mask"), stream.get("source_bias")
+        after = {**stream, "source": encoded(self, stream["source"], *seen, key)}
+        return after if self.source_norm is None else _without(after, "source_bias")
 
-    def encoded(self, x_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def encoded(
+        self,
+        x_BSD: jax.Array,
+        mask_BS: jax.Array | None,
+        table_BNH: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
         """The source's stream after this block."""
         # pre-norm: each half reads the normed stream and is added to the stream itself
         keys = split_key(key, 2)
-        x_BSD = _added(x_BSD, self.attention(whole_seq(self.attention_norm(x_BSD))), self.dropout, keys[0])
+        bias_BHSS = _bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
+        h_BSD = self.attention(whole_seq(self.attention_norm(x_BSD)), mask_BS, bias_BHTS=bias_BHSS)
+        x_BSD = _added(x_BSD, h_BSD, self.dropout, keys[0])
         x_BSD = _added(x_BSD, self.mlp(whole_seq(self.mlp_norm(x_BSD))), self.dropout, keys[1])
         if self.source_norm is None:
             return x_BSD
@@ -94,8 +116,10 @@ class DecoderBlock(nnx.Module):
     The source goes through untouched for the blocks after it; the last one drops it.
     """
 
-    def __init__(self, config: BlockOptions, *, is_last: bool, rngs: nnx.Rngs):
-        self.config, self.is_last = config, is_last
+    def __init__(
+        self, config: BlockOptions, *, is_last: bool, max_distance: int | None = None, rngs: nnx.Rngs
+    ):
+        self.config, self.is_last, self.max_distance = config, is_last, max_distance
         self.attention_norm = norm_of(config)
         self.attention = Attention(config, rngs=rngs)
         self.cross_norm = norm_of(config)
@@ -106,17 +130,39 @@ class DecoderBlock(nnx.Module):
 
     def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
         decoded = _recomputed(DecoderBlock.decoded, self.config.remat)
-        x_BTD = decoded(self, stream["target"], stream["source"], key)
+        seen = stream.get("source_mask"), stream.get("target_bias")
+        x_BTD = decoded(self, stream["target"], stream["source"], *seen, key)
         return {"target": x_BTD} if self.is_last else {**stream, "target": x_BTD}
 
-    def decoded(self, x_BTD: jax.Array, source_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def decoded(
+        self,
+        x_BTD: jax.Array,
+        source_BSD: jax.Array,
+        mask_BS: jax.Array | None,
+        table_BNH: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
         """The target's stream after this block."""
         # earlier target positions, then the source, then the feed-forward
         keys = split_key(key, 3)
-        x_BTD = _added(x_BTD, self.attention(whole_seq(self.attention_norm(x_BTD))), self.dropout, keys[0])
-        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), whole_seq(source_BSD))
+        bias_BHTT = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True)
+        h_BTD = self.attention(whole_seq(self.attention_norm(x_BTD)), bias_BHTS=bias_BHTT)
+        x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[0])
+        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), whole_seq(source_BSD), mask_BS)
         x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[1])
         return _added(x_BTD, self.mlp(whole_seq(self.mlp_norm(x_BTD))), self.dropout, keys[2])
+
+
+def _bias(
+    table_BNH: jax.Array | None, num: int, max_distance: int | None, *, causal: bool
+) -> jax.Array | None:
+    if table_BNH is None or max_distance is None:
+        return None
+    return relative_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
+
+
+def _without(stream: Stream, name: str) -> Stream:
+    return {each: x for each, x in stream.items() if each != name}
 
 
 def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:

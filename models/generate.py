@@ -1,10 +1,11 @@
-"""Sampling from a decoder, with a forward pass over the whole window for each token.
+"""Batched generation: prompts are read in one program, then tokens are added in a loop of another.
 
-There is no cache of keys and values: each new token costs a forward pass over `seq` positions. Enough to read
-what a model has learned; not an inference engine.
+A decoder with a cache (`key_value_cache.py`) computes one position for each token; any other causal model of
+tokens reads its whole window again. `sampling.py` draws the tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,83 +13,195 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardtrain.models import checks
+from shardtrain.models.key_value_cache import NewCache, written
+from shardtrain.models.sampling import Sampling, sample
+
+NO_TOKEN = -1
+"""In place of the tokens after the end of a row."""
+
 
 def generate(
-    apply: Callable[[jax.Array], jax.Array],
-    prompt_tokens: Any,
+    model: Any,
+    prompts: Sequence[Any],
     num_tokens: int,
     key: jax.Array,
+    *,
     seq: int,
-    temperature: float = 1.0,
-) -> np.ndarray:
-    """Continue prompts by sampling, one compiled step per token; the text may grow longer than the window.
+    sampling: Sampling = Sampling(),
+    end: Sequence[int] = (),
+    rows: int | None = None,
+    cached: bool = False,
+) -> list[np.ndarray]:
+    """Continue prompts of any lengths.
 
     Args:
-      apply: int32 tokens (B, seq) -> logits (B, seq, V), causal and without dropout. Give
-        `jax.tree_util.Partial` with the parameters bound, or an nnx model: their arrays are then arguments of
-        the compiled step. Those that a plain function closes over become constants of it.
-      prompt_tokens: int (B, T), T of at least 1; of a prompt longer than `seq` the model sees the last `seq`
-        tokens.
-      num_tokens: how many tokens to add.
-      key: a key of `jax.random`; the same key gives the same tokens.
-      seq: positions in the window.
-      temperature: divides the logits; 0 takes the most likely token.
+      model: int32 tokens (B, T) -> logits (B, T, V), causal and without dropout. Give an nnx model, or
+        `jax.tree_util.Partial` with the parameters bound: their arrays are then arguments of the compiled
+        programs. Those that a plain function closes over become constants of it.
+      prompts: integers (length,) each, the tokens of a prompt, one or more.
+      num_tokens: how many tokens to add to each, at most.
+      key: a key of `jax.random`; the same key gives the same tokens, whatever `rows` is.
+      seq: positions of the model.
+      sampling: how tokens are drawn.
+      end: tokens after which a row is finished.
+      rows: prompts that are continued at the same time; the last ones are filled up, so that there is one
+        program. None: all.
+      cached: the model takes a cache, as `Decoder` does: (tokens, None, cache, counts) -> (logits of each
+        row's last token, cache). Prompt and continuation must fit `seq`. False: the model is applied to the
+        last `seq` tokens for each token, and a text may grow longer than that.
 
     Returns:
-      int32 (B, T + num_tokens): the prompts and their continuations.
+      The continuation of each prompt, int32 (at most num_tokens,), with the token of `end` that finished it.
 
     Raises:
-      ValueError: for an empty prompt or one that is no matrix, a negative temperature or number of tokens.
+      ValueError: listing everything that is out of range.
 
     >>> follow = lambda tokens: jax.nn.one_hot((tokens + 1) % 10, 10)
-    >>> generate(follow, [[3, 4]], 7, jax.random.key(0), seq=4, temperature=0.0)
-    array([[3, 4, 5, 6, 7, 8, 9, 0, 1]], dtype=int32)
+    >>> greedy = Sampling(temperature=0.0)
+    >>> found = generate(follow, [[3, 4], [7]], 7, jax.random.key(0), seq=4, sampling=greedy, end=[9])
+    >>> [tokens.tolist() for tokens in found]
+    [[5, 6, 7, 8, 9], [8, 9]]
     """
-    prompt_BT = np.asarray(prompt_tokens, np.int32)
-    _check(prompt_BT.shape, num_tokens, temperature)
-    # the window has one shape for all steps, so one program: it is filled up behind, and later moves along
-    length = min(prompt_BT.shape[1], seq)
-    window_BT = np.zeros((len(prompt_BT), seq), np.int32)
-    window_BT[:, :length] = prompt_BT[:, -length:]
-    # a module or pytree is an argument of the compiled step; a plain function is a constant of it
-    leaves = jax.tree.leaves(apply)
-    is_function = len(leaves) == 1 and leaves[0] is apply
-    model = jax.tree_util.Partial(apply) if is_function else apply
-    added = []
-    for i in range(num_tokens):
-        window_BT, token_B = _step(
-            model,
-            window_BT,
-            min(length + i, seq),
-            jax.random.fold_in(key, i),
-            temperature,
-            greedy=temperature == 0,
+    tokens = [np.asarray(prompt, np.int32) for prompt in prompts]
+    rows = max(len(tokens), 1) if rows is None else rows
+    checks.refuse("generate", _problems(tokens, num_tokens, rows, seq if cached else None))
+    if not tokens or num_tokens == 0:
+        return [np.zeros(0, np.int32) for _ in tokens]
+    reader = _Cached(_as_pytree(model)) if cached else _Windowed(_as_pytree(model), seq)
+    longest = max(map(len, tokens))
+    ends = np.asarray(end, np.int32)
+    found: list[np.ndarray] = []
+    for start in range(0, len(tokens), rows):
+        # the last batch repeats the last prompt
+        numbers = np.minimum(np.arange(start, start + rows), len(tokens) - 1)
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        tokens_BT = np.stack([np.pad(tokens[n], (0, longest - len(tokens[n]))) for n in numbers])
+        counts_B = np.array([len(tokens[n]) for n in numbers], np.int32)
+        token_B, memory = _prefill(reader, tokens_BT, counts_B, keys_B, longest + num_tokens, sampling)
+        tokens_BN, _ = _decode(reader, memory, token_B, keys_B, ends, num_tokens, sampling)
+        found += [row[row != NO_TOKEN] for row in np.asarray(tokens_BN)]
+    return found[: len(tokens)]
+
+
+@partial(jax.jit, static_argnums=(4, 5))
+def _prefill(
+    reader: Any, tokens_BT: Any, counts_B: Any, keys_B: Any, size: int, sampling: Sampling
+) -> tuple[jax.Array, Any]:
+    """Read the prompts and draw the first token of each."""
+    logits_BV, memory = reader.start(tokens_BT, counts_B, size)
+    return _drawn(logits_BV, keys_B, 0, sampling), memory
+
+
+@partial(jax.jit, static_argnums=(5, 6), donate_argnums=1)
+def _decode(
+    reader: Any, memory: Any, token_B: Any, keys_B: Any, ends: Any, num_tokens: int, sampling: Sampling
+) -> tuple[jax.Array, Any]:
+    """Add tokens until every row is finished; return them, int32 (batch, num_tokens), with the memory."""
+
+    def is_end(token_B: jax.Array) -> jax.Array:
+        return (token_B[:, None] == ends).any(1)
+
+    def is_going(state: Any) -> jax.Array:
+        i, _, _, done_B, _ = state
+        return (i < num_tokens) & ~done_B.all()
+
+    def step(state: Any) -> Any:
+        i, tokens_BN, last_B, done_B, memory = state
+        logits_BV, memory = reader.extend(last_B, memory)
+        token_B = _drawn(logits_BV, keys_B, i, sampling)
+        tokens_BN = tokens_BN.at[:, i].set(jnp.where(done_B, NO_TOKEN, token_B))
+        return i + 1, tokens_BN, token_B, done_B | is_end(token_B), memory
+
+    tokens_BN = jnp.full((token_B.shape[0], num_tokens), NO_TOKEN, jnp.int32).at[:, 0].set(token_B)
+    state = jax.lax.while_loop(is_going, step, (1, tokens_BN, token_B, is_end(token_B), memory))
+    # the memory is returned so that its buffers, which are donated, are used in place
+    return state[1], state[4]
+
+
+def _drawn(logits_BV: jax.Array, keys_B: jax.Array, number: Any, sampling: Sampling) -> jax.Array:
+    """Draw token `number` of each row, by a key of its own."""
+    return sample(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(keys_B, number), sampling)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class _Cached:
+    """Reads tokens with a cache; its memory is that."""
+
+    model: Any
+
+    def start(self, tokens_BT: jax.Array, counts_B: jax.Array, size: int) -> tuple[jax.Array, Any]:
+        return self.model(tokens_BT, None, NewCache(size), counts_B)
+
+    def extend(self, token_B: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
+        return self.model(token_B[:, None], None, memory, None)
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.model,), None
+
+    @classmethod
+    def tree_unflatten(cls, about: None, children: tuple[Any]) -> "_Cached":
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class _Windowed:
+    """Reads the last tokens of each row again; its memory is all tokens, and how many each row has."""
+
+    model: Any
+    seq: int
+
+    def start(self, tokens_BT: jax.Array, counts_B: jax.Array, size: int) -> tuple[jax.Array, Any]:
+        room = max(size, self.seq) - tokens_BT.shape[1]
+        return self._read(jnp.pad(tokens_BT, ((0, 0), (0, room))), counts_B)
+
+    def extend(self, token_B: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
+        tokens_BS, lengths_B = memory
+        return self._read(written(tokens_BS, token_B[:, None], lengths_B), lengths_B + 1)
+
+    def _read(self, tokens_BS: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, Any]:
+        # the window has one shape, so there is one program: it is filled up behind, and later moves along
+        starts_B = jnp.maximum(lengths_B - self.seq, 0)
+        window_BT = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, self.seq))(
+            tokens_BS, starts_B
         )
-        added.append(token_B)
-    return np.concatenate([prompt_BT, *(np.asarray(token_B)[:, None] for token_B in added)], axis=1)
+        logits_BV = self.model(window_BT)[jnp.arange(len(lengths_B)), lengths_B - 1 - starts_B]
+        return logits_BV, (tokens_BS, lengths_B)
+
+    def tree_flatten(self) -> tuple[tuple[Any], int]:
+        return (self.model,), self.seq
+
+    @classmethod
+    def tree_unflatten(cls, seq: int, children: tuple[Any]) -> "_Windowed":
+        return cls(*children, seq)
 
 
-@partial(jax.jit, static_argnames="greedy")
-def _step(
-    model: Any, window_BT: Any, length: int, key: jax.Array, temperature: float, greedy: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Sample what follows the first `length` tokens and append it; a full window shifts by one."""
-    logits_BV = model(window_BT)[:, length - 1]
-    token_B = logits_BV.argmax(-1) if greedy else jax.random.categorical(key, logits_BV / temperature)
-    token_B = token_B.astype(jnp.int32)
-    full = length == window_BT.shape[1]
-    window_BT = jnp.where(full, jnp.roll(window_BT, -1, axis=1), window_BT)
-    return window_BT.at[:, jnp.where(full, length - 1, length)].set(token_B), token_B
+def _as_pytree(model: Any) -> Any:
+    """Return a module or pytree as it is, to be an argument of programs; a plain function as a constant."""
+    leaves = jax.tree.leaves(model)
+    return jax.tree_util.Partial(model) if len(leaves) == 1 and leaves[0] is model else model
 
 
-def _check(shape: tuple[int, ...], num_tokens: int, temperature: float) -> None:
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(
-            f"prompt_tokens has shape {shape}; it must be (batch, length), both at least 1. "
-            "Use [[first_token]] for one prompt of one token."
-        )
-    if num_tokens < 0 or temperature < 0:
-        raise ValueError(
-            f"num_tokens is {num_tokens} and temperature is {temperature}; neither may be below 0. "
-            "Use temperature=0.0 for the most likely token."
-        )
+def _problems(prompts: Sequence[np.ndarray], num_tokens: int, rows: int, most: int | None) -> list[str]:
+    """Return what is out of range; `most` is the most tokens of a prompt and its continuation."""
+    found = [
+        f"prompt {i} has shape {prompt.shape}; give one token or more, such as the one that begins a text."
+        for i, prompt in enumerate(prompts)
+        if prompt.ndim != 1 or not prompt.size
+    ]
+    if num_tokens < 0:
+        found.append(f"num_tokens is {num_tokens}; it must be 0 or above.")
+    if rows < 1:
+        found.append(f"rows is {rows}; it must be at least 1. Use rows=None for all prompts at once.")
+    if not found and prompts and most is not None:
+        longest = max(map(len, prompts))
+        if longest + num_tokens > most:
+            room = most - longest
+            use = f"Use num_tokens={room}" if room > 0 else f"Give prompts of at most {most - 1} tokens"
+            found.append(
+                f"the longest prompt has {longest} tokens, and {num_tokens} are added, but the model has"
+                f" seq={most} positions. {use}, or cached=False, which reads the last {most} tokens for each."
+            )
+    return found

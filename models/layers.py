@@ -1,4 +1,4 @@
-"""Layers the nnx models share: a linear map over named dims, norms, rotary positions, attention.
+"""Layers the nnx models share: a linear map over named dims, norms, positions.
 
 Parameters are float32. Each names its dims; where it is used it is cast to the compute dtype and constrained
 to those dims again, so that a sharded parameter is gathered in the compute dtype instead of the activations
@@ -6,23 +6,20 @@ being reduced.
 """
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.core.spmd import get_logical_axis_rules
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import EMBED
+from shardtrain.axes import BATCH, EMBED
+from shardtrain.models.float8 import Products, product
 from shardtrain.models.lora import Lora
 
 Dims = tuple[str, ...]
-Norms = Literal["layernorm", "rmsnorm"]
-Attentions = Literal["auto", "xla", "cudnn"]
+Norms = Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
 
 
 def parameter(values: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
@@ -66,8 +63,10 @@ class Linear(nnx.Module):
         dtype: str,
         rngs: nnx.Rngs,
         lora: Lora | None = None,
+        products: Products = "",
     ):
         self.into, self.out, self.dtype = into, out, dtype
+        self.products: Products = products
         self.kernel = normal((*into, *out), sizes=sizes, std=std, rngs=rngs)
         self.bias = parameter(jnp.zeros([sizes[dim] for dim in out]), out) if bias else None
         self.lora = lora
@@ -83,8 +82,8 @@ class Linear(nnx.Module):
 
     def product(self, x: jax.Array) -> jax.Array:
         """Apply the map without its bias."""
-        kernel = at_use(self.kernel, (*self.into, *self.out), self.dtype)
-        return self.adapted(jnp.tensordot(x, kernel, axes=len(self.into)), x)
+        y = product(x, self.cast(), (*self.into, *self.out), len(self.into), self.products)
+        return self.adapted(y, x)
 
     def adapted(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """Add what the adapter makes of `x`, if there is one, to a product of `x` with the kernel."""
@@ -104,13 +103,18 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Layer or root-mean-square norm over embed, computed in float32; only a layer norm can have a bias."""
+    """Layer or root-mean-square norm over the last dim, in float32; only a layer norm can have a bias.
 
-    def __init__(self, kind: Norms, embed: int, *, eps: float, bias: bool, dtype: str):
-        self.kind, self.eps, self.dtype = kind, eps, dtype
-        self.scale = parameter(jnp.ones(embed), (EMBED,))
+    "rmsnorm_plus_one" multiplies by 1 + its scale, which begins at 0.
+    """
+
+    def __init__(
+        self, kind: Norms, size: int, *, eps: float, bias: bool, dtype: str, dim: str = EMBED
+    ) -> None:
+        self.kind, self.eps, self.dtype, self.dim = kind, eps, dtype, dim
+        self.scale = parameter((jnp.zeros if kind == "rmsnorm_plus_one" else jnp.ones)(size), (dim,))
         has_bias = bias and kind == "layernorm"
-        self.bias = parameter(jnp.zeros(embed), (EMBED,)) if has_bias else None
+        self.bias = parameter(jnp.zeros(size), (dim,)) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
@@ -118,35 +122,11 @@ class Norm(nnx.Module):
         if self.kind == "layernorm":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        x = x * at_use(self.scale, (EMBED,), "float32")
+        scale = at_use(self.scale, (self.dim,), "float32")
+        x = x * (1 + scale if self.kind == "rmsnorm_plus_one" else scale)
         if self.bias is not None:
-            x = x + at_use(self.bias, (EMBED,), "float32")
+            x = x + at_use(self.bias, (self.dim,), "float32")
         return x.astype(self.dtype)
-
-
-def rotate(x_BTHK: jax.Array, theta: float, positions_BT: jax.Array | None = None) -> jax.Array:
-    """Rotate feature pairs (k, k + K/2) by angle t * theta**(-2k/K): scores then depend on distances alone.
-
-    Args:
-      x_BTHK: queries or keys; K is even.
-      theta: base of the geometric series of wavelengths.
-      positions_BT: the position of each, integers; None: 0 to T-1.
-
-    Returns:
-      The rotated array, same shape and dtype; the angles are float32.
-
-    References:
-      Su et al., RoFormer, https://arxiv.org/abs/2104.09864, section 3.2.2, with the pairing that Llama uses.
-    """
-    # a wavelength for each pair of features; the angle grows with the position
-    half = x_BTHK.shape[-1] // 2
-    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    position = jnp.arange(x_BTHK.shape[1]) if positions_BT is None else positions_BT
-    angle = (position.astype(jnp.float32)[..., None] * frequency_K)[..., None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    # a rotation of the plane (low, high), in float32
-    low, high = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHK.dtype)
 
 
 def restarted_positions(segments_BT: jax.Array) -> jax.Array:
@@ -158,114 +138,26 @@ def restarted_positions(segments_BT: jax.Array) -> jax.Array:
     >>> restarted_positions(jnp.array([[0, 0, 1, 1, 1, 2]])).tolist()
     [[0, 1, 0, 1, 2, 0]]
     """
+    # over whole rows: neighbours in different shards would be sent by permutes, see `without_first`
+    segments_BT = with_logical_constraint(segments_BT, (BATCH, None))
     places_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1], dtype=jnp.int32), segments_BT.shape)
     begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
-    return places_BT - jax.lax.cummax(jnp.where(begins_BT, places_BT, 0), axis=1)
+    begins_BT = with_logical_constraint(begins_BT, (BATCH, None))
+    starts_BT = jax.lax.cummax(jnp.where(begins_BT, places_BT, 0), axis=1)
+    return places_BT - with_logical_constraint(starts_BT, (BATCH, None))
 
 
-def target_devices() -> list[Any]:
-    """The devices of this process of the kind that the program being traced will run on.
-
-    Inside a mesh they are of its kind, so [] for a mesh of devices that are described but not here.
-    """
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    devices = jax.local_devices()
-    return [d for d in devices if described is None or d.device_kind == described.device_kind]
-
-
-def has_flash(devices: Sequence[Any]) -> bool:
-    """Whether cuDNN's flash attention runs on these devices: NVIDIA's from compute capability 8.0 (Ampere).
-
-    False without devices: jax can trace it only where such a device is.
-    """
-    capabilities = [re.fullmatch(r"(\d+)\.\d+", getattr(d, "compute_capability", "")) for d in devices]
-    return bool(capabilities) and all(found and int(found[1]) >= 8 for found in capabilities)
-
-
-def attend(
-    q_BTHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
-    kind: Attentions,
-    *,
-    causal: bool = True,
-    mask_BS: jax.Array | None = None,
-    segments_BT: jax.Array | None = None,
+def positions_of(
+    table_SD: jax.Array,
+    num_tokens: int,
+    segments_BT: jax.Array | None,
+    positions_BT: jax.Array | None,
 ) -> jax.Array:
-    """Attention as the run computes it where a mesh shards sequences, else `whole_attention`.
-
-    A run hands it to models as the attribute `attention` of Flax's logical rules, which know the mesh. It is
-    called with the model's own attention first.
-
-    Args:
-      q_BTHK: queries, named (batch, seq, heads, head_dim).
-      k_BSHK: keys, named (batch, seq, kv_heads, head_dim).
-      v_BSHK: values, shaped and named as the keys.
-      kind: see `whole_attention`.
-      causal: likewise.
-      mask_BS: likewise.
-      segments_BT: likewise.
+    """Look up positions in a table: those given, else from 0 on, in each segment if there are some.
 
     Returns:
-      The context, shaped and typed as `q_BTHK`.
-
-    Raises:
-      ValueError: a mesh shards sequences, and there are segments.
+      (batch, num_tokens, embed), or (num_tokens, embed) for all rows.
     """
-    of_run = getattr(get_logical_axis_rules(), "attention", None)
-    whole = partial(whole_attention, kind)
-    if of_run is None:
-        return whole(q_BTHK, k_BSHK, v_BSHK, causal=causal, mask_BS=mask_BS, segments_BT=segments_BT)
-    if segments_BT is not None:
-        raise ValueError(
-            "attention over a mesh axis takes no segments (documents that do not see each other); use data"
-            " with --data.packing joined, or a mesh with context=1"
-        )
-    return of_run(whole, q_BTHK, k_BSHK, v_BSHK, causal=causal, mask_BS=mask_BS)
-
-
-def whole_attention(
-    kind: Attentions,
-    q_BTHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
-    *,
-    causal: bool = True,
-    mask_BS: jax.Array | None = None,
-    segments_BT: jax.Array | None = None,
-) -> jax.Array:
-    """Scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
-
-    Args:
-      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" in 16 bits with a head_dim
-        that it takes (a multiple of 8, at most 128) and neither mask nor segments, on devices that have it
-        (`has_flash`), else "xla".
-      q_BTHK: queries.
-      k_BSHK: keys; their number of heads divides that of the queries.
-      v_BSHK: values, shaped as the keys.
-      causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
-        another sequence than its own, whose length may differ).
-      mask_BS: 0 for keys that no query sees, such as padding; by default all are seen.
-      segments_BT: of self-attention, the number of each token's segment: a query sees the keys of its own
-        only; by default there is one.
-
-    Returns:
-      The context, shaped and typed as `q_BTHK`.
-    """
-    mask = None if mask_BS is None else mask_BS[:, None, None, :] != 0
-    if segments_BT is not None:
-        same_B1TS = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
-        mask = same_B1TS if mask is None else same_B1TS & mask
-    # flash attention where it can run; it takes no mask here
-    if kind == "auto":
-        half_precision = q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
-        fits = q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128 and mask is None
-        kind = "cudnn" if half_precision and fits and has_flash(target_devices()) else "xla"
-    dtype = q_BTHK.dtype
-    if dtype == jnp.float16 and any(d.device_kind == "cpu" for d in target_devices()):
-        # XLA has no product of float16 there that it adds up in float32, which jax's attention asks for
-        q_BTHK, k_BSHK, v_BSHK = (x.astype(jnp.float32) for x in (q_BTHK, k_BSHK, v_BSHK))
-    context_BTHK = jax.nn.dot_product_attention(
-        q_BTHK, k_BSHK, v_BSHK, mask=mask, is_causal=causal, implementation=kind
-    )
-    return context_BTHK.astype(dtype)
+    if positions_BT is None and segments_BT is not None:
+        positions_BT = restarted_positions(segments_BT)
+    return table_SD[:num_tokens] if positions_BT is None else jnp.take(table_SD, positions_BT, axis=0)

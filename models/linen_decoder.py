@@ -26,9 +26,9 @@ from shardtrain.axes import (
 )
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
 from shardtrain.models import checks
+from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.layers import attend
 from shardtrain.models.transformer import (
     STREAM,
     TABLE,
@@ -44,6 +44,17 @@ SAME = {
     "bias": True,
     "tied": True,
     "lora": "",
+    "experts": "",
+    "window": None,
+    "products": "",
+    "rope_scaling": "",
+    "rotary_dims": None,
+    "post_norm": False,
+    "qk_norm": False,
+    "query_scale": None,
+    "soft_cap": None,
+    "logits_soft_cap": None,
+    "embed_scale": None,
 }
 """The options that this model has one value of."""
 
@@ -213,8 +224,9 @@ def _partitioned(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> 
 def _unlike(config: DecoderConfig) -> list[str]:
     """List the options of a configuration that this model does not have."""
     heads = config.sizes[HEADS]
-    only = {**SAME, "num_kv_heads": heads}
-    given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads}
+    only = {**SAME, "num_kv_heads": heads, "qkv_bias": True}
+    qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
+    given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads, "qkv_bias": qkv_bias}
     return [
         f"{name} is {given[name]!r}; the linen model has {value!r} only. Use {name}={value!r}, or Decoder."
         for name, value in only.items()

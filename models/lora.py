@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA): a frozen map x W becomes x W + (alpha / rank) (x A) B; only A and B are trained.
 
-`layers.py` has the parameters, `huggingface_adapters.py` writes them to files.
+`layers.py` has the parameters, `huggingface/adapters.py` writes them to files.
 
 References:
   Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, https://arxiv.org/abs/2106.09685,

@@ -1,9 +1,10 @@
 """Residual networks of pre-activation bottleneck blocks (ResNet-v2) for small images in nnx.
 
-`ResNetConfig` is the factory, `ResNet` the model. Its blocks are an `nnx.List`, for they differ in shape.
-`convolution.py` has its parts.
+`ResNetConfig` is the factory, `ResNet` the model. Its blocks are an `nnx.List`, for they differ in shape;
+those that are alike may be stored in stacks. `convolution.py` has its parts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from shardtrain.models.convolution import (
     ChannelNorm,
     Convolution,
     ImageNorms,
+    Stack,
     check_images,
     run_blocks,
 )
@@ -50,6 +52,9 @@ class ResNetConfig:
       remat: whether the backward pass computes each block again from its input.
       scan: walk over blocks that are alike with `jax.lax.scan`, or unroll them (at 1001 layers compiling
         then takes ten times as long).
+      stack: how many blocks that are alike are stored as one, in arrays with a first dim layers; 1: none are.
+        The numbers stay the same. All programs of a deep network are smaller then, and a pipeline cuts
+        between stacks: 11 makes 33 of the 333 blocks of 1001 layers. A checkpoint is of one way to store.
       dtype: compute dtype; parameters, norms and logits are float32.
 
     Raises:
@@ -73,6 +78,7 @@ class ResNetConfig:
     num_groups: int = 4
     remat: bool = False
     scan: bool = True
+    stack: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
@@ -210,9 +216,9 @@ class ResNet(nnx.Module):
         return with_logical_constraint(logits_BV.astype(jnp.float32), (BATCH, VOCAB))
 
 
-def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock]:
+def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]:
     """Three groups of blocks; all but the first of a group are alike, and made together."""
-    blocks = []
+    blocks: list[ResidualBlock | Stack] = []
     entering = inside = config.filters
     num_alike = config.num_blocks // NUM_GROUPS_OF_BLOCKS - 1
     for group in range(NUM_GROUPS_OF_BLOCKS):
@@ -221,13 +227,24 @@ def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock]:
         channels = (entering, inside, leaving)
         blocks.append(ResidualBlock(config, channels, stride=stride, activated=activated, rngs=rngs))
 
-        def alike(key: jax.Array, channels: Any = (leaving, inside, leaving)) -> ResidualBlock:
-            return ResidualBlock(config, channels, stride=1, activated=True, rngs=nnx.Rngs(params=key))
-
-        stacked = jax.vmap(alike)(jax.random.split(rngs.params(), num_alike))
-        blocks += [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_alike)]
+        alike = _maker(config, (leaving, inside, leaving))
+        keys = jax.random.split(rngs.params(), num_alike)
+        if config.stack > 1:
+            blocks += [Stack(alike, keys[i : i + config.stack]) for i in range(0, num_alike, config.stack)]
+        else:
+            stacked = jax.vmap(alike)(keys)
+            blocks += [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_alike)]
         entering = inside = leaving
     return blocks
+
+
+def _maker(config: ResNetConfig, channels: tuple[int, int, int]) -> Callable[[jax.Array], ResidualBlock]:
+    """Return what makes a block that keeps the shape of its input, from the key of its parameters."""
+
+    def make(key: jax.Array) -> ResidualBlock:
+        return ResidualBlock(config, channels, stride=1, activated=True, rngs=nnx.Rngs(params=key))
+
+    return make
 
 
 def _norm(config: ResNetConfig, channels: int) -> ChannelNorm:

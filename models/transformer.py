@@ -6,6 +6,7 @@ The activations between blocks are the residual stream (batch, seq, embed). `lay
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,13 +28,25 @@ from shardtrain.axes import (
     VOCAB,
 )
 from shardtrain.functional.remat_policies import REMAT_POLICIES
-from shardtrain.models.chunked_logits import ChunkedLogits
-from shardtrain.models.layers import Dims, Linear, Norm, at_use, attend, restarted_positions, rotate
+from shardtrain.models.attention import attend
+from shardtrain.models.chunked_logits import ChunkedLogits, capped
+from shardtrain.models.float8 import product
+from shardtrain.models.layers import Dims, Linear, Norm, at_use, restarted_positions
 from shardtrain.models.lora import read_lora
-from shardtrain.models.transformer_options import BlockOptions
+from shardtrain.models.rotary import block_frequencies, rotate
+from shardtrain.models.transformer_options import GATED, BlockOptions
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 TABLE = (VOCAB, EMBED)
+
+ACTIVATIONS = {
+    "gelu": partial(jax.nn.gelu, approximate=True),
+    "gelu_erf": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "swiglu": jax.nn.silu,
+    "geglu": partial(jax.nn.gelu, approximate=True),
+}
+"""Name of an activation -> the function of the hidden features, or of those that gate them."""
 
 
 class Attention(nnx.Module):
@@ -41,22 +54,54 @@ class Attention(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
         self.config, self.causal = config, causal
-        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs, name="q")
-        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="k")
-        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="v")
+        bias = config.bias if config.qkv_bias is None else config.qkv_bias
+        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs, bias=bias, name="q")
+        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="k")
+        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="v")
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
+        self.q_norm = norm_of(config, HEAD_DIM) if config.qk_norm else None
+        self.k_norm = norm_of(config, HEAD_DIM) if config.qk_norm else None
 
     def __call__(
-        self, x_BTD: jax.Array, mask_BS: jax.Array | None = None, segments_BT: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        mask_BS: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        sees_all: jax.Array | None = None,
+        cache: Any = None,
+        bias_BHTS: jax.Array | None = None,
     ) -> jax.Array:
+        """Attend to the keys of the same sequence.
+
+        Args:
+          x_BTD: the normed residual stream.
+          mask_BS: 0 for keys that no query sees.
+          segments_BT: the number of each token's document.
+          sees_all: with `full_every`, whether this block has no window, a bool scalar.
+          cache: a `LayerCache` with the keys and values of the tokens before these.
+          bias_BHTS: added to the scores.
+        """
         # queries, keys and values; rotary positions turn queries and keys, learned ones are in x already
         q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
         if self.config.positions == "rotary":
             positions_BT = None if segments_BT is None else restarted_positions(segments_BT)
-            q_BTHK, k_BSHK = (rotate(x, self.config.theta, positions_BT) for x in (q_BTHK, k_BSHK))
+            positions_BT = positions_BT if cache is None else cache.positions_BT
+            num_positions = x_BTD.shape[1] if cache is None else cache.num_slots
+            frequency_K, factor = block_frequencies(self.config, sees_all, num_positions)
+            q_BTHK, k_BSHK = (rotate(x, frequency_K, positions_BT, factor) for x in (q_BTHK, k_BSHK))
         # attention by heads, then back to the residual stream
-        seen = {"causal": self.causal, "mask_BS": mask_BS, "segments_BT": segments_BT}
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, **seen)
+        if cache is not None:
+            # the keys of earlier tokens too, each at its position
+            k_BSHK, v_BSHK = cache.extended(k_BSHK, v_BSHK)
+        window = self.config.window
+        if window is not None and sees_all is not None:
+            window = jnp.where(sees_all, k_BSHK.shape[1], window)
+        seen = {"causal": self.causal, "mask_BS": mask_BS, "segments_BT": segments_BT, "window": window}
+        seen["bias_BHTS"] = bias_BHTS
+        if cache is not None:
+            seen = {"causal": False, "mask_BS": cache.mask_BTS(window)}
+        soft_cap = self.config.soft_cap
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, soft_cap=soft_cap, **seen)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
         return to_stream(self.o, y_BTHK)
 
@@ -69,14 +114,20 @@ class Attention(nnx.Module):
         group = (sizes[KV_HEADS], -1, sizes[HEAD_DIM])
         # (embed, kv_heads, group + 2, head_dim): the query heads of a group, then its key and its value head
         kernels = [linear.cast().reshape(sizes[EMBED], *group) for linear in (self.q, self.k, self.v)]
-        kernel = with_logical_constraint(jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM))
-        y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
+        kernel, dims = jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM)
+        y = product(x_BTD, kernel, dims, 1, self.config.products)
+        y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         # take queries, keys and values apart again, each with its own bias
         parts = jnp.split(y, [kernel.shape[2] - 2, kernel.shape[2] - 1], axis=3)
         q_BTHK, k_BSHK, v_BSHK = (
             linear.shifted(linear.adapted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]), x_BTD))
             for linear, part in zip((self.q, self.k, self.v), parts, strict=True)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHK, k_BSHK = self.q_norm(q_BTHK), self.k_norm(k_BSHK)
+        if self.config.query_scale is not None:
+            # attention itself divides by the root of head_dim
+            q_BTHK *= jnp.asarray(self.config.query_scale * sizes[HEAD_DIM] ** 0.5, q_BTHK.dtype)
         return (
             with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)),
             with_logical_constraint(k_BSHK, (BATCH, SEQ, KV_HEADS, HEAD_DIM)),
@@ -88,9 +139,9 @@ class FeedForward(nnx.Module):
     """Two or three projections around an activation, from (batch, seq, embed) back to the residual stream."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
-        self.approximate = config.activation == "gelu"
+        self.activation = ACTIVATIONS[config.activation]
         self.up = linear_of(config, (EMBED,), (MLP,), rngs, name="up")
-        gated = config.activation == "swiglu"
+        gated = config.activation in GATED
         self.gate = linear_of(config, (EMBED,), (MLP,), rngs, name="gate") if gated else None
         self.down = linear_of(config, (MLP,), (EMBED,), rngs, name="down")
 
@@ -98,17 +149,17 @@ class FeedForward(nnx.Module):
         if self.gate is None:
             # hidden features are split over devices, from here to the second projection
             h_BTF = with_logical_constraint(self.up(x_BTD), (BATCH, SEQ, MLP))
-            h_BTF = jax.nn.gelu(h_BTF, approximate=self.approximate)
+            h_BTF = self.activation(h_BTF)
         else:
             # one product for both, as for queries, keys and values
             kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
-            y = jnp.tensordot(x_BTD, with_logical_constraint(kernel, (EMBED, None, MLP)), 1)
+            y = product(x_BTD, kernel, (EMBED, None, MLP), 1, self.up.products)
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
             up_BTF, gate_BTF = (
                 linear.shifted(linear.adapted(y[:, :, i], x_BTD))
                 for i, linear in enumerate((self.up, self.gate))
             )
-            h_BTF = up_BTF * jax.nn.silu(gate_BTF)
+            h_BTF = up_BTF * self.activation(gate_BTF)
         return to_stream(self.down, h_BTF)
 
 
@@ -141,7 +192,7 @@ def logits_of(
     """Return the float32 logits, rounded to dtype: activations times the vocabulary.
 
     Args:
-      config: for `dtype` and `loss_chunk`.
+      config: for `dtype`, `loss_chunk` and `logits_soft_cap`.
       x_BTD: what the head reads.
       head: a projection without bias; None: the head is the embedding.
       embedding: the table of tokens.
@@ -155,12 +206,14 @@ def logits_of(
     bias_V = None if bias is None else at_use(bias, (VOCAB,), config.dtype)
     if config.loss_chunk is not None:
         return ChunkedLogits(
-            hidden_BTD=x_BTD, kernel=kernel, bias_V=bias_V, kernel_dims=dims, chunk=config.loss_chunk
-        )
+            hidden_BTD=x_BTD, kernel=kernel, bias_V=bias_V, kernel_dims=dims, chunk=config.loss_chunk,
+            soft_cap=config.logits_soft_cap,
+        )  # fmt: skip
     logits_BTV = jnp.einsum("BTD,VD->BTV" if head is None else "BTD,DV->BTV", x_BTD, kernel)
     if bias_V is not None:
         logits_BTV += bias_V
-    return with_logical_constraint(logits_BTV.astype(jnp.float32), (BATCH, SEQ, VOCAB))
+    logits_BTV = capped(logits_BTV.astype(jnp.float32), config.logits_soft_cap)
+    return with_logical_constraint(logits_BTV, (BATCH, SEQ, VOCAB))
 
 
 def linear_of(
@@ -168,7 +221,8 @@ def linear_of(
 ) -> Linear:
     """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream.
 
-    By its name it has a low-rank adapter or not, see `lora.py`.
+    By its name, which only those of blocks have, it has a low-rank adapter or not (`lora.py`), and a product
+    in 8 bits if that is asked for (`float8.py`).
     """
     # 2 * num_layers projections are added to the residual stream: their sum keeps its size
     std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
@@ -176,12 +230,12 @@ def linear_of(
     lora = read_lora(config.lora)
     return Linear(
         into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs,
-        lora=lora if lora and name in lora.on else None,
+        lora=lora if lora and name in lora.on else None, products=config.products if name else "",
     )  # fmt: skip
 
 
-def norm_of(config: BlockOptions) -> Norm:
-    return Norm(config.norm, config.embed, eps=config.eps, bias=config.bias, dtype=config.dtype)
+def norm_of(config: BlockOptions, dim: str = EMBED) -> Norm:
+    return Norm(config.norm, config.sizes[dim], eps=config.eps, bias=config.bias, dtype=config.dtype, dim=dim)
 
 
 def stacked_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
@@ -198,19 +252,19 @@ def stacked_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
 
 def walk(
     config: BlockOptions,
-    run_block: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+    run_block: Callable[[Any, Any, Any], Any],
     blocks: Any,
-    x_BTD: jax.Array,
-    keys: jax.Array | None,
-) -> jax.Array:
+    x_BTD: Any,
+    keys: Any,
+) -> Any:
     """Apply stacked blocks to a residual stream, scanned or unrolled, with the remat policy `remat`.
 
     Args:
       config: for `scan` and `remat`.
       run_block: (block, stream, key) -> stream; a new function at each call.
       blocks: stacked along the first dim of every parameter.
-      x_BTD: what enters the first.
-      keys: of the blocks' dropout, one each; None where it is off.
+      x_BTD: what enters the first; it may be a tree of arrays.
+      keys: of the blocks' dropout, one each, or a pytree of arrays with a row for each block; None: nothing.
     """
     # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
     if config.remat != "none":
@@ -221,12 +275,12 @@ def walk(
         return jax.lax.scan(lambda x, block: (run_block(block[0], x, block[1]), None), x_BTD, (blocks, keys))[
             0
         ]
-    for block, key in _unstacked((blocks, keys)):
+    for block, key in unstacked((blocks, keys)):
         x_BTD = run_block(block, x_BTD, key)
     return x_BTD
 
 
-def _unstacked(tree: Any) -> list[Any]:
+def unstacked(tree: Any) -> list[Any]:
     """Split a pytree along the first dim of its leaves; the gradient of `split` is one concatenation."""
     leaves, treedef = jax.tree.flatten(tree)
     num_slices = leaves[0].shape[0]

@@ -14,14 +14,20 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.policy import CheckpointPolicy
     from shardtrain.combine.synchronisation import Outer, Synchronisation
     from shardtrain.data import (
+        AudioFiles,
+        Augment,
         Batches,
+        Chat,
         Corpus,
         ImageFiles,
+        Loading,
         MaskedTokens,
         Mixture,
         Source,
+        Stream,
         Text,
         TokenBatches,
+        TokenPairs,
         Tokens,
         place,
     )
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
         next_token_loss,
         translation_loss,
     )
-    from shardtrain.functional.metrics import Metric, with_metrics
+    from shardtrain.functional.metrics import Metric, TopAccuracy, with_metrics
     from shardtrain.functional.model import Model
     from shardtrain.functional.nnx_model import from_nnx
     from shardtrain.islands.membership import join
@@ -52,6 +58,7 @@ if TYPE_CHECKING:
     from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
     from shardtrain.trainer.config import Run, StartFrom
     from shardtrain.trainer.hooks import Hook
+    from shardtrain.trainer.pretrained import pretrained
     from shardtrain.trainer.recovery import Recovery
     from shardtrain.trainer.strategy import Strategy, read_strategy
     from shardtrain.trainer.train import Trained, train
@@ -63,14 +70,20 @@ _MODULES = {
     "trainer.config": ("Run", "StartFrom"),
     "trainer.strategy": ("Strategy", "read_strategy"),
     "data": (
+        "AudioFiles",
+        "Augment",
         "Batches",
+        "Chat",
         "Corpus",
         "ImageFiles",
+        "Loading",
         "MaskedTokens",
         "Mixture",
         "Source",
+        "Stream",
         "Text",
         "TokenBatches",
+        "TokenPairs",
         "Tokens",
         "place",
     ),
@@ -89,7 +102,7 @@ _MODULES = {
     ),
     "sharding.mesh": ("make_mesh",),
     "functional.linen_model": ("from_linen",),
-    "functional.metrics": ("Metric", "with_metrics"),
+    "functional.metrics": ("Metric", "TopAccuracy", "with_metrics"),
     "functional.model": ("Model",),
     "functional.nnx_model": ("from_nnx",),
     "optim.optimizer": ("Optimizer", "make_optimizer"),
@@ -97,6 +110,7 @@ _MODULES = {
     "pipeline.options": ("Pipeline",),
     "optim.scaling": ("Scaling",),
     "trainer.hooks": ("Hook",),
+    "trainer.pretrained": ("pretrained",),
     "trainer.recovery": ("Recovery",),
     "combine.synchronisation": ("Outer", "Synchronisation"),
     "checkpoints.differences": ("Allow",),
@@ -110,13 +124,17 @@ _MODULES = {
 __all__ = [
     "Across",
     "Allow",
+    "AudioFiles",
+    "Augment",
     "Batches",
+    "Chat",
     "CheckpointPolicy",
     "Checkpoints",
     "Corpus",
     "Hook",
     "ImageFiles",
     "Layout",
+    "Loading",
     "Loss",
     "MaskedTokens",
     "Metric",
@@ -132,10 +150,13 @@ __all__ = [
     "Source",
     "StartFrom",
     "Strategy",
+    "Stream",
     "Synchronisation",
     "Text",
     "TokenBatches",
+    "TokenPairs",
     "Tokens",
+    "TopAccuracy",
     "Trained",
     "Watch",
     "build",
@@ -155,6 +176,7 @@ __all__ = [
     "masked_token_loss",
     "next_token_loss",
     "place",
+    "pretrained",
     "read_layout",
     "read_strategy",
     "restorable_state",

@@ -18,7 +18,8 @@ MODEL_FILE = "model.json"
 Config = TypeVar("Config")
 
 MOST_INT = 1 << 53
-MOST_TEXT = 1000
+MOST_TEXT = 10_000
+"""Characters of an option: the factors of wavelengths of a Phi-3 with 128k positions are 2,000."""
 MOST_BYTES = 1 << 20
 
 

@@ -47,6 +47,7 @@ SLOWEST_FIRST = (
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), DEVICES, *FLAGS])
+os.environ["PJRT_NPROC"] = "64"  # as `--cpu-devices 8` sets it: devices that wait keep their threads
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 # ten frames of Python at every operation would be copied at each step of a compilation
@@ -199,6 +200,7 @@ def mpiexec(warm_python, tmp_path_factory) -> Callable[..., list[str]]:
             env={
                 **os.environ,
                 "XLA_FLAGS": " ".join([count, *FLAGS]),
+                "PJRT_NPROC": str(8 * devices),
                 "MPI4JAX_NO_WARN_JAX_VERSION": "1",
                 "PYTHONWARNINGS": "error",
             },

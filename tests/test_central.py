@@ -173,6 +173,37 @@ def test_sharded_sequences_drop_out_and_sum_their_loss_in_chunks_alike(assert_sa
     assert_same(sharded(models(config)["nnx"], layout, microbatches=2), one_device)
 
 
+EXPERTS = {
+    "dropless, 8": ({"expert": 8}, "num=8,top=2,z=0.001", 1, {}),
+    "dropless, 2-2-2": ({"fsdp": 2, "expert": 2, "tensor": 2}, "num=8,top=2,z=0.001", 4, {}),
+    "dropless, 4-2": ({"data": 2, "expert": 4}, "num=8,top=2,z=0.001", 4, {"zero": 1}),
+    "dropless, none": ({"data": 2, "fsdp": 2, "tensor": 2}, "num=8,top=2,z=0.001", 1, {}),
+    "capacity, 2-2-2": ({"data": 2, "expert": 2, "tensor": 2}, "CAPACITY", 4, {}),
+    "capacity, 2-2-2 with context": ({"expert": 2, "context": 2, "fsdp": 2}, "CAPACITY", 1, {}),
+    "capacity, sequence": ({"expert": 4, "tensor": 2}, "CAPACITY", 1, {"sequence_sharded": True}),
+    "over the batch": ({"data": 2, "fsdp": 2, "expert": 2}, "BATCH", 1, {}),
+}
+MIXTURES = {
+    "CAPACITY": "num=8,top=2,capacity=1.0,shared=1,shared_gate=sigmoid,scores=sigmoid,scale=2.0,balance=0.1",
+    "BATCH": "num=8,top=2,over=batch,balance=0.5,bias=0.01",
+}
+
+
+@cache
+def mixture(text):
+    """A decoder with experts, and its loss and gradients on one device."""
+    text = MIXTURES.get(text, text)
+    model = from_nnx(dataclasses.replace(CONFIG, activation="swiglu", bias=False, experts=text))
+    return model, sharded(model, Layout(mesh={"data": 1}), num_devices=1)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_sharded_experts_give_the_step_of_one_device(case, assert_same):
+    mesh, text, microbatches, options = EXPERTS[case]
+    model, one_device = mixture(text)
+    assert_same(sharded(model, Layout(mesh=mesh, **options), microbatches=microbatches), one_device)
+
+
 def test_a_model_with_attention_of_its_own_has_its_sequences_sharded_by_the_compiler(assert_same):
     model = from_nnx(TinyConfig(vocab=VOCAB, num_layers=2))
     got = sharded(model, Layout(mesh={"data": 2, "context": 2, "tensor": 2}))
@@ -191,6 +222,21 @@ def test_a_loss_in_chunks_gives_the_plain_step(mesh, framework, microbatches, as
     config = dataclasses.replace(CONFIG, loss_chunk=6)
     got = sharded(models(config)[framework], Layout(mesh=mesh), microbatches=microbatches)
     assert_same(got, plain(framework))
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatches"),
+    [
+        (Layout(mesh={"data": 2, "fsdp": 4}), 4),
+        (Layout(mesh={"data": 2, "tensor": 4}), 1),
+    ],
+    ids=["fsdp", "tensor"],
+)
+def test_products_in_8_bits_are_the_same_on_any_mesh(layout, microbatches, assert_same):
+    model = from_nnx(dataclasses.replace(CONFIG, products="float8"))
+    one_device = sharded(model, Layout(mesh={"data": 1}), num_devices=1)
+    assert abs(one_device["loss"] - plain("nnx")["loss"]) > 1e-6
+    assert_same(sharded(model, layout, microbatches=microbatches), one_device)
 
 
 @pytest.mark.parametrize("framework", ["nnx", "linen", pytest.param("decoder", marks=pytest.mark.full)])

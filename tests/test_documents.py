@@ -25,7 +25,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.report.timeline import timeline_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer import prepared_run, setup
+from shardtrain.trainer import island_run, setup
 from shardtrain.trainer.train import train
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ OF_THE_PAGE = ("gpt_text", "linen_text")
 def trained_example(monkeypatch):
     """(name, folder): train an example for four steps, on one device as on a laptop."""
     monkeypatch.setattr(setup, "make_mesh", lambda layout: make_mesh(layout, jax.devices()[:1]))
-    monkeypatch.setattr(prepared_run, "axis_sizes", lambda mesh, num_devices: axis_sizes(mesh, 1))
+    monkeypatch.setattr(island_run, "axis_sizes", lambda mesh, num_devices: axis_sizes(mesh, 1))
 
     def trained_example(name, folder):
         run = load_run(str(ROOT / "examples" / name))

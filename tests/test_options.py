@@ -38,6 +38,7 @@ OTHERS = {
     "MLflow": "--backend-store-uri",
     "containers": "--cpus --memory --shm-size",
     "the tests": "--full",
+    "benchmarks": "--measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--model --model.NAME --model.no --watch",
     "rejected in a decision": "--distribution --placement",
@@ -47,10 +48,13 @@ OTHERS = {
 COMMANDS = (
     ["train", "{run}"],
     ["train", "examples/bert_text.py"],
+    ["train", "examples/image_folder_vit.py"],
     ["train", "examples/gpt_text.py"],
     ["inspect", "examples/gpt_text.py"],
     ["plan", "examples/gpt_text.py"],
     *(["advise", name] for name in QUESTIONS),
+    ["generate"],
+    ["evaluate"],
     ["calibrate"],
     ["launch"],
     *(["launch", name] for name in LAUNCHERS),
@@ -60,13 +64,15 @@ COMMANDS = (
 )
 TOKENS_RUN = """
 from pathlib import Path
-from shardtrain import Corpus, ImageFiles, MaskedTokens, Mixture, Run, Tokens
+from shardtrain import Chat, Corpus, ImageFiles, MaskedTokens, Mixture, Run, TokenPairs, Tokens
 from shardtrain.launch.registry import LAUNCHERS
 from shardtrain.models.decoder import DecoderConfig
 TOKENS = Tokens(path=Path("tokens.npy"), vocab=256, seq=8)
 MODEL = DecoderConfig(vocab=8, seq=8, embed=16, num_layers=1, num_heads=2, bias=False, dtype="bfloat16")
 def run(): return Run(model=MODEL, data=TOKENS)
 def corpus(): return Run(model=MODEL, data=Corpus())
+def chat(): return Run(model=MODEL, data=Chat())
+def pairs(): return Run(model=MODEL, data=TokenPairs(source=Path("a"), target=Path("b"), vocab=8))
 def images(): return Run(model=MODEL, data=ImageFiles(classes=2))
 def mixture():
     parts = {"web": Corpus(), "code": Corpus()}
@@ -110,7 +116,10 @@ def helps(run_file):
         patch.chdir(ROOT)
         for words in (
             *COMMANDS,
-            *(["train", f"{run_file}:{name}"] for name in ("masked", "corpus", "images", "mixture")),
+            *(
+                ["train", f"{run_file}:{name}"]
+                for name in ("masked", "corpus", "chat", "images", "pairs", "mixture")
+            ),
         ):
             text = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
             with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):

@@ -26,6 +26,8 @@ class CheckpointPolicy:
         best: a held-out metric, such as heldout/loss: the checkpoint with its best value is kept too, and an
             evaluation that is better than all before is saved. None: no checkpoint is kept for its value.
         best_is: which value of that metric is the best.
+        trained_only: leave out the frozen parameters of a run that starts from others; they are read from
+            there again whenever the run resumes.
 
     Raises:
         ValueError: lists every value of a wrong type or out of range.
@@ -38,6 +40,7 @@ class CheckpointPolicy:
     fast: Path | None = None
     best: str | None = None
     best_is: Literal["lowest", "highest"] = "lowest"
+    trained_only: bool = False
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)

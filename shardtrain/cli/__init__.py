@@ -25,6 +25,8 @@ COMMANDS = {
     "launch": "start a command as islands: here, on other hosts, or as a batch job",
     "doctor": "check what a run needs before it starts",
     "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
+    "evaluate": "evaluate what a run has trained on other data, or by questions",
+    "generate": "continue texts with what a run has trained",
     "data": "tokenize a corpus, train a tokenizer, list, show, measure and check data",
 }
 """Command -> its description; each is the module of that name."""
@@ -37,6 +39,13 @@ CLEAN_UP = ("checkpoint", "data")
 
 END_TOGETHER = ("doctor",)
 """Commands whose ranks all exit by themselves, with the same code."""
+
+POOL_THREADS, THREADS_OF_A_DEVICE = "PJRT_NPROC", 8
+"""The variable with which jax sizes the threads of a CPU client as it starts, and how many a device needs.
+
+Collectives that nothing orders wait in threads of their own: with too few, all of them wait for a device that
+has no thread left, and XLA ends the process.
+"""
 
 HELP = ("--help", "-h")
 USER_ERROR = MISTAKE
@@ -159,6 +168,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
     """Remove `--cpu-devices N` from the arguments and let jax simulate N devices on the CPU.
 
     `--cpu-devices 2,1` gives each island its own number; the island follows from the rank of this process.
+    Several devices have `THREADS_OF_A_DEVICE` threads each, unless the environment has a number of its own.
     Arguments after `--` belong to another program.
 
     Raises:
@@ -183,6 +193,9 @@ def set_cpu_devices(arguments: list[str]) -> None:
     other_flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
     os.environ["XLA_FLAGS"] = " ".join([*other_flags, flag])
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # XLA's pool has one thread a device, and a device that waits in a collective keeps its thread
+    if int(number) > 1:
+        os.environ.setdefault(POOL_THREADS, str(THREADS_OF_A_DEVICE * int(number)))
 
 
 def _of_this_island(word: str, numbers: Sequence[str]) -> str:

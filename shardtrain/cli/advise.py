@@ -1,6 +1,7 @@
 """`shardtrain advise QUESTION ...`: answers from a few numbers, by published formulas."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -15,13 +16,15 @@ from shardtrain.cli.advise_questions import (
     Speed,
     Synchronise,
 )
+from shardtrain.cli.command_help import usage_text
+from shardtrain.cli.run_rows import rows_of
 from shardtrain.errors.exit_codes import DONE, MISTAKE
 from shardtrain.errors.messages import near
 from shardtrain.plan.advice.checks import check_fraction, check_positive
 from shardtrain.plan.advice.clusters import ClusterSpeed
-from shardtrain.plan.advice.noise_scale import gradient_noise
+from shardtrain.plan.advice.noise_scale import gradient_noise, logged_noise
 from shardtrain.plan.advice.revocable import RevocableRun
-from shardtrain.plan.advice.rows import MeasuredRow, read_rows
+from shardtrain.plan.advice.rows import MeasuredRow
 from shardtrain.report.advice import (
     clusters_text,
     devices_text,
@@ -30,7 +33,7 @@ from shardtrain.report.advice import (
     revocable_text,
     synchronisation_text,
 )
-from shardtrain.report.fits import fits_text
+from shardtrain.report.fits import fits_text, rows_text
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system import terminal
 
@@ -53,12 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the text of --help."""
-    lines = [f"  {name:12} {(kind.__doc__ or '').splitlines()[0]}" for name, (kind, _) in QUESTIONS.items()]
-    return (
-        "usage: shardtrain advise QUESTION ...\n\n"
-        + "\n".join(lines)
-        + "\n\nshardtrain advise QUESTION --help shows its options.\n"
-    )
+    kinds = {name: kind for name, (kind, _) in QUESTIONS.items()}
+    return usage_text("shardtrain advise", "QUESTION", kinds)
 
 
 def _check(question: str, asked: object, positive: Sequence[str], zero: Sequence[str] = ()) -> None:
@@ -115,8 +114,28 @@ def _interval(asked: Interval) -> str:
 def _batch(asked: Batch) -> str:
     positive = ["small", "large", "learning_rate", "exponent"]
     _check("a batch", asked, positive, ["small_norm", "large_norm"])
-    noise = gradient_noise(asked.small, asked.small_norm**2, asked.large, asked.large_norm**2)
-    return noise_text(noise.scale, asked.large, asked.learning_rate, asked.exponent)
+    small, small_norm, large, large_norm = asked.small, asked.small_norm, asked.large, asked.large_norm
+    if asked.run is not None and [small, small_norm, large, large_norm] == [None] * 4:
+        noise, batch = logged_noise(_lines_of(asked.run), str(asked.run))
+        return noise_text(noise.scale, batch, asked.learning_rate, asked.exponent)
+    if asked.run is not None or small is None or small_norm is None or large is None or large_norm is None:
+        raise ValueError(
+            "a batch was asked for; give either --run, the folder of a run, or all four of --small,"
+            " --small-norm, --large and --large-norm"
+        )
+    noise = gradient_noise(small, small_norm**2, large, large_norm**2)
+    return noise_text(noise.scale, large, asked.learning_rate, asked.exponent)
+
+
+def _lines_of(run: Path) -> list[dict[str, float]]:
+    """Return the lines of metrics of a run's folder.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if not (run / METRICS).is_file():
+        raise ValueError(f"there is no {run / METRICS}; give the folder of a run, such as runs/gpt_text")
+    return read_jsonl(run / METRICS)
 
 
 def _revocable(asked: Revocable) -> str:
@@ -140,13 +159,13 @@ def _speed(asked: Speed) -> str:
     from shardtrain.report.speed import speed_text
     from shardtrain.trainer.strategy import STRATEGY_FILE, read_strategy
 
-    metrics, strategy = asked.run / METRICS, asked.run / STRATEGY_FILE
-    if not metrics.is_file():
-        raise ValueError(f"there is no {metrics}; give the folder of a run, such as runs/gpt_text")
+    lines, strategy = _lines_of(asked.run), asked.run / STRATEGY_FILE
     predicted = read_strategy(strategy).predicted if strategy.is_file() else {}
-    text = speed_text(read_jsonl(metrics), predicted)
+    text = speed_text(lines, predicted)
     if text is None:
-        raise ValueError(f"{metrics} has fewer than two measured lines; train on, or use --log-every 1")
+        raise ValueError(
+            f"{asked.run / METRICS} has fewer than two measured lines; train on, or use --log-every 1"
+        )
     return text + "\n"
 
 
@@ -154,10 +173,15 @@ def _predict(asked: Predict) -> str:
     names = ("teraflops", "parameter_mb", "checkpoint_mb")
     _check("a prediction", asked, ["devices", *names])
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    rows = read_rows(asked.rows)
-    if asked.device is None:
-        return fits_text(rows, None)
-    return fits_text(rows, MeasuredRow(model="", device=asked.device, devices=asked.devices, **given))
+    if not asked.rows:
+        raise ValueError("a prediction was asked for without rows; give CSV files or run folders")
+    rows, notes = rows_of(asked.rows)
+    row = None
+    if asked.device is not None:
+        row = MeasuredRow(model="", device=asked.device, devices=asked.devices, **given)
+    folders = [path for path in asked.rows if path.is_dir()]
+    measured = rows_text(rows) if folders else ""
+    return measured + fits_text(rows, row) + "".join(f"{note}\n" for note in notes)
 
 
 def _clusters(asked: Clusters) -> str:

@@ -60,21 +60,25 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Which batch and learning rate, from gradient norms at two batch sizes.
+    """Which batch and learning rate, from the gradient noise scale of a run or gradient norms at two batches.
 
     Args:
+      run: the folder of a run with --gradient-noise-scale, of which the newer half is averaged; else the four
+        numbers below.
       small: the smaller batch.
       small_norm: root mean square of the gradient norm at it, over many steps.
       large: the larger batch, in the same unit.
       large_norm: root mean square of the gradient norm at it, at the same parameters.
-      learning_rate: that is well tuned for the larger batch; by default factors are shown.
+      learning_rate: that is well tuned for the larger batch, or for that of the run; by default factors are
+        shown.
       exponent: of the learning rate: 1 for SGD, 0.5 to 1 for Adam.
     """
 
-    small: float
-    small_norm: float
-    large: float
-    large_norm: float
+    run: Path | None = None
+    small: float | None = None
+    small_norm: float | None = None
+    large: float | None = None
+    large_norm: float | None = None
     learning_rate: float | None = None
     exponent: float = 1.0
 
@@ -127,7 +131,7 @@ class Predict:
     """Fit times of steps, saves and starts to measured rows, and predict those of another run.
 
     Args:
-      rows: a CSV file; its columns are on the page about advice.
+      rows: CSV files, whose columns are on the page about advice, and folders of past runs.
       device: kind of devices that is asked for, as in the rows; by default nothing is predicted.
       devices: number of devices that is asked for.
       teraflops: 10**12 operations of a step of all devices, with recomputation.
@@ -135,7 +139,7 @@ class Predict:
       checkpoint_mb: megabytes of a checkpoint.
     """
 
-    rows: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="ROWS.csv")]]
+    rows: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="ROWS.csv|RUN")]]
     device: str | None = None
     devices: int = 1
     teraflops: float | None = None

@@ -3,20 +3,22 @@
 With a run, its constants are also fitted to a few steps of that run.
 """
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import tyro
 
+from shardtrain.cli.compilation import CompileOptions, compiling, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.doctor.rates import best, measure
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.plan.calibration import Fitted, fitted, spread
 from shardtrain.plan.devices import GB, TERA
-from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
 from shardtrain.plan.search import predictions
 from shardtrain.plan.space import Space, allowed_choices, mesh_text
 from shardtrain.system import terminal
@@ -33,7 +35,7 @@ LATENCY_SECONDS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions:
+class CalibrateOptions(CompileOptions):
     """Measure one device of this machine: matrix products, memory, and the time of a small kernel.
 
     With a run (`shardtrain calibrate RUN --probes 6`) also fit them, and link and latency, to steps of it.
@@ -46,7 +48,7 @@ class CalibrateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
+class ProbeOptions(CompileOptions):
     """Measure one device of this machine, and then fit it to steps of a run on all devices.
 
     Args:
@@ -63,14 +65,17 @@ def main(arguments: Sequence[str]) -> int:
     """Print a table `device` for a kind of islands; return 0."""
     import jax
 
+    flags_text = set_xla_flags(arguments)
     if arguments and not arguments[0].startswith("-"):
         run, options = parse_run("calibrate", arguments, ProbeOptions)
         if options.probes < 2:
             raise ValueError(f"--probes is {options.probes}; use 2 or more, as in --probes 6")
-        machine = _fitted_machine(run, options)
+        with compiling(flags_text):
+            machine = _fitted_machine(run, options)
     else:
         options = tyro.cli(CalibrateOptions, args=list(arguments), prog="shardtrain calibrate")
-        machine = _measured_machine(options.dtype, 1)
+        with compiling(flags_text):
+            machine = measured_machine(options.dtype)
     rates, link = machine.rates, machine.device_link
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     lines = {
@@ -81,29 +86,56 @@ def main(arguments: Sequence[str]) -> int:
         **({} if link == Link() else {"link_gb_per_second": link.bytes_per_second / GB}),
         **({} if link == Link() else {"latency_us": 1e6 * link.latency_seconds}),
     }
+    simulated = "simulated = true\n" if machine.simulated else ""
     kind = jax.local_devices()[0].device_kind
     terminal.out(
         f"# {kind}, products in {options.dtype}; put it below [[islands]] of a cluster file\n"
-        "[islands.device]\n" + "".join(f"{name} = {value:.4g}\n" for name, value in lines.items())
+        "[islands.device]\n" + "".join(f"{name} = {value:.4g}\n" for name, value in lines.items()) + simulated
     )
     return 0
 
 
-def _measured_machine(dtype: str, sharers: int) -> Machine:
-    """Return a device of this machine as small programs measure it; `sharers` devices have its cores."""
+def measured_machine(dtype: str) -> Machine:
+    """Return a device of this machine: measured alone, or, if devices are simulated, the share of one.
+
+    Raises:
+      ValueError: there are no measurements in this dtype.
+    """
+    import jax
+
+    host, num_devices = measured_host(dtype), jax.local_device_count()
+    if jax.local_devices()[0].platform != "cpu" or num_devices == 1:
+        return replace(host, device_link=Link())
+    return simulated_machine(host, num_devices, usable_cores())
+
+
+def measured_host(dtype: str) -> Machine:
+    """Return a device of this machine as small programs measure it that it runs alone.
+
+    Its link copies memory: what is sent is read and written at the rate of memory.
+
+    Raises:
+      ValueError: there are no measurements in this dtype.
+    """
     import jax
 
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {dtype}; use float32 or bfloat16")
     device = jax.local_devices()[0]
     found = measure(device)
-    return Machine(
-        rates=Rates(
-            flops_per_second=found[dtype] / sharers,
-            memory_bytes_per_second=found["memory"] / sharers,
-            kernel_seconds=kernel_seconds(device),
-        )
+    rates = Rates(
+        flops_per_second=found[dtype],
+        memory_bytes_per_second=found["memory"],
+        kernel_seconds=kernel_seconds(device),
+        copies_stacked=device.platform == "cpu",
     )
+    link = Link(bytes_per_second=found["memory"] / 2, latency_seconds=LATENCY_SECONDS)
+    return Machine(rates=rates, device_link=link)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
@@ -114,10 +146,10 @@ def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
     from shardtrain.trainer.probe_runs import probe_seconds
 
     devices = jax.device_count()
-    simulated = devices > 1 and jax.local_devices()[0].platform == "cpu"
-    start = _measured_machine(options.dtype, devices if simulated else 1)
-    link = Link(bytes_per_second=start.rates.memory_bytes_per_second, latency_seconds=LATENCY_SECONDS)
-    start = Machine(rates=start.rates, device_link=link)
+    start = measured_machine(options.dtype)
+    if not start.simulated:
+        link = Link(bytes_per_second=start.rates.memory_bytes_per_second, latency_seconds=LATENCY_SECONDS)
+        start = replace(start, device_link=link)
     with TemporaryDirectory() as folder:
         source = run.data.train(Path(folder))
         (subject,) = subjects_of(run, source, [IslandKind(kind="here", devices=devices)])

@@ -17,6 +17,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
+from shardtrain.cli.command_help import usage_text
 from shardtrain.errors.messages import near
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
 from shardtrain.report.quantities import bytes_text
@@ -116,12 +117,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the text of --help."""
-    lines = [f"  {name:8} {(kind.__doc__ or '').splitlines()[0]}" for name, (kind, _) in COMMANDS.items()]
-    return (
-        "usage: shardtrain checkpoint COMMAND ...\n\n"
-        + "\n".join(lines)
-        + "\n\nshardtrain checkpoint COMMAND --help shows its options.\n"
-    )
+    kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
+    return usage_text("shardtrain checkpoint", "COMMAND", kinds)
 
 
 def _ls(options: Ls) -> int:

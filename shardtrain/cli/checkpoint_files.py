@@ -14,7 +14,9 @@ from typing import Annotated, Any
 import tyro
 
 from shardtrain.checkpoints.evaluated_params import exported_params
+from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_checkpoint_path
+from shardtrain.cli.imported_run_file import RUN_FILE, run_file_text, trained_on
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import MODEL_FILE, write_about
 from shardtrain.report.quantities import bytes_text
@@ -22,10 +24,10 @@ from shardtrain.system import terminal
 from shardtrain.system.atomic_write import new_folder, refuse_filled
 from shardtrain.system.untrusted_files import read_bytes, read_json, read_text, whole_number
 
-CONVERTER = "shardtrain.models.huggingface_files"
-PARAMS = "params/"
+CONVERTER = "shardtrain.models.huggingface.files"
+PARAMS, STATE, BASE = "params/", "model_state/", "base"
 MODEL = "model."
-RUN_FILE, TOKENIZER = "run.py", "tokenizer"
+TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,9 @@ class Export:
       run_file: the run file that trained the model; needed only if the checkpoint lacks the model's options.
       adapters: write the low-rank adapters alone, as the PEFT library loads them; without it they are merged
         into the weights.
+      family: its model_type there, such as phi3; None: the first family that has all options of the model.
+      base: what the run started from, a folder of Hugging Face or of a run, where its checkpoints have only
+        what was trained; None: they have everything.
       using: name of the Python module that converts the files.
     """
 
@@ -53,21 +58,26 @@ class Export:
     tokenizer: Path | None = None
     run_file: Annotated[str | None, tyro.conf.arg(name="run-file")] = None
     adapters: bool = False
+    family: str | None = None
+    base: Path | None = None
     using: str = CONVERTER
 
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Convert a Hugging Face model folder (GPT-2, Llama, BERT) to a checkpoint to start from.
+    """Convert a Hugging Face model folder (Llama, BERT, ViT, ResNet, ...) to a checkpoint to start from.
 
     Args:
       folder: a folder with config.json, model.safetensors (or several and their index), and tokenizer files.
       out: the folder to write: a checkpoint, a run file that trains it further, and the tokenizer.
+      adapter: a folder of low-rank adapters of the PEFT library for this model: they are put beside its
+        parameters, to be trained further, or merged by an export; None: none.
       using: name of the Python module that converts the files.
     """
 
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
     out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    adapter: Path | None = None
     using: str = CONVERTER
 
 
@@ -81,20 +91,25 @@ def export_checkpoint(options: Export) -> int:
     reader = place.reader()
     if problems := reader.problems():
         raise problems_error(f"step {reader.step} is broken and is not exported", problems)
+    if not options.adapters:
+        reader = _whole(reader, options.base)
     model = _model_options(reader.extra, options.run_file)
     leaves = {
-        path.removeprefix(PARAMS): leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMS)
+        path.removeprefix(PARAMS): leaf
+        for path, leaf in reader.leaves.items()
+        if path.startswith((PARAMS, STATE))
     }
     kept = place.folder.parent / TOKENIZER
+    exported = exported_params(reader.extra.get("run", {}).get("evaluate_with"), reader.leaves, reader.read)
     files = _converter(options.using, "export_model")(
         options.out,
         model,
         {path: tuple(leaf.shape) for path, leaf in leaves.items()},
-        exported_params(reader.extra.get("run", {}).get("evaluate_with"), reader.leaves, reader.read),
+        lambda path: reader.read(path) if path.startswith(STATE) else exported(path),
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=options.tokenizer or (kept if kept.is_dir() else None),
-        **({"adapters": True} if options.adapters else {}),
+        **{name: x for name in ("adapters", "family") if (x := getattr(options, name))},
     )
     terminal.out(f"step {reader.step} -> {options.out}\n")
     for name in files:
@@ -111,9 +126,11 @@ def import_checkpoint(options: Import) -> int:
     """
     refuse_filled(options.out)
     # read the folder: configuration and tokenizer at once, arrays when their turn comes
-    found = _converter(options.using, "import_model")(options.folder)
+    adapter = {} if options.adapter is None else {"adapter": options.adapter}
+    found = _converter(options.using, "import_model")(options.folder, **adapter)
     config = found.config
-    token = mask_token(found.tokenizer, config.vocab) if has_masks(config) else None
+    data_kind = trained_on(config)
+    token = mask_token(found.tokenizer, config.vocab) if data_kind == "masked tokens" else None
     extra = {
         "imported": {"family": found.family, "name": options.folder.resolve().name},
         "run": {MODEL + name: value for name, value in asdict(config).items()},
@@ -121,13 +138,13 @@ def import_checkpoint(options: Import) -> int:
     # write model, run file, checkpoint and tokenizer; the folder gets its name when all is there
     with new_folder(options.out) as filled:
         write_about(filled / MODEL_FILE, config, token)
-        (filled / RUN_FILE).write_text(run_file_text(type(config), has_masks(config)))
+        (filled / RUN_FILE).write_text(run_file_text(type(config), data_kind))
         num_params = _save(filled / CHECKPOINTS, found.arrays, extra)
         for path in found.tokenizer:
             (filled / TOKENIZER).mkdir(exist_ok=True)
             (filled / TOKENIZER / path.name).write_bytes(read_bytes(path))
     # print what is missing, what was left out, and how to train on
-    if has_masks(config) and token is None:
+    if data_kind == "masked tokens" and token is None:
         terminal.out(
             f'the number of [MASK] was not found: write it as "mask_token" into {options.out / MODEL_FILE}\n'
         )
@@ -173,61 +190,6 @@ def model_text(config: Any) -> str:
     return f"{type(config).__name__}({inside})"
 
 
-def has_masks(config: Any) -> bool:
-    """Whether the attention of a model is bidirectional, so that it trains on masked tokens."""
-    return hasattr(config, "segments")
-
-
-def run_file_text(kind: type, masked: bool) -> str:
-    """Return the text of a run file that trains the import further, without any text of the download.
-
-    Args:
-      kind: the class of the model's configuration.
-      masked: whether it trains by masked tokens.
-
-    Raises:
-      ValueError: the class cannot be imported by its name.
-    """
-    if not all(part.isidentifier() for part in (*kind.__module__.split("."), kind.__qualname__)):
-        raise ValueError(f"{kind.__module__}.{kind.__qualname__} cannot be imported by its name")
-    data = 'Tokens(path=Path("tokens.npy"), vocab=model.vocab, seq=min(model.seq, 1024))'
-    loss, path, names = "", "--data.path", ["Optimizer", "Run", "Schedule", "StartFrom", "Tokens"]
-    readers = ["read_model"]
-    if masked:
-        token = f'read_mask_token(FOLDER / "{MODEL_FILE}", model.vocab)'
-        lines = ("MaskedTokens(", f"    data={data},", f"    mask_token={token},", ")")
-        data, loss = "\n        ".join(lines), "        loss=masked_token_loss,\n"
-        names, path = [*names, "MaskedTokens", "masked_token_loss"], "--data.data.path"
-        readers = ["read_mask_token", "read_model"]
-    names.sort(key=lambda name: (not name[0].isupper(), name))
-    return f'''"""Trains the imported checkpoint in this folder further; {MODEL_FILE} describes its model.
-
-Its tokens are those of its tokenizer: write them with `shardtrain.data.write_tokens`, then
-
-shardtrain train {RUN_FILE} {path} my_tokens.npy
-"""
-
-from pathlib import Path
-
-from shardtrain import {", ".join(names)}
-from shardtrain.imported import {", ".join(readers)}
-from {kind.__module__} import {kind.__qualname__}
-
-FOLDER = Path(__file__).resolve().parent
-
-
-def run() -> Run:
-    model = read_model(FOLDER / "{MODEL_FILE}", {kind.__qualname__})
-    return Run(
-        model=model,
-        data={data},
-{loss}        optimizer=Optimizer(learning_rate=Schedule(name="cosine", peak=2e-5, warmup=100)),
-        start_from=StartFrom(checkpoint=FOLDER),
-        run_dir=Path("runs") / FOLDER.name,
-    )
-'''
-
-
 def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
     """The number of [MASK] in tokenizer files; None if it is not found.
 
@@ -248,18 +210,33 @@ def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
     return None
 
 
+def _whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
+    """Return a reader of all parameters, also of a checkpoint that has only what was trained.
+
+    Raises:
+      ValueError: it has, and the rest was not given, or is another.
+    """
+    if BASE not in reader.extra:
+        return reader
+    from shardtrain.trainer.base_parameters import with_base
+    from shardtrain.trainer.resume import find_parameters
+
+    return with_base(reader, base and find_parameters(base), "give --base FOLDER")
+
+
 def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:
-    """Write step 0: parameters alone, one array after the other onto the CPU."""
+    """Write step 0: parameters and running statistics, one array after the other onto the CPU."""
     import jax
 
     from shardtrain.checkpoints.checkpointer import Checkpoints
     from shardtrain.checkpoints.policy import CheckpointPolicy
+    from shardtrain.trainer.pretrained import array_path
 
     cpu = jax.local_devices(backend="cpu")[0]
-    flat = {f"{PARAMS}{path}": jax.device_put(array, cpu) for path, array in arrays}
+    flat = {array_path(path): jax.device_put(array, cpu) for path, array in arrays}
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
         checkpoints.save(0, flat, extra)
-    return sum(array.size for array in flat.values())
+    return sum(array.size for path, array in flat.items() if path.startswith(PARAMS))
 
 
 def _converter(name: str, function: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from shardtrain.cli.command_help import usage_text
 from shardtrain.cli.data_views import Check, Ls, Show, Stats, check, ls, own_options, show, stats
 from shardtrain.data.corpus import corpus_files
 from shardtrain.data.documents import OnError, refuse_mixed
@@ -102,12 +103,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the text of --help."""
-    lines = [f"  {name:15} {(kind.__doc__ or '').splitlines()[0]}" for name, (kind, _) in COMMANDS.items()]
-    return (
-        "usage: shardtrain data COMMAND ...\n\n"
-        + "\n".join(lines)
-        + "\n\nshardtrain data COMMAND --help shows its options.\n"
-    )
+    kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
+    return usage_text("shardtrain data", "COMMAND", kinds)
 
 
 def _tokenize(options: Tokenize) -> int:

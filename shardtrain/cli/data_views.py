@@ -5,10 +5,13 @@ Next: `data/inspection.py`, which reads it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tyro
 
+from shardtrain.data.chat import Chat
+from shardtrain.data.conversations import Answers, conversation_of
 from shardtrain.data.corpus import corpus_files, token_shards
 from shardtrain.data.documents import refuse_mixed
 from shardtrain.data.inspection import QUANTILES, file_facts, find_row, lengths, problems_of
@@ -19,6 +22,9 @@ from shardtrain.report.quantities import bytes_text
 from shardtrain.report.work_progress import work_progress
 from shardtrain.system import terminal
 from shardtrain.system.excerpts import short
+
+if TYPE_CHECKING:
+    from shardtrain.data.chat_tokens import Encoded
 
 FOUND = 1
 """The exit code of `check` if something cannot be read."""
@@ -44,15 +50,20 @@ class Ls:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Show samples: the fields of a row, or a window of tokens, decoded.
+    """Show samples: the fields of a row, a window of tokens, or a conversation with its answers in brackets.
 
     Args:
       paths: files, folders and patterns.
       number: the first row, or window, to show, counted over all files from 0.
       count: how many to show.
       seq: tokens of a window.
-      tokenizer: decodes tokens without a manifest: bytes, or the path of a tokenizer.json.
+      tokenizer: of conversations and of tokens without a manifest: bytes, or the path of a tokenizer.json or
+        of a folder with one.
       format: the format of all files; None recognises each.
+      template: show conversations as this chat template writes them, what is learned in brackets: tokenizer,
+        chatml, llama3, plain, or a .jinja file.
+      answers: of conversations, whether all answers are learned, or the last one alone.
+      messages: of conversations, the field with the messages.
     """
 
     paths: Paths
@@ -61,6 +72,9 @@ class Show:
     seq: int = 256
     tokenizer: str = "bytes"
     format: str | None = None
+    template: str | None = None
+    answers: Answers = "all"
+    messages: str = "messages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +137,8 @@ def show(options: Show) -> int:
     files = corpus_files(options.paths, options.format)
     if refuse_mixed(files):
         return _show_windows(options, files)
+    if options.template is not None:
+        return _show_conversations(options, options.template, files)
     for number in range(options.number, options.number + options.count):
         file, row, record = find_row(files, number)
         terminal.out(f"row {number}: {file.path}, row {row}\n")
@@ -131,6 +147,39 @@ def show(options: Show) -> int:
             more = "" if len(text) <= MOST_CHARACTERS else f"... ({len(text):,} characters)"
             terminal.out(f"  {name}: {text[:MOST_CHARACTERS]}{more}\n")
     return 0
+
+
+def _show_conversations(options: Show, template_name: str, files: Sequence[SourceFile]) -> int:
+    chat = Chat(tokenizer=options.tokenizer, template=template_name, answers=options.answers)
+    template, tokenizer = chat.open_template()
+    from shardtrain.data.chat_tokens import encode  # imports jinja2
+
+    for number in range(options.number, options.number + options.count):
+        file, row, record = find_row(files, number)
+        try:
+            (found,) = encode([conversation_of(record, options.messages)], template, tokenizer)
+            if isinstance(found, ValueError):
+                raise found
+        except ValueError as error:
+            raise ValueError(f"{file.path}, row {row}: {error}") from error
+        terminal.out(
+            f"conversation {number}: {file.path}, row {row}: {len(found.tokens):,} tokens,"
+            f" {found.trained.sum():,} of them are learned\n{bracketed(found)}\n"
+        )
+    return 0
+
+
+def bracketed(found: "Encoded") -> str:
+    """Return the text of a conversation with ⟦ and ⟧ around what its trained tokens are."""
+    steps = np.diff(found.trained.astype(np.int8), prepend=0, append=0)
+    starts = np.concatenate([[0], found.ends])
+    text, last = "", 0
+    # the first trained token of an answer begins where the token before it ends
+    for first, after in zip(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1), strict=True):
+        begin, end = int(starts[first]), int(found.ends[after - 1])
+        text += f"{found.text[last:begin]}⟦{found.text[begin:end]}⟧"
+        last = end
+    return text + found.text[last:]
 
 
 def _show_windows(options: Show, files: Sequence[SourceFile]) -> int:

@@ -10,23 +10,27 @@ from tempfile import TemporaryDirectory
 import jax
 
 from shardtrain import axes
+from shardtrain.cli.compilation import CompileOptions, compiling, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.data import RowSplit
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.model import Model
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.partition import counts, parse_cuts
 from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
+from shardtrain.plan.compile import Figures
 from shardtrain.plan.traffic import parameter_traffic, weights
 from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
-from shardtrain.report.traffic import figures_text, synchronisation_text, traffic_text
+from shardtrain.report.traffic import figures_text, memory_text, synchronisation_text, traffic_text
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import state_specs
+from shardtrain.train_step.placement_checks import check_stages
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.strategy import Strategy
@@ -36,7 +40,7 @@ MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions:
+class InspectOptions(CompileOptions):
     """Options of inspect.
 
     Args:
@@ -44,6 +48,8 @@ class InspectOptions:
       unused: list the parameters that the loss does not depend on; the run's data is prepared for it.
       compile: compile the step for these devices (cpu with --cpu-devices, or h100 or a100, which this machine
         need not have), and show the bytes that it moves and the memory that it needs.
+      memory: with --compile, compile the step also with each option that may save memory (remat policies,
+        more microbatches, logits in chunks, a momentum in bfloat16), and show what each needs.
       pipeline_stages: number of stages in the timeline, and of islands in a cut by time; by default the size
         of the mesh axis pipeline, or 4.
       microbatches: number of microbatches in the timeline; by default that of --accumulate.
@@ -57,6 +63,7 @@ class InspectOptions:
     devices: int | None = None
     unused: bool = False
     compile: str | None = None
+    memory: bool = False
     pipeline_stages: int | None = None
     microbatches: int | None = None
     lockstep: bool | None = None
@@ -74,18 +81,21 @@ class InspectOptions:
         ]
         if self.island is not None and self.island < 0:
             wrong.append(f"--island is {self.island}; islands are numbered from 0")
+        if self.memory and self.compile is None:
+            wrong.append("--memory shows figures of a compiler; add --compile cpu, or another kind of device")
         if wrong:
             raise problems_error("this cannot be shown", wrong)
 
     @property
     def of_schedule(self) -> bool:
         """Whether an option of the timeline was given."""
-        others = ("devices", "unused", "compile", "island")
+        others = ("devices", "unused", "compile", "memory", "island", "xla_preset")
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the sharding, the traffic and, if asked for, the schedule and the compiled step; return 0."""
+    flags_text = set_xla_flags(arguments)
     run, options = parse_run("inspect", arguments, InspectOptions)
     options.check()
     if options.island is not None:
@@ -99,6 +109,8 @@ def main(arguments: Sequence[str]) -> int:
     model = model_of(run)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
     stages = _stages(run, model, sizes[axes.PIPELINE])
+    if stages is not None:
+        check_stages(model, layout, sizes, run.strategy.synchronisation, stages)
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)
     terminal.out(sharding_text(specs, sizes) + "\n")
     found = weights(specs.arrays, layout.sharded_rules)
@@ -120,10 +132,13 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out("\n" + _stages_by_time(run, options) + "\n")
     elif model.chain is None and run.strategy.across.axis == "pipeline":
         terminal.out("\n" + _traced_stages(run, options) + "\n")
+    if sizes[axes.CONTEXT] > 1:
+        _check_sequences(run, model, sizes)
     if options.unused:
         terminal.out(_unused(run, model) + "\n")
     if options.compile is not None:
-        terminal.out("\n" + _compiled(run, options.compile, sizes))
+        with compiling(flags_text):
+            terminal.out("\n" + _compiled(run, options, sizes))
     return 0
 
 
@@ -134,6 +149,15 @@ def _unused(run: Run, model: Model) -> str:
     with TemporaryDirectory() as folder:
         found = find_unused(run, model, microbatch_of(run, run.data.train(Path(folder))))
     return unused_text(found, run.optimizer) if found else "every parameter can change the loss"
+
+
+def _check_sequences(run: Run, model: Model, sizes: Mapping[str, int]) -> None:
+    """Refuse sequences and heads that cannot be split; the data is prepared in a temporary folder."""
+    from shardtrain.trainer.context_checks import check_sequences
+    from shardtrain.trainer.setup import microbatch_of
+
+    with TemporaryDirectory() as folder:
+        check_sequences(run, model, sizes, microbatch_of(run, run.data.train(Path(folder))))
 
 
 def _stages_by_time(run: Run, options: InspectOptions) -> str:
@@ -152,11 +176,24 @@ def _traced_stages(run: Run, options: InspectOptions) -> str:
         return inspected_cut_text(run, run.data.train(Path(folder)), options.pipeline_stages)
 
 
-def _compiled(run: Run, kind: str, sizes: Mapping[str, int]) -> str:
-    """Compile the step and describe it."""
+def _compiled(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
+    """Compile the step and describe it, and the memory of others if asked for."""
     from shardtrain.trainer.ahead_of_time import compiled_figures  # with all that islands need
+    from shardtrain.trainer.memory_changes import memory_changes
 
-    return figures_text(compiled_figures(run, kind, sizes), kind)
+    kind, notes = options.compile or "", []
+    with noting(notes.append):
+        found = compiled_figures(run, kind, sizes)
+    text = "".join(f"{note}\n" for note in notes) + figures_text(found, kind)
+    if not options.memory:
+        return text
+    rows: list[tuple[str, Figures | str]] = []
+    for option, changed in memory_changes(run):
+        try:
+            rows.append((option, compiled_figures(changed, kind, sizes)))
+        except ValueError as error:
+            rows.append((option, str(error).splitlines()[0]))
+    return f"{text}\n{memory_text(found, rows)}"
 
 
 def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:

@@ -4,14 +4,18 @@ Next: `run_options.py`, whose options then change single fields.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardtrain.cli.field_options import with_fields
 from shardtrain.combine.synchronisation import preset
+from shardtrain.data.mixture import Mixture
+from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
 from shardtrain.islands.cluster import Cluster, read_cluster
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.pretrained import is_pretrained, lora_of, pretrained, with_options_of_training
 from shardtrain.trainer.strategy import Strategy, read_strategy
 
 
@@ -48,7 +52,55 @@ def with_files(run: Run, words: Sequence[str]) -> Run:
     Raises:
       ValueError: one of them cannot be read, or is not known.
     """
-    return _with_mesh_file(_with_strategy(run, words), words)
+    return _with_mesh_file(_with_strategy(_with_pretrained_model(run, words), words), words)
+
+
+def _with_pretrained_model(run: Run, words: Sequence[str]) -> Run:
+    """Replace the model by that of a folder of Hugging Face that `--start-from` names."""
+    given = _given(words, "--start-from", "--start-from.checkpoint")
+    if not given or not is_pretrained(Path(given[-1])):
+        return run
+    model = with_options_of_training(pretrained(given[-1]), run.model)
+    if adapter := _given(words, "--start-from.adapter"):
+        model = dataclasses.replace(model, lora=lora_of(adapter[-1], model))
+    return dataclasses.replace(run, model=model)
+
+
+def with_folders_tokenizer(run: Run, changes: Collection[str]) -> Run:
+    """Return the run with the tokenizer of the folder of Hugging Face that the command line starts it from.
+
+    Only data that would read bytes gets it, and no files of tokens.
+
+    Args:
+      run: the run.
+      changes: paths of the fields that the command line gives.
+    """
+    folder = run.start_from.checkpoint
+    if "start_from.checkpoint" not in changes:
+        return run
+    if folder is None or not is_pretrained(folder) or not (folder / TOKENIZER_FILE).is_file():
+        return run
+    return dataclasses.replace(run, data=_with_tokenizer(run.data, str(folder), "data", changes))
+
+
+def _with_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection[str]) -> Any:
+    """Return data with a tokenizer where it, or a part of a mixture, would read bytes.
+
+    Args:
+      data: of the run.
+      tokenizer: a folder.
+      name: path of the data's fields.
+      changes: paths of the fields that the command line gives, which stay.
+    """
+    if isinstance(data, Mixture):
+        parts = {
+            part: _with_tokenizer(each, tokenizer, f"{name}.parts.{part}", changes)
+            for part, each in data.parts.items()
+        }
+        return dataclasses.replace(data, parts=parts)
+    if f"{name}.tokenizer" in changes or getattr(data, "tokenizer", None) != BYTES:
+        return data
+    return data.with_tokenizer(tokenizer) if hasattr(data, "with_tokenizer") else data
 
 
 def _with_strategy(run: Run, words: Sequence[str]) -> Run:
@@ -82,7 +134,7 @@ def _given(words: Sequence[str], *names: str) -> list[str]:
         value if equals else next(iter(words[number + 1 :]), "")
         for number, word in enumerate(words)
         for name, equals, value in [word.partition("=")]
-        if name in names
+        if name.replace("_", "-") in names
     ]
 
 

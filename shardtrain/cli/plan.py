@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from shardtrain.cli.compilation import CompileOptions, compiling, set_xla_flags
 from shardtrain.cli.option_files import cluster_of, strategy_of
 from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_pictures import draw_frontiers
@@ -38,7 +39,7 @@ from shardtrain.trainer.strategy import read_strategy, strategy_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(CompileOptions):
     """Options of plan; what the machine is, is said by --cluster, or by these.
 
     Args:
@@ -48,7 +49,8 @@ class PlanOptions:
       per_node: number of devices of a node; by default all of them.
       link: gigabytes a second that a device sends to others of its node; by default at once.
       node_link: gigabytes a second that a node sends to others; by default at once.
-      fixed: axis sizes that are not searched, such as tensor=8.
+      fixed: axis sizes that are not searched, such as tensor=8; context is searched only if it is named,
+        as in context=-1.
       most: number of ways to show.
       advise: show how the best way scales with devices and links, and what each recomputation needs.
       explain: show every term of the best way, with its formula.
@@ -217,6 +219,7 @@ def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
+    flags_text = set_xla_flags(arguments)
     run, options = parse_run("plan", arguments, PlanOptions)
     cluster = options.cluster(cluster_of(arguments))
     if options.output is not None:
@@ -253,5 +256,6 @@ def main(arguments: Sequence[str]) -> int:
         given = strategy_of(arguments) is not None
         terminal.out(_trace_text(run, options.trace, plan, subjects, given=given))
     if options.compile is not None:
-        terminal.out(compile_plan(run, plan, subjects, options.compile))
+        with compiling(flags_text):
+            terminal.out(compile_plan(run, plan, subjects, options.compile))
     return DONE if plan.fits else FAILED

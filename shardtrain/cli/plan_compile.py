@@ -79,9 +79,10 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
             step.choice,
             each.machine,
             step.batch_bytes,
+            forward=step.forward,
         )
         title = f"{each.kind.kind}: the best way, compiled for {devices} x {kind}"
-        texts.append("\n" + compiled_text(found, step, predicted, title=title))
+        texts.append("\n" + compiled_text(found, step, predicted, title=title, simulated=kind == "cpu"))
         if step.sizes[axes.PIPELINE] > 1:
             texts.append(EVERY_TICK)
         if kind != "cpu" and ":" not in kind and not subject.in_float32:

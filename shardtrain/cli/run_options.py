@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.cli.field_options import FieldOption, field_options, parse_options, with_fields
-from shardtrain.cli.option_files import StrategyOptions, is_layout_file, with_files
+from shardtrain.cli.option_files import StrategyOptions, is_layout_file, with_files, with_folders_tokenizer
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
 from shardtrain.report.sinks import SINKS
@@ -35,6 +35,7 @@ SHORT = {
     "strategy.accumulate": "accumulate",
     "strategy.remat": "remat",
     "strategy.compute_dtype": "compute_dtype",
+    "strategy.accumulate_dtype": "accumulate_dtype",
     f"{LAYOUT}mesh": "mesh",
     f"{LAYOUT}zero": "zero",
     f"{LAYOUT}sequence_sharded": "sequence_sharded",
@@ -165,7 +166,8 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     own_paths = {option.path for option in command_options}
     run_changes = {path: _from_text(path, new) for path, new in changes.items() if path not in own_paths}
     own_changes = {path: new for path, new in changes.items() if path in own_paths}
-    return with_fields(run, run_changes), with_fields(own, own_changes)
+    run = with_folders_tokenizer(with_fields(run, run_changes), run_changes)
+    return run, with_fields(own, own_changes)
 
 
 def run_options(run: Run) -> Iterator[FieldOption]:

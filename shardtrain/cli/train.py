@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from shardtrain.cli.compilation import CompileOptions, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED
 from shardtrain.islands.binding import bind_cpus, device_environment
@@ -20,13 +21,15 @@ from shardtrain.system.stop_signals import StopSignals
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(CompileOptions):
     """Options of this command.
 
     Args:
       time_limit: longest time of this process, such as 01:30:00; shortly before, the run saves and ends with
         exit code 75. None: no limit.
       time_margin: how many seconds before --time-limit the run stops training, to finish its step and save.
+      profile: first and last step of which rank 0 writes a trace into the run folder, and prints the longest
+        operations and the share of time in each kind, such as 10-12. None: no trace.
 
     Raises:
       ValueError: the time limit is not longer than the margin.
@@ -34,6 +37,7 @@ class TrainOptions:
 
     time_limit: str | None = None
     time_margin: int = 120
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if self.time_margin < 0:
@@ -79,28 +83,35 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     os.environ.update(device_environment(environment, given))
     if cores := bind_cpus(environment):
         os.sched_setaffinity(0, cores)
+    flags_text = set_xla_flags(arguments)
     run, options = parse_run("train", arguments, TrainOptions)
     stop.until_seconds = options.until_seconds()
     from shardtrain.checkpoints.save import SaveFailed  # jax starts here, after the options were read
     from shardtrain.islands.membership import join, make_watchdog
     from shardtrain.islands.rank_timeout import RankTimeout
     from shardtrain.islands.watchdog.watchdog import STACKS
+    from shardtrain.trainer.profiling import parse_steps
+    from shardtrain.trainer.program_cache import keep_programs
     from shardtrain.trainer.train import train
 
     # Orbax logs a traceback for each array that it could not write; our own message is printed once
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
+    profile = None if options.profile is None else parse_steps(options.profile)
     activity = activity_record()
     try:
         islands = join(given, report=_to_stderr, activity=activity)
     except RankTimeout as timeout:
         _end_for_timeout(timeout)
+    texts = [flags_text, keep_programs(given)]
     stacks = (run.run_dir or Path("runs/run")) / STACKS
     try:
         with steady_output(), make_watchdog(run.watch, activity, stacks, islands) as watchdog:
+            if environment.rank == 0:
+                terminal.out("".join(f"{text}\n" for text in texts if text))
             try:
-                trained = train(run, None, islands, activity, stop)
+                trained = train(run, None, islands, activity, stop, profile=profile)
                 if islands is not None:
                     # a launcher that sees one rank end may end the others: none may still be saving
                     islands.control.all_gather("the end", timeout_seconds=run.watch.limit(long=True))

@@ -76,7 +76,7 @@ def add_up(tree: Any, group: Group) -> Any:
             found[i] = x
     if small:
         packed = group.all_reduce(jnp.concatenate([leaves[i].reshape(-1) for i in small]))
-        for i, x in zip(small, _unpacked(packed, [leaves[i] for i in small]), strict=True):
+        for i, x in zip(small, unpacked(packed, [leaves[i] for i in small]), strict=True):
             found[i] = x
     return jax.tree.unflatten(structure, found)
 
@@ -117,11 +117,16 @@ def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list
     packed = lax.optimization_barrier(jnp.concatenate([*(x.reshape(-1) for x in leaves), mark]))
     reduced = group.all_reduce(contribution(packed, count) * count)
     num_values = reduced.size - group.size
-    return _unpacked(reduced[:num_values], leaves), reduced[num_values:]
+    return unpacked(reduced[:num_values], leaves), reduced[num_values:]
 
 
-def _unpacked(packed: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the parts of a concatenation, in the shapes of the leaves."""
+def unpacked(packed: jax.Array, leaves: Sequence[Any]) -> list[jax.Array]:
+    """Return the parts of a concatenation, in the shapes of the leaves.
+
+    Args:
+      packed: array (n,).
+      leaves: arrays or shapes of n elements altogether.
+    """
     ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
     return [
         packed[first : first + leaf.size].reshape(leaf.shape)

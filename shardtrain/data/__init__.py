@@ -1,60 +1,78 @@
 """Data: text or tokens -> windows -> batches in a fixed order -> arrays on the mesh.
 
-`corpus.py` and `image_files.py` (formats of `sources/`), `mixture.py` and `windows.py` make sources of
-samples, `batches.py` (Grain) and `token_batches.py` put a source in order, `row_split.py` decides who gets
-which rows and what is padding, `loader.py` and `placement.py` (jax) put a process's rows on the mesh. Names
-load at first use: a config needs neither Grain nor jax.
+`corpus.py`, `chat.py` and `image_files.py` (formats of `sources/`), `mixture.py` and `windows.py` make
+sources of samples, `batches.py` (Grain) and `token_batches.py` put a source in order, `row_split.py` decides
+who gets which rows and what is padding, `loader.py` and `placement.py` (jax) put a process's rows on the
+mesh. Names load at first use: a config needs neither Grain nor jax.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardtrain.data.audio_files import AudioFiles
+    from shardtrain.data.augmentation import Augment
     from shardtrain.data.batches import Batches, Position
+    from shardtrain.data.chat import Chat
     from shardtrain.data.corpus import Corpus
     from shardtrain.data.image_files import ImageFiles
     from shardtrain.data.loader import BatchShard, Loader, batch_shard
+    from shardtrain.data.loading import Loading
     from shardtrain.data.masked import MaskedTokens
     from shardtrain.data.mixture import Mixture
     from shardtrain.data.placement import place, process_rows
     from shardtrain.data.row_split import RowSplit, split_over_islands
     from shardtrain.data.samples import Batch, Source
+    from shardtrain.data.stream import Stream
     from shardtrain.data.text import Text
     from shardtrain.data.token_batches import SizedSource, TokenBatches
+    from shardtrain.data.token_pairs import TokenPairs
     from shardtrain.data.tokens import open_tokens, write_tokens
     from shardtrain.data.windows import Tokens, Windows
 
 _FILES = {
+    "audio_files": ("AudioFiles",),
+    "augmentation": ("Augment",),
     "batches": ("Batches", "Position"),
+    "chat": ("Chat",),
     "corpus": ("Corpus",),
     "image_files": ("ImageFiles",),
     "masked": ("MaskedTokens",),
     "mixture": ("Mixture",),
+    "loading": ("Loading",),
     "loader": ("BatchShard", "Loader", "batch_shard"),
     "placement": ("place", "process_rows"),
     "row_split": ("RowSplit", "split_over_islands"),
     "samples": ("Batch", "Source"),
+    "stream": ("Stream",),
     "text": ("Text",),
     "token_batches": ("SizedSource", "TokenBatches"),
+    "token_pairs": ("TokenPairs",),
     "tokens": ("open_tokens", "write_tokens"),
     "windows": ("Tokens", "Windows"),
 }
 
 __all__ = [
+    "AudioFiles",
+    "Augment",
     "Batch",
     "BatchShard",
     "Batches",
+    "Chat",
     "Corpus",
     "ImageFiles",
     "Loader",
+    "Loading",
     "MaskedTokens",
     "Mixture",
     "Position",
     "RowSplit",
     "SizedSource",
     "Source",
+    "Stream",
     "Text",
     "TokenBatches",
+    "TokenPairs",
     "Tokens",
     "Windows",
     "batch_shard",

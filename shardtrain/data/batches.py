@@ -6,16 +6,17 @@ loaded on its own, so a run resumes at a saved position at no cost. Next: `place
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast
 
 import grain
 import numpy as np
 
 from shardtrain.data.row_split import fill_with_copies, weigh
 from shardtrain.data.samples import Batch, Source, load_sample, stacked
+from shardtrain.data.workers import Workers
 from shardtrain.errors.messages import problems_error
 
 
@@ -80,6 +81,7 @@ class Batches:
       rows: which rows of each batch to load, such as `placement.process_rows` or an island's rows;
         None loads all. It does not change which sample is in which row.
       prefetch: number of batches to load ahead, each on a thread of its own; 0 uses no threads.
+      workers: number of processes that load them, see `workers.py`; 0: threads of this process do.
 
     Raises:
       ValueError: lists every argument that is out of range.
@@ -98,11 +100,12 @@ class Batches:
     shuffle: bool = True
     rows: Sequence[int] | np.ndarray | None = None
     prefetch: int = 2
+    workers: int = 0
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {value}; use {least} or more"
-            for name, least in (("batch", 1), ("seed", 0), ("epochs", 1), ("prefetch", 0))
+            for name, least in (("batch", 1), ("seed", 0), ("epochs", 1), ("prefetch", 0), ("workers", 0))
             if (value := getattr(self, name)) is not None and value < least
         ]
         if len(self.source) == 0:
@@ -170,7 +173,9 @@ class Batches:
         rows, real = fill_with_copies(rows, num_real)
         indices = [order(first + int(row)) for row in rows]
         # a sample that fills several rows is loaded once
-        batch = stacked({index: load_sample(self.source, index) for index in indices}, indices)
+        epoch = position["epoch"]
+        samples = {index: load_sample(self.source, index, self.seed, epoch) for index in indices}
+        batch = stacked(samples, indices)
         weights = batch.get("weights", np.ones(len(rows), np.float32))
         return batch | {"weights": weigh(weights, real)}
 
@@ -182,7 +187,7 @@ class Batches:
 
         Returns:
           Yields (batch, the position after it). `iterate` resumes from that position, with any batch size.
-          `close()`, the end and an error stop its threads.
+          `close()`, the end and an error stop its threads and processes.
 
         Raises:
           ValueError: the position is outside the source.
@@ -212,17 +217,28 @@ class Loadable(Protocol):
     """What `read_ahead` needs of batches, see `Batches`."""
 
     @property
+    def source(self) -> Any: ...
+    @property
     def prefetch(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
     def num_batches(self, position: Position | None = None, /) -> int: ...
     def advance(self, position: Position, num_batches: int = 1, /) -> Position: ...
     def load(self, position: Position, /) -> Batch: ...
 
 
 def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
-    """Yield (batch, the position after it), from a position on; threads of Grain load ahead."""
-    options = grain.ReadOptions(num_threads=batches.prefetch, prefetch_buffer_size=batches.prefetch)
-    dataset = grain.MapDataset.source(_BatchSource(batches, start)).to_iter_dataset(options)
-    with closing(iter(dataset)) as loaded:
+    """Yield (batch, the position after it), from a position on; threads of Grain, or workers, load ahead."""
+    ahead = max(batches.prefetch, batches.workers)
+    options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
+    with ExitStack() as stack:
+        load = batches.load
+        if batches.workers:
+            # a copy, without what it has computed so far
+            copied = replace(cast("Any", batches), workers=0)
+            load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
+        dataset = grain.MapDataset.source(_BatchSource(batches, start, load)).to_iter_dataset(options)
+        loaded = stack.enter_context(closing(iter(dataset)))
         for number, batch in enumerate(loaded, start=1):
             yield batch, batches.advance(start, number)
 
@@ -230,11 +246,11 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
 class _BatchSource:
     """The batches after a position, by index, for Grain's threads."""
 
-    def __init__(self, batches: Loadable, start: Position) -> None:
-        self._batches, self._start = batches, start
+    def __init__(self, batches: Loadable, start: Position, load: Callable[[Position], Batch]) -> None:
+        self._batches, self._start, self._load = batches, start, load
 
     def __len__(self) -> int:
         return self._batches.num_batches(self._start)
 
     def __getitem__(self, index: int) -> Batch:
-        return self._batches.load(self._batches.advance(self._start, index))
+        return self._load(self._batches.advance(self._start, index))

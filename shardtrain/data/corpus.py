@@ -7,9 +7,10 @@ Text is tokenized into the folder of the run at the first start; a large corpus 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from shardtrain.data.documents import OnError, on_error_problems, refuse_mixed
+from shardtrain.data.bucketed import DocumentPieces
+from shardtrain.data.documents import OnError, refuse_mixed
 from shardtrain.data.packed import PackedWindows
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile, find_files, once, summary
@@ -27,11 +28,14 @@ from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import BYTES, open_tokenizer
 from shardtrain.data.windows import Windows, split_problems, split_windows
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
 
-Packing = Literal["joined", "separate"]
-"""Whether documents of a window see each other."""
+Packing = Literal["joined", "separate", "bucketed"]
+"""Whether documents share windows, and see each other there."""
+
+WindowSource = Windows | PackedWindows | DocumentPieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +58,11 @@ class Corpus:
       vocab_size: size of the vocabulary, for files of tokens without a manifest; None: that of the tokenizer.
       on_error: what to do with a row or file that cannot be read: stop, or skip it and count it.
       packing: whether attention and loss cross from one document of a window into the next (joined), or the
-        model gets each as a sequence of its own, with restarted positions (separate).
+        model gets each as a sequence of its own, with restarted positions (separate), or documents of similar
+        length share a batch, padded to one of few lengths, and the batch is counted in tokens (bucketed).
 
     Raises:
-      ValueError: lists every value that is out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     paths: tuple[Path, ...] = ()
@@ -72,11 +77,7 @@ class Corpus:
     packing: Packing = "joined"
 
     def __post_init__(self) -> None:
-        problems = [*split_problems(self.seq, self.heldout_fraction), *on_error_problems(self.on_error)]
-        if isinstance(self.paths, str | Path):
-            problems.append(f"paths is one path; write paths=({str(self.paths)!r},)")
-        if self.packing not in get_args(Packing):
-            problems.append(f"packing is {self.packing!r}; allowed: {', '.join(get_args(Packing))}")
+        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
         if self.vocab_size is not None and not 1 <= self.vocab_size <= 2**31:
             problems.append(f"vocab_size is {self.vocab_size}; use 1 to 2**31")
         if problems:
@@ -96,7 +97,7 @@ class Corpus:
             return manifests[0].vocab
         return open_tokenizer(self.tokenizer, self.separator).vocab
 
-    def train(self, folder: Path) -> Windows | PackedWindows:
+    def train(self, folder: Path) -> WindowSource:
         """Return the windows to train on.
 
         Args:
@@ -108,7 +109,7 @@ class Corpus:
         """
         return self._split(folder)[0]
 
-    def heldout(self, folder: Path) -> Windows | PackedWindows | None:
+    def heldout(self, folder: Path) -> WindowSource | None:
         """Return the held-out windows; None if nothing is held out."""
         return self._split(folder)[1]
 
@@ -126,7 +127,12 @@ class Corpus:
             text += f"; skipped {manifest.num_skipped:,} that cannot be read: {some(manifest.skipped, 3)}"
         return text
 
-    def _split(self, folder: Path) -> tuple[Windows | PackedWindows, Windows | PackedWindows | None]:
+    def with_tokenizer(self, tokenizer: str) -> "Corpus":
+        """Return the same corpus for another tokenizer; files of tokens have their own."""
+        is_text = not refuse_mixed(self._files()) if self.paths else True
+        return replace(self, tokenizer=tokenizer) if is_text else self
+
+    def _split(self, folder: Path) -> tuple[WindowSource, WindowSource | None]:
         files = self._files()
         shards = self._shards(files, folder)
         name = self.paths[0] if len(self.paths) == 1 else Path(some(self.paths, 2))
@@ -135,6 +141,8 @@ class Corpus:
         )
         if (num_skipped := self._num_skipped(files, folder)) or self.on_error == "skip":
             windows = replace(windows, num_skipped=num_skipped)
+        if self.packing == "bucketed":
+            return DocumentPieces.of(windows, shards).split(self.heldout_fraction)
         train, heldout = split_windows(windows, self.heldout_fraction)
         if self.packing == "joined":
             return train, heldout

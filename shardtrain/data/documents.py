@@ -5,7 +5,7 @@ Next: `tokenize.py`, which makes tokens of them.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
@@ -28,12 +28,6 @@ class Piece(NamedTuple):
     start: int = 0
     stop: int | None = None
     state: tuple[int, int] | None = None
-
-
-def on_error_problems(on_error: str) -> list[str]:
-    """Return the problem of this option, if it has one."""
-    allowed = get_args(OnError)
-    return [] if on_error in allowed else [f"on_error is {on_error!r}; allowed: {', '.join(allowed)}"]
 
 
 def open_rows(file: SourceFile, folder: Path | None) -> Rows:

@@ -68,11 +68,19 @@ class HuggingFaceTokenizer:
         self.separator = tokens[found]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(each.ids, np.uint32) for each in self._encoded("encode_batch_fast", texts)]
+
+    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (np.array(each.ids, np.uint32), np.array([end for _, end in each.offsets], np.int64))
+            for each in self._encoded("encode_batch", texts)
+        ]
+
+    def _encoded(self, method: str, texts: Sequence[str]) -> Any:
         try:
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return getattr(self._tokenizer, method)(list(texts), add_special_tokens=False)
         except Exception as error:  # the library has no kind of its own
             raise ValueError(f"the tokenizer cannot encode the text ({error})") from None
-        return [np.array(each.ids, np.uint32) for each in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False)

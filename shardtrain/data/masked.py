@@ -10,6 +10,7 @@ import numpy as np
 
 from shardtrain.data.text import Text
 from shardtrain.data.windows import Tokens, Windows
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 
 MASKED, REPLACED = 0.8, 0.1
@@ -78,7 +79,7 @@ class MaskedTokens:
       seed: the seed of the random choice.
 
     Raises:
-      ValueError: lists every number that is out of range.
+      ValueError: lists every value of a wrong type, or every number that is out of range.
 
     References:
       Devlin et al. 2018, BERT, https://arxiv.org/abs/1810.04805, section 3.1.
@@ -91,6 +92,8 @@ class MaskedTokens:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if wrong := wrong_types(self):
+            raise problems_error("these tokens cannot be masked", wrong)
         problems = []
         if not 0 <= self.mask_token < self.data.vocab:
             problems.append(f"mask_token is {self.mask_token}; use 0 to {self.data.vocab - 1}")

@@ -4,7 +4,6 @@ Next: `balanced_draws.py` (which source comes when), `batches.py` (the order wit
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from shardtrain.data.balanced_draws import BLOCK, borders, count_before, draw_block
+from shardtrain.data.mixture_weights import read_weights
 from shardtrain.data.samples import Source
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import problems_error
 
 NUM_DRAWS = 1 << 40
 """The length of a mixture: it has no end that a run reaches."""
@@ -61,8 +62,21 @@ class MixedSource:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         """Return the sample of a draw."""
-        source, sample = self.draw(index)
+        source, sample, _ = self._draw(index)
         return self.sources[source][sample]
+
+    def augmented(self, index: int, epoch: int, random: np.random.Generator) -> Mapping[str, np.ndarray]:
+        """Return the sample of a draw, changed at random where its source does that.
+
+        Args:
+          index: of the draw.
+          epoch: of the draws, which have one alone; the source gets its own.
+          random: for the changes.
+        """
+        source, sample, own_epoch = self._draw(index)
+        if not hasattr(self.sources[source], "augmented"):
+            return self.sources[source][sample]
+        return self.sources[source].augmented(sample, own_epoch, random)  # type: ignore[attr-defined]
 
     def draw(self, index: int) -> tuple[int, int]:
         """Return (source, its sample) of a draw.
@@ -70,6 +84,10 @@ class MixedSource:
         Raises:
           IndexError: no such draw.
         """
+        return self._draw(index)[:2]
+
+    def _draw(self, index: int) -> tuple[int, int, int]:
+        """Return (source, its sample, how often the source was read before) of a draw."""
         from shardtrain.data.batches import epoch_order  # Grain: a config does not need it
 
         if not 0 <= index < NUM_DRAWS:
@@ -78,7 +96,7 @@ class MixedSource:
         epoch, position = divmod(count, len(self.sources[source]))
         # each source has a seed of its own, or sources of equal length would be read in the same order
         seed = int(np.random.SeedSequence((self.seed, source)).generate_state(1)[0])
-        return source, epoch_order(len(self.sources[source]), seed, epoch)(position)
+        return source, epoch_order(len(self.sources[source]), seed, epoch)(position), epoch
 
     @property
     def fingerprint(self) -> str:
@@ -91,6 +109,16 @@ class MixedSource:
         """How many samples or documents the sources have left out; None: none of them may."""
         found = [getattr(source, "num_skipped", None) for source in self.sources]
         return None if all(each is None for each in found) else sum(each or 0 for each in found)
+
+    @property
+    def skipped_rows(self) -> dict[int, Any]:
+        """Number of a source -> what it has left out in this process."""
+        return {i: rows for i, x in enumerate(self.sources) if (rows := getattr(x, "skipped_rows", None))}
+
+    def add_skipped(self, rows: Mapping[int, Any]) -> None:
+        """Count what another process has left out."""
+        for number, of_source in rows.items():
+            self.sources[number].add_skipped(of_source)  # type: ignore[attr-defined]
 
     def _count(self, index: int) -> tuple[int, int]:
         """Return the source of a draw, and how many draws before it were of that source."""
@@ -143,7 +171,7 @@ class Mixture:
       seed: the seed of the order of all samples.
 
     Raises:
-      ValueError: lists every value that is out of range.
+      ValueError: lists every value of a wrong type, or every one that is out of range.
 
     >>> from shardtrain.data.text import Text
     >>> mixture = Mixture(parts={"a": Text(), "b": Text()}, weights={"a": 3, "b": 1}, later="8: b 1")
@@ -160,6 +188,8 @@ class Mixture:
         if isinstance(self.weights, Mapping):
             text = " ".join(f"{name} {weight}" for name, weight in self.weights.items())
             object.__setattr__(self, "weights", text)
+        if wrong := wrong_types(self):
+            raise problems_error("this mixture cannot be used", wrong)
         problems = [
             f"parts[{name!r}] is {type(data).__name__}, without {method}; give data such as a Corpus"
             for name, data in self.parts.items()
@@ -201,7 +231,7 @@ class Mixture:
         Raises:
           ValueError: `weights` or `later` cannot be read.
         """
-        weights = _read_weights(self.weights, self.parts, "weights")
+        weights = read_weights(self.weights, self.parts, "weights")
         if missing := [name for name in self.parts if name not in weights]:
             raise ValueError(f"weights lacks {', '.join(missing)}; give each part a weight")
         found = [(0, tuple(weights[name] for name in self.parts))]
@@ -213,7 +243,7 @@ class Mixture:
                     f"later has {text!r}; write the number of a sample, rising, and names with weights, as in"
                     " '1000000: web 1 code 3; 2000000: code 1'"
                 )
-            weights = _read_weights(words, self.parts, f"later, from {number},")
+            weights = read_weights(words, self.parts, f"later, from {number},")
             found.append((int(number), tuple(weights.get(name, 0.0) for name in self.parts)))
         return tuple(found)
 
@@ -229,6 +259,16 @@ class Mixture:
         sources = {name: part.train(folder) for name, part in self.parts.items()}
         if empty := [name for name, source in sources.items() if not len(source)]:
             raise ValueError(f"parts {', '.join(empty)} of the mixture have no samples; leave them out")
+        if bucketed := [name for name, source in sources.items() if getattr(source, "bucketed", False)]:
+            raise ValueError(
+                f"parts {', '.join(bucketed)} of the mixture have packing 'bucketed', whose samples differ in"
+                " length; mix windows, by packing 'joined' or 'separate'"
+            )
+        if streams := [name for name, source in sources.items() if getattr(source, "is_stream", False)]:
+            raise ValueError(
+                f"parts {', '.join(streams)} of the mixture are streams, and parts are read in random order;"
+                " mix them in the function that yields the samples"
+            )
         return MixedSource(sources=tuple(sources.values()), weights=self.stages(), seed=self.seed)
 
     def heldout(self, folder: Path) -> dict[str, Any] | None:
@@ -239,33 +279,8 @@ class Mixture:
     def summary(self, folder: Path) -> str:
         """Return a line for each part: its proportions, and its own summary."""
         lines = []
-        stages = self.stages()
         for number, (name, part) in enumerate(self.parts.items()):
-            shares = ", ".join(f"{weights[number] / sum(weights):.1%}" for _, weights in stages)
+            shares = ", ".join(f"{weights[number] / sum(weights):.1%}" for _, weights in self.stages())
             text = part.summary(folder) if hasattr(part, "summary") else type(part).__name__
             lines.append(f"{shares} {name}: {text}")
         return "\n".join(lines)
-
-
-def _read_weights(text: str, parts: Mapping[str, Any], what: str) -> dict[str, float]:
-    """Read the weights of a stage, such as `web 0.7 code 0.3`.
-
-    Raises:
-      ValueError: it is something else, names no part, or has weights out of range.
-    """
-    words = str(text).split()
-    try:
-        weights = dict(zip(words[::2], map(float, words[1::2]), strict=True))
-    except ValueError:
-        raise ValueError(f"{what} has {text!r}; write names and weights, as in 'web 0.7 code 0.3'") from None
-    problems = [f"{what} has {near(name, parts)}; name a part" for name in weights if name not in parts]
-    problems += [
-        f"{what} has {value:g} for {name}; use a number of 0 or more"
-        for name, value in weights.items()
-        if not (math.isfinite(value) and value >= 0)
-    ]
-    if not problems and not sum(weights.values()) > 0:
-        problems.append(f"{what} are all 0; give one of them more")
-    if problems:
-        raise ValueError("; ".join(problems))
-    return weights

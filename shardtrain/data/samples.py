@@ -12,21 +12,35 @@ Batch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-    """Samples by index, read by several threads at once."""
+    """Samples by index, read by several threads at once.
+
+    A source may have a method `augmented(index, epoch, random)` beside: what training reads in place of
+    `source[index]`. `random`, a numpy generator, is seeded by the run's seed, the epoch and the index, so its
+    draws are the same on any layout, any number of processes and threads, and after a restart.
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, np.ndarray]: ...
 
 
-def load_sample(source: Source, index: int) -> Mapping[str, np.ndarray]:
-    """Return a sample of a source.
+def load_sample(source: Source, index: int, seed: int = 0, epoch: int = 0) -> Mapping[str, np.ndarray]:
+    """Return a sample of a source, changed at random where the source does that.
+
+    Args:
+      source: the samples.
+      index: of the sample.
+      seed: of the run.
+      epoch: number of times that the source was read before.
 
     Raises:
       UserCodeFailed: the source raised.
     """
     with user_code(lambda error: f"sample {index} of {type(source).__name__}"):
-        return source[index]
+        augmented = getattr(source, "augmented", None)
+        if augmented is None:
+            return source[index]
+        return augmented(index, epoch, np.random.default_rng((seed, epoch, index)))
 
 
 def check_samples(samples: Mapping[int, Mapping[str, np.ndarray]]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from shardtrain.data.text_files import find_texts
 from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.excerpts import some
@@ -65,7 +66,7 @@ class Text:
       heldout_fraction: fraction at the end of the text that is held out of training.
 
     Raises:
-      ValueError: lists every value that is out of range.
+      ValueError: lists every value of a wrong type or out of range.
 
     >>> Text(seq=128).vocab
     256
@@ -76,9 +77,7 @@ class Text:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = split_problems(self.seq, self.heldout_fraction)
-        if isinstance(self.paths, str | Path):
-            problems.append(f"paths is one path; write paths=({str(self.paths)!r},)")
+        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
         if problems:
             raise problems_error("this text cannot be used", problems)
 

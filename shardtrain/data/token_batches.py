@@ -103,6 +103,7 @@ class TokenBatches:
       rows: which rows to load of a batch of so many rows; None loads all. It does not change which sample is
         in which row.
       prefetch: number of batches to load ahead, each on a thread of its own; 0 uses no threads.
+      workers: number of processes that load them, see `workers.py`; 0: threads of this process do.
 
     Raises:
       ValueError: lists every argument that is out of range.
@@ -128,11 +129,12 @@ class TokenBatches:
     shuffle: bool = True
     rows: Mapping[int, Sequence[int] | np.ndarray] | None = None
     prefetch: int = 2
+    workers: int = 0
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {value}; use {least} or more"
-            for name, least in (("batch", 1), ("seed", 0), ("epochs", 1), ("prefetch", 0))
+            for name, least in (("batch", 1), ("seed", 0), ("epochs", 1), ("prefetch", 0), ("workers", 0))
             if (value := getattr(self, name)) is not None and value < least
         ]
         lengths, num_samples = self._lengths, len(self.source)
@@ -210,7 +212,8 @@ class TokenBatches:
         rows = np.arange(num_rows) if self.rows is None else np.asarray(self.rows[num_rows])
         rows, real = fill_with_copies(rows, len(indices))
         indices = [indices[row] for row in rows]
-        samples = {index: load_sample(self.source, index) for index in indices}
+        epoch = position["epoch"]
+        samples = {index: load_sample(self.source, index, self.seed, epoch) for index in indices}
         check_samples(samples)
         padded = {i: pad_sample(sample, int(self._lengths[i]), length) for i, sample in samples.items()}
         batch = stacked(padded, indices)

@@ -7,17 +7,15 @@ The shards depend on files and options alone, not on processes or restarts. Next
 import hashlib
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.data.documents import OnError, on_error_problems
+from shardtrain.data.documents import OnError
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.row_offsets import remove_indices
 from shardtrain.data.token_manifest import (
@@ -32,6 +30,8 @@ from shardtrain.data.token_manifest import (
 )
 from shardtrain.data.token_units import INDEX, Unit, is_written, make_units, record_path, write_unit
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
+from shardtrain.data.worker_process import begin_worker
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.untrusted_files import parse_json, read_text
@@ -51,7 +51,7 @@ class TokenizeOptions:
       shard_bytes: bytes of input in each shard, about.
 
     Raises:
-      ValueError: lists every value that is out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     tokenizer: str = BYTES
@@ -61,7 +61,7 @@ class TokenizeOptions:
     shard_bytes: int = UNIT_BYTES
 
     def __post_init__(self) -> None:
-        problems = on_error_problems(self.on_error)
+        problems = wrong_types(self)
         if self.shard_bytes < 1:
             problems.append(f"shard_bytes is {self.shard_bytes}; use 1 or more, such as {UNIT_BYTES}")
         if problems:
@@ -174,14 +174,9 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
 def _written(units: Sequence[Unit], out: Path, options: TokenizeOptions, workers: int) -> Iterator[None]:
     """Write units, and yield after each."""
     if workers <= 1 or len(units) <= 1:
+        tokenizer = open_tokenizer(options.tokenizer, options.separator)
         for unit in units:
-            write_unit(
-                unit,
-                out,
-                open_tokenizer(options.tokenizer, options.separator),
-                options.text,
-                options.on_error,
-            )
+            write_unit(unit, out, tokenizer, options.text, options.on_error)
             yield
         return
     # a fork of a process with threads may hang
@@ -202,20 +197,9 @@ _worker: dict[str, Any] = {}
 
 
 def _begin_worker(options: TokenizeOptions) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; the first one ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    begin_worker(signal.SIGINT)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     _worker["tokenizer"] = open_tokenizer(options.tokenizer, options.separator)
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, however that ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 def _work(unit: Unit, out: Path, options: TokenizeOptions) -> None:

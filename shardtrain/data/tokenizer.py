@@ -34,6 +34,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_with_ends(self, texts: Sequence[str], /) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the tokens of each text, and where each token ends in it, in characters, int (num_tokens,).
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        ...
+
     def decode(self, tokens: Sequence[int], /) -> str:
         """Return the text of tokens; what is no text is replaced."""
         ...
@@ -53,6 +61,15 @@ class Bytes:
         if any(b"\0" in each for each in encoded):
             raise ValueError("the text has byte 0, which separates documents")
         return [np.frombuffer(each, np.uint8) for each in encoded]
+
+    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return bytes, of which the separator may be one, and where the character of each ends."""
+        found = []
+        for text in texts:
+            sizes = [len(character.encode("utf-8", "surrogatepass")) for character in text]
+            ends = np.repeat(np.arange(1, len(text) + 1), sizes)
+            found.append((np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8), ends))
+        return found
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens).decode(errors="replace")

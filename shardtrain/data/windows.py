@@ -12,6 +12,7 @@ import numpy as np
 
 from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.tokens import TokenFile, open_tokens
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 
 FINGERPRINT_BLOCKS = 1024
@@ -181,7 +182,7 @@ class Tokens:
       heldout_fraction: fraction at the end of the file that is held out of training.
 
     Raises:
-      ValueError: lists every number that is out of range.
+      ValueError: lists every value of a wrong type or out of range.
     """
 
     path: Path
@@ -190,8 +191,8 @@ class Tokens:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = split_problems(self.seq, self.heldout_fraction)
-        if not 1 <= self.vocab <= 2**31:
+        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
+        if isinstance(self.vocab, int) and not 1 <= self.vocab <= 2**31:
             problems.append(f"vocab is {self.vocab}; use 1 to 2**31")
         if problems:
             raise problems_error("these tokens cannot be used", problems)

@@ -119,17 +119,31 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
-    """Return the indices of the items of a `tuple[X, ...]` that are not X."""
-    kind, *_ = typing.get_args(hint)
-    return [i for i, item in enumerate(value) if not fits(item, kind)]
+    """Return the indices of the items that are not what a `tuple[X, ...]` or `tuple[X, Y]` has there.
+
+    Of a list of another length it is that of the first item too many, or missing.
+    """
+    kinds = _kinds(hint, len(value))
+    wrong = [i for i, (item, kind) in enumerate(zip(value, kinds, strict=False)) if not fits(item, kind)]
+    return wrong if len(kinds) == len(value) else [*wrong, min(len(kinds), len(value))]
+
+
+def _kinds(hint: Any, num_items: int) -> tuple[Any, ...]:
+    """Return the type of each item of a tuple; of so many, where it may have any number.
+
+    >>> _kinds(tuple[int, ...], 2), _kinds(tuple[int, str], 3)
+    ((<class 'int'>, <class 'int'>), (<class 'int'>, <class 'str'>))
+    """
+    kinds = typing.get_args(hint)
+    return kinds[:1] * num_items if kinds[-1:] == (...,) else kinds
 
 
 def _converted(value: Any, hint: Any, name: str) -> Any:
     if hint is Path:
         return Path(value)
     if typing.get_origin(hint) is tuple:
-        kind, *_ = typing.get_args(hint)
-        return tuple(as_kind(item, kind, name) for item in value)
+        kinds = _kinds(hint, len(value))
+        return tuple(as_kind(item, kind, name) for item, kind in zip(value, kinds, strict=True))
     return value
 
 
@@ -182,7 +196,9 @@ def _wanted(option: Any) -> str:
     if origin is Callable:
         return "a function"
     if origin is tuple:
-        return f"a list, each item {_wanted(typing.get_args(option)[0])}"
+        kinds = typing.get_args(option)
+        length = "" if kinds[-1] is ... else f" of {len(kinds)}"
+        return f"a list{length}, each item {' or '.join(dict.fromkeys(map(_wanted, _kinds(option, 1))))}"
     name: str = getattr(origin, "__name__", str(origin))
     if is_dataclass(origin):
         return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"

@@ -7,6 +7,7 @@ Next: `train_step/gradients.py`, which traces models under these rules.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -22,6 +23,8 @@ from shardtrain.axes import CONTEXT
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.context_attention import ContextAttention
+from shardtrain.functional.convolution_batching import products_for_convolutions
+from shardtrain.functional.expert_exchange import ExpertExchange
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.placement_problems import rules_text, ways_text
 from shardtrain.sharding.rules import Rules, repeated
@@ -66,6 +69,10 @@ class _StrictRules(tuple):
     unnamed: str
     attention: ContextAttention | None
     """The attention of the models, which look for it here; None: each computes its own."""
+    experts: ExpertExchange | None
+    """How their mixtures of experts use the mesh, likewise."""
+    note: Callable[[str], None] | None
+    """Receives which attention a model computes and why, likewise; None: nobody asks."""
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         rules: Rules = dict(super().__iter__())
@@ -109,9 +116,38 @@ _RULES_IN_USE: Any = jax.make_user_context(default_value=None)
 another."""
 
 
+_NOTE: ContextVar[Callable[[str], None] | None] = ContextVar("note", default=None)
+
+
+@contextmanager
+def noting(note: Callable[[str], None]) -> Iterator[None]:
+    """Within this, models that are traced under `activation_rules` say which attention they compute, and why.
+
+    Args:
+      note: receives each line once.
+    """
+    seen: set[str] = set()
+
+    def once(text: str) -> None:
+        if text not in seen:
+            seen.add(text)
+            note(text)
+
+    token = _NOTE.set(once)
+    try:
+        yield
+    finally:
+        _NOTE.reset(token)
+
+
 @contextmanager
 def activation_rules(
-    rules: Rules, mesh: Mesh | AbstractMesh, unnamed: str = "refuse", context_attention: str = "ring"
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    unnamed: str = "refuse",
+    context_attention: str = "ring",
+    *,
+    attention: Any = None,
 ) -> Iterator[None]:
     """Within this, `nn.with_logical_constraint` of traced functions follows these rules, strictly.
 
@@ -120,6 +156,7 @@ def activation_rules(
       mesh: a mesh with these axes. On one device every constraint is accepted.
       unnamed: "refuse" dims without a rule, or "replicate" them.
       context_attention: how attention is computed where sequences are sharded, see `ContextAttention`.
+      attention: what models get as attention instead, called alike.
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -129,12 +166,17 @@ def activation_rules(
     strict = _StrictRules(pairs)
     strict.findings, strict.unnamed = _Findings(), unnamed
     strict.one_device = is_one_device(mesh.shape)
-    strict.attention = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
-    key = (pairs, unnamed, strict.one_device, strict.attention)
+    of_run = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
+    strict.attention = of_run if attention is None else attention
+    strict.experts = None if strict.one_device else ExpertExchange()
+    strict.note = _NOTE.get()
+    # who asks hears of a block that was traced before, too
+    key = (pairs, unnamed, strict.one_device, strict.attention, strict.note)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),
         _RULES_IN_USE(key),
+        products_for_convolutions(),
     ):
         try:
             yield

@@ -4,21 +4,29 @@ A run hands it to the models' attention with the rules of their constraints (doc
 run, and with context=1, a model computes its attention itself. Next: `ring_attention.py`.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core.spmd import get_logical_axis_rules
 from flax.linen.spmd import logical_to_mesh_axes
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.errors.messages import problems_error
-from shardtrain.functional.ring_attention import Ring, balanced_exchange, gathered_attention, ring_attention
+from shardtrain.functional.key_heads import check_split, key_heads, num_devices
+from shardtrain.functional.ring_attention import (
+    Ring,
+    Seen,
+    balanced_exchange,
+    gathered_attention,
+    ring_attention,
+    windowed_ring,
+)
+from shardtrain.functional.score_blocks import HIDDEN
 
 Whole = Callable[..., jax.Array]
 """(q, k, v, causal=, mask_BS=) -> attention over whole sequences, as the model computes it."""
@@ -35,7 +43,17 @@ class ContextAttention:
     kind: str
 
     def __call__(
-        self, whole: Whole, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask_BS: Any = None
+        self,
+        whole: Whole,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        causal: bool,
+        mask_BS: Any = None,
+        segments_BT: Any = None,
+        window: Any = None,
+        soft_cap: float | None = None,
     ) -> jax.Array:
         """Compute the attention of arrays that are named (batch, seq, heads, head_dim).
 
@@ -46,6 +64,10 @@ class ContextAttention:
           v: (B, S, kv_heads, K).
           causal: queries see keys of positions up to their own; T is S.
           mask_BS: 0 for keys that are not seen; None: all are.
+          segments_BT: int; queries see keys of their own segment; T is S. None: all is one segment.
+          window: of causal attention, how many keys a query sees at most, its own and those just before it:
+            a number, or an int scalar. None: any number.
+          soft_cap: scores x become soft_cap * tanh(x / soft_cap). None: they stay.
 
         Returns:
           Shaped and typed as q.
@@ -54,20 +76,23 @@ class ContextAttention:
           ValueError: lists every size that cannot be split.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        rows, seq, heads = _axes_of(axes.BATCH, axes.SEQ, axes.HEADS)
-        *_, kv_heads = _axes_of(axes.BATCH, axes.SEQ, axes.KV_HEADS)
+        rows, seq, heads = mesh_axes_of(axes.BATCH, axes.SEQ, axes.HEADS)
+        *_, kv_heads = mesh_axes_of(axes.BATCH, axes.SEQ, axes.KV_HEADS)
         num = mesh.shape.get(axes.CONTEXT, 1)
+        whole = (
+            partial(whole, causal=causal, soft_cap=soft_cap) if soft_cap else partial(whole, causal=causal)
+        )
+        mask = None if mask_BS is None else mask_BS != 0
+        facts = {"mask_BS": mask, "segments_BT": segments_BT, "window": window}
+        facts = {name: fact for name, fact in facts.items() if fact is not None}
         # a layout may leave sequences whole
         if num == 1 or seq != (axes.CONTEXT,):
-            return whole(q, k, v, causal=causal, mask_BS=mask_BS)
-        # key heads that are sharded otherwise than those of queries are gathered
-        kv_heads = kv_heads if kv_heads == heads[: len(kv_heads)] else ()
-        own = _KeyHeads(heads, kv_heads, _size(heads, mesh.shape), _size(kv_heads, mesh.shape))
-        if problems := self._problems(q.shape, k.shape, num, own, causal):
-            raise problems_error(f"attention by {self.kind} over context={num} cannot split this", problems)
+            return whole(q, k, v, **facts)
+        own = key_heads(heads, kv_heads, mesh.shape)
+        kv_heads = own.axes_of_k
+        check_split(self.kind, q.shape, k.shape, num, own, causal)
         # a few rows that are only traced need not divide
-        rows = rows if q.shape[0] % _size(rows, mesh.shape) == 0 else ()
-        mask = jnp.ones(k.shape[:2], bool) if mask_BS is None else mask_BS != 0
+        rows = rows if q.shape[0] % num_devices(rows, mesh.shape) == 0 else ()
         split = PartitionSpec(rows or None, seq, heads or None)
         of_keys = PartitionSpec(rows or None, seq, kv_heads or None)
         # manual over every axis: collectives over one would gather what the others shard
@@ -75,122 +100,99 @@ class ContextAttention:
             name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
         }
         compute = {"ring": _ring, "all-gather": _all_gather, "all-to-all": _all_to_all}[self.kind]
-        call = _Call(partial(whole, causal=causal), num, causal, mask_BS is not None)
+        if (
+            self.kind != "all-to-all"
+            and (note := getattr(get_logical_axis_rules(), "note", None)) is not None
+        ):
+            note(f"attention: {self.kind} over context={num}, in plain jax: it has no kernel for any device")
+        # a window that is known is no argument
+        known = facts.pop("window") if isinstance(window, int) else None
+        call = _Call(whole, num, causal, known, soft_cap)
 
-        def of_device(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-            return compute(call, q, own.of(q, k), own.of(q, v), mask)
+        def of_device(q: jax.Array, k: jax.Array, v: jax.Array, facts: dict[str, Any]) -> jax.Array:
+            return compute(call, q, own.of(q, k), own.of(q, v), facts)
 
+        by_position = PartitionSpec(rows or None, seq)
+        of_facts = {name: PartitionSpec() if name == "window" else by_position for name in facts}
         return jax.shard_map(
             of_device,
-            in_specs=(split, of_keys, of_keys, PartitionSpec(rows or None, seq)),
+            in_specs=(split, of_keys, of_keys, of_facts),
             out_specs=split,
             axis_names=free,
             check_vma=False,
-        )(q, k, v, mask)
-
-    def _problems(self, q: Any, k: Any, num: int, own: "_KeyHeads", causal: bool) -> list[str]:
-        parts = 2 * num if self.kind == "ring" and causal else num
-        lengths = {"queries": q[1], "keys": k[1]}
-        found = [
-            f"{length} {name} cannot be split into {parts} parts: {length} % {parts} = {length % parts}."
-            f" Use {length - length % parts or parts} or {length - length % parts + parts}"
-            for name, length in lengths.items()
-            if length % parts
-        ]
-        of_heads = own.problems(q, k)
-        if self.kind == "all-to-all" and not of_heads:
-            of_heads = [
-                f"{heads} {name} of a device cannot be split over {num}; use a context that divides"
-                f" them, or --context-attention ring"
-                for name, heads in zip(("heads", "kv_heads"), own.counts(q, k), strict=True)
-                if heads % num
-            ]
-        return [*found, *of_heads]
-
-
-@dataclass(frozen=True)
-class _KeyHeads:
-    """Which key heads the queries of a device need, where keys are sharded over fewer devices than queries.
-
-    Args:
-      axes_of_q: mesh axes that shard the heads of queries.
-      axes_of_k: those that shard the heads of keys, the first ones of `axes_of_q`.
-      devices_of_q: product of their sizes.
-      devices_of_k: likewise.
-    """
-
-    axes_of_q: tuple[str, ...]
-    axes_of_k: tuple[str, ...]
-    devices_of_q: int
-    devices_of_k: int
-
-    def problems(self, q: Any, k: Any) -> list[str]:
-        """List what of the shapes (B, T, heads, K) cannot be split."""
-        found = [
-            f"{heads} {name} cannot be split over {list(names)} of total size {devices}:"
-            f" {heads} % {devices} = {heads % devices}. Use another mesh, or the rule activations.{name} = []"
-            for name, heads, names, devices in (
-                ("heads", q[2], self.axes_of_q, self.devices_of_q),
-                ("kv_heads", k[2], self.axes_of_k, self.devices_of_k),
-            )
-            if heads % devices
-        ]
-        return found or [f"{q[2]} heads are no multiple of {k[2]} kv_heads"] * (q[2] % k[2] != 0)
-
-    def counts(self, q: Any, k: Any) -> tuple[int, int]:
-        """Return the heads of a device: of queries, and those that `of` returns."""
-        heads = q[2] // self.devices_of_q
-        return heads, heads // math.gcd(heads, q[2] // k[2])
-
-    def of(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return the key heads of this device's queries, in their order; k is (B, S, heads of it, K).
-
-        Each is there once, or as often as groups of equally many queries need it.
-        """
-        if self.axes_of_k == self.axes_of_q:
-            return k
-        heads, kv_heads = q.shape[2] * self.devices_of_q, k.shape[2] * self.devices_of_k
-        group = math.gcd(q.shape[2], heads // kv_heads)
-        first = lax.axis_index(self.axes_of_q) * q.shape[2]
-        at = (first + jnp.arange(0, q.shape[2], group)) * kv_heads // heads
-        return k[:, :, at % k.shape[2]]
+        )(q, k, v, facts)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call has beside its arrays: the model's own attention, devices of context, options."""
+    """What a call has beside its arrays.
+
+    Args:
+      whole: the model's own attention, with `causal` and `soft_cap`.
+      num: devices of context.
+      causal: as for `ContextAttention`.
+      window: likewise, where it is a number.
+      soft_cap: likewise.
+    """
 
     whole: Whole
     num: int
     causal: bool
-    has_mask: bool
+    window: int | None
+    soft_cap: float | None
 
 
-def _ring(call: _Call, q: Any, k: Any, v: Any, mask: Any) -> Any:
+def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Send keys and values round; causal ones in an order by which all devices compute as much."""
-    ring = Ring(axes.CONTEXT, call.num, "balanced" if call.causal else "no")
+    seen = _seen(call, facts)
     if not call.causal:
-        return _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, mask, ring))
+        ring = Ring(axes.CONTEXT, call.num, "any", soft_cap=call.soft_cap)
+        return _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    # contiguous shards where a window needs few of them; under a mask a query may see no key, which needs all
+    if call.window is not None and "mask_BS" not in facts:
+        near = windowed_ring(axes.CONTEXT, call.num, q.shape[1], call.window)
+        if near is not None:
+            ring = replace(near, soft_cap=call.soft_cap)
+            return _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    ring = Ring(axes.CONTEXT, call.num, "balanced", soft_cap=call.soft_cap)
     exchange = partial(balanced_exchange, axis=axes.CONTEXT, num=call.num)
-    mask = exchange(mask) if call.has_mask else mask
+    of_queries, of_keys = jax.tree.map(exchange, (seen.of_queries, seen.of_keys))
+    seen = Seen(of_queries, of_keys, seen.window)
     # one exchange for all three
     heads = (q.shape[2], q.shape[2] + k.shape[2])
     q, k, v = jnp.split(exchange(jnp.concatenate([q, k, v], 2)), heads, 2)
-    return exchange(_grouped(q, k, v, lambda *arrays: ring_attention(*arrays, mask, ring)), inverse=True)
+    return exchange(_grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring)), inverse=True)
 
 
-def _all_gather(call: _Call, q: Any, k: Any, v: Any, mask: Any) -> Any:
+def _all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Gather keys and values; each device computes the scores of its queries to all of them."""
-    ones = jnp.ones((k.shape[0], call.num * k.shape[1]), bool)
-    mask = lax.all_gather(mask, axes.CONTEXT, axis=1, tiled=True) if call.has_mask else ones
-    return _grouped(q, k, v, lambda *arrays: gathered_attention(*arrays, mask, axes.CONTEXT, call.causal))
+    seen = _seen(call, facts)
+    seen = seen._replace(of_keys=jax.tree.map(_gathered, seen.of_keys))
+    ring = Ring(axes.CONTEXT, 1, "gathered" if call.causal else "any", soft_cap=call.soft_cap)
+    return _grouped(q, k, v, lambda *arrays: gathered_attention(*arrays, seen, ring))
 
 
-def _all_to_all(call: _Call, q: Any, k: Any, v: Any, mask: Any) -> Any:
+def _all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Exchange sequences for heads: each device computes whole sequences of some heads."""
     q, k, v = (lax.all_to_all(x, axes.CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
-    mask = lax.all_gather(mask, axes.CONTEXT, axis=1, tiled=True) if call.has_mask else None
-    return lax.all_to_all(call.whole(q, k, v, mask_BS=mask), axes.CONTEXT, 1, 2, tiled=True)
+    facts = {name: fact if name == "window" else _gathered(fact) for name, fact in facts.items()}
+    if call.window is not None:
+        facts["window"] = call.window
+    return lax.all_to_all(call.whole(q, k, v, **facts), axes.CONTEXT, 1, 2, tiled=True)
+
+
+def _seen(call: _Call, facts: dict[str, Any]) -> Seen:
+    """Return the labels of a device's queries and keys: their segments, or whether a mask shows a key."""
+    mask, segments = facts.get("mask_BS"), facts.get("segments_BT")
+    window = facts.get("window", call.window)
+    if segments is None:
+        return Seen(None, mask, window)
+    labels = segments.astype(jnp.int32)
+    return Seen(labels, labels if mask is None else jnp.where(mask, labels, HIDDEN), window)
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    return lax.all_gather(x, axes.CONTEXT, axis=1, tiled=True)
 
 
 def _grouped(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax.Array:
@@ -204,15 +206,11 @@ def _grouped(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax
     return out.reshape(*out.shape[:2], -1, out.shape[4]).astype(dtype)
 
 
-def _axes_of(*dims: str) -> list[tuple[str, ...]]:
+def mesh_axes_of(*dims: str) -> list[tuple[str, ...]]:
     """Return the mesh axes that shard each dim of an activation."""
-    spec = logical_to_mesh_axes((*dims, axes.HEAD_DIM)) or ()
+    spec = logical_to_mesh_axes(dims) or ()
     return [_names(entry) for entry in (*spec, *(None,) * len(dims))][: len(dims)]
 
 
 def _names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _size(names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.get(name, 1) for name in names)

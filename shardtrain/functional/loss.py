@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
+from shardtrain.functional.next_tokens import without_first
 from shardtrain.functional.segments import apply_to_segments
 
 Batch = Mapping[str, jax.Array]
@@ -63,6 +64,36 @@ def cross_entropy(
     return jnp.where(no_class.any(), jnp.nan, (losses * weights).sum()), weights.sum()
 
 
+def soft_cross_entropy(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the summed softmax cross-entropy with targets that are shares of all classes.
+
+    Args:
+      logits: float (..., V).
+      targets: float (..., V), which add up to 1.
+      weights: float (...); weight 0 ignores a row.
+
+    Returns:
+      (sum in nats, count), float32 scalars; count is the sum of the weights.
+
+    >>> total, count = soft_cross_entropy(jnp.zeros((1, 4)), jnp.array([[0.5, 0.5, 0, 0]]), jnp.ones(1))
+    >>> round(float(total / count), 4)  # log(4)
+    1.3863
+    """
+    if targets.shape[-1] != logits.shape[-1]:
+        raise ValueError(
+            f"soft labels are shares of {targets.shape[-1]} classes, and the model has {logits.shape[-1]};"
+            " give data and model the same number of classes"
+        )
+    weights = weights.astype(jnp.float32)
+    logits = jnp.where(weights[..., None] != 0, logits.astype(jnp.float32), 0)
+    targets = jnp.where(weights[..., None] != 0, targets.astype(jnp.float32), 0)
+    own = jnp.where(targets != 0, targets * logits, 0).sum(-1)
+    losses = jax.nn.logsumexp(logits, -1) * targets.sum(-1) - own
+    return (losses * weights).sum(), weights.sum()
+
+
 RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
 """Names of metrics that the step itself logs."""
 
@@ -99,51 +130,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{len(value)} values"
     return f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
-
-
-class _ModelCalled(BaseException):
-    """Stops a loss as soon as it calls the model; not an error."""
-
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.inputs = inputs
-
-
-def model_inputs(loss: Loss, batch: Batch) -> tuple[Any, ...]:
-    """Return the inputs that a loss passes to the model.
-
-    Raises:
-      ValueError: the loss does not call the model.
-    """
-
-    def apply(*inputs: Any) -> Any:
-        raise _ModelCalled(inputs)
-
-    try:
-        loss(apply, batch)
-    except _ModelCalled as call:
-        return call.inputs
-    raise ValueError("the loss returned without calling the model; a pipeline needs one call, apply(inputs)")
-
-
-def once(last: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model as a function that can be called once.
-
-    Raises:
-      ValueError: (when called a second time).
-    """
-    calls = []
-
-    def apply(*inputs: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 1:
-            raise ValueError(
-                "the loss calls the model more than once; a pipeline sends each microbatch through once:"
-                " join the inputs into one call along the batch"
-            )
-        return last(*inputs)
-
-    return apply
 
 
 def guarded(loss: Loss) -> Loss:
@@ -208,7 +194,7 @@ def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
     """
     weights, (rows, num) = batch["weights"], targets.shape
     if weights.shape == (rows, num + 1):
-        return weights[:, 1:]
+        return without_first(weights)
     if weights.shape not in ((rows,), (rows, 1), (rows, num)):
         raise ValueError(
             f"weights have shape {weights.shape}, and targets {targets.shape}; give one for each row"
@@ -230,7 +216,7 @@ def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """
     _ranked(batch, tokens=2)
     logits = apply_to_segments(apply, batch["tokens"][:, :-1], batch.get("segments"))
-    targets = batch["tokens"][:, 1:]
+    targets = without_first(batch["tokens"])
     return cross_entropy(logits, targets, target_weights(batch, targets))
 
 
@@ -251,24 +237,25 @@ def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]
     if "mask" in batch or "segments" in batch:
         ones, zeros = jnp.ones_like(batch["tokens"]), jnp.zeros_like(batch["tokens"])
         inputs += [batch.get("mask", ones), batch.get("segments", zeros)]
-    logits = apply(*inputs)
     weights = batch["chosen"].astype(jnp.float32) * target_weights(batch, batch["targets"])
-    return cross_entropy(logits, batch["targets"], weights)
+    return cross_entropy(apply(*inputs), batch["targets"], weights)
 
 
 def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Return the cross-entropy of next-token prediction of a target sequence, given a source sequence.
 
     Args:
-      apply: source int32 (B, S), target int32 (B, T) -> logits (B, T, V).
-      batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" as for `next_token_loss`.
+      apply: source int32 (B, S), target int32 (B, T), and if the batch has one its mask -> logits (B, T, V).
+      batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" as for `next_token_loss`; and,
+        optionally, "source_mask" (B, S), 0 for padding of the source.
 
     Returns:
       (sum in nats, number of tokens).
     """
     _ranked(batch, source=2, target=2)
-    logits = apply(batch["source"], batch["target"][:, :-1])
-    targets = batch["target"][:, 1:]
+    masks = [batch["source_mask"]] if "source_mask" in batch else []
+    logits = apply(batch["source"], batch["target"][:, :-1], *masks)
+    targets = without_first(batch["target"])
     return cross_entropy(logits, targets, target_weights(batch, targets))
 
 
@@ -279,16 +266,31 @@ def classification_loss(
 
     Args:
       apply: image (B, ...) -> logits (B, V).
-      batch: "image"; "label" int32 (B,); "weights" float32 (B,).
+      batch: "image"; "label" int32 (B,), or float (B, V), the share of each class, of mixed or smoothed
+        labels; "weights" float32 (B,).
 
     Returns:
-      (sum in nats, number of examples, {"accuracy": (number of correct ones, number of examples)}).
+      (sum in nats, number of examples, {"accuracy": (number of correct ones, number of examples)}); correct
+      is what has the largest share.
     """
-    _ranked(batch, label=1, weights=1)
+    label, weights = batch["label"], batch["weights"]
+    is_soft = is_soft_label(label)
+    _ranked(batch, label=1 + is_soft, weights=1)
     logits = apply(batch["image"])
-    total, count = cross_entropy(logits, batch["label"], batch["weights"])
-    correct = (jnp.argmax(logits, -1) == batch["label"]) * batch["weights"]
+    entropy = soft_cross_entropy if is_soft else cross_entropy
+    total, count = entropy(logits, label, weights)
+    correct = (jnp.argmax(logits, -1) == hard_label(label)) * weights
     return total, count, {"accuracy": (correct.sum(), count)}
+
+
+def is_soft_label(label: jax.Array) -> bool:
+    """Whether labels are a float for each class (B, V), not the numbers of classes."""
+    return label.ndim == 2 and jnp.issubdtype(label.dtype, jnp.floating)
+
+
+def hard_label(label: jax.Array) -> jax.Array:
+    """Return the class with the largest share, int (B,), of labels of either form."""
+    return jnp.argmax(label, -1) if is_soft_label(label) else label
 
 
 CLASSES: dict[Any, Mapping[str, tuple[str, ...]]] = {

@@ -7,7 +7,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.unused_parameters import ONE
 
@@ -29,9 +30,8 @@ def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | No
     others = (params, model_state, jax.eval_shape(lambda: jax.random.key(0)))
 
     def count(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
-        return checked(loss(lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0], batch))[
-            1
-        ]
+        apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
+        return summed_loss(loss, apply, batch)[1]
 
     with jax.sharding.use_abstract_mesh(ONE):
         traced = jax.make_jaxpr(count)(*others, dict(batch))

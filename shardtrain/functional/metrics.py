@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from shardtrain.functional.loss import Apply, Batch, Loss, checked, target_weights
+from shardtrain.functional.loss import Apply, Batch, Loss, checked, hard_label, target_weights
+from shardtrain.functional.next_tokens import without_first
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]
 """(outputs of the model, batch) -> (sum, count), each a scalar. Padding rows have weight 0 in
@@ -81,6 +83,43 @@ def next_token_accuracy(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax
     Returns:
       (number of right tokens, number of tokens), float32 scalars.
     """
-    targets = batch["tokens"][:, 1:]
+    targets = without_first(batch["tokens"])
     weights = target_weights(batch, targets)
     return ((logits.argmax(-1) == targets) * weights).sum(), weights.sum()
+
+
+@dataclass(frozen=True)
+class TopAccuracy:
+    """Count the examples whose class is among the `k` likeliest; a metric for `classification_loss`.
+
+    `st.with_metrics(st.classification_loss, top5=TopAccuracy(5))` logs `train/top5` and `heldout/top5`. Of
+    classes that are equally likely the first counts as likelier.
+
+    Args:
+      k: number of classes that may be named, 1 or more.
+
+    >>> logits, label = jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2])
+    >>> [float(x) for x in TopAccuracy(2)(logits, {"label": label, "weights": jnp.ones(2)})]
+    [1.0, 2.0]
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"k is {self.k!r}; use 1 or more, such as TopAccuracy(5)")
+
+    def __call__(self, logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Return (number of right examples, number of examples), float32 scalars.
+
+        Args:
+          logits: (B, V).
+          batch: "label" and "weights", as for `classification_loss`.
+        """
+        # comparisons, not a sort: logits that are sharded over classes stay so
+        label = hard_label(batch["label"]).astype(jnp.int32)[:, None]
+        classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        # the logit of a label that is no class, or that is not a number, is below all others
+        own = jnp.where(classes == label, logits, -jnp.inf).max(-1, keepdims=True)
+        likelier = ~(logits <= own) | ((logits == own) & (classes < label))
+        return ((likelier.sum(-1) < self.k) * batch["weights"]).sum(), batch["weights"].sum()

@@ -5,7 +5,7 @@ Next: `model.py` (what they are), `activation_rules.py` (under which they are tr
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.axes import LAYERS
+from shardtrain.functional.auxiliary import AUXILIARY, Outputs
 from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, dim_names, same_structure, with_names
 from shardtrain.functional.training_mode import mode_arguments
@@ -90,7 +91,7 @@ def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
         if "rngs" in inspect.signature(type(abstract).__call__).parameters:
             # a key that no stream of the module has
             options["rngs"] = nnx.Rngs(jax.random.fold_in(rng, len(nnx.to_flat_state(split.rngs))))
-        call = split.pure(lambda module, *inputs: module(*inputs, **options))
+        call = split.pure(lambda module, *inputs: _asked(module, *inputs, **options))
         return call(params, model_state, rng, train, *inputs)
 
     dims = _nested(
@@ -99,6 +100,14 @@ def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
     )
     chain = _chain(abstract, dims, split.pure)
     return Model(init=init, apply=apply, dims=dims, chain=chain, axis_name=split.axis_name)
+
+
+def _asked(call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Call a module, or its method, with `Outputs` if it has losses of its own (`auxiliary.py`)."""
+    if AUXILIARY not in inspect.signature(call).parameters:
+        return call(*inputs, **options)
+    outputs, auxiliary = call(*inputs, **options, **{AUXILIARY: True})
+    return outputs if auxiliary is None else Outputs(outputs, auxiliary)
 
 
 def _axis_name(abstract: nnx.Module, sync_batch_norm: bool) -> str | None:
@@ -144,6 +153,8 @@ class _SplitModule:
                 _filled(self.model_state, model_state),
             )
             outputs = method(module, *inputs)
+            if isinstance(outputs, Outputs):
+                outputs = replace(outputs, train=train)
             nnx.pop(module, nnx.Intermediate)
             _, _, _, changed = nnx.split(module, nnx.Param, nnx.RngState, ...)
             return outputs, same_structure(_plain(changed), model_state)
@@ -192,7 +203,7 @@ def _chain(module: Any, dims: Tree, pure: Pure) -> Chain | None:
         stacked=stacked,
         first=pure(lambda module, *inputs: module.first(*inputs)),
         run=pure(run),
-        last=pure(lambda module, activations: module.last(activations)),
+        last=pure(lambda module, activations: _asked(module.last, activations)),
     )
 
 

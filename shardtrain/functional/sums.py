@@ -13,6 +13,18 @@ from jax import lax
 from shardtrain.functional.model import BLOCKS
 
 
+class GradientSquares(NamedTuple):
+    """What the gradient noise scale needs of the gradients that are added up: of microbatches and replicas.
+
+    Args:
+      norms: float32 scalar, the sum of the squared norms of these gradients of a sum over examples.
+      counts: float32 scalar, the sum of the squares of the numbers of their examples or tokens.
+    """
+
+    norms: jax.Array
+    counts: jax.Array
+
+
 class Sums(NamedTuple):
     """What is computed of a batch, summed over its microbatches.
 
@@ -25,6 +37,7 @@ class Sums(NamedTuple):
       grads: like params, float32: of loss_sum, or of the mean loss once it is divided; {} without a
         backward pass.
       model_state: the model's state after the batch; () where it is kept elsewhere.
+      squares: of the gradients that were added up; () where nobody asks for the gradient noise scale.
     """
 
     loss_sum: jax.Array
@@ -32,6 +45,7 @@ class Sums(NamedTuple):
     metrics: dict[str, tuple[jax.Array, jax.Array]]
     grads: Any
     model_state: Any = ()
+    squares: GradientSquares | tuple[()] = ()
 
     @property
     def mean_loss(self) -> jax.Array:

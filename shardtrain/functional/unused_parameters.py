@@ -12,7 +12,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 
 from shardtrain.axes import AXES
-from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
 
 ONE = AbstractMesh((1,) * len(AXES), AXES)
@@ -38,9 +39,8 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
 
     def derivative(tangents: Any, params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         def loss_sum(params: Any) -> jax.Array:
-            return checked(
-                loss(lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0], batch)
-            )[0]
+            apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
+            return summed_loss(loss, apply, batch)[0]
 
         return jax.jvp(loss_sum, (params,), (tangents,))[1]
 

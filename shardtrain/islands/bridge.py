@@ -23,6 +23,7 @@ from shardtrain.islands.mpi_library import library_environment, not_loaded_text,
 from shardtrain.islands.options import REDUCE
 from shardtrain.islands.rank_timeout import RankTimeout, missing_text
 from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.system.standard_streams import wait_until_read
 
 # MPI starts with its import, and a thread of its own with it, which would get an arena of malloc's
 tune_malloc()
@@ -293,5 +294,6 @@ def end_all(code: int) -> NoReturn:
     """End every rank by MPI_Abort: the others would wait for ever for one that only exited."""
     sys.stdout.flush()
     sys.stderr.flush()
+    wait_until_read()
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)

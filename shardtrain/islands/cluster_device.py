@@ -22,6 +22,7 @@ class ClusterDevice:
       node_link_gb_per_second: gigabytes a second that a node sends to others; None: at once.
       latency_us: microseconds of a message to another device.
       price_per_hour: of one device, in any currency; None: not known.
+      simulated: whether the devices are simulated on the cores of one host, which all of them share.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -37,6 +38,7 @@ class ClusterDevice:
     node_link_gb_per_second: float | None = None
     latency_us: float = 10.0
     price_per_hour: float | None = None
+    simulated: bool = False
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)

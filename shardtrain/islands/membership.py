@@ -91,7 +91,12 @@ class Islands:
         from shardtrain.islands.bridge import MpiGroup
 
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
-        num_bucket_devices = min(self.control.all_gather("devices", len(devices)))
+        num_processes = len({device.process_index for device in devices})
+        copies_first = num_processes > 1 or (devices[0].platform != "cpu" and not on_device)
+        # all islands must make the same buckets, whatever their devices are
+        facts = self.control.all_gather("devices", [len(devices), copies_first])
+        num_bucket_devices = min(num_devices for num_devices, _ in facts)
+        copies_first = any(copies for _, copies in facts)
         groups: list[MpiGroup | None] = []
         for device in devices[:num_bucket_devices]:
             mine = device.process_index == jax.process_index()
@@ -100,7 +105,7 @@ class Islands:
         if not joins:
             return None
         caps = (across.bucket_bytes, across.first_bucket_bytes)
-        return Transfer(mesh, groups, *caps, on_device, self.control.activity)
+        return Transfer(mesh, groups, *caps, on_device, self.control.activity, copies_first=copies_first)
 
     def mailbox(self, replica: int, stage: int, patience_seconds: float) -> "Mailbox":
         """Make the mailbox between pipeline stages; a collective call of all ranks.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES
+from shardtrain.islands.buckets import CAP_BYTES
 
 REDUCE = ("all_reduce", "root", "hierarchical")
 
@@ -29,7 +29,9 @@ class Across:
         They are added in float32, and the sum is rounded again. A codec (bfloat16+mean) adds what it rounds
         off to the next step; this does not, and so keeps no copy of it.
       bucket_bytes: gradients are sent in buckets of about this size; 0: one bucket per array.
-      first_bucket_bytes: size of the first bucket, smaller so that sending starts early.
+      first_bucket_bytes: size of the first bucket, smaller so that sending starts early; None: 1 MB, or
+        `bucket_bytes` where a mean of gradients is sent from the memory of one process's CPU devices, which
+        has nothing to copy first.
       memory: the memory that MPI reads and writes: "device", "host", or "auto": device memory if a probe
         shows that this works.
 
@@ -44,7 +46,7 @@ class Across:
     reduce: Literal["all_reduce", "root", "hierarchical"] = "all_reduce"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     bucket_bytes: int = CAP_BYTES
-    first_bucket_bytes: int = FIRST_BYTES
+    first_bucket_bytes: int | None = None
     memory: Literal["auto", "device", "host"] = "auto"
 
     def __post_init__(self) -> None:
@@ -52,7 +54,7 @@ class Across:
         problems += [
             f"{name} is {value}; use 0 or more bytes"
             for name in ("bucket_bytes", "first_bucket_bytes")
-            if (value := getattr(self, name)) < 0
+            if (value := getattr(self, name)) is not None and value < 0
         ]
         if self.partitions is not None and self.partitions < 1:
             problems.append(f"partitions is {self.partitions}; use 1 or more")

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 FREE = (
-    *("run_dir", "data.paths", "data.tokenizer", "data.parts", "replay"),
+    *("run_dir", "data.paths", "data.tokenizer", "data.parts", "loading", "replay"),
     *("strategy.layout", "strategy.accumulate", "strategy.remat", "strategy.compute_dtype"),
     "strategy.predicted",
 )

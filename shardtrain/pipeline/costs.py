@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Batch, Loss, checked, model_inputs, once
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, path_text
+from shardtrain.functional.model_calls import model_inputs, once
 from shardtrain.pipeline.flow import Flow, find_flow
 from shardtrain.pipeline.partition import Costs
 from shardtrain.pipeline.stacking import Partition
@@ -96,7 +98,7 @@ class Traced:
         def apply(*inputs: Any) -> Any:
             return self.chain.last(params, state, jax.random.key(0), True, activations)[0]
 
-        return checked(self.loss(once(apply), batch))
+        return summed_loss(self.loss, once(apply), batch)
 
     @cached_property
     def losses(self) -> Any:
@@ -155,7 +157,7 @@ class Traced:
             left.append(changed)
             return outputs
 
-        loss_sum, count, metrics = checked(self.loss(once(apply), batch))
+        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch)
         return (loss_sum, (count, metrics)), left[0]
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:

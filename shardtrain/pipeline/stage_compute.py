@@ -13,8 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.loss import Batch, Loss, checked, model_inputs, once
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
+from shardtrain.functional.model_calls import model_inputs, once
 from shardtrain.pipeline.activations import Activations, ActivationTree, activation_changes
 from shardtrain.pipeline.stacking import Partition
 
@@ -129,5 +131,5 @@ class StageCompute:
         def last(*inputs: Any) -> Any:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
-        loss_sum, count, metrics = checked(self.loss(once(last), self.microbatch(number)))
+        loss_sum, count, metrics = summed_loss(self.loss, once(last), self.microbatch(number))
         return loss_sum, (count, metrics)

@@ -13,7 +13,8 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import use_abstract_mesh
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.unused_parameters import ONE
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
@@ -259,7 +260,7 @@ class TracedModel:
                 outputs, states[0] = self.model.apply(params, model_state, rng, train, *inputs)
                 return outputs
 
-            results = checked(self.loss(apply, batch))
+            results = summed_loss(self.loss, apply, batch)
             return jax.tree.leaves(states[0]), results
 
         num_states = len(jax.tree.leaves(self.model_state))

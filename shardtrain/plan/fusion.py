@@ -22,7 +22,7 @@ ALIASES = frozenset(
 MATERIAL = frozenset(
     (
         *("cholesky", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
-        *("custom_call", "dot_general", "ffi_call", "fft", "gather", "ragged_dot", "random_bits"),
+        *("custom_call", "dot_general", "ffi_call", "fft", "gather", "ragged_dot_general", "random_bits"),
         *("pallas_call", "reduce", "reduce_window", "reduce_window_max", "reduce_window_min"),
         *("reduce_window_sum", "scatter", "scatter-add", "select_and_gather_add", "select_and_scatter_add"),
         *("sort", "threefry2x32", "top_k", "triangular_solve"),

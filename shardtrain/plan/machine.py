@@ -6,7 +6,7 @@ Next: `predict.py`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from shardtrain.errors.messages import near
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.devices import DEVICES, GB, TERA, known_device
-from shardtrain.plan.hlo.collectives import ALL_REDUCE
+from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.axis_sizes import MOST_DEVICES
 
@@ -41,12 +41,15 @@ class Rates:
       memory_bytes_per_second: read and written by kernels.
       kernel_seconds: of a kernel that does next to nothing.
       memory_bytes: device memory; inf: not known.
+      copies_stacked: whether loops copy what their trips read from stacked arrays and write to them, as
+        programs of XLA for CPU do.
     """
 
     flops_per_second: float
     memory_bytes_per_second: float = math.inf
     kernel_seconds: float = 0.0
     memory_bytes: float = math.inf
+    copies_stacked: bool = False
 
     def seconds(self, flops: Any, moved_bytes: Any) -> Any:
         """Return the seconds of a kernel, or of each of several: the roofline (Williams et al. 2009).
@@ -57,6 +60,20 @@ class Rates:
         return self.kernel_seconds + np.maximum(
             flops / self.flops_per_second, moved_bytes / self.memory_bytes_per_second
         )
+
+    def stacking_seconds(self, written_bytes: Any, read_bytes: Any) -> Any:
+        """Return the seconds in which a loop writes and reads stacked arrays, one part in each trip.
+
+        A stacked result is filled with zeros before the loop, then each trip copies its part into it; what a
+        trip reads is copied out of the stack. A copy reads and writes.
+
+        >>> rates = Rates(flops_per_second=1.0, memory_bytes_per_second=10.0, copies_stacked=True)
+        >>> rates.stacking_seconds(10.0, 0.0), rates.stacking_seconds(0.0, 10.0)
+        (3.0, 2.0)
+        """
+        if not self.copies_stacked:
+            return 0.0 * written_bytes
+        return (3 * written_bytes + 2 * read_bytes) / self.memory_bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +87,8 @@ class Machine:
       node_link: of a node to others, which its devices share.
       peak_flops_per_second: of a device by its data sheet, in the dtype of the run; where that is not known,
         what it really reaches.
+      simulated: whether the devices share the cores of one host, with rates that are the share of one: what a
+        device waits for others then costs nothing, as they compute meanwhile on its cores.
     """
 
     rates: Rates
@@ -77,6 +96,7 @@ class Machine:
     device_link: Link = Link()
     node_link: Link = Link()
     peak_flops_per_second: float | None = None
+    simulated: bool = False
 
     def link(self, over: Sequence[str], sizes: Mapping[str, int]) -> Link:
         """Return the link by which a ring over these axes is limited.
@@ -120,11 +140,41 @@ class Machine:
         if members == 1:
             return 0.0
         link = self.link(over, sizes)
-        rounds = (members - 1) * (2 if kind == ALL_REDUCE else 1)
+        rounds = 1 if kind == PERMUTE else (members - 1) * (2 if kind == ALL_REDUCE else 1)
         return (
             times * rounds * link.latency_seconds
             + sent_bytes(kind, members, payload_bytes) / link.bytes_per_second
         )
+
+
+def simulated_machine(host: Machine, num_devices: int, num_cores: int) -> Machine:
+    """Return one of several simulated devices, from what a host does with all of its cores.
+
+    All devices together do what the host does. A small kernel and a message are the work of one core.
+
+    Args:
+      host: rates of a single device that has the host to itself.
+      num_devices: simulated devices.
+      num_cores: of the host.
+
+    >>> host = Machine(rates=Rates(flops_per_second=80.0, kernel_seconds=1.0))
+    >>> one = simulated_machine(host, 8, 2).rates
+    >>> one.flops_per_second, one.kernel_seconds, one.copies_stacked
+    (10.0, 4.0, True)
+    """
+    rates, link = host.rates, host.device_link
+    by_core = num_devices / min(num_cores, num_devices)
+    link = Link(
+        bytes_per_second=link.bytes_per_second / num_devices, latency_seconds=link.latency_seconds * by_core
+    )
+    rates = replace(
+        rates,
+        flops_per_second=rates.flops_per_second / num_devices,
+        memory_bytes_per_second=rates.memory_bytes_per_second / num_devices,
+        kernel_seconds=rates.kernel_seconds * by_core,
+        copies_stacked=True,
+    )
+    return Machine(rates=rates, device_link=link, node_link=link, simulated=True)
 
 
 OF_PEAK_FLOPS, OF_PEAK_MEMORY = 0.5, 0.8
@@ -170,6 +220,7 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: 
         memory_bytes_per_second=_bytes(moved),
         kernel_seconds=device.kernel_us * 1e-6,
         memory_bytes=OF_MEMORY * _bytes(memory),
+        copies_stacked=device.simulated,
     )
     latency = device.latency_us * 1e-6
     return Machine(
@@ -178,6 +229,7 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: 
         device_link=Link(bytes_per_second=_bytes(device.link_gb_per_second), latency_seconds=latency),
         node_link=Link(bytes_per_second=_bytes(device.node_link_gb_per_second), latency_seconds=latency),
         peak_flops_per_second=peak or flops,
+        simulated=device.simulated,
     )
 
 

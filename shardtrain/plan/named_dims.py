@@ -167,6 +167,19 @@ def _dot(operands: Operands) -> Found:
     )
 
 
+def _ragged(operands: Operands) -> Found:
+    """Rows sorted by group times the kernel of their group; or, for its gradient, times other rows."""
+    left, right = operands.dims[:2]
+    rows, features = operands.shapes[0]
+    flops = 2 * rows * features * operands.out_shapes[0][-1]
+    if len(right) == 3:
+        # the rows' features are the kernel's second dim; or its third, for the gradient of the rows
+        ((_, (contracted,)), _) = operands.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        free = right[3 - contracted]
+        return Found(((left[0], free),), tuple(name for name in (left[1],) if name), flops)
+    return Found(((None, left[1], right[1]),), tuple(name for name in (left[0],) if name), flops)
+
+
 def _convolution(operands: Operands) -> Found:
     left, right = operands.dims
     numbers = operands.params["dimension_numbers"]
@@ -218,6 +231,7 @@ RULES: Mapping[str, Callable[[Operands], Found]] = {
     "dynamic_update_slice": _update,
     "gather": _gathered,
     "pad": _like_first,
+    "ragged_dot_general": _ragged,
     "reduce_window": _like_first,
     "reduce_window_max": _like_first,
     "reduce_window_min": _like_first,

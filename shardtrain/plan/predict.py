@@ -5,7 +5,7 @@ durations of tasks and collectives (`step_times.py`). Next: `search.py`, which c
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,10 +16,13 @@ from jax.sharding import PartitionSpec
 from shardtrain import axes
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import Table
+from shardtrain.pipeline.tick_arrays import make_ticks
+from shardtrain.plan.context_costs import more_flops
+from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds, StateFigures
-from shardtrain.plan.program_cost import Cost
 from shardtrain.plan.splits import Sharding
+from shardtrain.plan.stage_runs import stage_runs
 from shardtrain.plan.step_times import StepTimes, step_times, stream_bytes
 from shardtrain.plan.traffic import Weight, weights
 from shardtrain.sharding.layout import Layout
@@ -30,8 +33,17 @@ ROWS, PARTS = "rows", "parts"
 parts of a pipeline."""
 
 
-def state_figures(specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4) -> StateFigures:
-    """Return what follows from the specs of a state, given axis sizes and bytes of a computed element."""
+def state_figures(
+    specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4, num_gradients: Sequence[int] = ()
+) -> StateFigures:
+    """Return what follows from the specs of a state.
+
+    Args:
+      specs: the specs.
+      sizes: axis -> size.
+      item_bytes: of an element in computations.
+      num_gradients: see `traffic.weights`.
+    """
     blocks = [named.shape[0] for named in specs.arrays.values() if axes.LAYERS in (named.dims or ())[:1]]
     params = specs.abstract.params
     in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
@@ -41,7 +53,7 @@ def state_figures(specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4) -
         gradients=tree_bytes(in_float32, specs.params, sizes),
         updated=tree_bytes(params, specs.sharded, sizes),
         gathered=_gathered_bytes(specs, sizes, item_bytes),
-        weights=_joined(weights(specs.arrays, specs.layout.sharded_rules)),
+        weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
         num_blocks=max(blocks, default=1),
         item_bytes=item_bytes,
     )
@@ -49,13 +61,13 @@ def state_figures(specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4) -
 
 def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     """Return one weight for all that are sharded alike: their traffic is that of one as large as all."""
-    elements: dict[tuple[frozenset[str], bool], int] = {}
+    elements: dict[tuple[frozenset[str], bool, int], int] = {}
     for each in weights:
-        key = each.axes, each.in_blocks
+        key = each.axes, each.in_blocks, each.num_gradients
         elements[key] = elements.get(key, 0) + each.num_elements
     return tuple(
-        Weight(num_elements=number, axes=over, in_blocks=in_blocks)
-        for (over, in_blocks), number in elements.items()
+        Weight(num_elements=number, axes=over, in_blocks=in_blocks, num_gradients=num_gradients)
+        for (over, in_blocks, num_gradients), number in elements.items()
     )
 
 
@@ -107,6 +119,7 @@ def predict(
     machine: Machine,
     batch_bytes: float,
     *,
+    forward: Cost | None = None,
     waits: bool = True,
 ) -> Prediction:
     """Predict a step.
@@ -119,22 +132,30 @@ def predict(
       choice: the layout and the rest.
       machine: where it runs.
       batch_bytes: of this island's rows.
+      forward: of a pipeline, the cost of the loss alone of one microbatch of one chunk.
       waits: whether the stages of a pipeline wait for each other; without, the seconds are a lower bound that
         is found quickly.
     """
     rows = math.prod(sizes[axis] for axis in layout.batch_axes)
-    times = step_times(found, state, layout, sizes, choice, machine)
+    times = step_times(found, state, layout, sizes, choice, machine, forward)
     table = times.table if times.num_stages > 1 else None
     return Prediction(
         memory=_memory(state, choice, found, batch_bytes / rows, table),
-        seconds=_seconds(times, waits),
-        flops=choice.accumulate * choice.virtual_stages * found.flops,
+        seconds=_seconds(times, waits, idle_costs=not machine.simulated),
+        flops=sum(runs * each.flops for runs, each in stage_runs(found, forward, sizes, choice))
+        + choice.accumulate * choice.virtual_stages * more_flops(found, forward, sizes, choice),
     )
 
 
+SENT_AND_ARRIVED = 4
+"""Activations and cotangents of one microbatch that a stage has beside its slots: what it computed in the
+last tick, both ways, and what arrived."""
+
+
 @cache
-def _most_live(table: Table) -> int:
-    return max(table.live(stage) for stage in range(table.num_stages))
+def _num_slots(table: Table) -> int:
+    ticks = make_ticks(table)
+    return ticks.num_inputs + ticks.num_cotangents
 
 
 def _memory(
@@ -145,7 +166,7 @@ def _memory(
     backward = found.peak_bytes + state.gathered + state.gradients * adds_up
     # a step that may be skipped keeps the old optimizer state until the new one is accepted
     update = state.gradients + state.optimizer
-    live = 0 if table is None else _most_live(table)
+    live = 0 if table is None else _num_slots(table) + SENT_AND_ARRIVED
     return Memory(
         parameters=state.parameters,
         optimizer=state.optimizer,
@@ -156,7 +177,7 @@ def _memory(
     )
 
 
-def _seconds(times: StepTimes, waits: bool) -> Seconds:
+def _seconds(times: StepTimes, waits: bool, *, idle_costs: bool) -> Seconds:
     collectives: dict[tuple[str, ...], float] = {}
 
     def add(over: tuple[str, ...], seconds: float) -> None:
@@ -167,11 +188,11 @@ def _seconds(times: StepTimes, waits: bool) -> Seconds:
         add(each.axes, each.seconds)
     compute, bubble = times.compute, 0.0
     if times.num_stages > 1 and waits:
-        alone = simulate(times.table, times.task).makespan
-        sent = simulate(times.table, times.task, times.hop).makespan
+        alone = simulate(times.table, times.task).makespan + times.of_ticks
         # stages wait for each other's collectives too, which take a part of the time of each task
-        bubble = (alone - compute) * (1 + times.in_microbatches * times.per_compute)
-        add((axes.PIPELINE,), sent - alone)
+        bubble = idle_costs * (alone - compute) * (1 + times.in_microbatches * times.per_compute)
+    if times.num_stages > 1:
+        add((axes.PIPELINE,), times.table.num_ticks * times.hops)
     return Seconds(compute=compute, bubble=bubble, collectives=collectives, update=times.update)
 
 

@@ -60,7 +60,7 @@ class Memory:
       optimizer: the optimizer's state.
       gradients: sums over microbatches.
       activations: what lies between, at the worst moment: kept and temporary arrays, gathered weights.
-      pipeline: inputs of the microbatches in flight.
+      pipeline: activations and cotangents of the microbatches in flight.
       batch: this device's rows.
     """
 

@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Dims = tuple[str | None, ...]
 """The name of each dim; None for a dim that is not sharded."""
@@ -43,12 +44,15 @@ class Resharded:
         of the sum.
       source: the number of the array before; None if it is the same memory, as it is too where the sharding
         does not change.
+      rows: the number of the array of which each device looks up or adds rows. Where all devices gather it,
+        a sum that is scattered need not be sent: compilers do what sends less.
     """
 
     array: int
     before: Dims
     summed: tuple[str, ...] = ()
     source: int | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,19 @@ class Kernel:
     operands: tuple[int, ...] = ()
 
 
+class Attention(NamedTuple):
+    """A call of attention by a model that lets a run compute it.
+
+    Args:
+      q, k: the numbers of its queries (batch, seq, heads, head_dim) and keys; values are like keys.
+      causal: whether queries see keys up to their own position alone.
+    """
+
+    q: int
+    k: int
+    causal: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """Kernels in order, and the arrays between them.
@@ -88,6 +105,9 @@ class Program:
       outputs: the numbers of its results.
       kernels: in the order of the program.
       resharded: activations that may be sent between devices.
+      num_terms: of each result how many others it is the sum of; of the gradient of a parameter that is used
+        twice 2.
+      attentions: calls of attention, where they are looked for.
     """
 
     arrays: tuple[Array, ...]
@@ -95,3 +115,5 @@ class Program:
     outputs: tuple[int, ...]
     kernels: tuple[Kernel, ...]
     resharded: tuple[Resharded, ...] = ()
+    num_terms: tuple[int, ...] = ()
+    attentions: tuple[Attention, ...] = ()

@@ -4,70 +4,38 @@ The same program is costed for every layout: a layout says which dims are sharde
 `predict.py`, the costs of a whole step.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardtrain import axes
+from shardtrain.plan.cost import Attended, Cost, Loop, Segment, Sent
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from shardtrain.plan.program import Array, Kernel, Program, Resharded
 from shardtrain.plan.splits import Sharding, Splits
 
-
-class Sent(NamedTuple):
-    """Collectives of one kind over the same axes.
-
-    Args:
-      kind: as in `plan.hlo.collectives`.
-      axes: mesh axes that they run over.
-      num_bytes: of the arrays of all of them together, on one device.
-      times: number of collectives.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    num_bytes: float
-    times: float
-
-
-class Loop(NamedTuple):
-    """A loop over a named dim, such as the blocks of a model.
-
-    Args:
-      over: the dim.
-      seconds: of all its trips.
-      carried_bytes: what one trip hands to the next.
-    """
-
-    over: str
-    seconds: float
-    carried_bytes: float
-
-
-class Cost(NamedTuple):
-    """What one run of a program costs a device.
-
-    Args:
-      flops: of matrix products and convolutions.
-      seconds: by the `seconds` that `costs` was given.
-      peak_bytes: the most memory for results and temporary arrays at any time, without inputs.
-      sent: collectives of activations.
-      loops: those over a named dim, in order.
-    """
-
-    flops: float
-    seconds: float
-    peak_bytes: float
-    sent: tuple[Sent, ...]
-    loops: tuple[Loop, ...]
-
-
 Seconds = Callable[[Any, Any], Any]
-"""(flops, bytes moved) -> seconds of a kernel; of arrays with a number for each sharding."""
+"""(flops, bytes moved) -> seconds of a kernel, or (bytes written, bytes read) -> seconds of stacking; of
+arrays with a number for each sharding."""
 
 
-def costs(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> list[Cost]:
+class Durations(NamedTuple):
+    """What the parts of a program take.
+
+    Args:
+      kernel: of one kernel on a device.
+      stacking: of what a loop writes to stacked arrays and reads from them.
+    """
+
+    kernel: Seconds
+    stacking: Seconds = lambda written, read: 0.0 * written
+
+
+def costs(program: Program, shardings: Sequence[Sharding], seconds: Durations) -> list[Cost]:
     """Return what one run of a program costs a device, for each of several shardings.
 
     All shardings are costed at once, so that thousands take a second.
@@ -75,7 +43,7 @@ def costs(program: Program, shardings: Sequence[Sharding], seconds: Seconds) -> 
     Args:
       program: the program.
       shardings: how its dims are split.
-      seconds: of one kernel on a device.
+      seconds: of kernels and stacking on a device.
     """
     splits = Splits.of(shardings)
     # shardings that change at the same places run the same kernels
@@ -105,41 +73,75 @@ def _cost(total: "_Total", at: int) -> Cost:
         flops=float(total.flops[at]),
         seconds=float(total.seconds[at]),
         peak_bytes=float(total.peak_bytes[at]),
-        sent=tuple(
-            Sent(kind, over, float(num_bytes[at]), float(times[at]))
-            for (kind, over), (num_bytes, times) in total.sent.items()
-            if times[at]
+        sent=_sent(total.sent, at),
+        loops=tuple(Loop(over, *(float(each[at]) for each in figures)) for over, *figures in total.loops),
+        segments=tuple(
+            Segment(float(each.flops[at]), float(each.seconds[at]), _sent(each.sent, at))
+            for each in total.segments
         ),
-        loops=tuple(Loop(over, float(times[at]), float(carried[at])) for over, times, carried in total.loops),
+        attended=tuple(Attended(causal, *map(float, sums[:, at])) for causal, sums in total.attended.items()),
     )
+
+
+def _sent(sent: "_AllSent", at: int) -> tuple[Sent, ...]:
+    return tuple(
+        Sent(kind, over, float(num_bytes[at]), float(times[at]))
+        for (kind, over), (num_bytes, times) in sent.items()
+        if times[at]
+    )
+
+
+@dataclass
+class _Segment:
+    """A part of a program, with a number for each sharding."""
+
+    flops: np.ndarray
+    seconds: np.ndarray
+    sent: "_AllSent" = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class _Total:
     """Costs, with a number for each sharding."""
 
-    flops: np.ndarray
-    seconds: np.ndarray
     peak_bytes: np.ndarray
-    sent: "_AllSent"
-    loops: list[tuple[str, np.ndarray, np.ndarray]]
+    segments: list[_Segment]
+    attended: dict[bool, np.ndarray]
+    loops: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]
+
+    @cached_property
+    def flops(self) -> np.ndarray:
+        return sum((each.flops for each in self.segments[1:]), self.segments[0].flops)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        return sum((each.seconds for each in self.segments[1:]), self.segments[0].seconds)
+
+    @cached_property
+    def sent(self) -> "_AllSent":
+        found: _AllSent = {}
+        for each in self.segments:
+            for key, (num_bytes, times) in each.sent.items():
+                _add(found, key, num_bytes, times)
+        return found
 
 
 _AllSent = dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]]
 """(collective, axes) -> bytes and number of collectives, with a number for each sharding."""
 
 
-def _total(program: Program, splits: Splits, seconds: Seconds) -> _Total:
+def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
     sizes = [array.num_bytes / splits.parts(array.dims, array.of_parameter) for array in program.arrays]
     kernels = _placed(program, splits)
     zeros = np.zeros(len(splits.sizes))
-    total = _Total(flops=zeros, seconds=zeros, peak_bytes=zeros, sent={}, loops=[])
-    inside = []
+    total = _Total(peak_bytes=zeros, segments=[_Segment(zeros, zeros)], attended={}, loops=[])
+    inside, behind = [], []
     for kernel in kernels:
+        segment = total.segments[-1]
         if kernel.body is None:
             flops = kernel.flops / splits.parts(kernel.dims)
-            total.flops = total.flops + flops
-            total.seconds = total.seconds + seconds(
+            segment.flops = segment.flops + flops
+            segment.seconds = segment.seconds + seconds.kernel(
                 flops, sum(sizes[i] for i in (*kernel.reads, *kernel.writes))
             )
             inside.append(zeros)
@@ -147,20 +149,42 @@ def _total(program: Program, splits: Splits, seconds: Seconds) -> _Total:
         body = _total(kernel.body, splits, seconds)
         # a stage of a pipeline runs its own blocks alone
         trips = kernel.trips / splits.parts((kernel.over,))
-        total.flops = total.flops + trips * body.flops
-        total.seconds = total.seconds + trips * body.seconds
+        if kernel.over == axes.LAYERS:
+            segment = _Segment(zeros, zeros)
+            total.segments += [segment, _Segment(zeros, zeros)]
+            behind.append(min(kernel.writes))
+        segment.flops = segment.flops + trips * body.flops
+        segment.seconds = segment.seconds + trips * body.seconds
         if kernel.over is not None:
             # what a loop writes is stacked over its trips, or carried from one to the next
-            carried = (i for i in kernel.writes if program.arrays[i].dims[:1] != (kernel.over,))
-            total.loops.append((kernel.over, trips * body.seconds, sum((sizes[i] for i in carried), zeros)))
+            stacked = {
+                i: program.arrays[i].dims[:1] == (kernel.over,) for i in kernel.writes + kernel.operands
+            }
+            carried = sum((sizes[i] for i in kernel.writes if not stacked[i]), zeros)
+            written = sum((sizes[i] for i in kernel.writes if stacked[i]), zeros)
+            read = sum((sizes[i] for i in kernel.operands if stacked[i]), zeros)
+            # a loop of one trip is none: its arrays are used where they are
+            stacking = np.where(trips > 1, seconds.stacking(written, read), 0.0)
+            segment.seconds = segment.seconds + stacking
+            total.loops.append((kernel.over, trips * body.seconds, carried, stacking))
         for key, (num_bytes, times) in body.sent.items():
-            _add(total.sent, key, trips * num_bytes, trips * times)
+            _add(segment.sent, key, trips * num_bytes, trips * times)
+        for causal, sums in body.attended.items():
+            total.attended[causal] = total.attended.get(causal, 0.0) + trips * sums
         # what one trip makes is its part of what the loop makes, and is there once
         made = np.where(trips <= 1, sum((sizes[i] for i in kernel.writes), zeros), 0.0)
         inside.append(np.maximum(body.peak_bytes - made, 0.0))
+    for q, k, causal in program.attentions:
+        # each query with each key: rows and heads are those of queries
+        flops = 4 * program.arrays[k].shape[1] * sizes[q] / program.arrays[q].item_bytes
+        sums = np.stack([sizes[q], 2 * sizes[k], flops, zeros + 1.0])
+        total.attended[causal] = total.attended.get(causal, 0.0) + sums
     total.peak_bytes = _peak_bytes(program, kernels, sizes, inside)
     for each in program.resharded:
-        _add_sent(total.sent, each, program.arrays[each.array], splits)
+        rows = None if each.rows is None else program.arrays[each.rows]
+        # arrays are numbered in the order of the program
+        segment = total.segments[2 * bisect(behind, each.array)]
+        _add_sent(segment.sent, each, program.arrays[each.array], rows, splits)
     return total
 
 
@@ -205,15 +229,22 @@ def _peak_bytes(
     return peak
 
 
-def _add_sent(sent: _AllSent, each: Resharded, array: Array, splits: Splits) -> None:
+def _add_sent(sent: _AllSent, each: Resharded, array: Array, rows: Array | None, splits: Splits) -> None:
     """Add the collectives by which an activation gets its sharding."""
     after, before = splits.mask(array.dims), splits.mask(each.before)
     summed = splits.mask(each.summed) & ~before
     whole = array.num_bytes / splits.parts(array.dims)
     # a partial sum whose result is sharded over the same axes is scattered, otherwise every device gets it
     scattered = summed & after
+    of_sum = whole * splits.product(scattered)
+    gathered, of_rows = np.zeros_like(scattered), whole
+    if rows is not None:
+        # each device looks up its rows in the whole table, or adds all rows to its part of the table
+        of_rows = rows.num_bytes / splits.product(splits.mask(rows.dims) & ~scattered)
+        gathered = scattered & (of_rows < of_sum)[:, None]
     for kind, over, num_bytes in (
-        (REDUCE_SCATTER, scattered, whole * splits.product(scattered)),
+        (REDUCE_SCATTER, scattered & ~gathered, of_sum),
+        (ALL_GATHER, gathered, of_rows),
         (ALL_REDUCE, summed & ~scattered, whole),
         (ALL_GATHER, before & ~after, whole),
     ):

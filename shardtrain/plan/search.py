@@ -133,6 +133,7 @@ def predictions(
             each.choice,
             machine,
             each.batch_bytes,
+            forward=each.forward,
             waits=waits,
         )
         for each in steps(subject, machine, num_devices, choices)

@@ -24,6 +24,10 @@ MOST_MICROBATCHES = 64
 """The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""
 
 MESH_AXES: tuple[str, ...] = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
+"""Axes whose sizes are always searched."""
+
+ON_REQUEST: tuple[str, ...] = (axes.CONTEXT,)
+"""Axes that are searched where a plan names them: each makes several times as many layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,8 @@ def _has(subject: Subject, remat: str | None) -> bool:
 
 def _check_fixed(layout: Layout, num_devices: int) -> None:
     fixed = {axis: size for axis, size in layout.mesh.items() if size != -1}
-    unknown = [near(axis, MESH_AXES) for axis in fixed if axis not in MESH_AXES]
+    known = (*MESH_AXES, *ON_REQUEST)
+    unknown = [near(axis, known) for axis in layout.mesh if axis not in known]
     if unknown:
         raise ValueError(f"this axis cannot be fixed in a plan: {'; '.join(unknown)}")
     product = math.prod(fixed.values())
@@ -109,10 +114,14 @@ def _check_fixed(layout: Layout, num_devices: int) -> None:
 
 
 def layouts(num_devices: int, given: Layout) -> Iterator[Layout]:
-    """Return every layout whose axis sizes multiply to the number of devices."""
+    """Return every layout whose axis sizes multiply to the number of devices.
+
+    Axes of `ON_REQUEST` have size 1 unless the mesh names them, with a size or with -1.
+    """
     fixed = {axis: size for axis, size in given.mesh.items() if size != -1}
-    for sizes in _factors(num_devices, len(MESH_AXES)):
-        mesh: dict[str, int] = dict(zip(MESH_AXES, sizes, strict=True))
+    searched = [axis for axis in axes.AXES if axis in MESH_AXES or axis in given.mesh]
+    for sizes in _factors(num_devices, len(searched)):
+        mesh: dict[str, int] = dict(zip(searched, sizes, strict=True))
         if any(mesh.get(axis, 1) != size for axis, size in fixed.items()):
             continue
         mesh = {axis: size for axis, size in mesh.items() if size > 1} or {str(axes.DATA): 1}

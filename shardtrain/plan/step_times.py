@@ -4,63 +4,31 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
-from typing import NamedTuple
 
 from shardtrain import axes
-from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
-from shardtrain.plan.hlo.collectives import ALL_GATHER
+from shardtrain.plan.context_costs import more_flops
+from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, StateFigures
-from shardtrain.plan.program_cost import Cost
-from shardtrain.plan.traffic import parameter_traffic
+from shardtrain.plan.stage_runs import lockstep_table, sent_activations
+from shardtrain.plan.step_collectives import (
+    MICROBATCH,
+    MICROBATCH_GRADIENT,
+    Collective,
+    of_activations,
+    of_parameters,
+)
+from shardtrain.plan.traffic import GRADIENT_BYTES
 from shardtrain.sharding.layout import Layout
 
-START = "start"
-"""Phase of collectives before the first microbatch: weights outside the blocks are gathered."""
-MICROBATCH = "microbatch"
-"""Phase of collectives that a microbatch waits for: activations, and gathered weights of blocks."""
-MICROBATCH_GRADIENT = "gradient of a microbatch"
-"""Phase of collectives by which the gradient of a block is summed in each microbatch."""
-GRADIENT = "gradient"
-"""Phase of collectives by which the gradient of the step is summed."""
-UPDATED = "updated"
-"""Phase of collectives after the optimizer: updated parameters are gathered."""
-
-
-INSIDE, BETWEEN = "link inside nodes", "link between nodes"
-"""The links of a machine."""
-
-
-class Collective(NamedTuple):
-    """Collectives of one kind in a step of one device.
-
-    Args:
-      kind: as in `plan.hlo.collectives`.
-      axes: the mesh axes that they run over.
-      phase: when they run, one of the phases of this module.
-      sent_seconds: in which bytes are sent, all together.
-      latency_seconds: of all messages.
-      link: the link that limits them, `INSIDE` or `BETWEEN` nodes.
-      of_blocks: the part of the bytes that is of parameters in the blocks, 0 to 1.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    phase: str
-    sent_seconds: float
-    latency_seconds: float
-    link: str
-    of_blocks: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all together."""
-        return self.sent_seconds + self.latency_seconds
+TICK_COPIES = 5
+"""Copies of a stage's activations or cotangents in every tick of a pipeline: what arrives is put into a slot,
+both ways; the task's input is read from its slot, or kept in one; what a task returns is handed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +40,14 @@ class StepTimes:
       choice: the layout and the rest.
       num_blocks: blocks of the model.
       forward, backward: of the blocks of one part of the model, for one microbatch.
-      ends: of what comes before and behind the blocks, forward and backward.
+      ends: of what comes before and behind the blocks, forward and backward; in a pipeline only of the last
+        part, for its loss.
       hop: to send activations to the next stage.
       collectives: all of a step, without what stages send.
       update: of the optimizer.
+      again: of a pipeline, the forward of the blocks that each kind of backward computes again.
+      first, first_backward: of a pipeline, of what comes before the blocks, in tasks of the first part.
+      tick: of what every stage copies in each tick of a pipeline, whatever its tasks are.
     """
 
     num_stages: int
@@ -87,13 +59,17 @@ class StepTimes:
     hop: float
     collectives: tuple[Collective, ...]
     update: float
+    again: float = 0.0
+    first: float = 0.0
+    first_backward: float = 0.0
+    tick: float = 0.0
 
     @property
     def table(self) -> Table:
         """The schedule; a single stage has one too."""
         choice = self.choice
         schedule = choice.schedule if self.num_stages > 1 else "1f1b"
-        return _table(schedule, self.num_stages, choice.accumulate, choice.virtual_stages)
+        return lockstep_table(schedule, self.num_stages, choice.accumulate, choice.virtual_stages)
 
     @property
     def compute(self) -> float:
@@ -103,12 +79,24 @@ class StepTimes:
         table = self.table
         stages, chunks = range(table.num_stages), range(table.num_chunks)
         of_microbatch = sum(self.task(*each) for each in product(stages, chunks, table.kinds))
-        return table.num_microbatches * of_microbatch / table.num_stages
+        return table.num_microbatches * of_microbatch / table.num_stages + self.of_ticks
+
+    @property
+    def of_ticks(self) -> float:
+        """Seconds of what a stage copies in all ticks."""
+        return self.table.num_ticks * self.tick if self.num_stages > 1 else 0.0
+
+    @property
+    def hops(self) -> float:
+        """Seconds of what stages send in a tick: activations and cotangents over each of its distances."""
+        distances = [distance for distance in self.table.part_placement.hops if distance]
+        return 2 * len(distances) * self.hop
 
     @cached_property
     def per_compute(self) -> float:
-        """1 / seconds of computation; 0 if nothing is computed."""
-        return 1 / self.compute if self.compute else 0.0
+        """1 / seconds of the tasks of a step, of a stage on average; 0 if nothing is computed."""
+        seconds = self.compute - self.of_ticks
+        return 1 / seconds if seconds else 0.0
 
     @property
     def in_microbatches(self) -> float:
@@ -117,19 +105,30 @@ class StepTimes:
             each.seconds for each in self.collectives if each.phase in (MICROBATCH, MICROBATCH_GRADIENT)
         )
 
+    def outside(self, part: int, kind: str) -> float:
+        """Return the seconds that a task of a part of a pipeline spends outside the blocks."""
+        is_first, is_last = part == 0, part == self.table.num_parts - 1
+        if kind == "forward":
+            return self.first * is_first
+        return (self.first_backward * is_first + self.ends * is_last) * (kind == "backward")
+
     def task(self, stage: int, chunk: int, kind: str) -> float:
         """Return the seconds of a task of the table.
 
-        In a pipeline each kind of backward computes the forward of its part again; what comes before and
-        behind the blocks is counted where the loss is.
+        In a pipeline each kind of backward computes the forward of its part again, so the forward of the last
+        part, whose output only its own backward needs, is not run. What comes before the blocks is part of
+        tasks of the first part, twice forward; the loss of the backward of the last.
         """
-        if kind == "forward":
-            return self.forward
         if self.num_stages == 1:
-            return self.backward + self.ends
+            return self.forward if kind == "forward" else self.backward + self.ends
         table = self.table
-        is_last = table.part_placement.part(stage, chunk) == table.num_parts - 1
-        return self.forward + (self.backward + self.ends * is_last) / (len(table.kinds) - 1)
+        part = table.part_placement.part(stage, chunk)
+        of_blocks = (
+            self.forward * (part < table.num_parts - 1)
+            if kind == "forward"
+            else self.again + self.backward / (len(table.kinds) - 1)
+        )
+        return of_blocks + self.outside(part, kind)
 
 
 def step_times(
@@ -139,6 +138,7 @@ def step_times(
     sizes: Mapping[str, int],
     choice: Choice,
     machine: Machine,
+    alone: Cost | None = None,
 ) -> StepTimes:
     """Return the durations of a step's parts.
 
@@ -149,79 +149,87 @@ def step_times(
       sizes: axis -> size.
       choice: the layout and the rest.
       machine: where it runs.
+      alone: of a pipeline, the cost of the loss alone.
     """
+    stages, rates = sizes[axes.PIPELINE], machine.rates
+    link = machine.link((axes.PIPELINE,), sizes)
+    computed = (
+        _of_whole(found, state, layout, sizes, choice, machine)
+        if alone is None or stages == 1
+        else _of_parts(found, alone, state, layout, sizes, machine)
+    )
+    computed["backward"] += more_flops(found, alone, sizes, choice) / rates.flops_per_second
+    return StepTimes(
+        num_stages=stages,
+        choice=choice,
+        num_blocks=state.num_blocks,
+        **computed,
+        hop=link.latency_seconds + stream_bytes(found) / link.bytes_per_second,
+        collectives=(
+            *of_parameters(state, layout, sizes, choice, machine),
+            *of_activations(sent_activations(found, alone, sizes, choice), sizes, machine),
+        ),
+        update=float(rates.seconds(0.0, 3 * state.updated + 2 * state.optimizer)),
+    )
+
+
+def _of_whole(
+    found: Cost,
+    state: StateFigures,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    choice: Choice,
+    machine: Machine,
+) -> dict[str, float]:
+    """Return the seconds of a microbatch that passes the whole model."""
     inside = [loop.seconds for loop in found.loops if loop.over == axes.LAYERS]
     # a model that is not one loop over its blocks and one back is not told apart
     forward, backward = inside if len(inside) == 2 else (0.0, 0.0)
-    link = machine.link((axes.PIPELINE,), sizes)
-    return StepTimes(
-        num_stages=sizes[axes.PIPELINE],
-        choice=choice,
-        num_blocks=state.num_blocks,
-        forward=forward,
-        backward=backward,
-        ends=found.seconds - forward - backward,
-        hop=link.latency_seconds + stream_bytes(found) / link.bytes_per_second,
-        collectives=(
-            *_of_parameters(state, layout, sizes, choice, machine),
-            *_of_activations(found, sizes, choice, machine),
-        ),
-        update=float(machine.rates.seconds(0.0, 3 * state.updated + 2 * state.optimizer)),
+    if len(inside) == 2:
+        # what the forward stacks is for the backward
+        backward += sum(loop.stacking_seconds for loop in found.loops if loop.over == axes.LAYERS)
+    ends = found.seconds - forward - backward
+    if choice.accumulate > 1:
+        ends += sum(_adding_seconds(state, layout, sizes, machine, each) for each in (True, False))
+    return {"forward": forward, "backward": backward, "ends": ends}
+
+
+def _of_parts(
+    found: Cost,
+    alone: Cost,
+    state: StateFigures,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    machine: Machine,
+) -> dict[str, float]:
+    """Return the seconds of a microbatch in the tasks of a pipeline."""
+    _, again, loss, backward, behind = (each.seconds for each in found.segments)
+    of_blocks, of_rest = (_adding_seconds(state, layout, sizes, machine, each) for each in (True, False))
+    moved = 2 * TICK_COPIES * stream_bytes(found)
+    return {
+        "forward": alone.segments[1].seconds,
+        "again": again,
+        "backward": backward + of_blocks,
+        "ends": loss + of_rest,
+        "first": alone.segments[0].seconds,
+        "first_backward": behind + of_rest,
+        "tick": float(machine.rates.seconds(0.0, moved)) + (TICK_COPIES - 1) * machine.rates.kernel_seconds,
+    }
+
+
+def _adding_seconds(
+    state: StateFigures, layout: Layout, sizes: Mapping[str, int], machine: Machine, in_blocks: bool
+) -> float:
+    """Return the seconds in which gradients of a microbatch are added to sums: two are read, one written."""
+    kept = {axes.FSDP} if layout.zero != 3 else set[str]()
+    num_bytes = sum(
+        GRADIENT_BYTES * each.num_elements / math.prod(sizes.get(axis, 1) for axis in each.axes - kept)
+        for each in state.weights
+        if each.in_blocks == in_blocks
     )
+    return float(machine.rates.seconds(0.0, 3 * num_bytes))
 
 
 def stream_bytes(found: Cost) -> float:
     """Return the bytes that one block hands to the next, of one microbatch on one device."""
     return next((loop.carried_bytes for loop in found.loops if loop.over == axes.LAYERS), 0.0)
-
-
-@cache
-def _table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
-    return make_table(schedule, stages, microbatches, chunks, lockstep=True)
-
-
-def _of_parameters(
-    state: StateFigures, layout: Layout, sizes: Mapping[str, int], choice: Choice, machine: Machine
-) -> Iterator[Collective]:
-    gathers = 1 if choice.remat == "none" else 2
-    options = (layout, sizes, choice.accumulate, state.item_bytes, gathers)
-    in_blocks = parameter_traffic(tuple(each for each in state.weights if each.in_blocks), *options)
-    for key, sent in parameter_traffic(state.weights, *options).items():
-        link, members = machine.link(key.axes, sizes), math.prod(sizes[axis] for axis in key.axes)
-        # what is gathered in a block is sent block by block, everything else at once
-        times = choice.accumulate * state.num_blocks if key.in_blocks else 1
-        if key.in_blocks:
-            phase = MICROBATCH if key.kind == ALL_GATHER else MICROBATCH_GRADIENT
-        elif key.kind == ALL_GATHER:
-            phase = START if layout.zero == 3 else UPDATED
-        else:
-            phase = GRADIENT
-        yield Collective(
-            kind=key.kind,
-            axes=key.axes,
-            phase=phase,
-            sent_seconds=sent / link.bytes_per_second,
-            latency_seconds=times * (members - 1) * link.latency_seconds,
-            link=_link(key.axes, sizes, machine),
-            of_blocks=in_blocks.get(key, 0.0) / sent,
-        )
-
-
-def _of_activations(
-    found: Cost, sizes: Mapping[str, int], choice: Choice, machine: Machine
-) -> Iterator[Collective]:
-    runs = choice.accumulate * choice.virtual_stages
-    sums: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-    for each in found.sent:
-        over = tuple(axis for axis in each.axes if sizes.get(axis, 1) > 1)
-        seconds = runs * machine.collective_seconds(each.kind, over, sizes, each.num_bytes, each.times)
-        latency = runs * machine.collective_seconds(each.kind, over, sizes, 0.0, each.times)
-        before = sums.get((each.kind, over), (0.0, 0.0))
-        sums[each.kind, over] = (before[0] + seconds - latency, before[1] + latency)
-    for (kind, over), (sent, latency) in sums.items():
-        if sent + latency:
-            yield Collective(kind, over, MICROBATCH, sent, latency, _link(over, sizes, machine))
-
-
-def _link(over: tuple[str, ...], sizes: Mapping[str, int], machine: Machine) -> str:
-    return INSIDE if machine.link(over, sizes) == machine.device_link else BETWEEN

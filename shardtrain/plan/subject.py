@@ -5,7 +5,7 @@ Next: `search.py`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,22 +14,27 @@ import jax
 import optax
 
 from shardtrain import axes
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.row_split import RowSplit
-from shardtrain.functional.loss import Loss, checked
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.key_heads import check_layout
+from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
+from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Rates
 from shardtrain.plan.predict import state_figures
 from shardtrain.plan.prediction import Choice, StateFigures
 from shardtrain.plan.program import Program
-from shardtrain.plan.program_cost import Cost, costs
+from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.trace import trace
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import state_specs
+from shardtrain.train_step.placement_checks import check_stages
 from shardtrain.train_step.replica_sums import BoundModel
 
 
@@ -54,7 +59,7 @@ class Subject:
     rows: int | None = None
     unit: str = "examples"
     row_units: float | None = 1.0
-    _programs: dict[str | None, Program] = field(default_factory=dict, init=False, repr=False)
+    _programs: dict[Any, Program] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
     _states: dict[Any, "StateOf"] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
@@ -127,18 +132,23 @@ class Subject:
             self._models[remat] = self.model(remat)
         return self._models[remat]
 
-    def program(self, remat: str | None) -> Program:
-        """Return the program of loss and gradient of the whole batch, traced once."""
-        if remat not in self._programs:
-            self._programs[remat] = _traced(self.model_of(remat), self.loss, self.batch)
-        return self._programs[remat]
+    def program(self, remat: str | None, *, gradient: bool = True) -> Program:
+        """Return the program of loss and gradient, or of the loss alone, of the whole batch, traced once."""
+        key = remat, gradient
+        if key not in self._programs:
+            self._programs[key] = _traced(self.model_of(remat), self.loss, self.batch, gradient)
+        return self._programs[key]
 
-    def costs(self, remat: str | None, shardings: Sequence[Sharding], rates: Rates) -> list[Cost]:
-        """Return what one run of the program costs a device, for each of several shardings, found once."""
-        keys = [(remat, each, rates) for each in shardings]
+    def costs(
+        self, remat: str | None, shardings: Sequence[Sharding], rates: Rates, *, gradient: bool = True
+    ) -> list[Cost]:
+        """Return what one run of a program costs a device, for each of several shardings, found once."""
+        keys = [(remat, each, rates, gradient) for each in shardings]
         missing = list(dict.fromkeys(key for key in keys if key not in self._costs))
         if missing:
-            found = costs(self.program(remat), [each for _, each, _ in missing], rates.seconds)
+            durations = Durations(rates.seconds, rates.stacking_seconds)
+            program = self.program(remat, gradient=gradient)
+            found = costs(program, [each for _, each, *_ in missing], durations)
             self._costs.update(zip(missing, found, strict=True))
         return [self._costs[key] for key in keys]
 
@@ -158,10 +168,32 @@ class Subject:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
             item_bytes = 4 if self.in_float32 else 2
-            self._states[key] = StateOf(specs.layout, state_figures(specs, sizes, item_bytes))
-        # whether activations are sharded along the sequence changes no parameter
+            num_gradients = self.program(None).num_terms[-len(specs.arrays) :]
+            figures = state_figures(specs, sizes, item_bytes, num_gradients)
+            self._states[key] = StateOf(specs.layout, figures)
         found = self._states[key]
+        if sizes.get(axes.CONTEXT, 1) > 1:
+            self._check_context(layout, found.layout.activation_rules, sizes)
+        # whether activations are sharded along the sequence changes no parameter
         return found._replace(layout=replace(found.layout, sequence_sharded=layout.sequence_sharded))
+
+    def _check_context(
+        self, layout: Layout, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> None:
+        """Refuse what a run refuses of attention over context."""
+        program = self.program(None, gradient=False)
+        found = list(attentions_of(program))
+        if not found:
+            raise ValueError(
+                f"context={sizes[axes.CONTEXT]} is planned for models that let the run compute attention"
+                " (docs/context.md), and this one does not; use context=1"
+            )
+        if sizes[axes.PIPELINE] > 1:
+            check_stages(
+                self.model_of(None), layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1)
+            )
+        for q, k, causal in dict.fromkeys(found):
+            check_layout(layout.context_attention, q, k, causal, rules, sizes)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal cut of the blocks into stages of a mesh; None for one stage.
@@ -192,6 +224,17 @@ class Subject:
         )
 
 
+def attentions_of(
+    program: Program,
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bool]]:
+    """Yield the shapes of queries and keys of each call of attention, and whether it is causal."""
+    for q, k, causal in program.attentions:
+        yield program.arrays[q].shape, program.arrays[k].shape, causal
+    for kernel in program.kernels:
+        if kernel.body is not None:
+            yield from attentions_of(kernel.body)
+
+
 class StateOf(NamedTuple):
     """The state of a layout.
 
@@ -220,26 +263,29 @@ def loss_of(model: Model, loss: Loss, rows: int) -> Callable[..., Any]:
 
     def loss_sum(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
         bound = BoundModel(model, params, model_state, row_key(key, 0, rows))
-        total, count, metrics = checked(loss(bound, batch))
+        total, count, metrics = summed_loss(loss, bound, batch)
         return total, (count, metrics, bound.model_state)
 
     return loss_sum
 
 
-def _traced(model: Model, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program:
+def _traced(model: Model, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct], gradient: bool) -> Program:
     params, model_state = jax.eval_shape(model.init, jax.random.key(0))
     loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
-    gradient = jax.value_and_grad(loss_sum, has_aux=True)
+    differentiated = jax.value_and_grad(loss_sum, has_aux=True)
     inputs = (params, model_state, jax.eval_shape(lambda: jax.random.key(0)), dict(batch))
     names = [
         *jax.tree.leaves(model.dims, is_leaf=_is_dims),
         *(None for _ in jax.tree.leaves((model_state, inputs[2]))),
         *((axes.BATCH, *(None for _ in x.shape[1:])) for x in jax.tree.leaves(inputs[3])),
     ]
-    others = jax.tree.leaves(jax.eval_shape(gradient, *inputs)[0])
+    others = jax.tree.leaves(jax.eval_shape(loss_sum, *inputs))
+    if not gradient:
+        no_names, no_parameters = [None] * len(others), [False] * len(others)
+        return trace(loss_sum, inputs, names, no_names, no_parameters, marks_attention=True)
     results = [*(None for _ in others), *jax.tree.leaves(model.dims, is_leaf=_is_dims)]
     of_parameters = [False] * len(others) + [True] * len(jax.tree.leaves(params))
-    return trace(gradient, inputs, names, results, of_parameters)
+    return trace(differentiated, inputs, names, results, of_parameters)
 
 
 def _is_dims(leaf: object) -> bool:

@@ -7,14 +7,14 @@ program: `plan/hlo/collectives.py`.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
 from shardtrain import axes
-from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.rules import Rules
@@ -48,30 +48,36 @@ class Weight:
       num_elements: number of elements of the unsharded array, with all stacked blocks.
       axes: the axes that shard it when fully sharded (`Layout.sharded_rules`).
       in_blocks: whether it is stacked over the blocks.
+      num_gradients: how many are added to that of a microbatch; of an embedding that is the head too 2.
     """
 
     num_elements: int
     axes: frozenset[str]
     in_blocks: bool
+    num_gradients: int = 1
 
 
-def weights(arrays: Mapping[str, Named], rules: Rules) -> tuple[Weight, ...]:
+def weights(
+    arrays: Mapping[str, Named], rules: Rules, num_gradients: Sequence[int] = ()
+) -> tuple[Weight, ...]:
     """Return size and sharding of the parameters of a model.
 
     Args:
       arrays: path -> dims and shape; those with the dim `layers` are in the blocks.
       rules: dim -> axes, `Layout.sharded_rules`. Dims without a name are not sharded.
+      num_gradients: of each parameter, in their order; (): 1 of each.
 
     >>> weights({"up": Named(dims=("layers", "embed"), shape=(2, 8))}, {"layers": (), "embed": ("fsdp",)})
-    (Weight(num_elements=16, axes=frozenset({'fsdp'}), in_blocks=True),)
+    (Weight(num_elements=16, axes=frozenset({'fsdp'}), in_blocks=True, num_gradients=1),)
     """
     return tuple(
         Weight(
             num_elements=math.prod(named.shape),
             axes=frozenset(axis for dim in named.dims or () for axis in rules.get(dim or "", ())),
             in_blocks=axes.LAYERS in (named.dims or ()),
+            num_gradients=number,
         )
-        for named in arrays.values()
+        for named, number in zip(arrays.values(), num_gradients or [1] * len(arrays), strict=True)
     )
 
 
@@ -88,6 +94,7 @@ class StepSizes:
       compute_bytes: bytes of an element in computations: 4, or 2 for bfloat16.
       block_gathers: all-gathers of a block's weight per microbatch: 2 (forward and backward), or 1 if it is
         stored in between (remat "none").
+      sums_apart: as in `parameter_traffic`.
     """
 
     weights: tuple[Weight, ...]
@@ -96,15 +103,18 @@ class StepSizes:
     num_blocks: int
     microbatches: int = 1
     compute_bytes: int = 4
-    block_gathers: int = 2
+    block_gathers: float = 2
+    sums_apart: bool = False
 
 
 def sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
-    """Return the bytes that each of n devices sends in a ring: (n - 1) / n of the array, or twice that.
+    """Return the bytes that each of n devices sends: in a ring (n - 1) / n of the array, or twice that.
 
     >>> sent_bytes("all-gather", 8, 800), sent_bytes("all-reduce", 8, 800)
     (700.0, 1400.0)
     """
+    if kind == PERMUTE:
+        return payload_bytes
     passes = 2 if kind == ALL_REDUCE else 1
     return passes * (num_devices - 1) / num_devices * payload_bytes
 
@@ -145,18 +155,21 @@ def parameter_traffic(
     sizes: Mapping[str, int],
     microbatches: int,
     compute_bytes: int = 4,
-    block_gathers: int = 2,
+    block_gathers: float = 2,
+    *,
+    sums_apart: bool = False,
 ) -> Traffic:
     """Return the bytes that each device has to send for parameters and gradients in one step of any model.
 
-    They depend on the layout only, not on the model's computation. A pipeline with fsdp gathers in every
-    tick, which is more.
+    They depend on the layout only, not on the model's computation.
 
     Args:
       weights: the parameters.
       layout, sizes: as in `step_traffic`.
       microbatches: number of microbatches that a step accumulates.
       compute_bytes, block_gathers: as in `StepSizes`.
+      sums_apart: whether gradients that are added to one over fsdp are all-reduced one by one and then cut,
+        as programs of XLA for CPU do; others reduce-scatter their sum.
 
     Returns:
       Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
@@ -168,7 +181,7 @@ def parameter_traffic(
     reduce-scatter ('fsdp',) 800.0
     """
     return _parameter_traffic(
-        weights, layout.zero, tuple(sizes.items()), microbatches, compute_bytes, block_gathers
+        weights, layout.zero, tuple(sizes.items()), microbatches, compute_bytes, block_gathers, sums_apart
     )
 
 
@@ -179,7 +192,8 @@ def _parameter_traffic(
     sizes: tuple[tuple[str, int], ...],
     microbatches: int,
     compute_bytes: int,
-    block_gathers: int,
+    block_gathers: float,
+    sums_apart: bool,
 ) -> Traffic:
     """Return the same, kept: a search asks for each schedule and each way to recompute."""
     work = StepSizes(
@@ -190,6 +204,7 @@ def _parameter_traffic(
         microbatches=microbatches,
         compute_bytes=compute_bytes,
         block_gathers=block_gathers,
+        sums_apart=sums_apart,
     )
     return MappingProxyType(_summed(_parameters(work, zero, dict(sizes)), dict(sizes)))
 
@@ -216,6 +231,9 @@ def _parameters(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> _Flows:
         used = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
         used_bytes = work.microbatches * used * work.compute_bytes
         yield ALL_REDUCE, (axes.CONTEXT,), weight.in_blocks, used_bytes
+        # and each device of expert from examples of its own, but of experts, which it has for all
+        if axes.EXPERT not in weight.axes:
+            yield ALL_REDUCE, (axes.EXPERT,), weight.in_blocks, used_bytes
         if not weight.in_blocks:  # replicated over pipeline stages, each of which adds to its gradient
             stored = weight.num_elements / _total(sizes, weight.axes)
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
@@ -231,7 +249,10 @@ def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) 
     if axes.FSDP in weight.axes:
         gathers = work.block_gathers if weight.in_blocks else 1
         yield ALL_GATHER, (axes.FSDP,), weight.in_blocks, gathers * used_bytes
-        yield REDUCE_SCATTER, (axes.FSDP,), weight.in_blocks, used_bytes
+        if work.sums_apart and weight.num_gradients > 1 and sizes.get(axes.PIPELINE, 1) == 1:
+            yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, weight.num_gradients * used_bytes
+        else:
+            yield REDUCE_SCATTER, (axes.FSDP,), weight.in_blocks, used_bytes
     else:
         yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, used_bytes
     # once a step the shards of the gradient are summed over data

@@ -1,15 +1,28 @@
 """Fits to measured rows as the text that `shardtrain advise predict` prints."""
 
+import csv
+import io
 import math
 import statistics
 from collections.abc import Sequence
 
 from shardtrain.plan.advice.fit import QUANTITIES, Quantity, error_by_model, fits, predicted, saturation
-from shardtrain.plan.advice.rows import MeasuredRow
+from shardtrain.plan.advice.rows import COLUMNS, MeasuredRow
 from shardtrain.report.tables import table_text
 
 MOST_MODELS = 12
 """The models with the largest errors that are shown."""
+
+
+def rows_text(rows: Sequence[MeasuredRow]) -> str:
+    """Format measured rows as lines of a CSV file, for another prediction or for a file of one's own."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        values = [getattr(row, name) for name in COLUMNS]
+        writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])
+    return text.getvalue() + "\n"
 
 
 def fits_text(rows: Sequence[MeasuredRow], asked: MeasuredRow | None) -> str:

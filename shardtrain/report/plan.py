@@ -31,7 +31,7 @@ MEMORY_TERMS = {
     "gradients": "sums over microbatches, float32",
     "activations": "the most that is alive at once in loss and gradient, with gathered weights; or the new"
     " optimizer state if that is more",
-    "pipeline": "inputs of parts, for the microbatches that the schedule has in flight",
+    "pipeline": "inputs and cotangents of parts, for the microbatches that the schedule has in flight",
     "batch": "rows of this device",
 }
 SECONDS_TERMS = {

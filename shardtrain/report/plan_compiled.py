@@ -17,7 +17,9 @@ SMALL = 0.01
 """An array with less than this part of all parameters is not flagged."""
 
 
-def compiled_text(found: Figures, step: Step, predicted: Prediction, *, title: str) -> str:
+def compiled_text(
+    found: Figures, step: Step, predicted: Prediction, *, title: str, simulated: bool = False
+) -> str:
     """Format memory, flops and bytes by mesh axes of a compiled step beside those that were predicted.
 
     Args:
@@ -25,6 +27,7 @@ def compiled_text(found: Figures, step: Step, predicted: Prediction, *, title: s
       step: what the prediction was made from.
       predicted: the prediction.
       title: above the table.
+      simulated: whether it was compiled for simulated devices.
     """
     memory = predicted.memory
     state = memory.parameters + memory.optimizer + memory.batch
@@ -44,7 +47,7 @@ def compiled_text(found: Figures, step: Step, predicted: Prediction, *, title: s
     of_compiled: dict[tuple[str, ...], float] = {}
     for (_, over), (_, sent) in by_axis(found.collectives).items():
         of_compiled[over] = of_compiled.get(over, 0.0) + sent
-    of_plan = sent_by_axes(step)
+    of_plan = sent_by_axes(step, simulated=simulated)
     for over in sorted({*of_compiled, *of_plan}, key=lambda over: [axes.AXES.index(axis) for axis in over]):
         sent = of_plan.get(over, 0.0), of_compiled.get(over, 0.0)
         rows.append((f"sent over {'+'.join(over)}", *_compared(*sent, bytes_text)))

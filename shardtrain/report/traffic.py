@@ -97,5 +97,25 @@ def figures_text(found: Figures, kind: str) -> str:
     )
 
 
+def memory_text(given: Figures, others: Sequence[tuple[str, Figures | str]]) -> str:
+    """Format the memory of a compiled step, and that of the same step with one option more.
+
+    Args:
+      given: of the step as it is.
+      others: an option and the figures with it, or why there are none.
+    """
+    header = ("option", "state and batch", "temporary", "together", "of as given")
+    rows = []
+    for option, found in (("as given", given), *others):
+        if isinstance(found, str):
+            rows.append((option, f"refused: {found}", "", "", ""))
+            continue
+        both = found.argument_bytes + found.temp_bytes
+        share = both / (given.argument_bytes + given.temp_bytes)
+        columns = (bytes_text(n) for n in (found.argument_bytes, found.temp_bytes, both))
+        rows.append((option, *columns, f"{share:.0%}"))
+    return "memory per device with one option more, by the compiler\n" + table_text(header, rows)
+
+
 def _collectives_text(found: tuple[Collective, ...]) -> str:
     return table(found) if found else "nothing moves between devices"

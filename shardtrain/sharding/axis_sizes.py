@@ -14,10 +14,6 @@ from shardtrain.system.excerpts import short
 MOST_DEVICES = 1 << 24
 
 
-BUILT_AXES = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.CONTEXT, axes.TENSOR)
-"""Axes that may be larger than 1 today; the others are reserved names."""
-
-
 def parse_mesh(text: str) -> dict[str, int]:
     """Read axis sizes such as `data=2,fsdp=-1`.
 
@@ -52,11 +48,6 @@ def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
             )
         elif size > MOST_DEVICES:
             problems.append(f"axis {axis!r} has size {short(size)}; allowed: at most {MOST_DEVICES}")
-        elif axis in axes.AXES and axis not in BUILT_AXES and size != 1:
-            problems.append(
-                f"axis {axis!r} has size {size}, but is not built yet;"
-                f" use {axis}=1 (built: {', '.join(BUILT_AXES)})"
-            )
     rest = [axis for axis, size in mesh.items() if size == -1]
     if len(rest) > 1:
         problems.append(f"axes {rest} are all -1; at most one can be the rest")

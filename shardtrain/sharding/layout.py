@@ -109,7 +109,10 @@ class Layout:
         used = {dim: _without(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
         # a model may also use the name of a mesh axis, which is mapped to itself
         itself = {axis: (axis,) for axis in axes.AXES}
-        return {**used, **itself, **ACTIVATION_RULES, axes.RESIDUAL_SEQ: residual, **self.activations}
+        # an axis over which experts are sharded has examples of its own, as fsdp
+        examples = (axes.DATA, axes.FSDP) + (axes.EXPERT,) * (self.mesh.get(axes.EXPERT, 1) != 1)
+        own = {axes.BATCH: examples, axes.RESIDUAL_SEQ: residual}
+        return {**used, **itself, **ACTIVATION_RULES, **own, **self.activations}
 
     @property
     def tracing(self) -> tuple[str, str]:

@@ -1,13 +1,18 @@
 """Keep a run alive when standard output or error cannot be written or is closed. No jax.
 
-Every command uses `fill_closed`; the rest is for `train` alone. The output of other commands is their result,
-so an error in writing it must end them.
+Every command uses `fill_closed`, and `wait_until_read` where it aborts other ranks; the rest is for `train`
+alone. The output of other commands is their result, so an error in writing it must end them.
 """
 
+import fcntl
 import os
+import stat
+import struct
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -96,3 +101,24 @@ def close_quietly(stream: Any) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+
+
+def wait_until_read(seconds: float = 2.0) -> None:
+    """Wait until the readers of standard output and error have taken what was written, if they are pipes.
+
+    A launcher of MPI ends a job that calls MPI_Abort at once, with the text that it has not read yet: on a
+    busy machine that of MPICH lost the error message of one run in ten.
+
+    Args:
+      seconds: the longest wait, for a reader that hangs or is gone.
+    """
+    deadline = time.monotonic() + seconds
+    while (_unread_bytes(1) or _unread_bytes(2)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _unread_bytes(descriptor: int) -> int:
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
+    return 0

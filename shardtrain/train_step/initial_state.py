@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.functional.model import Model, path_text
 from shardtrain.sharding.specs import without_pipeline
+from shardtrain.system.xla_flags import quick_options
 from shardtrain.train_step.loss_scale import first_loss_scale
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_state import with_replicas
@@ -48,7 +50,11 @@ def init_state(
         state = with_replicas(state, synchronisation, sizes, specs)
         return state._replace(loss_scale=first_loss_scale()) if specs.abstract.loss_scale else state
 
-    return jax.jit(create, out_shardings=placement.state)(jnp.uint32(seed))
+    given = jnp.uint32(seed)
+    # inside another jit the options are those of the whole program
+    is_inside = isinstance(given, Tracer)
+    options = None if is_inside else quick_options(placement.mesh.devices.flat[0].platform)
+    return jax.jit(create, out_shardings=placement.state, compiler_options=options)(given)
 
 
 def restorable_state(placement: Placement) -> State:

@@ -16,6 +16,7 @@ from shardtrain.combine.fragments import by_path
 from shardtrain.combine.mean import add_up
 from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
 from shardtrain.islands.transfer import Transfer
+from shardtrain.train_step.packed_gradients import PackedGradients
 from shardtrain.train_step.placement import Placement
 
 
@@ -37,11 +38,13 @@ class CombinedIslands(NamedTuple):
       value: path -> array, with the shardings of what was sent.
       state: the combiner's, bucket by bucket, replicated over the devices.
       metrics: the combiner's, bucket by bucket.
+      sums: what was given to be added up beside the tree.
     """
 
     value: dict[str, jax.Array]
     state: list[Any]
     metrics: list[dict[str, jax.Array]]
+    sums: Any = ()
 
 
 class IslandCombiner:
@@ -52,8 +55,13 @@ class IslandCombiner:
       placement: the placement of this island.
       transfer: to the other islands.
       params: path -> shape of what is combined; None: of all parameters. Frozen ones are not sent.
-      of_sums: what is combined are sums over examples, for a mean; the result is their total.
+      of_sums: what is combined are sums over examples, for a mean, as `packing` packs them; the result is
+        their total.
       dtype: of what is combined: float32, or 16 bits.
+
+    Attributes:
+      packing: how sums over examples are packed before they are sent.
+      labels: names of the entries of a metric (L,): the path of a parameter, or of a layer of a stacked one.
     """
 
     def __init__(
@@ -81,23 +89,20 @@ class IslandCombiner:
         # leaves of one unit are sent in one bucket
         units = ["all"] * len(leaves) if combiner.across_leaves else None
         self._buckets = []
-        buckets = transfer.buckets([leaf for _, leaf in leaves], units)
+        buckets = transfer.buckets([leaf for _, leaf in leaves], units, is_stateless=of_sums)
         sizes_bytes = [
             sum(leaves[i][1].dtype.itemsize * leaves[i][1].size for i in bucket) for bucket in buckets
         ]
         first_number = transfer.bucket_times.add(sizes_bytes)
-        for number, bucket in enumerate(buckets, first_number):
-            like = dict(leaves[i] for i in bucket)
+        likes = [dict(leaves[i] for i in bucket) for bucket in buckets]
+        self.labels = [label for like in likes for label in sorted(split_layers(like, self._stacked))]
+        self.packing = PackedGradients(likes)
+        for number, like in enumerate(self.packing.buckets if of_sums else likes, first_number):
             shapes = _state_and_metrics(combiner, split_layers(like, self._stacked))
             state, metrics = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
             )
             self._buckets.append(_Bucket(number, like, state, metrics))
-
-    @property
-    def labels(self) -> list[str]:
-        """Names of the entries of a metric (L,): the path of a parameter, or of a layer of a stacked one."""
-        return [label for bucket in self._buckets for label in sorted(bucket.layers(self._stacked))]
 
     def init(self) -> list[Any]:
         """Create the combiner's state, bucket by bucket."""
@@ -114,49 +119,63 @@ class IslandCombiner:
         """Whether the combiner has a state."""
         return any(jax.tree.leaves(bucket.state) for bucket in self._buckets)
 
-    def start(self, tree: dict[str, jax.Array], count: jax.Array, state: Sequence[Any]) -> list[Future[Any]]:
+    def start(
+        self, tree: dict[str, jax.Array], count: jax.Array, state: Sequence[Any], sums: Any = ()
+    ) -> list[Future[Any]]:
         """Start to send and combine every bucket, in the background.
 
         Args:
-          tree: path -> array on the mesh, the mean over this island's examples, or their sum.
+          tree: path -> array on the mesh, the mean over this island's examples; or their sums, packed.
           count: float32 scalar on the mesh, how many examples.
           state: from `init`, or of the step before.
+          sums: float32 scalars on the mesh, added up over islands. They go with the last bucket, so that they
+            cost no program of their own.
 
         Returns:
           One future a bucket, for `finish`.
         """
         return [
             self._transfer.start(
-                b.number, self._program, ({p: tree[p] for p in b.like}, count, own), timed=True
+                b.number, self._program, ({p: tree[p] for p in b.like}, count, own, beside), timed=True
             )
-            for b, own in zip(self._buckets, state, strict=True)
+            for b, own, beside in zip(self._buckets, state, self._beside(sums), strict=True)
         ]
 
-    def finish(self, tree: dict[str, jax.Array], started: Sequence[Future[Any]]) -> CombinedIslands:
+    def finish(
+        self, tree: dict[str, jax.Array], started: Sequence[Future[Any]], sums: Any = ()
+    ) -> CombinedIslands:
         """Wait for all buckets, and put the result on the mesh.
 
         Args:
           tree: what was sent.
           started: from `start`.
+          sums: as given to `start`.
         """
-        combined = CombinedIslands({}, [], [])
-        for bucket, future in zip(self._buckets, started, strict=True):
-            like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics)
+        combined, total = CombinedIslands({}, [], []), ()
+        for bucket, future, beside in zip(self._buckets, started, self._beside(sums), strict=True):
+            like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics, beside)
             found = self._transfer.result(bucket.number, future)
-            value, state, metrics = self._transfer.land(bucket.number, found, like)
+            value, state, metrics, total = self._transfer.land(bucket.number, found, like)
             combined.value.update(value)
             combined.state.append(state)
             combined.metrics.append(metrics)
-        return combined
+        return combined._replace(sums=total)
+
+    def _beside(self, sums: Any) -> list[Any]:
+        """What is sent beside each bucket."""
+        return [*[()] * (len(self._buckets) - 1), sums]
 
     def _add_up(self, arrays: Any, group: Any) -> Any:
-        tree, _, state = arrays
-        return add_up(tree, group), state, {}
+        tree, _, state, sums = arrays
+        # small leaves are one message, of which sums are a part
+        value, sums = add_up((tree, sums), group)
+        return value, state, {}, sums
 
     def _combine(self, arrays: Any, group: Any) -> Any:
-        tree, count, state = arrays
+        tree, count, state, sums = arrays
         found = self._combiner.combine(split_layers(tree, self._stacked), count, state, group)
-        return stack_layers(found.value, tree, self._stacked), found.state, found.metrics
+        value = stack_layers(found.value, tree, self._stacked)
+        return value, found.state, found.metrics, add_up(sums, group)
 
 
 def _state_and_metrics(combiner: Combiner, layers: Any) -> Any:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.combine.combiner import contribution
 from shardtrain.combine.fragments import by_path, like_paths
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.functional.frozen import merged, without
+from shardtrain.functional.frozen import without
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
@@ -27,7 +27,7 @@ from shardtrain.train_step.delta_island_step import DeltaIslandStep
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
-from shardtrain.train_step.island_totals import all_reduce_totals
+from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.loss_scale import overflowed, scale_of
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
@@ -162,6 +162,8 @@ class GradientIslandStep:
         # with inside "sum" an island sends the sum over its replicas: their mean times their number
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
         factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
+        packing = self._combiner.packing if of_sums else None
+        whole = NamedSharding(mesh, PartitionSpec())
 
         def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
             key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
@@ -175,14 +177,16 @@ class GradientIslandStep:
                 over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
                 own["overflowed"] = jnp.float32(over)
             # what is sent is rounded here, so that 32 bits of it are never written
-            return found._replace(grads=jax.tree.map(lambda g: g.astype(reduce_dtype), grads)), own
+            grads = by_path(jax.tree.map(lambda g: g.astype(reduce_dtype), grads))
+            return found._replace(grads=packing.pack(grads, whole) if packing else grads), own
 
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
         ) -> tuple[State, Metrics]:
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), found.grads)
+            grads = packing.unpack(found.grads) if packing else found.grads
+            grads = {path: g.astype(jnp.float32) for path, g in grads.items()}
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
-            found = found._replace(grads=merged(grads, zeros))
+            found = found._replace(grads=like_paths(zeros, {**by_path(zeros), **grads}))
             found = found.of_mean_loss if of_sums else found
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
@@ -191,14 +195,11 @@ class GradientIslandStep:
             return unless_skipped(state, new, metrics, learning_rate, own_finite=finite)
 
         # between the two programs gradients stay sharded; everything else is replicated
-        whole = NamedSharding(mesh, PartitionSpec())
-        sharded = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            without(placement.specs.sharded, placement.specs.frozen),
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
+        specs = by_path(without(placement.specs.sharded, placement.specs.frozen))
+        sharded = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+        sharded = packing.shardings(sharded, whole) if packing else sharded
         state = placement.state._replace(combine_state=whole)
-        shardings = Sums._make([whole, whole, whole, sharded, whole])
+        shardings = Sums._make([whole, whole, whole, sharded, whole, whole])
         self._local = jax.jit(
             local, in_shardings=(state, placement.batch, whole), out_shardings=(shardings, whole)
         )
@@ -221,18 +222,15 @@ class GradientIslandStep:
         """Run one step."""
         # computed before islands meet, so that a slow island is one that arrives late there
         found, own = jax.block_until_ready(self._local(state, batch, self.first_row))
-        grads = by_path(found.grads)
         self._all_gather("combine gradients", None)
-        # the sums and the model state are reduced while buckets of gradients are under way
-        started = self._combiner.start(grads, found.count, state.combine_state[0])
         over = {name: x for name, x in own.items() if name == "overflowed"}
-        sums, model_state = all_reduce_totals(
-            self._transfer, {**found.of_loss, **over}, found.model_state, found.count
-        )
-        own |= {name: sums.pop(name) for name in over}
-        combined = self._combiner.finish(grads, started)
+        mine = {**found.of_loss, "squares": found.squares, **over}
+        started = self._combiner.start(found.grads, found.count, state.combine_state[0], mine)
+        model_state = average_model_state(self._transfer, found.model_state, found.count)
+        combined = self._combiner.finish(found.grads, started, mine)
+        own |= {name: combined.sums.pop(name) for name in over}
         # every island makes the same update
-        found = Sums(grads=like_paths(found.grads, combined.value), model_state=model_state, **sums)
+        found = Sums(grads=combined.value, model_state=model_state, **combined.sums)
         return self._update(state, found, [combined.state], combined.metrics, own)
 
     def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:

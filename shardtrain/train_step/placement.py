@@ -26,7 +26,12 @@ from shardtrain.sharding.resolve import completed, unplaced_text
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, with_leading_dim
 from shardtrain.train_step.loss_scale import first_loss_scale
-from shardtrain.train_step.placement_checks import check_data_axis, check_layers, check_stages
+from shardtrain.train_step.placement_checks import (
+    check_data_axis,
+    check_experts,
+    check_layers,
+    check_stages,
+)
 from shardtrain.train_step.replica_state import fragments_of, init_outer, local_layout, with_replicas
 from shardtrain.train_step.state import State, abstract_state
 
@@ -75,6 +80,8 @@ class Placement:
       state: a `State` of NamedSharding.
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
       in_float16: whether this island computes in float16, so that its gradients overflow.
+      measures_noise: whether each step measures what the gradient noise scale is estimated from.
+      accumulate_dtype: in which gradients of several microbatches are kept while they are added up.
     """
 
     mesh: Mesh
@@ -84,6 +91,8 @@ class Placement:
     state: State
     schedule: str = "1f1b"
     in_float16: bool = False
+    measures_noise: bool = False
+    accumulate_dtype: str = "float32"
 
     @property
     def stages(self) -> Partition | None:
@@ -107,6 +116,8 @@ def make_placement(
     schedule: str = "1f1b",
     scales_loss: bool = False,
     in_float16: bool = False,
+    measures_noise: bool = False,
+    accumulate_dtype: str = "float32",
 ) -> Placement:
     """Return the placement of a model's and optimizer's state on a mesh, by the rules of a layout.
 
@@ -120,11 +131,13 @@ def make_placement(
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
       scales_loss: whether the state has a scale of the loss, see `loss_scale.py`.
       in_float16: whether this island computes in float16.
+      measures_noise: whether each step measures what the gradient noise scale is estimated from.
+      accumulate_dtype: in which gradients of several microbatches are added up, "float32" or "bfloat16".
 
     Raises:
       ValueError: everything in which the layout does not fit the model.
     """
-    check_stages(model, dict(mesh.shape), synchronisation, stages)
+    check_stages(model, layout, dict(mesh.shape), synchronisation, stages)
     specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages, scales_loss)
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -137,6 +150,8 @@ def make_placement(
         state=state,
         schedule=schedule,
         in_float16=in_float16,
+        measures_noise=measures_noise,
+        accumulate_dtype=accumulate_dtype,
     )
 
 
@@ -175,6 +190,7 @@ def state_specs(
         raise problems_error("the layout has rules for parameters that the model does not have", useless)
     unplaced = unplaced_text(layout, arrays, sizes)
     layout = completed(layout, arrays, sizes)
+    check_experts(arrays, layout.sharded_rules, sizes)
     # 2. two specs for each parameter: as it is stored, and as its gradient and optimizer state are (ZeRO)
     params, sharded = (
         partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)

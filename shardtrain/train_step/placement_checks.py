@@ -14,13 +14,20 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, path_text
 from shardtrain.pipeline.stacking import Partition
+from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import spec_axes
 
 
 def check_stages(
-    model: Model, sizes: Mapping[str, int], synchronisation: Synchronisation, stages: Partition | None
+    model: Model,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    synchronisation: Synchronisation,
+    stages: Partition | None,
 ) -> None:
-    """Check that a pipeline inside the mesh can run this model and combiner.
+    """Check that a pipeline inside the mesh can run this model, attention and combiner.
 
     Raises:
       ValueError: the partition does not fit the mesh; or everything that such a pipeline cannot do.
@@ -47,11 +54,11 @@ def check_stages(
             "all its stages run one program, so blocks must be alike, their parameters stacked along the dim"
             f" {axes.LAYERS!r}, and this model's are not; stack them, or use --across pipeline"
         )
-    if sizes.get(axes.CONTEXT, 1) > 1:
+    if sizes.get(axes.CONTEXT, 1) > 1 and layout.context_attention == "ring":
         problems.append(
-            f"context={sizes[axes.CONTEXT]} sends parts of sequences by permutes, which all devices of a mesh"
-            " must reach at a time, and stages compute different things; use --across pipeline, where each"
-            " island has a mesh of its own, or context=1"
+            f"a ring over context={sizes[axes.CONTEXT]} sends keys by permutes, which all devices of a mesh"
+            " must reach at a time, and stages compute different things; use --context-attention all-to-all"
+            " or all-gather, or --across pipeline, where each island has a mesh of its own"
         )
     # a microbatch does not wait for the model state of the one before it
     state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
@@ -62,6 +69,21 @@ def check_stages(
         )
     if problems:
         raise problems_error(f"pipeline={num_stages} inside a mesh cannot run this", problems)
+
+
+def check_experts(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> None:
+    """Check that a model has what the axis expert shards.
+
+    Raises:
+      ValueError: it has not, so each device of the axis would have a replica.
+    """
+    number = sizes.get(axes.EXPERT, 1)
+    dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
+    if number > 1 and not any(axes.EXPERT in rules.get(dim, ()) for dim in dims):
+        raise ValueError(
+            f"the mesh has expert={number}, and the model has no experts to shard; use data={number} or"
+            f" fsdp={number}, or a model with a mixture of experts, as --model.experts num={number}"
+        )
 
 
 def check_data_axis(sharded: Any) -> None:

@@ -16,15 +16,17 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
 from shardtrain.functional.rng import row_key
-from shardtrain.functional.sums import Sums
+from shardtrain.functional.sums import GradientSquares, Sums
 from shardtrain.pipeline.mesh_pipeline import pipeline_sums
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.train_step.gradient_noise import squares_of
 from shardtrain.train_step.placement import Placement, constrain
 
 _Compute = Callable[..., Sums]
@@ -124,7 +126,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
     ) -> tuple[jax.Array, Any]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows))
-        loss_sum, count, metrics = checked(loss(bound, batch))
+        loss_sum, count, metrics = summed_loss(loss, bound, batch)
         # rows of padding alone leave the model's state as it was
         model_state = jax.tree.map(
             lambda new, old: jnp.where(count > 0, new, old), bound.model_state, model_state
@@ -149,7 +151,11 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
             )
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
             grads = constrain(grads, specs, mesh)
-            return (model_state, jax.tree.map(jnp.add, sums, (loss_sum, count, metrics, grads))), None
+            squares = squares_of(grads, count) if placement.measures_noise else ()
+            found = (loss_sum, count, metrics, grads, squares)
+            # in float32, whatever the sums are kept in
+            more = jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, found)
+            return (model_state, more), None
 
         inputs = (first_rows, batch)
         with activation_rules(rules, mesh, *placement.layout.tracing):
@@ -160,10 +166,15 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
             )
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
             # the sums are sharded from the start, as the gradients that are added to them
-            zeros = (*zeros[:3], constrain(zeros[3], specs, mesh))
+            squares = GradientSquares(zeros[1], zeros[1]) if placement.measures_noise else ()
+            # one microbatch is not added to anything
+            dtype = placement.accumulate_dtype if len(first_rows) > 1 else jnp.float32
+            grads = jax.tree.map(lambda x: x.astype(dtype), zeros[3])
+            zeros = (*zeros[:3], constrain(grads, specs, mesh), squares)
             (model_state, sums), _ = jax.lax.scan(microbatch, (model_state, zeros), inputs)
-        loss_sum, count, metrics, grads = sums
-        return Sums(loss_sum, count, metrics, grads, model_state)
+        loss_sum, count, metrics, grads, squares = sums
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        return Sums(loss_sum, count, metrics, grads, model_state, squares)
 
     return compute
 
@@ -199,7 +210,9 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
         over_stages = _over_stages(run, placement.mesh, params, params_dim=int(has_own), grads_dim=1)
         sums = over_stages(params, key, first_rows, batch)
         grads = constrain(sums.grads, specs, placement.mesh)
-        return sums._replace(grads=grads, model_state=model_state)
+        # microbatches are added up inside the pipeline: the gradients of its replicas alone are known
+        squares = squares_of(grads, sums.count) if placement.measures_noise else ()
+        return sums._replace(grads=grads, model_state=model_state, squares=squares)
 
     return compute
 
@@ -274,6 +287,6 @@ def _over_stages(
         mesh=mesh,
         axis_names={axes.PIPELINE},
         in_specs=(specs(params_dim), *[replicated] * (len(arguments) - 1)),
-        out_specs=Sums._make([replicated, replicated, replicated, grads, ()]),
+        out_specs=Sums._make([replicated, replicated, replicated, grads, (), ()]),
         check_vma=False,
     )(*arguments)

@@ -14,12 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.loss import Batch, Loss, checked
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.optimizer_state import stored, value_function
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
+from shardtrain.train_step.gradient_noise import noise_metrics
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
 from shardtrain.train_step.loss_scale import adjusted, overflowed, scale_of
 from shardtrain.train_step.placement import Placement, constrain
@@ -157,7 +159,8 @@ def apply_gradients(
     params = optax.apply_updates(params, updates)
     new = state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
     norm = optax.tree.norm(found.grads)
-    return new, {**found.logged, "grad_norm": norm}
+    metrics = {**found.logged, "grad_norm": norm}
+    return new, {**metrics, **noise_metrics(found.squares, norm, found.count)} if found.squares else metrics
 
 
 def _make_gradient_update(
@@ -225,7 +228,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:
             bound = BoundModel(model, state.params, state.model_state, jax.random.key(0), train=False)
-            loss_sum, count, metrics = checked(loss(bound, batch))
+            loss_sum, count, metrics = summed_loss(loss, bound, batch)
             return {**metrics, "loss_sum": loss_sum, "count": count}
 
         with activation_rules(layout.activation_rules, mesh, *layout.tracing):

@@ -50,7 +50,6 @@ def growth_problems(run: Any) -> list[str]:
     refused = {
         "across 'pipeline'": strategy.across.axis == "pipeline",
         "shares 'auto'": strategy.across.shares == "auto",
-        "share_limits": strategy.across.share_limits is not None,
         "batch_unit 'tokens'": run.batch_unit == "tokens",
         "a schedule from a .csv": strategy.pipeline.schedule.endswith(".csv")
         and strategy.layout.mesh.get("pipeline", 1) != 1,
@@ -61,8 +60,6 @@ def growth_problems(run: Any) -> list[str]:
         "across 'pipeline'": "the schedule of its stages has one number of microbatches; use a mesh with the"
         " axis pipeline, or islands without stages",
         "shares 'auto'": "a step's time then tells no speed; give weights, such as --shares 2,1",
-        "share_limits": "the limits are those of a batch of one size; give weights instead, such as"
-        " --shares 2,1",
         "batch_unit 'tokens'": "positions in the data are those of batches of one size; use examples",
         "a schedule from a .csv": "its table has one number of microbatches; use a schedule by name, such as"
         " --schedule 1f1b",

@@ -14,10 +14,10 @@ from shardtrain.trainer.config import Run
 FREE = (
     *("batch", "batch_unit", "batch_growth", "steps", "nonfinite"),
     *("strategy.*", "optimizer", "optimizer.*", "scaling.*"),
-    *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with"),
+    *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "gradient_noise_scale"),
     *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*", "freeze"),
     *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
-    *("hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
+    *("loading.*", "hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
 )
 """Options that may differ from those of the checkpoint; each change is reported. Data that differs is read
 from its beginning. Any other option must be the same, or be allowed by `Allow.changed`."""
@@ -52,7 +52,7 @@ def check_options(
     now = json.loads(json.dumps(dict(description)))
     refused = []
     for name in dict.fromkeys([*saved, *now]):
-        if name not in saved and now[name] in NOTHING:
+        if name not in saved and (now[name] in NOTHING or now[name] is False):
             continue  # an option that earlier versions had not
         for line in differences(*({name: each[name]} if name in each else {} for each in (saved, now))):
             if matches(name, (*FREE, *run.allow.changed)):

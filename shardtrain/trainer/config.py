@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from shardtrain.axes import PIPELINE
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.data.loading import Loading
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.compute_dtype import has_dtype, with_compute_dtype
@@ -32,43 +33,11 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
 from shardtrain.report.sinks import DEFAULT_SINKS, sink_problems
 from shardtrain.trainer.batch_growth import growth_problems
+from shardtrain.trainer.gradient_noise import noise_problems
 from shardtrain.trainer.hooks import Hook, HookErrors
 from shardtrain.trainer.recovery import Recovery
+from shardtrain.trainer.start_from import StartFrom
 from shardtrain.trainer.strategy import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartFrom:
-    """The checkpoint with the first parameters of a run that has no checkpoint of its own.
-
-    Args:
-      checkpoint: checkpoint with the initial parameters and model state: a run's folder, its folder of
-        checkpoints, or the folder of a step. None: initialise them at random from the seed.
-      step: the step of that checkpoint to load; None: the newest; "best": the best by the metric that the run
-        kept it for (checkpoints.best).
-
-    Short form: the folder.
-
-    Raises:
-      ValueError: lists every value of a wrong type.
-    """
-
-    checkpoint: Path | None = None
-    step: int | Literal["best"] | None = None
-
-    @staticmethod
-    def short(value: Any) -> dict[str, Any] | None:
-        """Return the fields that a bare value sets; None if it is not a short form."""
-        return {"checkpoint": value} if isinstance(value, str | Path) else None
-
-    def __post_init__(self) -> None:
-        problems = wrong_types(self)
-        if self.step is not None and self.checkpoint is None:
-            problems.append(f"step is {self.step} of no checkpoint; give the checkpoint too, a run's folder")
-        if isinstance(self.step, int) and self.step < 0:
-            problems.append(f"step is {self.step}; use 0 or more, or None for the newest")
-        if problems:
-            raise problems_error("a run cannot start from this", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +65,15 @@ class Run:
         lengths, and padding counts; the data gives the `lengths` of its samples.
       batch_growth: a larger batch later, instead of a lower rate: "500:2,1000:4" takes 2 batches in each step
         after step 500, and 4 after step 1000, with as many times the microbatches.
+      loading: how batches to train on are loaded ahead: threads or worker processes.
       steps: number of training steps; a resumed run counts those already done.
       seed: random seed of the initial parameters, dropout and data order.
       nonfinite: what to do if the loss or a gradient is not finite. Such a step never changes the parameters;
         "skip" reports it and continues, "stop" ends the run, "roll_back" returns to the newest checkpoint
         and continues with later data.
       log_every: number of steps between two lines of metrics.
+      gradient_noise_scale: log the gradient noise scale, from which the critical batch follows, by the norms
+        of the gradients of microbatches and replicas.
       evaluate_every: number of steps between two evaluations on held-out data; None: only at the end.
       evaluate_batches: number of held-out batches in an evaluation, always the first ones; None: all.
       checkpoints: when to save checkpoints and which to keep.
@@ -137,10 +109,12 @@ class Run:
     batch: int = 32
     batch_unit: Literal["examples", "tokens"] = "examples"
     batch_growth: str = ""
+    loading: Loading = Loading()
     steps: int = 1000
     seed: int = 0
     nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
     log_every: int = 10
+    gradient_noise_scale: bool = False
     evaluate_every: int | None = 100
     evaluate_batches: int | None = 8
     evaluate_with: Literal["ema", "schedule_free"] | Callable[[Any, Any], Any] | None = None
@@ -226,7 +200,7 @@ def _wrong_values(run: Run) -> list[str]:
             "share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
             " batches have many; give each island a number of tokens, such as --share-limits 2048,4096"
         )
-    problems += growth_problems(run)
+    problems += [*growth_problems(run), *noise_problems(run)]
     problems += sink_problems(run.sinks)
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")

@@ -39,6 +39,7 @@ def make_evaluation(
     coordination: Coordination,
     heldout: Mapping[str, Any],
     island_step: IslandStep | None,
+    share_limits: Sequence[int] | None = None,
 ) -> Evaluate:
     """Make the function that evaluates a state on held-out data.
 
@@ -48,6 +49,7 @@ def make_evaluation(
       coordination: the exchange with the other islands.
       heldout: name of a held-out set ("" for a single one) -> samples by number; {} without held-out data.
       island_step: the step of several islands; None for a run of one island.
+      share_limits: the most that each island gets of a batch, as training has it; None: those of the run.
 
     Returns:
       state -> held-out values by name; {} without held-out data. All islands call it at the same time.
@@ -62,6 +64,8 @@ def make_evaluation(
     of_sets = {name: make_batches(run, source, epochs=1, shuffle=False) for name, source in heldout.items()}
     row_counts = sorted({count for batches in of_sets.values() for count in batches.row_counts})
     shares = RowShares(coordination, row_counts, run, setup.mesh, microbatches)
+    if share_limits is not None:
+        shares.limit(share_limits)
     loaders = {heldout_prefix(name): shares.loader(batches) for name, batches in of_sets.items()}
     select = make_select_params(run, setup)
 

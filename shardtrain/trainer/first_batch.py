@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.errors.user_code import UserCodeFailed
+from shardtrain.functional.auxiliary import plain, summed_loss
 from shardtrain.functional.loss import CLASSES, Loss, checked
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
 from shardtrain.functional.unused_parameters import ONE
+from shardtrain.system.xla_flags import quick_options
 
 MOST_ELEMENTS = 1 << 24
 """Largest size of the model's outputs for one row; above it only counts are computed, without outputs."""
@@ -80,11 +82,12 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     outputs: list[Any] = []
 
     def apply(*inputs: Any) -> Any:
-        outputs.append(found.outputs_of(inputs))
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs[-1])
+        shapes = found.outputs_of(inputs)
+        outputs.append(plain(shapes))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     with jax.sharding.use_abstract_mesh(ONE):
-        _, _, metrics = jax.eval_shape(lambda batch: checked(loss(apply, batch)), rows)
+        _, _, metrics = jax.eval_shape(lambda batch: summed_loss(loss, apply, batch), rows)
     return found._replace(outputs=outputs, metrics=tuple(metrics))
 
 
@@ -143,7 +146,7 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
 
     def totals(batch: Any, numbers: jax.Array) -> dict[str, Any]:
         def apply(*inputs: Any) -> Any:
-            return jax.tree.map(lambda x: _made_up(x, numbers), expected.outputs_of(inputs))
+            return jax.tree.map(lambda x: _made_up(x, numbers), plain(expected.outputs_of(inputs)))
 
         loss_sum, count, _ = checked(expected.loss(apply, batch))
         return {"count": count, "sum": loss_sum} if with_sums else {"count": count}
@@ -156,9 +159,9 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
             jax.eval_shape(of_each, *one_by_one)
         except (UserCodeFailed, ValueError):
             return None
-        return jax.device_get(
-            jax.jit(lambda whole, each: (totals(*whole), of_each(*each)))(together, one_by_one)
-        )
+        options = quick_options(jax.default_backend())
+        both = jax.jit(lambda whole, each: (totals(*whole), of_each(*each)), compiler_options=options)
+        return jax.device_get(both(together, one_by_one))
 
 
 def _made_up(like: Any, numbers: jax.Array) -> jax.Array:
@@ -215,8 +218,14 @@ def _counts(batch: Mapping[str, np.ndarray], name: str, excuses: Sequence[str]) 
     return counts
 
 
+TOTAL_TOLERANCE = 1e-2
+"""Largest difference from 1 of the sum of a label's shares, which may be in 16 bits."""
+
+
 def _outside(name: str, values: np.ndarray, counts: np.ndarray, limit: int) -> list[str]:
     """Return a message about the values that count and are not between 0 and `limit` - 1."""
+    if name == "label" and values.ndim == 2 and values.dtype.kind == "f":
+        return _soft_problems(values, np.any(counts, axis=-1), limit)
     if values.dtype.kind not in "iu":
         return [f"{name!r} is {values.dtype}, and classes are whole numbers; use .astype('int32')"]
     wrong = np.argwhere(counts & ((values < 0) | (values >= limit)))
@@ -233,3 +242,20 @@ def _outside(name: str, values: np.ndarray, counts: np.ndarray, limit: int) -> l
     if values[tuple(wrong.T)].min() < 0:
         cures.append("give entries to ignore a weight of 0 (negative labels are not ignored)")
     return [f"{name!r} has {shown}{more}; the model has classes 0 to {limit - 1}: {'; '.join(cures)}"]
+
+
+def _soft_problems(labels: np.ndarray, counts: Any, limit: int) -> list[str]:
+    """Return a message about labels of rows that count and are not shares of `limit` classes.
+
+    >>> _soft_problems(np.array([[0.5, 0.25]]), np.array([True]), 2)
+    ["'label' has row 0, which adds up to 0.75; give each class its share, 0 or more, together 1"]
+    """
+    if labels.shape[1] != limit:
+        had = labels.shape[1]
+        return [f"'label' has shares of {had} classes, and the model has {limit}; make both the same"]
+    totals = np.where((labels >= 0).all(-1), labels.sum(-1, dtype=np.float64), np.nan)
+    wrong = np.flatnonzero(counts & ~(np.abs(totals - 1) < TOTAL_TOLERANCE))
+    if not len(wrong):
+        return []
+    what = "has a share below 0" if np.isnan(totals[wrong[0]]) else f"adds up to {totals[wrong[0]]:.4g}"
+    return [f"'label' has row {wrong[0]}, which {what}; give each class its share, 0 or more, together 1"]

@@ -91,7 +91,10 @@ class _Loop:
             if result.save and not (never_trained and not self._any_step_trained()):
                 self._save_and_continue()
             if evaluates:
-                with self.parts.activity.at("the evaluation", waits=True, long=True, kind="evaluation"):
+                evaluating = self.parts.activity.at(
+                    "the evaluation", waits=True, long=True, kind="evaluation"
+                )
+                with self.parts.aside(), evaluating:
                     heldout = self.log.evaluate(self._evaluate, self.state)
                 self._save_if_best(heldout)
             if result.stop:
@@ -141,13 +144,13 @@ class _Loop:
         self.check_is_due |= done % (self.options.check_every or 1) == 0
         if parts.check and result.met and (result.save or self.check_is_due):
             self.check_is_due = False
-            with parts.activity.at("comparing copies", waits=True):
+            with parts.aside(), parts.activity.at("comparing copies", waits=True):
                 parts.check(done, self.state)
         return result
 
     def _save_and_continue(self) -> None:
         self.saved_seconds, self.save_is_due = time.monotonic(), False
-        with self.parts.activity.at("saving", long=True, kind="save"):
+        with self.parts.aside(), self.parts.activity.at("saving", long=True, kind="save"):
             self.state = self.parts.before_save(self.state)
             self._save(self.log.unlogged)
 

@@ -4,6 +4,7 @@ Next: `loop.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -124,6 +125,7 @@ class LoopParts:
       labels: names of the entries of a metric of shape (L,).
       activity: what this process is doing, for its watchdog.
       check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
+      aside: entered around what is no part of a step: evaluations, saves, comparisons of copies.
       hooks: functions of the user, called at the events of the run.
       totals: the wall time of the run, and the updates of this start.
       peak_memory_bytes: returns the most memory that this rank has used at once.
@@ -148,6 +150,7 @@ class LoopParts:
     before_save: Callable[[State], State] = lambda state: state
     labels: Sequence[str] = ()
     activity: ActivityRecord = field(default_factory=ActivityRecord)
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
     check: Callable[[int, State], None] | None = None
     hooks: Hooks = field(default_factory=Hooks)
     totals: RunTotals = field(default_factory=RunTotals)

@@ -71,7 +71,9 @@ def make_loop_parts(
     return LoopParts(
         step=_make_step(prepared, feed),
         batches=feed,
-        evaluate=make_evaluation(run, setup, coordination, prepared.heldout, island_step),
+        evaluate=make_evaluation(
+            run, setup, coordination, prepared.heldout, island_step, prepared.shares.limits
+        ),
         checkpoints=checkpoints,
         policy=run.checkpoints,
         sink=Sinks(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
+from shardtrain.plan.advice.noise_scale import NO_NOISE, GradientNoise
 from shardtrain.report.metrics import Mean, Rate
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
@@ -42,6 +43,7 @@ class MetricLog:
         self._pending: deque[tuple[int, Metrics]] = deque()
         self._means: dict[str, Mean] = {}
         self._rate, self._updates, self._clipped = Rate(), Rate(), Mean()
+        self._noise = NO_NOISE
         self._num_skipped = 0
         self.trained, self.why_skipped = False, ""
         self.fault: RollBack | None = None
@@ -121,6 +123,9 @@ class MetricLog:
         }
         for name, mean in {"loss": loss, **pairs}.items():
             self._means[name] = self._means.get(name, Mean()) + mean
+        square, trace = (pairs.get(f"gradient_{name}", Mean()).value for name in ("square", "trace"))
+        if square is not None and trace is not None:
+            self._noise = self._noise.smoothed(GradientNoise(square, trace))
 
     def _count_update(self, grad_norm: float) -> None:
         """Count an update, and whether its gradient was clipped, as `optax.clip_by_global_norm` decides."""
@@ -141,6 +146,9 @@ class MetricLog:
             line["updates_per_second"] = self._updates.per_second
         if self._clipped.value is not None:
             line["clipped"] = self._clipped.value
+        # an estimate of the gradient that is not above 0 yet tells nothing
+        if self._noise.gradient_square > 0:
+            line["gradient_noise_scale"] = self._noise.scale
         line["wall_seconds"] = self._parts.totals.wall_seconds()
         line |= {**self._parts.spent(), "peak_memory_bytes": self._parts.peak_memory_bytes()}
         if (num_skipped := self._parts.num_skipped()) is not None:

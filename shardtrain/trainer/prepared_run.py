@@ -3,26 +3,21 @@
 Everything that can be refused is refused here. Next: `train.py`.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from shardtrain.data import Loader
+from shardtrain.data import Batch, Loader
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss import guarded
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
-from shardtrain.optim.scaling import scaled
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
-from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
@@ -30,9 +25,11 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.batch_growth import parse_growth
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.context_checks import check_permutes
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
+from shardtrain.trainer.island_run import run_of_island
 from shardtrain.trainer.multi_island_step import (
     bridge_text,
     make_multi_island_step,
@@ -44,7 +41,7 @@ from shardtrain.trainer.run_facts import pipeline_facts, run_facts, step_program
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
 from shardtrain.trainer.sources import make_batches, open_sources
 from shardtrain.trainer.stage_cut import with_stage_cut
-from shardtrain.trainer.strategy import Strategy, island_numbers
+from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.transfers import make_transfers
 from shardtrain.trainer.wave_log import WaveLog
 from shardtrain.trainer.waves import make_meetings
@@ -107,10 +104,11 @@ def prepare_run(
         check_installed(run.sinks)
     if islands is not None:
         output.say(binding_text(binding(islands)))
+    # The first step is traced in the loop: it says which attention is computed.
+    stack.enter_context(noting(output.note))
     strategy = run.strategy
-    run = replace(run, strategy=_simplified(_own_strategy(strategy, islands, output), islands, output))
-    # Scale the run to the number of replicas; its description is of the run as it is trained.
-    run = _scale(run, islands, output)
+    # Its description is of the run as it is trained.
+    run = run_of_island(run, islands, output)
     description, run = describe(run), replace(run, loss=guarded(run.loss))
     # Open the data, and set up model, optimizer and mesh for it.
     source, heldout = Coordination(islands).in_turn("data", lambda: open_sources(run, folder))
@@ -126,24 +124,14 @@ def prepare_run(
     batches = make_batches(run, source)
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
-    later_loaders = _make_later_loaders(run, setup, coordination, source)
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
-    _check_best(run, heldout, expected)
-    problems = [*loss_problems(expected), *class_problems(expected, first)]
-    if problems:
-        raise problems_error("this run would learn nothing, or something else than it should", problems)
+    _check_first_batch(run, heldout, expected, first)
     batch = loader.place(first)
+    check_permutes(run, setup, batch)
     if islands is not None and setup.stage_model is None:
         coordination.check_agreement(step_program(run, setup, batch))
-    # Show what will be trained.
-    output.say(sharding_text(setup.placement.specs, dict(setup.mesh.shape)))
-    if text := pipeline_text(run, setup):
-        output.note(text)
-    elif run.strategy.across.axis == "pipeline":
-        output.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
-    if summary := getattr(run.data, "summary", None):
-        output.note(summary(folder))
+    _show(run, folder, setup, output)
     meetings = make_meetings(run)
     wave_log = WaveLog(folder, 0 if islands is None else islands.seat.island, output.note)
     stack.callback(wave_log.close)
@@ -157,6 +145,7 @@ def prepare_run(
     wanted = restorable_state(setup.placement)
     if run.strategy.across.share_limits == "auto" and island_step is not None:
         loader = fit_to_memory(coordination, shares, loader, island_step, wanted, batch, output.note)
+    later_loaders = _make_later_loaders(run, setup, coordination, source, shares.limits)
 
     def init() -> State:
         state = init_state(setup.model, setup.optimizer, setup.placement, run.seed)
@@ -181,45 +170,6 @@ def prepare_run(
     )
 
 
-def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
-    """Return the strategy of this island; report sections for devices that no island has.
-
-    Raises:
-      ValueError: a section is for an island that there is not.
-    """
-    kind = jax.local_devices()[0].device_kind
-    own = (0, kind) if islands is None else (islands.seat.island, kind)
-    every = [own] if islands is None else islands.all_gather_islands("device kinds", own)
-    for name in strategy.islands:
-        numbers = island_numbers(name)
-        if numbers is not None and max(numbers) >= len(every):
-            raise ValueError(
-                f"the strategy has a section for islands {name}, and the highest number here is"
-                f" {len(every) - 1}, as they count from 0; give other numbers, or launch more islands"
-            )
-        if numbers is None and not any(fnmatchcase(kind.lower(), name.lower()) for _, kind in every):
-            kinds = ", ".join(sorted({kind for _, kind in every}))
-            output.note(
-                f"WARNING: no island has devices {name!r}, a section of the strategy; they are {kinds}"
-            )
-    return strategy.of_island(*own)
-
-
-def _simplified(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
-    """Return the strategy with waves of one step, in which nobody may be ahead, as every step."""
-    # batches in flight do not see each other's updates, in waves of one step neither
-    is_flushed = strategy.pipeline.in_flight == 1
-    found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
-    if found.distance is not None and (islands is None or islands.seat.num_islands == 1):
-        output.note(
-            f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
-            " steps (launch several: shardtrain launch --islands N)"
-        )
-    if found is not strategy.synchronisation:
-        output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
-    return replace(strategy, synchronisation=found)
-
-
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
     """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
     num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
@@ -228,19 +178,31 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
         output.note(unused_text(setup.unused, run.optimizer))
     if num_islands > 1 and (name := setup.whole_model.axis_name):
         output.note(
-            f"WARNING: batch statistics over the axis {name!r} are those of each island: islands do not"
-            " exchange them. Where that matters use one island, or a norm without them (GroupNorm, LayerNorm)"
+            f"WARNING: batch statistics, or loads of experts, over the axis {name!r} are those of each"
+            " island: islands do not exchange them. Where that matters use one island, a norm without them"
+            " (GroupNorm, LayerNorm), or experts with over=sequence and without bias"
         )
     return setup
 
 
 def _make_later_loaders(
-    run: Run, setup: RunSetup, coordination: Coordination, source: Any
+    run: Run, setup: RunSetup, coordination: Coordination, source: Any, limits: Sequence[int] | None
 ) -> dict[int, Loader]:
-    """Make the loader after each change of the batch: that of a run with so many times the batch."""
+    """Make the loader after each change of the batch: that of a run with so many times the batch.
+
+    Args:
+      run: the run.
+      setup: the setup of this island.
+      coordination: the exchange with the other islands.
+      source: samples by number.
+      limits: the most that each island gets of the first batch; a larger one has as many times the
+        microbatches, so as many times that.
+    """
     found = {}
     for steps, factor in parse_growth(run.batch_growth).items():
-        strategy = replace(run.strategy, accumulate=run.strategy.accumulate * factor)
+        share_limits = None if limits is None else tuple(each * factor for each in limits)
+        across = replace(run.strategy.across, share_limits=share_limits)
+        strategy = replace(run.strategy, accumulate=run.strategy.accumulate * factor, across=across)
         grown = replace(run, batch=run.batch * factor, strategy=strategy)
         batches = make_batches(grown, source)
         shares = RowShares(coordination, batches.row_counts, grown, setup.mesh, strategy.accumulate)
@@ -248,11 +210,11 @@ def _make_later_loaders(
     return found
 
 
-def _check_best(run: Run, heldout: Mapping[str, Any], expected: Expected) -> None:
-    """Check that the metric of the best checkpoint is one that is evaluated.
+def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch) -> None:
+    """Check that a run learns from its first batch and evaluates the metric of its best checkpoint.
 
     Raises:
-      ValueError: it is not.
+      ValueError: it is not, or lists what is wrong with the batch.
     """
     names = [f"{heldout_prefix(name)}{metric}" for name in heldout for metric in ("loss", *expected.metrics)]
     if run.checkpoints.best is not None and run.checkpoints.best not in names:
@@ -261,28 +223,20 @@ def _check_best(run: Run, heldout: Mapping[str, Any], expected: Expected) -> Non
             f"checkpoints.best is {run.checkpoints.best!r}, and {have}; use"
             f" {'one of these, or ' if names else ''}None"
         )
+    problems = [*loss_problems(expected), *class_problems(expected, first)]
+    if problems:
+        raise problems_error("this run would learn nothing, or something else than it should", problems)
 
 
-def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
-    """Return the run scaled to the number of replicas, see `scaling.scaled`.
-
-    Raises:
-      ValueError: there is one island, and its gradients are to be a sum over islands.
-    """
-    sizes = axis_sizes(run.strategy.layout.mesh, jax.device_count())
-    own = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
-    replicas = [own] if islands is None else islands.all_gather_islands("replicas", own)
-    if run.strategy.across.axis == "pipeline":
-        replicas = replicas[:: run.strategy.across.partitions or len(replicas)]
-    by = run.strategy.synchronisation.by
-    # what is averaged before a combiner gets it: an island's devices, or on one island all axes but data
-    inside = max(replicas) if len(replicas) > 1 else max(own // sizes["data"], 1)
-    found = scaled(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
-    for line in found.notes:
-        output.note(line)
-    if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
-        raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
-    return found.run
+def _show(run: Run, folder: Path, setup: RunSetup, output: RunConsole) -> None:
+    """Show what will be trained: the table of parameters, the pipeline and the data."""
+    output.say(sharding_text(setup.placement.specs, dict(setup.mesh.shape)))
+    if text := pipeline_text(run, setup):
+        output.note(text)
+    elif run.strategy.across.axis == "pipeline":
+        output.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
+    if summary := getattr(run.data, "summary", None):
+        output.note(summary(folder))
 
 
 def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Coordination:

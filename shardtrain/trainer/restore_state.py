@@ -23,6 +23,8 @@ from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
 
 PARAMETERS = ("params/", "model_state/")
+ROUTERS = ("*/router", "*/router_bias")
+"""What a dense model has not that starts one with experts."""
 
 
 def read_arrays(
@@ -54,7 +56,8 @@ def read_arrays(
     origins = checkpoints.origins(wanted)
     # a run that starts from another's parameters initialises adapters that those do not have
     adapters = [path for path in leaves if matches(path, ADAPTERS) and path not in reader.stored_arrays]
-    missing = run.allow.missing if extra else (*run.allow.missing, *adapters)
+    routers = ROUTERS if run.start_from.upcycle else ()
+    missing = run.allow.missing if extra else (*run.allow.missing, *adapters, *routers)
     if adapters and not extra:
         checkpoints.note(
             f"{len(adapters)} arrays of adapters are not in that checkpoint: they are initialised"

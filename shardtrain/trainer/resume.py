@@ -20,9 +20,11 @@ from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.untrusted_files import whole_number
 from shardtrain.train_step.state import State
+from shardtrain.trainer.base_parameters import BASE, with_base
 from shardtrain.trainer.changed_options import SEED, check_options
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.loop import UNLOGGED, WALL_SECONDS
+from shardtrain.trainer.pretrained import CONFIG, is_pretrained, open_pretrained, upcycled, with_adapters
 from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS, RunCheckpoints
 from shardtrain.trainer.run_totals import saved_wall_seconds
@@ -93,15 +95,29 @@ def find_start_point(
         )
     # a state that could not be saved is refused before the first step
     restorable(state_to_save(wanted))
+    # Frozen parameters may be in no checkpoint of the run: they are where it started.
+    base = None
+    if run.checkpoints.trained_only or BASE in found.extra:
+        base = _find_base(run)
+    if run.checkpoints.trained_only:
+        assert base is not None
+        assert run.start_from.checkpoint is not None
+        checkpoints.leave_out(base, run.start_from.checkpoint)
     # Find what to read: a checkpoint of this run, or else the parameters that it starts from.
     reader, read = None, wanted
     if found.step is not None:
         _refuse_imported(run, found.extra)
         check_options(found.extra["run"], description, run, note)
-        reader = found.reader(store.folders)
+        reader = with_base(found.reader(store.folders), base, "give --start-from.checkpoint FOLDER as before")
     elif run.start_from.checkpoint is not None:
-        reader = find_checkpoint(run.start_from.checkpoint, run.start_from.step)
-        note(f"starts from the parameters of step {reader.step} in {run.start_from.checkpoint}")
+        reader = find_parameters(run.start_from.checkpoint, run.start_from.step)
+        if run.start_from.adapter is not None:
+            reader = with_adapters(reader, run.start_from.adapter, run.model)
+        if run.start_from.upcycle:
+            reader = upcycled(reader, run.model)
+            note("each expert starts as a copy of the feed-forward of its block, and routers at random")
+        which = "" if is_pretrained(run.start_from.checkpoint) else f"of step {reader.step} "
+        note(f"starts from the parameters {which}in {run.start_from.checkpoint}")
         read = State((), (), wanted.params, wanted.model_state, ())
     # Read it, initialise the rest, and synchronise all islands.
     arrays: dict[str, jax.Array] = {}
@@ -128,6 +144,22 @@ def find_start_point(
         wall_seconds=saved_wall_seconds(found.extra.get(WALL_SECONDS)),
         extra=found.extra,
     )
+
+
+def _find_base(run: Run) -> CheckpointReader | None:
+    """Find the parameters that a run started from, of which it may save only what it trains.
+
+    Raises:
+      ValueError: it saves only that, and started from none, or from copies; or as `find_parameters`.
+    """
+    start = run.start_from
+    if run.checkpoints.trained_only and (start.checkpoint is None or start.upcycle):
+        which = "copies of parameters (start_from.upcycle)" if start.upcycle else "no others"
+        raise ValueError(
+            f"checkpoints.trained_only is True, and this run starts from {which}; give"
+            " --start-from.checkpoint FOLDER with the frozen parameters, or --checkpoints.no-trained-only"
+        )
+    return None if start.checkpoint is None else find_parameters(start.checkpoint, start.step)
 
 
 def _refuse_imported(run: Run, extra: Mapping[str, Any]) -> None:
@@ -179,6 +211,25 @@ def _best_step(path: Path, found: Sequence[CheckpointReader]) -> int:
     return best.step
 
 
+def find_parameters(
+    path: Path, step: int | Literal["best"] | None = None, base: Path | None = None
+) -> CheckpointReader:
+    """Find parameters to start from: a checkpoint, or a folder of Hugging Face.
+
+    Args:
+      path: of either.
+      step: of a checkpoint, see `find_checkpoint`.
+      base: what its run started from, where a checkpoint has only what was trained.
+
+    Raises:
+      ValueError: as `find_checkpoint` and `open_pretrained`.
+    """
+    if is_pretrained(path):
+        return open_pretrained(path, step)
+    found = find_checkpoint(path, step)
+    return with_base(found, base and find_parameters(base), "export it with --base FOLDER, and use that")
+
+
 def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> CheckpointReader:
     """Find a complete checkpoint to start from.
 
@@ -197,11 +248,19 @@ def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> Ch
         step = _best_step(path, found)
     found = [each for each in found if step in (None, each.step)]
     if not found:
-        have = f"it has steps {steps}" if steps else "it has no finished one"
-        raise ValueError(
-            f"{path} holds no complete checkpoint{'' if step is None else f' of step {step}'}: {have}; give"
-            " the folder of a run, of its checkpoints or of a step"
-        )
+        raise ValueError(_nothing_found(path, step, steps))
     if wrong := found[-1].problems():
         raise problems_error(f"step {found[-1].step} in {path} is broken; give another", wrong)
     return found[-1]
+
+
+def _nothing_found(path: Path, step: int | str | None, steps: list[int]) -> str:
+    """Return the message for a path without the checkpoint that was asked for."""
+    give = "give the folder of a run, of its checkpoints or of a step"
+    if not path.exists():
+        return f"{path} does not exist; {give}, or a folder of Hugging Face"
+    if any(path.glob("*.safetensors")):
+        return f"{path} has safetensors, but no {CONFIG}; put that file of the download beside them"
+    have = f"it has steps {steps}" if steps else "it has no finished one"
+    of_step = "" if step is None else f" of step {step}"
+    return f"{path} holds no complete checkpoint{of_step}: {have}; {give}"

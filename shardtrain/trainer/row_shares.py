@@ -77,6 +77,11 @@ class RowShares:
             rows, multiples = self._rows(most), self._split.multiples
             self._measured = MeasuredShares(most, rows, multiples, self._row_limits(most))
 
+    @property
+    def limits(self) -> Sequence[int] | None:
+        """The most that each island gets of a batch, in examples or tokens; None: no limit."""
+        return self._limits
+
     def _row_limits(self, num_rows: int) -> list[int] | None:
         """Return the most rows of each island in a batch of so many, multiples of what its mesh can split."""
         if self._limits is None:
@@ -144,7 +149,7 @@ class RowShares:
         fit = [num_rows if limit is None else min(limit, num_rows) for limit in rows]
         if min(fit) == num_rows:
             return None
-        self.limit([limit * self._batch // num_rows for limit in fit])
+        self.limit([-(-limit * self._batch // num_rows) for limit in fit])
         return f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}"
 
     @property

@@ -8,13 +8,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import jax
+
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.origins import array_origins, state_to_save
+from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.save import SaveFailed
+from shardtrain.functional.frozen import without
+from shardtrain.functional.model import path_text
+from shardtrain.islands.buckets import FIRST_BYTES
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
+from shardtrain.trainer.base_parameters import BASE, entry_of, left_out
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.setup import RunSetup
@@ -39,6 +46,8 @@ class RunCheckpoints:
       own_optimizers: each island has an optimizer state of its own.
       island: (number of this island, number of islands).
       layout: the facts on which the arrays of a combiner depend.
+      left_out: paths of the parameters that are not saved.
+      base: entry of the extra data about them, see `base_parameters.py`; None: everything is saved.
 
     Raises:
       ValueError: an earlier shardtrain wrote the folder in a form that this one cannot read.
@@ -75,6 +84,24 @@ class RunCheckpoints:
         )
         self.layout = _layout_facts(run, setup.placement, self.island[1])
         self._latest: int | None = None
+        self._model = setup.whole_model
+        self.left_out: tuple[str, ...] = ()
+        self.base: dict[str, Any] | None = None
+
+    def leave_out(self, base: CheckpointReader, folder: Path) -> None:
+        """Save no frozen parameters that another reader has.
+
+        Args:
+          base: the reader of what the run started from.
+          folder: where that is.
+
+        Raises:
+          ValueError: there are none.
+        """
+        shapes = jax.eval_shape(self._model.init, jax.random.key(0))[0]
+        by_path = {path_text(path): x.shape for path, x in jax.tree.leaves_with_path(shapes)}
+        self.left_out = tuple(left_out(self._model.frozen, by_path, base))
+        self.base = entry_of(base, list(self.left_out), folder)
 
     def __enter__(self) -> Self:
         self.checkpoints.__enter__()
@@ -121,6 +148,9 @@ class RunCheckpoints:
             part = state_to_save(state, own=not self.coordination.writes)
             if not (self.coordination.writes or self.own_optimizers):
                 part = part._replace(opt_state=())
+            if self.base is not None:
+                part = part._replace(params=part.params and without(part.params, self.left_out))
+                extra = {**extra, BASE: self.base}
             self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self._origins(part))
 
     def is_best(self, values: Mapping[str, float]) -> bool:
@@ -171,6 +201,7 @@ def _refuse_old_parts(folder: Path) -> None:
 def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str, Any]:
     """Return the facts on which the arrays of a combiner depend, as JSON holds them."""
     strategy, stages = run.strategy, placement.stages
+    first_bytes = strategy.across.first_bucket_bytes
     facts = {
         "mesh": dict(placement.mesh.shape),
         "islands": num_islands,
@@ -178,6 +209,7 @@ def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str,
         **describe(strategy.layout, "layout"),
         **describe(strategy.synchronisation, "synchronisation"),
         **{name: getattr(strategy.across, name) for name in ("axis", "partitions", "bucket_bytes")},
-        "first_bucket_bytes": strategy.across.first_bucket_bytes,
+        # None: arrays of a combiner's state are those of the default
+        "first_bucket_bytes": FIRST_BYTES if first_bytes is None else first_bytes,
     }
     return json.loads(json.dumps(facts))

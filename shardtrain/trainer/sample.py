@@ -7,6 +7,7 @@ import jax
 
 from shardtrain.checkpoints.origins import in_order
 from shardtrain.errors.user_code import user_code
+from shardtrain.functional.auxiliary import plain
 from shardtrain.functional.model import Model
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
@@ -33,7 +34,7 @@ class _Apply:
     model: Model
 
     def __call__(self, params: Any, model_state: Any, *inputs: Any) -> Any:
-        return self.model.apply(params, model_state, jax.random.key(0), False, *inputs)[0]
+        return plain(self.model.apply(params, model_state, jax.random.key(0), False, *inputs)[0])
 
     def __hash__(self) -> int:
         return id(self.model)

@@ -12,35 +12,33 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from shardtrain.axes import LAYERS, PIPELINE
+from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position
-from shardtrain.errors.messages import problems_error
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
 from shardtrain.optim.rates import check_rates
-from shardtrain.optim.separable import coupling_problems
-from shardtrain.pipeline.cuts import Parts, make_partition, make_partitions, trace_parts
+from shardtrain.pipeline.cuts import make_partition, make_partitions, trace_parts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.gradient_noise import check_noise
 from shardtrain.trainer.sources import make_batches
-
-FIRST_POSITION = Position(epoch=0, index=0)
-
-SCALED_PIPELINE = (
-    "compute_dtype is 'float16', which needs a scaled loss, and a pipeline does not scale it; use bfloat16 or"
-    " float32"
+from shardtrain.trainer.stage_checks import (
+    ROUNDED_PIPELINE,
+    SCALED_PIPELINE,
+    check_cuts,
+    check_separable,
+    check_stage_islands,
 )
 
-TRACED_CUTS = "the model does not say its blocks, so it is cut by tracing; use one cut for all"
+FIRST_POSITION = Position(epoch=0, index=0)
 
 MOST_UNUSED = 8
 """So many parameters that the loss does not depend on are named."""
@@ -117,6 +115,8 @@ def make_setup(
     if num_stages > 1:
         if run.strategy.scales_loss:
             raise ValueError(SCALED_PIPELINE)
+        if run.strategy.accumulate_dtype != "float32":
+            raise ValueError(ROUNDED_PIPELINE)
         assert microbatch is not None
         stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
     # refuse an optimizer that needs what the step cannot give it
@@ -135,8 +135,11 @@ def make_setup(
         schedule=pipeline.schedule,
         scales_loss=run.strategy.scales_loss,
         in_float16=run.strategy.compute_dtype == "float16",
+        measures_noise=run.gradient_noise_scale,
+        accumulate_dtype=run.strategy.accumulate_dtype,
     )
     _check_evaluated(run, placement)
+    check_noise(run, placement, num_islands)
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
 
 
@@ -173,40 +176,13 @@ def _make_stage_setup(
 ) -> RunSetup:
     """Make the setup of the stage of this island."""
     strategy = run.strategy
-    problems = []
-    if mesh.shape[PIPELINE] > 1:
-        problems.append(f"the mesh has pipeline={mesh.shape[PIPELINE]}; use pipeline=1 inside each island")
-    if jax.process_count() > 1:
-        problems.append(f"an island has {jax.process_count()} processes; use one each")
-    if (inside := strategy.synchronisation.inside) != "mean":
-        problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
-    if strategy.scales_loss:
-        problems.append(SCALED_PIPELINE)
-    if (in_flight := strategy.pipeline.in_flight) > 1 and strategy.synchronisation.distance is None:
-        problems.append(
-            f"in_flight is {in_flight} batches, each a step of a pipeline's own optimizer, and there are no"
-            f" waves; use --synchronisation wsp --local-steps {in_flight}, or in_flight 1"
-        )
-    if problems:
-        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+    check_stage_islands(run, mesh)
     # cut the model: from here on the model of this island is that of its stage
     num_stages = strategy.across.partitions or num_islands
     seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
     traced = trace_parts(model, run.loss, microbatch)
     cuts = make_partitions(traced, strategy.pipeline, num_stages, seats.num_replicas)
-    if in_flight > 1 and jax.tree.leaves(traced.model_state):
-        raise ValueError(
-            f"in_flight is {in_flight} batches, and the model has a state (batch norm), which each changes"
-            " for the next; use a norm without statistics (GroupNorm, LayerNorm), or in_flight 1"
-        )
-    if len(set(cuts)) > 1 and (
-        problems := [
-            *different_cut_problems(run, traced.model_state),
-            *([] if model.chain else [TRACED_CUTS]),
-            *sharded_blocks_problems(strategy.layout, mesh),
-        ]
-    ):
-        raise problems_error(f"pipelines cannot be cut differently ({strategy.pipeline.stages})", problems)
+    check_cuts(run, traced, cuts, mesh, has_blocks=model.chain is not None)
     stages = cuts[seats.replica]
     stage_model = StageModel(model=model, stages=stages, traced=traced, stage=seats.stage)
     stage = stage_model.as_model()
@@ -215,12 +191,8 @@ def _make_stage_setup(
         # clipping needs the norm over all stages, which `StageStep` computes
         named = replace(named, clip=None)
     # an optimizer that couples parameters of several stages cannot be run by stages
-    if num_stages > 1 and (problems := _coupled_arrays(named, model.dims, traced)):
-        raise problems_error(
-            "stages update their own parameters, which would not be the update of the whole model; use"
-            " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
-            problems,
-        )
+    if num_stages > 1:
+        check_separable(named, model.dims, traced)
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused, model.frozen)
     own_params = jax.eval_shape(stage.init, jax.random.key(0))[0]
     if missing := missing_arguments(optimizer, own_params, line_search=False):
@@ -229,31 +201,6 @@ def _make_stage_setup(
     _check_evaluated(run, placement)
     setup = RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, seats)
     return setup._replace(cuts=tuple(cuts))
-
-
-def different_cut_problems(run: Run, model_state: Any) -> list[str]:
-    """Return why the pipelines of a run must be cut alike."""
-    problems, synchronisation = [], run.strategy.synchronisation
-    if synchronisation.on_deltas:
-        problems.append("replicas combine deltas; use --combine-on gradients, or one cut for all")
-    if synchronisation.by not in ("mean", "sum"):
-        problems.append(f"combine is {synchronisation.by!r}; use mean or sum, or one cut for all")
-    if jax.tree.leaves(model_state):
-        problems.append("the model has a state (batch norm), which is averaged by stage; use one cut for all")
-    return problems
-
-
-def sharded_blocks_problems(layout: Layout, mesh: Mesh) -> list[str]:
-    """Return why the blocks of an island cannot be divided among owners: their dim is sharded in its mesh."""
-    dim_axes = [axis for axis in layout.parameter_rules.get(LAYERS, ()) if mesh.shape[axis] > 1]
-    if not dim_axes:
-        return []
-    return [f"the dim 'layers' is sharded over {dim_axes}; use the rule layers = [], or one cut for all"]
-
-
-def _coupled_arrays(optimizer: Any, dims: Any, traced: Parts) -> list[str]:
-    """Return why stages cannot update their parameters separately with this optimizer."""
-    return [] if isinstance(optimizer, Optimizer) else coupling_problems(optimizer, dims, traced.params)
 
 
 def missing_text(missing: list[str]) -> str:

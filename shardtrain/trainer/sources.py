@@ -47,18 +47,27 @@ def make_batches(
 ) -> Batches | TokenBatches:
     """Return the batches of a source, counted as the run counts them.
 
+    Held-out batches, which are not shuffled, are loaded by threads: workers would start at each evaluation.
+
     Raises:
       ValueError: they are counted in tokens, and the source does not know the lengths of its samples, or one
-        is longer than a batch.
+        is longer than a batch; or they are counted in examples, and the source has buckets of lengths.
     """
+    options: dict[str, Any] = {"seed": run.seed, "epochs": epochs, "shuffle": shuffle}
+    options |= {"prefetch": run.loading.prefetch, "workers": run.loading.workers if shuffle else 0}
+    if run.batch_unit == "examples" and getattr(source, "bucketed", False):
+        raise ValueError(
+            f"packing is 'bucketed', whose batches differ in number of documents, and batch is {run.batch}"
+            " examples; count tokens, with padding: --batch-unit tokens --batch 8192"
+        )
     if run.batch_unit == "examples":
-        return Batches(source=source, batch=run.batch, seed=run.seed, epochs=epochs, shuffle=shuffle)
+        return Batches(source=source, batch=run.batch, **options)
     if not hasattr(source, "lengths"):
         raise ValueError(
             f"batch_unit is 'tokens', and the data's samples, a {type(source).__name__}, have no `lengths`:"
             " give them that attribute, the number of tokens of each, or use --batch-unit examples"
         )
-    return TokenBatches(source=source, batch=run.batch, seed=run.seed, epochs=epochs, shuffle=shuffle)
+    return TokenBatches(source=source, batch=run.batch, **options)
 
 
 def _named_sets(heldout: Any) -> dict[str, Any]:

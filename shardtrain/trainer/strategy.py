@@ -41,6 +41,9 @@ class Strategy:
         None: what the model itself says.
       compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16 (with a scaled loss).
         None: what the model itself says.
+      accumulate_dtype: the dtype in which gradients of several microbatches are kept while they are added up:
+        float32, or bfloat16, which takes half the memory and rounds after each. They are reduced over
+        devices, and used, in float32. A pipeline adds up in float32 alone.
       islands: fields that some islands have otherwise: which islands -> field -> value. Islands are numbers,
         such as "0" or "2-5,8", or a pattern of the kind of their devices, such as "*V100*". Of several that
         match, later ones win.
@@ -58,6 +61,7 @@ class Strategy:
     pipeline: Pipeline = Pipeline()
     remat: Literal["none", "weights", "dots", "outputs", "full"] | None = None
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
     islands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
 

@@ -29,6 +29,8 @@ from shardtrain.trainer.loop_parts import LoopParts
 from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts
 from shardtrain.trainer.memory import memory_text, peak_memory
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
+from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
+from shardtrain.trainer.program_cache import ProgramCounts, kept_in
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
@@ -65,6 +67,8 @@ def train(
     islands: Islands | None = None,
     activity: ActivityRecord | None = None,
     stop: StopSignals | None = None,
+    *,
+    profile: ProfiledSteps | None = None,
 ) -> Trained:
     """Train a run from its newest checkpoint, or from the start, to its last step.
 
@@ -74,6 +78,7 @@ def train(
       islands: from `islands.membership.join`, where several were launched.
       activity: what this process is doing, for its watchdog.
       stop: entered already; by default signals are recorded while this runs.
+      profile: steps of which rank 0 records a trace; None: none.
 
     Raises:
       ValueError: something in the run does not fit, before anything is computed.
@@ -86,6 +91,7 @@ def train(
     activity = activity or (ActivityRecord() if islands is None else islands.control.activity)
     with ExitStack() as stack:
         output = stack.enter_context(RunConsole(console, islands))
+        programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
         prepared = prepare_run(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
@@ -99,6 +105,10 @@ def train(
         )
         stop = stop or stack.enter_context(StopSignals())
         parts = replace(make_loop_parts(prepared, checkpoints, output, activity), totals=totals)
+        if profile is not None and prepared.coordination.is_first:
+            profiled = ProfiledStep(parts.step, profile, lambda: parts.activity.step, folder, output.note)
+            stack.callback(profiled.close)
+            parts = replace(parts, step=profiled, aside=profiled.aside)
         with calling_end(parts.hooks, stop):
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
             state, step = _train_segments(prepared, checkpoints, parts, output, stop)
@@ -106,6 +116,8 @@ def train(
             with activity.at("the end", long=True):
                 output.say(totals.summary(step))
                 output.say(parts.spent.summary())
+                if text := programs.text(kept_in()):
+                    output.say(text)
                 _compare_speed(prepared, output)
                 peaks = prepared.coordination.meet("peak memory", list(peak_memory()))
                 output.say(memory_text(peaks, prepared.coordination.seats))

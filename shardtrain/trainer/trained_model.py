@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from shardtrain.checkpoints.differences import differences, mismatches
 from shardtrain.checkpoints.evaluated_params import exported_params
@@ -20,9 +21,10 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.system.xla_flags import quick_options
 from shardtrain.trainer.config import describe
 from shardtrain.trainer.restore_state import PARAMETERS
-from shardtrain.trainer.resume import find_checkpoint
+from shardtrain.trainer.resume import find_parameters
 
 Values = Callable[[str], Any]
 """Path of an array, such as `params/embedding` -> its values."""
@@ -48,26 +50,36 @@ def build(model: Any, seed: int = 0) -> Any:
     (1, 4, 8)
     """
     pure = as_model(model)
-    params, model_state = jax.jit(pure.init)(jax.random.key(seed))
+    key = jax.random.key(seed)
+    # inside another jit the options are those of the whole program
+    options = None if isinstance(key, Tracer) else quick_options(jax.default_backend())
+    params, model_state = jax.jit(pure.init, compiler_options=options)(key)
     values = {f"params/{path}": x for path, x in _flat(params).items()}
     values |= {f"model_state/{path}": x for path, x in _flat(model_state).items()}
     return _assembled(model, params, model_state, values.__getitem__, seed)
 
 
 def load(
-    run_dir: str | Path, model: Any, step: int | Literal["best"] | None = None, *, evaluated: bool = True
+    run_dir: str | Path,
+    model: Any,
+    step: int | Literal["best"] | None = None,
+    *,
+    evaluated: bool = True,
+    base: str | Path | None = None,
 ) -> Any:
     """Load the parameters of a run, whatever mesh, pipeline or islands trained them, into a model.
 
     These are the parameters that the run evaluates and exports: with `Run(evaluate_with="ema")` the average.
 
     Args:
-      run_dir: a run's folder, its folder of checkpoints, or the folder of a step.
+      run_dir: a run's folder, its folder of checkpoints, the folder of a step, or a folder of Hugging Face
+        (whose model is `pretrained(folder)`).
       model: the model of the run, as in its run file; see `build`. A run folder contains descriptions and
         arrays, but no code to build a model from.
       step: the step of the checkpoint; None: the newest; "best": the best by the metric of
         `CheckpointPolicy.best`.
       evaluated: False: load the parameters that the optimizer trains, even if the run evaluates others.
+      base: what the run started from, where its checkpoints have only what was trained.
 
     Returns:
       The nnx.Module in evaluation mode: without dropout, and with running averages (`nnx.view(module,
@@ -78,7 +90,7 @@ def load(
       ValueError: there is no such checkpoint, it is broken, or it is of another model: lists all arrays and
         options that differ. Or the run evaluates with a function, which no checkpoint contains.
     """
-    reader = find_checkpoint(Path(run_dir), step)
+    reader = find_parameters(Path(run_dir), step, None if base is None else Path(base))
     params, model_state = jax.eval_shape(as_model(model).init, jax.random.key(0))
     wanted = {
         f"{kind}/{path}": Leaf(shape=tuple(x.shape), dtype=x.dtype.name)

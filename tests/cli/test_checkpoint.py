@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from shardtrain import cli
 from shardtrain.checkpoints.checkpointer import Checkpoints
@@ -19,7 +19,7 @@ from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.checkpoint import COMMANDS
 from shardtrain.cli.run_file import load_run
 from shardtrain.cli.run_options import parse_run
-from shardtrain.models.huggingface import from_huggingface
+from shardtrain.models.huggingface import from_huggingface, to_huggingface
 
 GOLDEN = Path(__file__).parents[1] / "models" / "golden"
 GPT = Path(__file__).parents[2] / "examples/gpt_text.py"
@@ -325,6 +325,27 @@ class TestFiles:
         gpt = Path(__file__).parents[2] / "examples" / "gpt_text.py"
         code, text = command(capsys, "export", tmp_path / "run", tmp_path / "out", "--run-file", gpt)
         assert (code, "embedding is missing; it needs shape (256, 128)" in text) == (2, True)
+
+    def test_a_vision_transformer_gets_images(self, tmp_path, capsys):
+        (tmp_path / "vit").mkdir()
+        with np.load(GOLDEN / "vit.npz") as file:
+            state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
+            (tmp_path / "vit" / "config.json").write_text(str(file["config"]))
+        save_file(state, tmp_path / "vit" / "model.safetensors")
+        code, text = command(capsys, "import", tmp_path / "vit", tmp_path / "in")
+        assert (code, "vit: 4,917 parameters" in text) == (0, True)
+        run = load_run(str(tmp_path / "in" / "run.py"))
+        assert (run.loss.__name__, run.data.classes, run.data.size) == ("classification_loss", 5, 8)
+        run_file = tmp_path / "in" / "run.py"
+        assert command(capsys, "export", tmp_path / "in", tmp_path / "out", "--run-file", run_file)[0] == 0
+        # the newer names of the golden file are those of files, and no value has changed
+        written = load_file(tmp_path / "out" / "model.safetensors")
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert from_huggingface(config, written)[0] == run.model
+        expected = to_huggingface(*from_huggingface(config, state))
+        assert written.keys() == expected.keys() != state.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(written[name], array)
 
     def bert(self, folder, files):
         folder.mkdir()

@@ -101,7 +101,11 @@ def test_a_mesh_file_is_read_and_options_change_it():
         (["train", f"{GPT}:rnu"], 2, "has no 'rnu' (did you mean 'run'?)"),
         (["train", GPT, "--mesh", "dta=8"], 2, "axis 'dta' (did you mean 'data'?)"),
         (["train", GPT, "--mesh", "data=3"], 2, "mesh 'data=3' needs 3 devices, and there are 8"),
-        (["train", GPT, "--mesh", "expert=8"], 2, "axis 'expert' has size 8, but is not built yet"),
+        (
+            ["train", GPT, "--mesh", "expert=8"],
+            2,
+            "the mesh has expert=8, and the model has no experts to shard",
+        ),
         (["train", GPT, "--mesh", "pipeline=8"], 2, "4 blocks cannot be cut into 8 parts"),
         (["train", GPT, "--batch", "30"], 2, "30 % 8 = 6. Use 24 or 32."),
         (["train", GPT, "--steps", "0"], 2, "steps is 0; use 1 or more"),

@@ -2,9 +2,11 @@
 
 import dataclasses
 import io
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -30,7 +32,7 @@ def test_the_page_trains_a_tokenizer_and_a_model_from_parquet(tmp_path, monkeypa
     code = re.search(r"`my_run.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
     assert code is not None
     Path("my_run.py").write_text(code[1])
-    section = PAGE.partition("## Tokenize a large corpus")[2]
+    section = PAGE.partition("## Tokenize a large corpus")[2].partition("\n## ")[0]
     commands = [shlex.split(line) for line in re.findall(r"^uv run shardtrain (.*)$", section, re.MULTILINE)]
     assert [words[:2] for words in commands] == [
         ["data", "train-tokenizer"],
@@ -85,6 +87,17 @@ def test_the_images_of_the_page_are_options_of_a_run(tmp_path, monkeypatch):
     run, _ = parse_run("train", ["pictures.py", *words])
     assert run.data.paths == (Path("a"), Path("b/*.tar"))
     assert (run.data.on_error, run.data.label, run.data.classes) == ("skip", "cls", 200)
+    words += ["--data.augment.crop", "0.3", "1", "--data.augment.no-flip", "--data.augment.contrast", "0.4"]
+    run, _ = parse_run("train", ["pictures.py", *words, "--data.mean", "0.5", "0.5", "0.5"])
+    found = run.data.augment
+    assert (found.crop, found.flip, found.contrast, found.cutmix) == ((0.3, 1.0), False, 0.4, 1.0)
+    assert run.data.mean == (0.5, 0.5, 0.5)
+    section = PAGE.partition("### Augmentation")[2]
+    made: dict[str, Any] = {}
+    (own,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    exec(own, made)
+    index = made["batch"]["x"].round().astype(int)
+    assert (made["batch"]["x"] != index).all()
 
 
 def test_what_is_there_is_listed_shown_and_measured(tmp_path, capsys):
@@ -226,3 +239,41 @@ def test_the_usage_names_every_command_of_the_page(capsys):
     usage = capsys.readouterr().out
     for name in re.findall(r"shardtrain data ([\w-]+)", PAGE):
         assert f"  {name} " in usage
+
+
+def test_the_run_of_conversations_learns_their_answers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/fine_tuning.md").read_text()
+    code = re.search(r"`my_chat.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
+    assert code is not None
+    Path("my_chat.py").write_text(code[1])
+    Path("chats").mkdir()
+    rows = [{"prompt": f"question {i}", "completion": "yes" * (1 + i % 9)} for i in range(40)]
+    Path("chats/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "a"}]))
+    sizes = {"num-layers": "1", "embed": "16", "num-heads": "2", "mlp": "16"}
+    options = [word for name, size in sizes.items() for word in (f"--model.{name}", size)]
+    options += ["--data.on-error", "skip", "--learning-rate", "0.05", "--batch", "8"]
+    run, _ = parse_run("train", ["my_chat.py", *options])
+    run = dataclasses.replace(run, run_dir=tmp_path / "run", log_every=1)
+    shown = io.StringIO()
+    train(run, Console(file=shown, width=400))
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses[-1] < 0.3 * losses[0]
+    assert all(line["data_skipped"] == 1 for line in lines if "train/loss" in line)
+    assert "chat: 1 jsonl; 40 conversations, " in shown.getvalue()
+
+
+def test_conversations_are_shown_with_what_is_learned(tmp_path, capsys):
+    talk = [{"role": "user", "content": "Grüße"}, {"role": "assistant", "content": "Hi 📄"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": talk}, {"text": "a"})))
+    assert cli.main(["data", "show", str(path), "--template", "chatml"]) == 0
+    assert capsys.readouterr().out == (
+        f"conversation 0: {path}, row 0: 75 tokens, 17 of them are learned\n"
+        "<|im_start|>user\nGrüße<|im_end|>\n<|im_start|>assistant\n⟦Hi 📄<|im_end|>⟧\n\n"
+    )
+    assert cli.main(["data", "show", str(path), "--template", "chatml", "--number", "1"]) == 2
+    assert "row 1: it has no field 'messages'" in capsys.readouterr().err
+    assert cli.main(["data", "show", str(path), "--template", "tokenizer"]) == 2
+    assert "no chat template" in capsys.readouterr().err

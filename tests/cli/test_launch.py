@@ -156,6 +156,7 @@ def test_a_mistake_behind_the_dashes_is_the_code_of_the_launch(warm_shardtrain):
 def flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--kept --xla_force_host_platform_device_count=8")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.delenv("PJRT_NPROC")
 
     def place(rank, size, processes):
         monkeypatch.setenv("PMI_RANK", str(rank))
@@ -179,6 +180,35 @@ def test_devices_behind_the_dashes_are_another_programs(flags):
     assert words == BEHIND
     assert os.environ["XLA_FLAGS"] == "--kept --xla_force_host_platform_device_count=2"
     assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert os.environ["PJRT_NPROC"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("number", "given", "found"), [("8", None, "64"), ("1", None, None), ("8", "9", "9")]
+)
+def test_several_devices_have_threads_to_wait_in(number, given, found, flags, monkeypatch):
+    if given:
+        monkeypatch.setenv("PJRT_NPROC", given)
+    set_cpu_devices(["run.py", "--cpu-devices", number])
+    assert os.environ.get("PJRT_NPROC") == found
+
+
+THREADS = """
+from pathlib import Path
+from shardtrain.cli import set_cpu_devices
+set_cpu_devices(["--cpu-devices", "3"])
+import jax
+assert jax.device_count() == 3
+names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+print(names.count("tf_XLAEigen"))
+"""
+
+
+def test_jax_starts_as_many_threads_as_were_set(flags, monkeypatch):
+    """XLA's default is one thread a device, or one a core of the machine, if these are more."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
+    assert done.stdout == "24\n", done.stderr
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, "2"), (1, "1"), (3, "1")])

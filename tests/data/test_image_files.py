@@ -16,7 +16,7 @@ from written_formats import example, picture, tfrecord_bytes, write_tar
 from shardtrain import Run
 from shardtrain.data import Batches, Corpus, ImageFiles
 from shardtrain.data.documents import OnError
-from shardtrain.data.image_files import decode_image
+from shardtrain.data.image_decoding import decode_image
 from shardtrain.data.sources.format import BadData
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.train import train

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardtrain.data import Batches, Corpus, Mixture
 from shardtrain.data.balanced_draws import BLOCK, WORD, borders, count_before, draw_block, floor_sum
 from shardtrain.data.mixture import NUM_DRAWS, MixedSource
+from shardtrain.data.samples import load_sample
 
 
 class Numbers:
@@ -190,3 +191,21 @@ def test_a_part_without_samples_is_refused():
     assert mixture.heldout(None) is None  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts a of the mixture have no samples; leave them out"):
         mixture.train(None)  # type: ignore[arg-type]
+
+
+class Changed(Numbers):
+    """Samples that training reads with the epoch and a random number."""
+
+    def augmented(self, index, epoch, random):
+        return {"x": np.array([index, epoch, random.integers(1000)])}
+
+
+def test_sources_that_change_their_samples_do_so_in_a_mixture():
+    mixed = MixedSource(sources=(Changed(0, 3), Numbers(1, 3)), weights=((0, (1.0, 1.0)),), seed=0)
+    first, again = ([load_sample(mixed, draw, seed=7)["x"].tolist() for draw in range(12)] for _ in range(2))
+    assert first == again
+    of_changed = [values for draw, values in enumerate(first) if mixed.draw(draw)[0] == 0]
+    # each sample once in each epoch of its own source
+    assert [epoch for _, epoch, _ in of_changed] == [number // 3 for number in range(len(of_changed))]
+    assert {x for x, _, _ in of_changed[:3]} == {0, 1, 2}
+    assert {len(values) for draw, values in enumerate(first) if mixed.draw(draw)[0] == 1} == {2}

@@ -117,9 +117,9 @@ def test_lists_every_value_and_every_path_that_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="this text cannot be used") as error:
         Text(paths="a.txt", seq=0, heldout_fraction=-0.5)  # pyright: ignore[reportArgumentType]
     assert [line[4:] for line in str(error.value).splitlines()[1:]] == [
+        "paths is 'a.txt'; give a list, each item a path: paths=('a.txt',)",
         "seq is 0; use 1 or more",
         "heldout_fraction is -0.5; use 0 (nothing held out) or more, below 1",
-        "paths is one path; write paths=('a.txt',)",
     ]
     make_files(tmp_path, {"empty/a.txt": b"", "e.txt": b""})
     names = ("missing", "empty", "e.txt")

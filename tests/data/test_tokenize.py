@@ -332,8 +332,8 @@ def test_options_are_checked():
     with pytest.raises(ValueError) as error:
         Corpus(paths="a", seq=0, on_error="no", vocab_size=0)  # type: ignore[arg-type]
     assert str(error.value).splitlines()[1:] == [
-        "  - seq is 0; use 1 or more",
+        "  - paths is 'a'; give a list, each item a path: paths=('a',)",
         "  - on_error is 'no'; allowed: stop, skip",
-        "  - paths is one path; write paths=('a',)",
+        "  - seq is 0; use 1 or more",
         "  - vocab_size is 0; use 1 to 2**31",
     ]

@@ -13,7 +13,20 @@ from jax.sharding import PartitionSpec
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.data import Text
+from shardtrain.data import (
+    AudioFiles,
+    Augment,
+    Chat,
+    Corpus,
+    ImageFiles,
+    Loading,
+    MaskedTokens,
+    Mixture,
+    Stream,
+    Text,
+    Tokens,
+)
+from shardtrain.data.tokenize import TokenizeOptions
 from shardtrain.islands.options import Across
 from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.models.mlp import MlpConfig
@@ -29,6 +42,14 @@ from shardtrain.trainer.strategy import Strategy
 
 def make_run(**changes: Any) -> Run:
     return Run(**{"model": MlpConfig(features=2, mlp=2, num_layers=1, classes=2), "data": Text(), **changes})
+
+
+def make_images(**changes: Any) -> ImageFiles:
+    return ImageFiles(**{"classes": 2, **changes})
+
+
+def make_tokens(**changes: Any) -> Tokens:
+    return Tokens(**{"path": "a.npy", "vocab": 10, **changes})
 
 
 @pytest.mark.parametrize(
@@ -75,6 +96,24 @@ def make_run(**changes: Any) -> Run:
         (Allow, {"missing": "params/*"}, "missing is 'params/*'; give a list, each item text: missing=('params/*',)"),
         (StartFrom, {"step": "7"}, "step is '7'; give a whole number or best or None: step=7"),
         (Layout, {"parameters": []}, "parameters is []; give a dict"),
+        (Stream, {"samples": lambda: [], "keep": "9"}, "keep is '9'; give a whole number: keep=9"),
+        (AudioFiles, {"window": 1.5}, "window is 1.5; give a whole number"),
+        (Loading, {"workers": "4"}, "workers is '4'; give a whole number: workers=4"),
+        (Augment, {"crop": (0.5,)}, "crop is (0.5,); give a list of 2, each item a number or None"),
+        (make_images, {"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); give a list of 3, each item a number"),
+        (make_images, {"std": (0.5, 0.5, 0.5, 0.5)}, "std is (0.5, 0.5, 0.5, 0.5); give a list of 3, each item a number"),
+        (make_images, {"mean": (math.nan, 0.5, 0.5)}, "mean is (nan, 0.5, 0.5); give a list of 3, each item a number"),
+        (make_images, {"classes": "10"}, "classes is '10'; give a whole number: classes=10"),
+        (make_images, {"heldout_fraction": math.nan}, "heldout_fraction is nan; give a number, finite"),
+        (make_images, {"paths": Path("a")}, "paths is PosixPath('a'); give a list, each item a path: paths=(PosixPath('a'),)"),
+        (Chat, {"seq": "32"}, "seq is '32'; give a whole number: seq=32"),
+        (Chat, {"too_long": "cut"}, "too_long is 'cut'; allowed: truncate, skip"),
+        (Corpus, {"packing": True, "text": None}, "text is None; give text\n  - packing is True; allowed: joined, separate, bucketed"),
+        (Text, {"paths": "a"}, "paths is 'a'; give a list, each item a path: paths=('a',)"),
+        (make_tokens, {"vocab": 10.5}, "vocab is 10.5; give a whole number"),
+        (MaskedTokens, {"data": Text(), "mask_token": "0"}, "mask_token is '0'; give a whole number: mask_token=0"),
+        (Mixture, {"parts": [Text()], "weights": {}}, "parts is [Text(paths=(), seq=256, heldout_fraction=0.05)]; give a dict"),
+        (TokenizeOptions, {"shard_bytes": "1M"}, "shard_bytes is '1M'; give a whole number"),
     ],
 )  # fmt: skip
 def test_a_value_of_a_wrong_kind_is_refused_with_what_to_write(make, given, problem):

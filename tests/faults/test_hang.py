@@ -43,7 +43,7 @@ def test_of_three_ranks_one_is_stopped(folder, mpirun, started, until):
     assert f"(stacks of the ranks that could write them: {folder}/run/stacks.txt)" in err
     assert {line.split(",")[1] for line in stacks.splitlines() if line[:3] == "==="} == {" rank 0", " rank 2"}
     assert "in run_loop" in stacks
-    until(lambda: not alive(pid), seconds=5)
+    until(lambda: not alive(pid), seconds=GONE_SECONDS)
 
 
 def test_launch_tells_it_restarts_and_goes_on(folder, started, until, warm_shardtrain):

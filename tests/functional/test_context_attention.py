@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.functional import ring_attention
+from shardtrain.functional import ring_attention, score_blocks
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.models.layers import attend, whole_attention
+from shardtrain.models.attention import attend, whole_attention
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -62,7 +62,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_that_of_whole_sequences(case, monkeypatch):
     # so that keys are taken in several blocks
-    monkeypatch.setattr(ring_attention, "KEYS_AT_ONCE", 2)
+    monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)
     kind, mesh, (inputs, mask), causal, has_mask = CASES[case]
     options = {"causal": causal, "mask_BS": mask if has_mask else None}
     expected = jax.jit(partial(computed, partial(whole_attention, "xla"), **options))(inputs)
@@ -112,7 +112,7 @@ def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much
         monkeypatch.setattr(ring_attention.lax, "axis_index", lambda axis, device=device: jnp.int32(device))
         parts = [(i, 2 * num - 1 - i) for i in range(num)]
         for step in range(num):
-            for mine, theirs, first in ring_attention._pairs(step, ring, 8):
+            for mine, theirs, first in ring_attention._pairs(step, ring, 8, None):
                 pair = parts[device][int(mine)], parts[(device - step) % num][int(theirs)]
                 # only on the diagonal are some keys behind some queries
                 assert (first is not None) == (pair[0] == pair[1])
@@ -160,6 +160,69 @@ def test_what_cannot_be_split_is_refused_with_sizes_that_can():
         "\n  - 1 kv_heads cannot be split over ['tensor'] of total size 2: 1 % 2 = 1. Use another mesh, or"
         " the rule activations.kv_heads = []"
     )
+
+
+SEGMENTS = np.array([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16, [0] + [1] * 14 + [2], np.arange(16)], np.int32)
+PACKED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "ring, segments": ("ring", {"context": 4}, {"segments_BT": SEGMENTS}),
+    "ring, segments, not causal": ("ring", {"context": 2}, {"segments_BT": SEGMENTS, "causal": False}),
+    "ring, segments, padding": ("ring", {"context": 2, "tensor": 2}, {"segments_BT": SEGMENTS, "mask": True}),
+    "all-gather, segments, window": ("all-gather", {"context": 4}, {"segments_BT": SEGMENTS, "window": 3}),
+    "all-to-all, segments, padding": ("all-to-all", {"context": 2}, {"segments_BT": SEGMENTS, "mask": True}),
+    "ring, window of one": ("ring", {"context": 4}, {"window": 1}),
+    "ring, window of two parts": ("ring", {"context": 4}, {"window": 3}),
+    "ring, window of many parts": ("ring", {"context": 4}, {"window": 6, "segments_BT": SEGMENTS}),
+    "ring, wide window": ("ring", {"context": 4}, {"window": 12}),
+    "ring, wider than all": ("ring", {"context": 2}, {"window": 40}),
+    "ring, window, padding": ("ring", {"context": 4}, {"window": 3, "mask": True}),
+    "ring, soft cap": ("ring", {"context": 2}, {"soft_cap": 0.5, "window": 3}),
+    "all-gather, soft cap": ("all-gather", {"context": 2, "fsdp": 2}, {"soft_cap": 0.5}),
+    "all-to-all, window, soft cap": ("all-to-all", {"context": 2}, {"soft_cap": 0.5, "window": 5}),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_segments_windows_and_soft_caps_are_those_of_whole_sequences(case, monkeypatch):
+    monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)
+    kind, mesh, options = PACKED[case]
+    inputs, mask = arrays(16, 16)
+    options = {"mask_BS" if name == "mask" else name: value for name, value in options.items()}
+    if "mask_BS" in options:
+        options["mask_BS"] = mask
+    expected = jax.jit(partial(computed, partial(whole_attention, "xla"), **options))(inputs)
+    for got, wanted in zip(on_mesh(kind, mesh, inputs, **options), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])
+def test_a_window_may_be_computed(kind):
+    """As where it differs from block to block."""
+    inputs, _ = arrays(8, 8)
+
+    def blocks(q, k, v, attention):
+        return jax.lax.scan(lambda q, window: (attention(q, k, v, window=window), None), q, WINDOWS)[0]
+
+    expected = computed(partial(blocks, attention=partial(whole_attention, "xla")), inputs)
+    layout = Layout(mesh={"context": 2}, context_attention=kind)
+    mesh = make_mesh(layout, jax.devices()[:2])
+    with activation_rules(layout.activation_rules, mesh, *layout.tracing):
+        compute = partial(computed, partial(blocks, attention=partial(attend, kind="xla")))
+        found = jax.jit(compute, in_shardings=NamedSharding(mesh, PartitionSpec()))(inputs)
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+WINDOWS = jnp.array([2, 5, 100])
+
+
+@pytest.mark.parametrize(("window", "num_permutes"), [(1, 0), (2, 2), (9, 2), (10, 4), (13, 4), (14, 6 + 4)])
+def test_a_ring_sends_as_far_as_a_window_needs(window, num_permutes):
+    """Keys and values, over 4 devices with 8 positions each; else to all, in the balanced order."""
+    inputs, _ = arrays(32, 32)
+    layout = Layout(mesh={"context": 4})
+    with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:4]), *layout.tracing):
+        text = str(jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla", window=window))(*inputs))
+    assert text.count("ppermute[") == num_permutes
 
 
 def test_sequences_that_a_layout_leaves_whole_are_not_split():

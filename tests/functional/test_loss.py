@@ -1,6 +1,7 @@
 """Losses: against optax, over splits of the batch, with padding rows of any values."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from shardtrain.functional.loss import (
     cross_entropy,
     masked_token_loss,
     next_token_loss,
+    soft_cross_entropy,
 )
 
 RANDOM = np.random.default_rng(0)
@@ -192,9 +194,44 @@ def test_accuracy_ignores_padding_rows():
     assert jax.tree.all(jax.tree.map(jnp.isfinite, classification_loss(lambda image: image, batch)))
 
 
+def test_shares_of_classes_are_targets_too():
+    """A label of one class is that class; a mixed one has the mixed loss, and the gradient of it."""
+    rows: Any = {"image": LOGITS[:, 0], "weights": np.array(WEIGHTS[:, 0])}
+    first, second = TARGETS[:, 0], (TARGETS[:, 0] + 1) % LOGITS.shape[-1]
+    one_hot: Any = np.eye(LOGITS.shape[-1], dtype=np.float32)
+
+    def loss(label, image=rows["image"]):
+        return classification_loss(lambda image: image, {**rows, "image": image, "label": label})
+
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), loss(one_hot[first]), loss(first))
+    mixed = 0.75 * one_hot[first] + 0.25 * one_hot[second]
+    total, _, metrics = loss(mixed)
+    np.testing.assert_allclose(total, 0.75 * loss(first)[0] + 0.25 * loss(second)[0], rtol=1e-6)
+    np.testing.assert_allclose(metrics["accuracy"][0], loss(first)[2]["accuracy"][0])
+    gradients = [
+        jax.grad(lambda image, label=label: loss(label, image)[0])(rows["image"])
+        for label in (mixed, first, second)
+    ]
+    np.testing.assert_allclose(gradients[0], 0.75 * gradients[1] + 0.25 * gradients[2], rtol=1e-5, atol=1e-6)
+    # a row of weight 0 may be anything
+    rows["weights"] = rows["weights"] * (np.arange(len(first)) > 0)
+    damaged = np.array(rows["image"])
+    damaged[0] = np.inf
+    assert all(np.isfinite(x) for x in (loss(mixed, damaged)[0], *loss(mixed, damaged)[2]["accuracy"]))
+
+
 def test_an_invalid_target_makes_the_loss_nan():
     for target in (4, -1):
         total, _ = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, target]))
         assert jnp.isnan(total)
     total, count = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 4]), jnp.array([1.0, 0.0]))
     assert (round(float(total), 4), float(count)) == (1.3863, 1.0)
+
+
+def test_soft_targets_of_padding_and_shares_of_nothing_take_no_part():
+    logits = jnp.array([[0.0, -jnp.inf], [1.0, 2.0]])
+    targets = jnp.array([[1.0, 0.0], [jnp.nan, jnp.nan]])
+    total, count = soft_cross_entropy(logits, targets, jnp.array([1.0, 0.0]))
+    assert (float(total), float(count)) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="shares of 2 classes, and the model has 5"):
+        soft_cross_entropy(jnp.zeros((1, 5)), jnp.ones((1, 2)), jnp.ones(1))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shardtrain import Run, cross_entropy, next_token_loss, train, with_metrics
 from shardtrain.cli.run_options import parse_run
-from shardtrain.functional.metrics import next_token_accuracy
+from shardtrain.functional.metrics import TopAccuracy, next_token_accuracy
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 RUN_FILE = """
@@ -70,3 +70,27 @@ def test_metrics_need_one_call_of_the_model_and_names_of_their_own():
         with_metrics(twice, mine=metric)(lambda x: x, batch)
     with pytest.raises(ValueError, match="the loss returns metrics mine itself; use other names"):
         with_metrics(named, mine=metric)(lambda x: x, batch)
+
+
+def test_the_likeliest_classes_are_counted_once_each():
+    logits = jnp.array([[5.0, 4, 3, 2], [1, 1, 1, 1], [0, 9, 8, 7], [jnp.nan] * 4])
+    label, weights = jnp.array([2, 1, 0, 0]), jnp.array([1.0, 1, 1, 0])
+    found = [TopAccuracy(k)(logits, {"label": label, "weights": weights}) for k in (1, 2, 3, 4)]
+    assert [(float(right), float(count)) for right, count in found] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    shares = 0.6 * jnp.eye(4)[label] + 0.1
+    assert [float(x) for x in TopAccuracy(3)(logits, {"label": shares, "weights": weights})] == [2, 3]
+    with pytest.raises(ValueError, match="k is 0; use 1 or more"):
+        TopAccuracy(0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32"])
+def test_top_accuracy_counts_no_label_of_few_bits_and_no_broken_row_as_right(dtype):
+    logits = np.zeros((4, 300), np.float32)
+    logits[:, 266] = 1  # 266 is 10 in 8 bits
+    logits[1] = np.nan
+    label = np.array([10, 10, 0, 255]).astype(dtype)
+    right, count = TopAccuracy(2)(jnp.asarray(logits), {"label": jnp.asarray(label), "weights": jnp.ones(4)})
+    # label 0 is the second, by its number; 10 and 255 stand behind it
+    assert (float(right), float(count)) == (1.0, 4.0)
+    with pytest.raises(ValueError, match=r"k is 1\.5"):
+        TopAccuracy(1.5)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,3 +37,17 @@ def test_what_was_started_is_sent_unless_the_run_failed(failed):
 
 def second(arrays, group):
     return arrays
+
+
+def test_a_mean_has_no_small_first_bucket_unless_an_island_copies_or_it_is_asked_for():
+    mesh = make_mesh(Layout(), jax.devices()[:1])
+    group: Any = SimpleNamespace(traced_bytes=0)
+    leaves = [jax.ShapeDtypeStruct((1 << 18,), jnp.float32)] * 3
+
+    def sizes(is_stateless: bool, first_bytes: int | None = None, copies_first: bool = False) -> list[int]:
+        transfer = Transfer(mesh, [group], first_bytes=first_bytes, copies_first=copies_first)
+        return [len(bucket) for bucket in transfer.buckets(leaves, is_stateless=is_stateless)]
+
+    assert sizes(True) == [3]
+    assert sizes(True, copies_first=True) == sizes(False) == [1, 2]
+    assert sizes(True, first_bytes=2 << 20) == [2, 1]

@@ -17,6 +17,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
+from shardtrain.models.sampling import Sampling
 from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -127,9 +128,12 @@ def test_metrics_and_generated_text_are_the_same(pure):
     for chunk in (None, 5):
         apply = jax.tree_util.Partial(pure(replace(GPT, loss_chunk=chunk)).apply, params)
         found.append(loss(apply, BATCH)[2]["accuracy"])
-        texts.append(generate(apply, TOKENS[:, :3], 3, jax.random.key(0), seq=7, temperature=0.0))
+        for cached in (False, True):
+            options = {"seq": 7, "sampling": Sampling(temperature=0.0), "cached": cached}
+            texts.append(np.stack(generate(apply, list(TOKENS[:, :3]), 3, jax.random.key(0), **options)))
     assert found[0] == found[1]
-    np.testing.assert_array_equal(*texts)
+    for text in texts[1:]:
+        np.testing.assert_array_equal(text, texts[0])
 
 
 def test_a_chunk_below_one_is_refused():

@@ -14,10 +14,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.imagenet_resnet import ImageNetResNetConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.models.vgg import VggConfig
+from shardtrain.models.vit import VitConfig
 
 PARAMETERS = {
     "vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor",
@@ -38,11 +40,21 @@ LLAMA = DecoderConfig(
 TOKENS = np.random.default_rng(0).integers(0, 32, (4, 8), dtype=np.int32)
 MLP = MlpConfig(features=12, mlp=16, num_layers=2, classes=8)
 RESNET = ResNetConfig(depth=11, filters=4, num_groups=2, height=6, width=4, colours=1, classes=8)
+IMAGENET = ImageNetResNetConfig(
+    depth=18, filters=4, norm="group", num_groups=2, height=12, width=8, classes=8,
+)  # fmt: skip
 VGG = VggConfig(filters=4, num_groups=2, hidden=8, classes=8)
 BOTH = EncoderDecoderConfig(
     vocab=32, seq=8, embed=16, num_encoder_layers=1, num_decoder_layers=2, num_heads=4, num_kv_heads=2,
 )  # fmt: skip
+T5 = replace(
+    BOTH, num_kv_heads=None, num_encoder_layers=2, positions="relative", relative_buckets=8,
+    relative_distance=10, norm="rmsnorm", bias=False, activation="geglu", query_scale=1.0, head_scale=0.25,
+)  # fmt: skip
 BERT = EncoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4, mlp=24, tied=False)
+VIT = VitConfig(
+    height=8, width=8, classes=8, patch=4, embed=16, num_layers=2, num_heads=4, mlp=24, pooling="mean"
+)
 MASK = np.array([[1] * 8, [1] * 6 + [0] * 2] * 2, np.int32)
 IMAGES = np.random.default_rng(0).normal(size=(4, 3, 4)).astype(np.float32)
 
@@ -59,9 +71,12 @@ CASES = {
     "llama": (LLAMA, [TOKENS]),
     "mlp": (MLP, [IMAGES]),
     "resnet": (RESNET, [np.random.default_rng(1).normal(size=(4, 6, 4, 1)).astype(np.float32)]),
+    "imagenet_resnet": (IMAGENET, [np.random.default_rng(1).normal(size=(4, 12, 8, 3)).astype(np.float32)]),
     "vgg": (VGG, [np.random.default_rng(1).normal(size=(4, 32, 32, 3)).astype(np.float32)]),
     "encoder_decoder": (BOTH, [TOKENS[:, :6], TOKENS]),
+    "t5": (T5, [TOKENS[:, :6], TOKENS, MASK[:, 2:]]),
     "encoder": (BERT, [TOKENS, MASK, MASK]),
+    "vit": (VIT, [np.random.default_rng(1).normal(size=(4, 8, 8, 3)).astype(np.float32)]),
 }
 """Name -> configuration, inputs of the model."""
 
@@ -87,16 +102,20 @@ def case(request, pure):
 
 MODULES = (
     "layers",
+    "float8",
     "transformer",
     "decoder",
     "linen_decoder",
     "mlp",
     "convolution",
     "resnet",
+    "imagenet_resnet",
     "vgg",
     "encoder_decoder",
     "encoder_decoder_blocks",
+    "relative_positions",
     "encoder",
+    "vit",
 )
 
 

@@ -1,5 +1,7 @@
 """The layers of image models, against their definitions in numpy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,12 @@ IMAGES = RNG.normal(size=(3, 5, 4, 6)).astype(np.float32)
 @pytest.mark.parametrize(("window", "stride"), [(3, 1), (1, 1), (1, 2)])
 def test_a_convolution_is_a_sum_over_its_window(window, stride, of_image):
     module = Convolution(6, 2, window, stride=stride, of_image=of_image, dtype="float32", rngs=nnx.Rngs(0))
-    module.bias[...] = jnp.array([1.0, -2.0])
+    bias: Any = module.bias
+    bias[...] = jnp.array([1.0, -2.0])
     kernel = np.asarray(module.kernel[...]).reshape(window, window, 6, 2)
     edge = window // 2
     padded = np.pad(IMAGES, ((0, 0), (edge, edge), (edge, edge), (0, 0)))
-    expected = np.full((3, 5, 4, 2), module.bias[...])
+    expected = np.full((3, 5, 4, 2), bias[...])
     for row in range(window):
         for column in range(window):
             expected += padded[:, row : row + 5, column : column + 4] @ kernel[row, column]

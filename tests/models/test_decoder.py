@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardtrain.models.decoder import REMAT_POLICIES, DecoderConfig, flops_per_token, gpt2, llama_small
+from shardtrain.functional.remat_policies import REMAT_POLICIES
+from shardtrain.models.decoder import DecoderConfig, gpt2, llama_small
+from shardtrain.models.decoder_flops import flops_per_token
 
 GPT = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4, remat="none")
 LLAMA = replace(
@@ -24,6 +26,10 @@ LLAMA = replace(
     bias=False,
     tied=False,
 )
+GEMMA = replace(
+    LLAMA, num_layers=3, activation="geglu", norm="rmsnorm_plus_one", post_norm=True, qk_norm=True, window=3,
+    full_every=2, window_theta=50.0, soft_cap=2.0, logits_soft_cap=3.0, query_scale=0.4, embed_scale=4.0,
+)  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 8), dtype=np.int32)
 
 
@@ -64,7 +70,7 @@ def test_logits_have_the_dims_of_tokens_and_vocab_in_float32(config, logits_of):
     assert logits.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("config", [GPT, LLAMA, GEMMA], ids=["gpt", "llama", "gemma"])
 def test_every_parameter_is_float32_and_names_its_dims(config):
     sizes = config.sizes
     for path, parameter in abstract(replace(config, dtype="bfloat16")):
@@ -101,6 +107,16 @@ def test_flops_per_token_is_six_per_weight_plus_attention():
     kernels = [math.prod(v.shape) for path, v in abstract(LLAMA) if path[-1] == "kernel"]
     assert flops_per_token(LLAMA) == 6 * sum(kernels) + 12 * 2 * 4 * 4 * 8
     assert flops_per_token(replace(LLAMA, tied=True)) == flops_per_token(LLAMA)
+
+
+def test_flops_per_token_count_the_keys_of_a_window():
+    """12 operations for each key, head and feature; of seven blocks two, four and six see all eight keys."""
+    config = replace(LLAMA, num_layers=7)
+    whole = flops_per_token(config)
+    for window, full_every, keys in ((3, None, 7 * 3), (3, 2, 4 * 3 + 3 * 8), (100, 2, 7 * 8)):
+        found = flops_per_token(replace(config, window=window, full_every=full_every))
+        assert whole - found == 12 * 4 * 4 * (7 * 8 - keys)
+    assert flops_per_token(replace(config, activation="geglu")) == whole
 
 
 def test_initial_values_are_those_of_gpt2(quick_jit):
@@ -149,7 +165,7 @@ def test_tokens_longer_than_seq_are_refused(pure):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("config", [GPT, LLAMA, GEMMA], ids=["gpt", "llama", "gemma"])
 def test_unrolled_equals_scan(config, pure, quick_jit, loss_and_gradient):
     unrolled = replace(config, scan=False)
     jax.tree.map(assert_close, loss_and_gradient(unrolled, config), loss_and_gradient(config, config))
@@ -225,6 +241,21 @@ def test_options_change_the_numbers(logits_of):
         {"theta": 100.0},
         {"positions": "learned"},
         {"activation": "gelu"},
+        {"activation": "geglu"},
+        {"norm": "rmsnorm_plus_one"},
+        {"rope_scaling": "linear:factor=3"},
+        {"rope_scaling": "llama3:factor=8,original_seq=8"},
+        {"rope_scaling": "yarn:factor=8,original_seq=8,fast=3,slow=0.5"},
+        {"rotary_dims": 2},
+        {"post_norm": True},
+        {"qk_norm": True},
+        {"qkv_bias": True},
+        {"query_scale": 2.0},
+        {"soft_cap": 0.2},
+        {"logits_soft_cap": 0.2},
+        {"embed_scale": 0.5},
+        {"window": 3},
+        {"window": 3, "window_theta": 2.0},
     ]
     logits = [logits_of(replace(base, **change)) for change in ({}, *others)]
     for i, first in enumerate(logits):
@@ -272,6 +303,23 @@ class TestDropout:
         x = part(lambda module, x, keys: module.run(module.blocks, x, keys))(x, keys)
         logits = part(lambda module, x: module.last(x))(x)
         assert_close(logits, forward(self.config, deterministic=False)(3)[0])
+
+    def test_shares_of_blocks_know_which_have_windows(self, pure, seeded, quick_jit):
+        """As the stages of a pipeline have them, with dropout, which adds its keys."""
+        config = replace(GEMMA, dropout=0.25)
+
+        def whole():
+            return seeded(config, pure(GEMMA).params, 3)(TOKENS)
+
+        def in_shares():
+            module = seeded(config, pure(GEMMA).params, 3)
+            x, of_blocks = module.first(TOKENS), module.block_keys()
+            for share in (slice(0, 1), slice(1, 3)):
+                blocks, keys = jax.tree.map(lambda leaf, s=share: leaf[s], (module.blocks, of_blocks))
+                x = module.run(blocks, x, keys)
+            return module.last(x)
+
+        assert_close(quick_jit(in_shares)(), quick_jit(whole)())
 
     def test_the_embedding_and_every_layer_have_a_key_of_their_own(self, pure, seeded, monkeypatch):
         used = []
@@ -361,7 +409,29 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
             {"norm": "rms", "dropout": 1.0},
             [
                 "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
-                "norm is 'rms'; allowed are 'layernorm', 'rmsnorm'. Use norm='rmsnorm'.",
+                "norm is 'rms'; allowed are 'layernorm', 'rmsnorm', 'rmsnorm_plus_one'. Use norm='rmsnorm'.",
+            ],
+        ),
+        (
+            {"soft_cap": 0.0, "rope_scaling": "ntk", "rotary_dims": 4, "full_every": 2, "qk_norm": True},
+            [
+                "soft_cap is 0.0; it must be above 0 and finite. Use a small number such as soft_cap=1e-5.",
+                "rope_scaling is 'ntk'; it needs positions='rotary'",
+                "rotary_dims is 4; it needs positions='rotary'",
+                "rope_scaling is 'ntk'; allowed are linear:factor=NUMBER,"
+                " llama3:factor=NUMBER,original_seq=NUMBER, yarn:factor=NUMBER,original_seq=NUMBER,"
+                " longrope:factor=NUMBER,original_seq=NUMBER,short=NUMBER+NUMBER+...,long=NUMBER+NUMBER+...,"
+                " or an empty text",
+                "full_every is 2; it needs a window",
+                "qk_norm needs norm='rmsnorm' or 'rmsnorm_plus_one', and norm is 'layernorm'",
+            ],
+        ),
+        (
+            {"positions": "rotary", "rotary_dims": 7, "window": 2, "full_every": 1, "attention": "cudnn"},
+            [
+                "rotary_dims is 7; it is even and at most head_dim, 4. Use rotary_dims=4.",
+                "full_every is 1, so that no block has the window; use 2 or more, or window=None",
+                "attention 'cudnn' has no full_every; use attention='auto' or 'xla'",
             ],
         ),
         (

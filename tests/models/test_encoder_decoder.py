@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardtrain.models.decoder import Block
+from shardtrain.models.decoder_block import Block
 from shardtrain.models.encoder_decoder import CrossAttention, DecoderBlock, EncoderBlock, EncoderDecoderConfig
 
 CONFIG = EncoderDecoderConfig(

@@ -1,4 +1,7 @@
-"""Sampling: the window, the key, the temperature."""
+"""Generation: lengths, ends, keys, the window, the cache, and the tokens of transformers."""
+
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from shardtrain.models import huggingface
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.generate import generate
+from shardtrain.models.sampling import Sampling
 
-CONFIG = DecoderConfig(vocab=16, seq=6, embed=8, num_layers=1, num_heads=2)
+CONFIG = DecoderConfig(vocab=16, seq=12, embed=8, num_layers=1, num_heads=2)
 KEY = jax.random.key(0)
+GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=2.0, top_k=9, top_p=0.9)
+PROMPTS = [[1, 4, 1, 4], [2], [2, 7]]
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def lists(found):
+    return [tokens.tolist() for tokens in found]
 
 
 @pytest.fixture(scope="module")
@@ -18,63 +30,78 @@ def model(pure):
     return jax.tree_util.Partial(pure(CONFIG).apply, pure(CONFIG).params)
 
 
-@pytest.fixture(scope="module")
-def naive(model, quick_jit):
-    """The most likely tokens, with the last `seq` tokens as input and no padding."""
-    compiled = quick_jit(lambda tokens: model(tokens)[:, -1].argmax(-1))
-
-    def follow(tokens, num_tokens):
-        tokens = np.asarray(tokens)
-        for _ in range(num_tokens):
-            added = np.asarray(compiled(tokens[:, -CONFIG.seq :]))
-            tokens = np.concatenate([tokens, added[:, None]], axis=1)
-        return tokens
-
-    return follow
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_with_a_cache_the_tokens_are_those_without_one(model, sampling):
+    with_cache, without, by_two = (
+        lists(generate(model, PROMPTS, 8, KEY, seq=12, sampling=sampling, cached=cached, rows=rows))
+        for cached, rows in ((True, None), (False, None), (True, 2))
+    )
+    assert with_cache == without == by_two
+    assert [len(row) for row in with_cache] == [8, 8, 8]
+    assert len({token for row in with_cache for token in row}) > 2
 
 
-@pytest.mark.parametrize(
-    "prompt", [[[1, 4, 1, 4], [2, 7, 1, 8]], [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]], ids=[4, 8]
-)
-def test_temperature_zero_takes_the_most_likely_also_past_the_window(model, naive, prompt):
-    tokens = generate(model, prompt, 9, KEY, seq=CONFIG.seq, temperature=0.0)
-    np.testing.assert_array_equal(tokens, naive(prompt, 9))
-    assert tokens.dtype == np.int32
+def test_the_likeliest_tokens_are_those_of_a_loop_by_hand(model, quick_jit):
+    compiled = quick_jit(lambda tokens: model(tokens)[0].argmax(-1))
+    expected = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(5):
+            # what stands behind a token is not seen
+            padded = np.array([tokens + [0] * (12 - len(tokens))], np.int32)
+            tokens.append(int(compiled(padded)[len(tokens) - 1]))
+        expected.append(tokens[len(prompt) :])
+    assert lists(generate(model, PROMPTS, 5, KEY, seq=12, sampling=GREEDY, cached=True)) == expected
 
 
-def test_a_full_window_moves_on_by_one():
+@pytest.mark.parametrize("family", sorted(path.stem for path in (GOLDEN / "generated").glob("*.npz")))
+def test_tokens_are_those_of_transformers(family, pure):
+    """Three prompts at once; transformers continued each alone."""
+    with np.load(GOLDEN / f"{family}.npz") as file:
+        state = {name[7:]: file[name] for name in file.files if name.startswith("weight/")}
+        config, params = huggingface.from_huggingface(json.loads(str(file["config"])), state)
+    with np.load(GOLDEN / "generated" / f"{family}.npz") as file:
+        prompts, expected = (
+            [file[f"{name}{n}"].tolist() for n in (1, 3, 6)] for name in ("prompt", "tokens")
+        )
+    apply = jax.tree_util.Partial(pure(config).apply, params)
+    found = lists(generate(apply, prompts, 6, KEY, seq=config.seq, sampling=GREEDY, cached=True))
+    assert found == [row[len(prompt) :][:6] for prompt, row in zip(prompts, expected, strict=True)]
+
+
+def count_on(tokens):
     """The next token is the last plus the first that the model sees."""
-    tokens = generate(
-        lambda tokens: jax.nn.one_hot((tokens + tokens[:, :1]) % 10, 10),
-        [[1, 2]],
-        8,
-        KEY,
-        seq=3,
-        temperature=0.0,
-    )
-    expected = [1, 2]
-    for _ in range(8):
-        expected.append((expected[-1] + expected[-3:][0]) % 10)
-    assert tokens.tolist() == [expected]
+    return jax.nn.one_hot((tokens + tokens[:, :1]) % 10, 10)
 
 
-def test_the_key_decides(model):
+def test_without_a_cache_a_full_window_moves_on_by_one():
+    expected = []
+    for prompt in ([1, 2], [3]):
+        tokens = list(prompt)
+        for _ in range(8):
+            tokens.append((tokens[-1] + tokens[-3:][0]) % 10)
+        expected.append(tokens[len(prompt) :])
+    assert lists(generate(count_on, [[1, 2], [3]], 8, KEY, seq=3, sampling=GREEDY)) == expected
+
+
+def test_a_row_ends_with_its_token():
+    def follow(tokens):
+        return jax.nn.one_hot((tokens + 1) % 10, 10)
+
+    found = generate(follow, [[3], [8], [5]], 4, KEY, seq=4, sampling=GREEDY, end=[9, 6])
+    assert lists(found) == [[4, 5, 6], [9], [6]]
+    # all rows are finished by their first token
+    assert lists(generate(follow, [[8]], 4, KEY, seq=4, sampling=GREEDY, end=[9])) == [[9]]
+
+
+def test_the_key_decides_and_rows_do_not_depend_on_each_other(model):
+    options = {"seq": 12, "sampling": DRAWN, "cached": True}
     same, again, other = (
-        generate(model, [[1, 2]], 12, key, seq=CONFIG.seq, temperature=2.0)
-        for key in (KEY, KEY, jax.random.key(1))
+        lists(generate(model, PROMPTS, 8, key, **options)) for key in (KEY, KEY, jax.random.key(1))
     )
-    np.testing.assert_array_equal(same, again)
-    assert not np.array_equal(same, other)
-    assert len(set(same[0, 2:].tolist())) > 1
-
-
-def test_temperature_divides_the_logits():
-    """A window of one and two tokens, with odds 1 : 3, and 1 : 9 at half the temperature."""
-    logits = jnp.log(jnp.array([1.0, 3.0]))
-    apply = jax.tree_util.Partial(lambda logits, tokens: jnp.broadcast_to(logits, (*tokens.shape, 2)), logits)
-    prompts = np.zeros((4000, 1), np.int32)
-    ones = [generate(apply, prompts, 1, KEY, seq=1, temperature=t)[:, 1].mean() for t in (1.0, 0.5)]
-    assert ones == pytest.approx([0.75, 0.9], abs=0.02)
+    assert same == again != other
+    first, second = generate(model, [[1], [1]], 8, KEY, **options)
+    assert first.tolist() != second.tolist()
 
 
 def test_one_compiled_step_for_all_tokens():
@@ -84,37 +111,43 @@ def test_one_compiled_step_for_all_tokens():
         traces.append(tokens.shape)
         return jax.nn.one_hot((tokens + 1) % 10, 10)
 
-    tokens = generate(apply, [[7]], 8, KEY, seq=4, temperature=0.0)
-    assert tokens.tolist() == [[7, 8, 9, 0, 1, 2, 3, 4, 5]]
-    assert traces == [(1, 4)]
+    found = generate(apply, [[7]], 8, KEY, seq=4, sampling=GREEDY)
+    assert lists(found) == [[8, 9, 0, 1, 2, 3, 4, 5]]
+    assert traces == [(1, 4)] * 2  # the prompts, and all tokens
 
 
 def test_an_nnx_model_is_an_apply(pure, model):
     graph, state = nnx.split(nnx.eval_shape(lambda: CONFIG(nnx.Rngs(0))))
     nnx.replace_by_pure_dict(state, pure(CONFIG).params)
-    options = {"num_tokens": 2, "key": KEY, "seq": CONFIG.seq}
-    tokens = generate(nnx.merge(graph, state), [[1], [2]], **options)
-    np.testing.assert_array_equal(tokens, generate(model, [[1], [2]], **options))
+    options = {"num_tokens": 2, "key": KEY, "seq": 12, "cached": True}
+    found = generate(nnx.merge(graph, state), [[1], [2]], **options)
+    assert lists(found) == lists(generate(model, [[1], [2]], **options))
 
 
-def test_nothing_to_add_gives_the_prompt_back(model):
-    assert generate(model, [[1, 2]], 0, KEY, seq=CONFIG.seq).tolist() == [[1, 2]]
+def test_nothing_to_add_or_to_continue(model):
+    assert lists(generate(model, [[1, 2]], 0, KEY, seq=12)) == [[]]
+    assert generate(model, [], 3, KEY, seq=12) == []
 
 
-@pytest.mark.parametrize("prompt", [[1, 2], [[]]])
-def test_refuses_a_prompt_that_is_no_matrix(prompt):
-    with pytest.raises(ValueError, match="has shape") as error:
-        generate(jnp.sin, prompt, 1, KEY, seq=4)
+def test_refuses_what_is_out_of_range():
+    with pytest.raises(ValueError, match="generate") as error:
+        generate(jnp.sin, [[1], [], [[2]]], -1, KEY, seq=4, rows=0)
     assert str(error.value) == (
-        f"prompt_tokens has shape {np.shape(prompt)}; it must be (batch, length), both at least 1. "
-        "Use [[first_token]] for one prompt of one token."
+        "generate:\n"
+        "  prompt 1 has shape (0,); give one token or more, such as the one that begins a text.\n"
+        "  prompt 2 has shape (1, 1); give one token or more, such as the one that begins a text.\n"
+        "  num_tokens is -1; it must be 0 or above.\n"
+        "  rows is 0; it must be at least 1. Use rows=None for all prompts at once."
     )
 
 
-def test_refuses_negative_temperature():
-    with pytest.raises(ValueError, match="temperature") as error:
-        generate(jnp.sin, [[1]], 1, KEY, seq=4, temperature=-1.0)
+@pytest.mark.parametrize(
+    ("length", "use"), [(3, "Use num_tokens=1"), (4, "Give prompts of at most 3 tokens")], ids=["3", "4"]
+)
+def test_refuses_more_than_the_cache_can_hold(length, use):
+    with pytest.raises(ValueError, match="positions") as error:
+        generate(jnp.sin, [[1], [1] * length], 2, KEY, seq=4, cached=True)
     assert str(error.value) == (
-        "num_tokens is 1 and temperature is -1.0; neither may be below 0. "
-        "Use temperature=0.0 for the most likely token."
+        f"generate:\n  the longest prompt has {length} tokens, and 2 are added, but the model has seq=4"
+        f" positions. {use}, or cached=False, which reads the last 4 tokens for each."
     )

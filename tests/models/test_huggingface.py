@@ -1,6 +1,7 @@
 """The converter: bitwise both ways, names it accepts, and every problem at once. Values: test_parity.py."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardtrain.imported import read_model, write_about
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.encoder import EncoderConfig
-from shardtrain.models.huggingface import (
+from shardtrain.models.huggingface.families import (
+    FAMILIES as KNOWN,
+)
+from shardtrain.models.huggingface.families import (
     from_huggingface,
     left_out,
     read_config,
@@ -22,7 +26,13 @@ from shardtrain.models.huggingface import (
 )
 from shardtrain.models.mlp import MlpConfig
 
-FAMILIES = ("gpt2", "llama", "bert")
+FAMILIES = tuple(
+    sorted(
+        path.stem
+        for path in (Path(__file__).parent / "golden").glob("*.npz")
+        if not path.stem.startswith(("vit", "resnet", "t5"))
+    )
+)
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -61,32 +71,68 @@ def test_back_and_there_is_bitwise_for_any_weights_and_dtype(family, tied, pure)
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
-def test_configuration_is_read():
-    assert from_huggingface(*load("gpt2"))[0] == DecoderConfig(
-        vocab=32, seq=12, embed=16, num_layers=2, num_heads=4
-    )
-    assert from_huggingface(*load("llama"))[0] == DecoderConfig(
-        vocab=32, seq=12, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp=24,
-        positions="rotary", theta=500.0, norm="rmsnorm", activation="swiglu", bias=False, tied=False,
-    )  # fmt: skip
-
-
-def test_the_configuration_of_an_encoder_is_read():
-    config, _ = from_huggingface(*load("bert"))
-    assert config == EncoderConfig(vocab=32, seq=12, embed=16, num_layers=2, num_heads=4, mlp=24, segments=3)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_written_configuration_is_read_as_it_was(family):
     """Ours has only what a family needs; all that it has comes back, so does what is not the default."""
     config, _ = from_huggingface(*load(family))
     other = replace(config, tied=not config.tied, eps=0.125)
-    if family != "llama":
+    if family in ("gpt2", "bert"):
         other = replace(other, activation="gelu" if family == "bert" else "gelu_erf")
     for each in (config, other):
         each = replace(each, mlp=each.sizes["mlp"])
+        each = each if family in ("gpt2", "bert") else replace(each, head_dim=each.sizes["head_dim"])
         written = json.loads(json.dumps(write_config(each)))
-        assert (written["model_type"], read_config(written)[1]) == (family, each)
+        assert (written["model_type"], read_config(written)[1]) == (load(family)[0]["model_type"], each)
+
+
+def test_a_family_may_be_named():
+    """A Phi-3 whose heads are rotated whole is a Mistral, too, and is written as what it was."""
+    hf_config, state = load("phi3")
+    hf_config["rope_parameters"]["partial_rotary_factor"] = 1.0
+    config, params = from_huggingface(hf_config, state)
+    assert write_config(config)["model_type"] == "mistral"
+    assert write_config(config, "phi3")["model_type"] == "phi3"
+    assert_same(to_huggingface(config, params, "phi3"), state)
+    again, same = from_huggingface(write_config(config), to_huggingface(config, params))
+    assert again == replace(config, head_dim=8)
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    with pytest.raises(ValueError, match="written as a llama model") as error:
+        to_huggingface(config, params, "llama")
+    assert str(error.value).splitlines()[1:] == ["  window is 4; llama has None only"]
+    with pytest.raises(ValueError, match="family is 'phi'; allowed are 'gpt2', 'llama'"):
+        to_huggingface(config, params, "phi")
+
+
+def test_published_entries_of_earlier_versions():
+    """Gemma 3 had two bases of wavelengths and a number for its pattern, Llama 3 its scaling on its own."""
+    config = load("gemma3")[0]
+    rope = config.pop("rope_parameters")["full_attention"]
+    del config["layer_types"]
+    older = {"rope_theta": 5000.0, "rope_local_base_freq": 100.0, "sliding_window_pattern": 3}
+    older["rope_scaling"] = {"factor": rope["factor"], "rope_type": "linear"}
+    assert read_config({**config, **older})[1] == read_config(load("gemma3")[0])[1]
+    config = load("llama3")[0]
+    rope = dict(config.pop("rope_parameters"))
+    older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert read_config({**config, **older})[1] == read_config(load("llama3")[0])[1]
+    # DeepSeek's numbers of YaRN
+    yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    found = read_config({**config, "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 0.5}})[1]
+    magnitude = (0.1 * np.log(40) + 1) / (0.05 * np.log(40) + 1)
+    assert found.rope_scaling == f"yarn:factor=40.0,original_seq=4096.0,magnitude={magnitude}"
+
+
+def test_the_factors_of_a_phi3_with_128k_positions_are_options_of_an_import(tmp_path):
+    """As many digits, and as many factors, as the published file has."""
+    config = load("phi3_long")[0]
+    factors = [1 + i / 7 for i in range(48)]
+    rope = {**config["rope_parameters"], "short_factor": factors, "long_factor": factors}
+    sizes = {"hidden_size": 384, "original_max_position_embeddings": 8, "head_dim": None}
+    rope["partial_rotary_factor"] = 1.0
+    found = read_config({**config, **sizes, "rope_parameters": rope})[1]
+    assert len(found.rope_scaling) > 1000
+    write_about(tmp_path / "model.json", found)
+    assert read_model(tmp_path / "model.json", DecoderConfig) == found
 
 
 def test_names_of_the_first_bert_files_and_what_has_no_place():
@@ -198,7 +244,7 @@ def test_all_parameters_that_are_wrong_are_listed():
             {"model_type": "gpt3"},
             [
                 "model_type is 'gpt3', a family that cannot be read yet; those that can are"
-                " 'gpt2', 'llama', 'bert'"
+                f" {', '.join(map(repr, KNOWN))}"
             ],
         ),
         (
@@ -211,10 +257,75 @@ def test_all_parameters_that_are_wrong_are_listed():
         ),
         (
             "llama",
-            {"attention_bias": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+            {"attention_bias": True, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5}},
             [
                 "attention_bias is True; Decoder has False only",
-                "rope_type is 'llama3'; Decoder has 'default' only",
+                "rope_type is 'dynamic';"
+                " Decoder has 'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' only",
+            ],
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+            ["original_max_position_embeddings is missing", "truncate is False; Decoder has True only"],
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "hidden_act": "gelu"},
+            [
+                "hidden_act is 'gelu'; Decoder has 'silu' or 'swish' only",
+                "use_sliding_window is True; Decoder has False only",
+            ],
+        ),
+        ("mixtral", {"num_experts_per_tok": 5}, ["num_experts_per_tok is 5, and there are 4 experts"]),
+        (
+            "qwen2_moe",
+            {"decoder_sparse_step": 2, "mlp_only_layers": [0], "shared_expert_intermediate_size": 30},
+            [
+                "decoder_sparse_step is 2; Decoder has 1 only",
+                "mlp_only_layers is [0]; Decoder has [] or None only",
+                "shared_expert_intermediate_size is 30; Decoder has multiples of moe_intermediate_size, 12",
+            ],
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 1},
+            ["num_experts_per_tok is 1, and weights that add up to 1 train no router"],
+        ),
+        (
+            "gemma2",
+            {
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                "attention_bias": True,
+            },
+            [
+                "attention_bias is True; Decoder has False only",
+                "layer_types is ['full_attention', 'sliding_attention', 'full_attention'];"
+                " Decoder has 'full_attention' in every n-th block only",
+            ],
+        ),
+        (
+            "gemma3",
+            {"layer_types": ["full_attention"]},
+            [
+                "layer_types is ['full_attention']; it is a list of 4 times 'sliding_attention' or"
+                " 'full_attention'"
+            ],
+        ),
+        (
+            "phi3",
+            {
+                "rope_scaling": None,
+                "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1.0]},
+            },
+            ["long_factor is missing"],
+        ),
+        (
+            "phi3_long",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, "2"], "long_factor": []}},
+            [
+                "short_factor is [1.0, '2']; it is a list of numbers from 1e-6 to 1e15",
+                "long_factor is []; it is a list of numbers from 1e-6 to 1e15",
             ],
         ),
     ],
@@ -248,7 +359,63 @@ def test_decoders_of_neither_family_are_refused():
     ]
 
 
+def test_mixtures_that_a_family_has_not_are_refused():
+    config = from_huggingface(*load("qwen2_moe"))[0]
+    for text, problem in {
+        "num=5,shared=2": "experts: the shared feed-forward has no gate",
+        "num=5,shared=2,shared_gate=sigmoid,bias=0.1": "experts: bias is 0.1; qwen2_moe has 0.0 only",
+        "": "experts is ''; qwen2_moe has a mixture in each block",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            write_config(replace(config, experts=text), "qwen2_moe")
+    # what a mixture has for training is in no file
+    trained = replace(config, experts=f"{config.experts},capacity=1.5,balance=0.1,over=batch,z=0.1")
+    assert write_config(trained) == write_config(config)
+
+
 def test_other_models_are_refused():
     with pytest.raises(ValueError, match="a MlpConfig cannot be written") as error:
         to_huggingface(MlpConfig(features=4, mlp=8, num_layers=1, classes=2), {})
     assert "DecoderConfig, EncoderConfig" in str(error.value)
+
+
+def test_a_query_scale_above_one_is_written_and_read():
+    config = replace(from_huggingface(*load("gemma3"))[0], query_scale=2.0)
+    written = write_config(config)
+    assert written["query_pre_attn_scalar"] == 0.25
+    assert read_config(written)[1].query_scale == 2.0
+
+
+def test_stretched_windows_are_not_written_as_gemma3():
+    config = from_huggingface(*load("gemma3"))[0]
+    assert config.window
+    assert config.rope_scaling
+    with pytest.raises(ValueError, match="set window_theta"):
+        write_config(replace(config, window_theta=None), "gemma3_text")
+
+
+def test_the_part_of_a_head_that_is_rotated_comes_back():
+    """30 / 44 of 44, with its fraction cut off, is 29."""
+    config = replace(from_huggingface(*load("phi3"))[0], embed=176, rotary_dims=30)
+    written = write_config(config, "phi3")
+    assert read_config(written)[1] == replace(config, mlp=24, head_dim=44)
+
+
+def test_the_first_files_of_phi3_call_longrope_otherwise():
+    config, state = load("phi3_long")
+    rope = config.pop("rope_parameters")
+    del rope["original_max_position_embeddings"], rope["rope_type"]
+    older = {**config, "rope_scaling": {**rope, "type": "su"}, "rope_theta": rope["rope_theta"]}
+    assert from_huggingface(older, state)[0] == from_huggingface(*load("phi3_long"))[0]
+
+
+def test_any_number_of_layers_is_claimed_in_little_memory():
+    config = load("gemma3")[0]
+    del config["layer_types"]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="the config has 1000000 layers, and the files have 1 arrays"):
+            from_huggingface({**config, "num_hidden_layers": 10**6}, {"model.norm.weight": np.zeros(16)})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardtrain.models.huggingface import from_huggingface
-from shardtrain.models.huggingface_files import config_of, export_model, import_model
+from shardtrain.models.huggingface.files import config_of, export_model, import_model
 
 GOLDEN = Path(__file__).parent / "golden"
-FAMILIES = ("gpt2", "llama", "bert")
+FAMILIES = ("gpt2", "llama", "phi3", "gemma3", "mixtral", "bert")
 
 
 def load(family):
@@ -44,6 +44,13 @@ def export(folder, config, arrays, **options):
     return export_model(folder, asdict(config), shapes, arrays.__getitem__, **options)
 
 
+def filled(config):
+    """The configuration as config.json has it."""
+    rotary = getattr(config, "positions", "learned") == "rotary"
+    heads = {"head_dim": config.sizes["head_dim"]} if rotary else {}
+    return replace(config, mlp=config.sizes["mlp"], **heads)
+
+
 def assert_imported(folder, config, arrays):
     found = import_model(folder)
     assert found.config == config
@@ -61,8 +68,11 @@ def test_a_folder_comes_back_bitwise(model, tmp_path):
     assert written.keys() == state.keys()
     for name, x in state.items():
         np.testing.assert_array_equal(written[name], x, err_msg=name)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
-    assert_imported(tmp_path / "out", replace(config, mlp=config.sizes["mlp"]), arrays)
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["model_type"]
+        == load(family)[0]["model_type"]
+    )
+    assert_imported(tmp_path / "out", filled(config), arrays)
 
 
 def test_several_files_have_an_index_and_none_is_too_long(model, tmp_path):
@@ -77,7 +87,7 @@ def test_several_files_have_an_index_and_none_is_too_long(model, tmp_path):
         inside = load_file(tmp_path / "out" / name)
         assert {key for key, part in index["weight_map"].items() if part == name} == inside.keys()
         assert len(inside) == 1 or sum(x.nbytes for x in inside.values()) <= 4096
-    assert_imported(tmp_path / "out", replace(config, mlp=config.sizes["mlp"]), arrays)
+    assert_imported(tmp_path / "out", filled(config), arrays)
 
 
 def test_half_of_the_bytes(model, tmp_path):
@@ -85,7 +95,7 @@ def test_half_of_the_bytes(model, tmp_path):
     export(tmp_path / "out", config, arrays, dtype="bfloat16")
     rounded = {path: x.astype(ml_dtypes.bfloat16).astype(np.float32) for path, x in arrays.items()}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert_imported(tmp_path / "out", replace(config, mlp=config.sizes["mlp"]), rounded)
+    assert_imported(tmp_path / "out", filled(config), rounded)
 
 
 def test_tokenizer_files_go_through_and_tell_the_special_tokens(model, tmp_path):
@@ -138,7 +148,8 @@ def test_options_of_another_model_are_refused():
     with pytest.raises(ValueError, match="no one model that a Hugging Face family has") as error:
         config_of({"features": 4, "mlp": 8, "num_layers": 1})
     lines = str(error.value).splitlines()[1:]
-    assert [line.split(":")[0].strip() for line in lines] == ["DecoderConfig", "EncoderConfig"]
+    kinds = ["DecoderConfig", "EncoderConfig", "EncoderDecoderConfig", "ImageNetResNetConfig", "VitConfig"]
+    assert [line.split(":")[0].strip() for line in lines] == kinds
     assert "vocab is missing" in lines[0]
     assert "features is no option" in lines[1]
 
@@ -194,6 +205,8 @@ def import_with(tmp_path, change, family="gpt2", files=()):
     ("family", "change", "words"),
     [
         ("gpt2", {"n_layer": 10**9}, "the config has 1000000000 layers, and the files have "),
+        ("mixtral", {"num_local_experts": 10**8}, "has 2 layers of 100000000 experts, and the files have 41"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0; it is a whole number from 1"),
         ("gpt2", {"n_layer": "2"}, "n_layer is '2'; it is a whole number from 1 to 2147483647"),
         ("gpt2", {"n_layer": True}, "n_layer is True; it is a whole number"),
         ("gpt2", {"vocab_size": 33}, "wte.weight has shape (32, 16); it needs shape (33, 16)"),

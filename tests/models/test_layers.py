@@ -1,6 +1,7 @@
 """The layers shared by the models, against their definitions in numpy."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardtrain.models.layers import Linear, Norm, attend, has_flash, rotate, target_devices
+from shardtrain.models.attention import attend, has_flash, target_devices
+from shardtrain.models.layers import Linear, Norm
+from shardtrain.models.rotary import frequencies, rotate
 
 RNG = np.random.default_rng(0)
 
@@ -18,9 +21,13 @@ def normal(*shape):
     return RNG.normal(size=shape).astype(np.float32)
 
 
+def turned(x, theta):
+    return rotate(x, frequencies(theta, x.shape[-1])[0])
+
+
 def test_rotated_scores_depend_on_distance_alone():
     q, k = normal(8), normal(8)
-    q_TK, k_TK = (np.asarray(rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), 100.0))[0, :, 0] for x in (q, k))
+    q_TK, k_TK = (np.asarray(turned(jnp.broadcast_to(x, (1, 12, 1, 8)), 100.0))[0, :, 0] for x in (q, k))
     scores = q_TK @ k_TK.T
     for distance in range(-11, 12):
         diagonal = np.diagonal(scores, distance)
@@ -30,7 +37,7 @@ def test_rotated_scores_depend_on_distance_alone():
 
 def test_rotation_keeps_lengths_and_leaves_position_zero():
     x = normal(2, 6, 3, 4)
-    y = np.asarray(rotate(jnp.asarray(x), 100.0))
+    y = np.asarray(turned(jnp.asarray(x), 100.0))
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
     np.testing.assert_allclose(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
 
@@ -38,7 +45,7 @@ def test_rotation_keeps_lengths_and_leaves_position_zero():
 def test_rotation_turns_each_pair_by_its_frequency():
     x = np.zeros((1, 3, 1, 4), np.float32)
     x[..., 1] = 1.0
-    y = np.asarray(rotate(jnp.asarray(x), 16.0))[0, :, 0]
+    y = np.asarray(turned(jnp.asarray(x), 16.0))[0, :, 0]
     angle = np.arange(3) * 16.0**-0.5
     expected = np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], axis=1)
     np.testing.assert_allclose(y, expected, atol=1e-6)
@@ -46,7 +53,7 @@ def test_rotation_turns_each_pair_by_its_frequency():
 
 def test_angles_are_float32_also_in_bfloat16():
     x = jnp.ones((1, 300, 1, 2))
-    exact, rounded = rotate(x, 100.0), rotate(x.astype(jnp.bfloat16), 100.0)
+    exact, rounded = turned(x, 100.0), turned(x.astype(jnp.bfloat16), 100.0)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_allclose(rounded.astype(jnp.float32), exact, atol=6e-3)
 
@@ -62,6 +69,58 @@ def test_attention_is_causal_softmax_of_scaled_scores(num_kv_heads):
         p = np.exp(scores - scores.max(-1, keepdims=True))
         expected = np.einsum("bts,bsk->btk", p / p.sum(-1, keepdims=True), v[:, :, kv_head])
         np.testing.assert_allclose(y[:, :, head], expected, rtol=1e-5, atol=1e-6)
+
+
+def by_definition(q, k, v, seen, soft_cap=None):
+    """Attention with the keys that `seen` (B, T, S) lets a query see."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    scores = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
+    scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+    scores = np.where(seen[:, None], scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhts,bshk->bthk", p / p.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_with_windows_soft_caps_and_segments(window, soft_cap, packed):
+    q, k, v = normal(2, 7, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8)
+    segments = np.array([[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0]])
+    distance = np.arange(7)[:, None] - np.arange(7)
+    seen = np.broadcast_to((distance >= 0) & (distance < (window or 7)), (2, 7, 7))
+    options: dict[str, Any] = {"soft_cap": soft_cap}
+    if packed:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+        options["segments_BT"] = jnp.asarray(segments)
+    expected = by_definition(q, k, v, seen, soft_cap)
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    np.testing.assert_allclose(attend(q, k, v, "auto", window=window, **options), expected, 1e-5, 1e-6)
+    # a window that differs from block to block is traced
+    compute = jax.jit(lambda window: attend(q, k, v, "auto", window=window, **options))
+    np.testing.assert_allclose(compute(window), expected, 1e-5, 1e-6)
+
+
+def test_flash_attention_has_windows_that_are_known_and_no_soft_cap(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(jax, "local_devices", lambda: [H100])
+
+    def attention(q, k, v, *, implementation, local_window_size, mask, **_):
+        chosen.append((implementation, local_window_size, mask is None))
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    x = jnp.zeros((1, 4, 1, 64), jnp.bfloat16)
+    attend(x, x, x, "auto", window=3)
+    attend(x, x, x, "auto", window=jnp.asarray(3))
+    attend(x, x, x, "cudnn", window=jnp.asarray(3))
+    attend(x, x, x, "auto", soft_cap=5.0)
+    assert chosen == [("cudnn", (2, 0), True), ("xla", None, False), ("cudnn", None, False)]
+    with pytest.raises(
+        ValueError, match=r"^attention 'cudnn' has no soft cap, and soft_cap is 5\.0; use 'xla'$"
+    ):
+        attend(x, x, x, "cudnn", soft_cap=5.0)
 
 
 def device(kind, capability=None):

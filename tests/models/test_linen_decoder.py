@@ -103,6 +103,19 @@ def test_refuses_options_it_does_not_have():
     ]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"window": 4}, {"embed_scale": 2.0}, {"soft_cap": 2.0}, {"qkv_bias": False}),
+        *({"logits_soft_cap": 1.0}, {"post_norm": True}, {"query_scale": 2.0}),
+    ],
+)
+def test_refuses_what_only_the_other_decoder_has(change):
+    module = LinenDecoder(replace(CONFIG, **change))
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is .*; the linen model has"):
+        jax.eval_shape(module.init, jax.random.key(0), TOKENS)
+
+
 def test_refuses_tokens_longer_than_seq():
     with pytest.raises(ValueError, match="tokens of length 9 were given to a decoder of seq=8"):
         jax.eval_shape(LinenDecoder(CONFIG).init, jax.random.key(0), jnp.zeros((1, 9), jnp.int32))

@@ -1,5 +1,7 @@
 """Rows of several documents give the losses and gradients of their documents, each in a row of its own."""
 
+import json
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -8,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from shardtrain.data import Batches, Chat
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.model import BLOCKS
@@ -16,6 +19,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.pipeline.stacking import Partition
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches, unordered
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -25,6 +29,12 @@ from shardtrain.train_step.step import make_gradients
 SEQ, VOCAB = 12, 32
 LEARNED = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=16, num_layers=2, num_heads=4, mlp=32)
 ROTARY = replace(LEARNED, positions="rotary", num_kv_heads=2, norm="rmsnorm", bias=False, tied=False)
+EVERYTHING = replace(
+    ROTARY, num_layers=3, activation="geglu", norm="rmsnorm_plus_one", post_norm=True, qk_norm=True,
+    qkv_bias=True, window=3, full_every=2, theta=500.0, window_theta=100.0, rotary_dims=2, query_scale=0.4,
+    rope_scaling="yarn:factor=4,original_seq=8,fast=2,slow=0.5", soft_cap=2.0, logits_soft_cap=3.0,
+    embed_scale=4.0, tied=True, loss_chunk=8,
+)  # fmt: skip
 LENGTHS = [(12,), (5, 7), (1, 4, 7), (6, 1, 5), (3, 3, 3, 3), (11, 1), (2, 10), (4, 8)]
 """Inputs of the documents of each row; the last row counts for nothing."""
 
@@ -58,13 +68,17 @@ def gradients(config, batch, layout, num_devices, microbatches=1):
     """Loss and gradients by the toolkit, on any layout."""
     model = from_nnx(config)
     mesh = make_mesh(layout, jax.devices()[:num_devices])
-    stages = Partition(num_stages=2, num_chunks=1, counts=(1, 1)) if "pipeline" in layout.mesh else None
+    halves = (config.num_layers + 1) // 2, config.num_layers // 2
+    stages = Partition(num_stages=2, num_chunks=1, counts=halves) if "pipeline" in layout.mesh else None
     placement = make_placement(model, optax.identity(), layout, mesh, stages=stages)
     state = init_state(model, optax.identity(), placement, seed=7)
     rows = {k: v.reshape(microbatches, -1, *v.shape[1:]) for k, v in batch.items()}
     rows = {k: jax.device_put(v, placement.batch) for k, v in rows.items()}
-    compute = jax.jit(make_gradients(model, next_token_loss, placement))
-    result = compute(state.params, state.model_state, step_key(state.seed, state.step), rows)
+    arguments = state.params, state.model_state, step_key(state.seed, state.step), rows
+    compute = jax.jit(make_gradients(model, next_token_loss, placement)).lower(*arguments).compile()
+    text = compute.as_text() or ""
+    assert (permutes_in_branches(text), unordered(text)) == ([], [])  # or it could wait for ever
+    result = compute(*arguments)
     grads = dict(result.grads)
     if stages is not None:
         grads[BLOCKS] = jax.tree.map(stages.in_order, grads[BLOCKS])
@@ -79,8 +93,13 @@ def expected(config):
 
 @pytest.mark.parametrize(
     "config",
-    [LEARNED, ROTARY, replace(ROTARY, scan=False, loss_chunk=8)],
-    ids=["learned", "rotary", "chunks"],
+    [
+        LEARNED,
+        ROTARY,
+        replace(ROTARY, scan=False, loss_chunk=8),
+        EVERYTHING,
+    ],
+    ids=["learned", "rotary", "chunks", "everything"],
 )
 def test_packed_rows_give_the_gradients_of_their_documents(config, assert_same):
     found = gradients(config, batches()[0], Layout(mesh={"data": 1}), 1)
@@ -92,23 +111,60 @@ def test_packed_rows_give_the_gradients_of_their_documents(config, assert_same):
         assert_same(gradients(config, mixed, Layout(mesh={"data": 1}), 1), expected(config))
 
 
+LAYOUTS = {
+    "mesh": ({"data": 2, "fsdp": 2, "tensor": 2}, {"sequence_sharded": True}, 2),
+    "pipeline": ({"pipeline": 2, "data": 2, "tensor": 2}, {}, 4),
+    "ring": ({"context": 3, "tensor": 2}, {"context_attention": "ring"}, 1),
+    "gather": ({"data": 2, "context": 4}, {"context_attention": "all-gather"}, 2),
+    "exchange": ({"fsdp": 2, "context": 2}, {"context_attention": "all-to-all", "sequence_sharded": True}, 1),
+    "stages, exchange": ({"pipeline": 2, "data": 2, "context": 2}, {"context_attention": "all-to-all"}, 4),
+    "stages, gather": (
+        {"pipeline": 2, "context": 2, "tensor": 2},
+        {"context_attention": "all-gather"},
+        2,
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "options", "microbatches"),
-    [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {"sequence_sharded": True}, 2),
-        ({"pipeline": 2, "data": 2, "tensor": 2}, {}, 4),
-    ],
+    ("config", "layout"),
+    [*((ROTARY, name) for name in LAYOUTS), *((EVERYTHING, name) for name in ("mesh", "pipeline", "ring"))],
+    ids=[*LAYOUTS, "everything-mesh", "everything-pipeline", "everything-ring"],
 )
-def test_they_do_on_any_layout(mesh, options, microbatches, assert_same):
-    found = gradients(ROTARY, batches()[0], Layout(mesh=mesh, **options), 8, microbatches)
-    assert_same(found, expected(ROTARY))
+def test_they_do_on_any_layout(config, layout, assert_same):
+    mesh, options, microbatches = LAYOUTS[layout]
+    num_devices = math.prod(mesh.values())
+    found = gradients(config, batches()[0], Layout(mesh=mesh, **options), num_devices, microbatches)
+    assert_same(found, expected(config))
 
 
-def test_a_mesh_that_shards_sequences_is_refused():
-    with pytest.raises(
-        ValueError, match=r"attention over a mesh axis takes no segments .*--data\.packing joined"
-    ):
-        gradients(ROTARY, batches()[0], Layout(mesh={"context": 2}), 2)
+def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
+    random = np.random.default_rng(0)
+    rows = [
+        {"prompt": "".join(map(chr, random.integers(1, VOCAB, 3))), "completion": chr(5) * int(size)}
+        for size in random.integers(1, 9, 20)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Chat(paths=(tmp_path / "a.jsonl",), template="plain", seq=SEQ, heldout_fraction=0)
+    batches = []
+    for packing, num_windows in (("separate", 17), ("alone", 20)):
+        source = replace(data, packing=packing).train(tmp_path)
+        assert len(source) == num_windows
+        batches.append(Batches(source=source, batch=20, shuffle=False).load({"epoch": 0, "index": 0}))
+    packed, alone = batches
+    expected = gradients(ROTARY, alone, Layout(mesh={"data": 1}), 1)
+    assert expected["count"] == sum(len(row["completion"]) + 1 for row in rows)
+    assert_same(gradients(ROTARY, packed, Layout(mesh={"data": 1}), 1), expected)
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert_same(gradients(ROTARY, packed, Layout(mesh=mesh), 8), expected)
+
+
+def test_learned_positions_are_restarted_over_context(assert_same):
+    """With a window too, of which a ring needs the near devices only."""
+    layout = Layout(mesh={"context": 3})
+    assert_same(gradients(LEARNED, batches()[0], layout, 3), expected(LEARNED))
+    near = replace(LEARNED, window=3)
+    assert_same(gradients(near, batches()[0], layout, 3), expected(near))
 
 
 def test_a_model_that_takes_no_segments_is_refused():

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardtrain.models.convolution import EPS
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.models.convolution import EPS, Stack
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.resolve import resolve
@@ -194,6 +195,81 @@ def test_scan_makes_one_loop_of_alike_blocks(pure):
     }
     assert text[True].count("stablehlo.while") == 3
     assert "stablehlo.while" not in text[False]
+
+
+def one_by_one(blocks) -> list[Any]:
+    """The arrays of each block, those in stacks too."""
+    found = []
+    for _, tree in sorted(blocks.items(), key=lambda item: int(item[0])):
+        if "block" not in tree:
+            found.append(tree)
+            continue
+        rows = len(jax.tree.leaves(tree)[0])
+        found += [jax.tree.map(lambda leaf, i=i: leaf[i], tree["block"]) for i in range(rows)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def first_step(quick_jit):
+    """config -> initial parameters, gradient and running statistics, each block by itself, and the loss."""
+
+    @functools.cache
+    def compute(config):
+        model = from_nnx(config)
+
+        def loss(params, running):
+            logits, running = model.apply(params, running, jax.random.key(0), True, jnp.asarray(IMAGES))
+            return -jax.nn.log_softmax(logits)[jnp.arange(6), LABELS].mean(), running
+
+        params, running = quick_jit(model.init)(jax.random.key(0))
+        (value, running), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params, running)
+        trees = [{**tree, "blocks": one_by_one(tree.get("blocks", {}))} for tree in (params, grads, running)]
+        return float(value), trees
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"norm": "batch"}, id="batch", marks=FULL),
+        pytest.param({"norm": "group"}, id="group", marks=FULL),
+        pytest.param({"norm": "batch", "scan": False}, id="unrolled", marks=FULL),
+        pytest.param({"norm": "batch", "remat": True}, id="remat"),
+    ],
+)
+def test_stacks_change_no_number(change, first_step):
+    """Three blocks that are alike, stored as two and one: initial values, loss, gradients, statistics."""
+    config = replace(CONFIG, depth=38, norm=change["norm"])
+    loss, trees = first_step(replace(config, stack=2, **change))
+    expected_loss, expected = first_step(config)
+    assert_close(loss, expected_loss)
+    jax.tree.map(assert_close, trees, expected)
+    assert [len(tree["blocks"]) for tree in trees[:2]] == [12, 12]
+
+
+def test_programs_of_stacks_do_not_grow_with_depth(pure):
+    """Neither the arrays nor the operations of a backward are more, with more blocks in each stack."""
+
+    def size(depth, stack):
+        config = replace(CONFIG, depth=depth, stack=stack)
+        gradient = jax.grad(lambda params: pure(config).apply(params, IMAGES).sum())
+        text = jax.jit(gradient).lower(pure(config).params).as_text()
+        return len(jax.tree.leaves(pure(config).params)), text.count("\n")
+
+    shallow, deep = size(29, 2), size(110, 11)
+    assert deep == shallow
+    assert size(110, 1)[0] > 5 * deep[0]
+
+
+def test_every_block_is_in_a_stack_of_its_group():
+    module = nnx.eval_shape(lambda: ResNetConfig(depth=1001, filters=4, stack=11)(nnx.Rngs(0)))
+    numbers = [block.number if isinstance(block, Stack) else 1 for block in module.blocks]
+    assert numbers == [1, *[11] * 10] * 3
+    kernel = cast(Any, module.blocks[1]).block.convolutions[1].kernel
+    assert kernel.get_metadata()["out_sharding"] == (
+        "layers", "height", "width", "channels_in", "channels_out",
+    )  # fmt: skip
 
 
 def test_remat_keeps_less(pure):

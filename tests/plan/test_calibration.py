@@ -86,5 +86,6 @@ def test_calibrate_measures_steps_of_a_run_and_prints_a_device_for_a_cluster_fil
     names = ("teraflops", "memory_gb_per_second", "kernel_us", "link_gb_per_second", "latency_us")
     values = {name: float(out.partition(f"\n{name} = ")[2].partition("\n")[0]) for name in names}
     assert all(0 < value < math.inf for value in values.values())
+    assert out.endswith("\nsimulated = true\n")
     assert cli.main(["calibrate", f"{tmp_path}/run.py", "--probes", "1"]) == 2
     assert "--probes is 1; use 2 or more" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.models.decoder import DecoderConfig, flops_per_token
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.plan.frontier import frontier
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates

@@ -226,6 +226,34 @@ def test_attention_over_context_sends_the_bytes_of_theory(kind):
     assert step.measured[outside] == pytest.approx(step.theory[outside], rel=0.02, abs=4 * 4 * ROWS * SEQ)
 
 
+MIXTURE = replace(PLAIN, mlp=32, activation="swiglu", experts="num=8,top=2,capacity=1.5,balance=0")
+
+
+@pytest.mark.parametrize("capacity", [True, False])
+def test_experts_send_the_bytes_of_theory(capacity):
+    """With a capacity by all-to-all; else tokens are gathered and sums scattered."""
+    num, rows = 4, ROWS // 4
+    config = MIXTURE if capacity else replace(MIXTURE, experts="num=8,top=2,balance=0")
+    step = program(config, {"expert": num})
+    feature = 4 * config.embed
+    # room for 1.5 * 2 * 32 / 8 = 12 tokens of a row at each of 8 experts
+    exchanged = {"all-to-all": 4 * (num - 1) / num * 8 * rows * 12 * feature}
+    stream = (num - 1) * rows * SEQ * feature
+    # numbers and weights of choices are gathered too; forward, and again in the backward pass if they are
+    gathered = {"all-gather": 2 * stream, "reduce-scatter": 2 * stream}
+    found = {}
+    for key, sent in step.measured.items():
+        assert key.axes == ("expert",)
+        if key.in_blocks:
+            found[key.kind] = found.get(key.kind, 0) + sent
+    of_weights = step.theory[Key("all-reduce", ("expert",), True)]
+    expected = {
+        kind: config.num_layers * sent for kind, sent in (exchanged if capacity else gathered).items()
+    }
+    assert found.pop("all-reduce") == pytest.approx(of_weights, rel=0.02)
+    assert found == pytest.approx(expected, rel=0.02 if capacity else 0.06)
+
+
 def test_activations_fall_with_context():
     """One row of 32,768 tokens: half of them on a device, then a quarter."""
     config = replace(GROUPED, seq=32_768, num_layers=2)

@@ -6,6 +6,7 @@ Arguments: "full" for every way of summing and every way of local steps, whateve
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 
 import jax
@@ -76,6 +77,34 @@ def rows_of(shares, island, unit):
     return {**batch, "weights": np.where(np.arange(len(padded)) < number, batch["weights"], 0)}, start
 
 
+def noise_of_parts(shares, unit, num_parts):
+    """The estimates of the gradient noise from the gradients of every island's parts, on one device."""
+    layout = Layout(mesh={"data": 1})
+    mesh = make_mesh(layout, jax.local_devices()[:1])
+    placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
+    state = init_state(MODEL, gradients_as_state(), placement, 7)
+    gradients = jax.jit(make_gradients(MODEL, classification_loss, placement, mean=False))
+    norms, counts, whole = [], [], 0.0
+    for island in range(len(shares)):
+        rows, start = rows_of(shares, island, unit)
+        size = len(rows["label"]) // num_parts
+        for part in range(num_parts):
+            of_part = {name: value[part * size :][:size] for name, value in rows.items()}
+            batch = place(of_part, mesh, layout.batch_axes)
+            key = step_key(state.seed, jnp.int32(0))
+            found = gradients(state.params, state.model_state, key, batch, start + part * size)
+            grads = np.concatenate([np.ravel(x) for x in jax.tree.leaves(found.grads)]).astype(np.float64)
+            norms.append(np.square(grads).sum())
+            counts.append(float(found.count))
+            whole = whole + grads
+    count = sum(counts)
+    if max(counts) == count:
+        return [(0.0, 0.0)] * 3
+    system = [[np.square(counts).sum(), count], [count**2, count]]
+    square, trace = np.linalg.solve(system, [sum(norms), np.square(whole).sum()])
+    return [(square, 1.0), (trace, 1.0), (count, 1.0)]
+
+
 def check(comm, got, expected, case) -> None:
     """The plain step's numbers, and the same bits on every island."""
     got = jax.device_get(got)
@@ -103,7 +132,7 @@ def main() -> None:
     for sizes, shares, microbatches in cases:
         layout = Layout(mesh=sizes)
         mesh = make_mesh(layout, devices)
-        placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
+        placement = make_placement(MODEL, gradients_as_state(), layout, mesh, measures_noise=True)
         rows, start = rows_of(shares, island, len(devices) * microbatches)
         batch = place(rows, mesh, layout.batch_axes, microbatches)
         transfer = Transfer(mesh, groups["all_reduce"], 3000, 1000)
@@ -115,6 +144,11 @@ def main() -> None:
         state, metrics = step(state, batch)
         got = (metrics["loss_sum"], metrics["count"], state.opt_state)
         check(comm, got, expected, f"{sizes} {shares} {microbatches}")
+        if num_islands == 2:
+            noise = [metrics[f"gradient_{name}"] for name in ("square", "trace", "batch")]
+            unit = len(devices) * microbatches
+            num_parts = microbatches * math.prod(mesh.shape[axis] for axis in placement.layout.replica_axes)
+            check(comm, noise, noise_of_parts(shares, unit, num_parts), f"noise of {sizes} {shares}")
     # the last case's gradients by every way of summing, in buckets of every kind
     key = step_key(state.seed, jnp.int32(0))
     gradients = jax.jit(make_gradients(MODEL, classification_loss, placement, start))

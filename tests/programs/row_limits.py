@@ -17,7 +17,7 @@ from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.train_step.island_step import GradientIslandStep
-from shardtrain.trainer import row_memory
+from shardtrain.trainer import evaluation, row_memory
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -46,17 +46,35 @@ def counted(self, state, batch):
 
 GradientIslandStep.__call__ = counted  # type: ignore[method-assign]
 
+evaluated: list[int] = []
+make_evaluate = evaluation.make_evaluate
 
-def run(name: str, **across: object) -> None:
+
+def make_counted(*arguments):
+    evaluate = make_evaluate(*arguments)
+
+    def counted(state, batch):
+        evaluated.append(batch["weights"].size)
+        return evaluate(state, batch)
+
+    return counted
+
+
+evaluation.make_evaluate = make_counted
+
+
+def run(name: str, growth: str = "", **across: object) -> None:
     rows.clear()
+    evaluated.clear()
     strategy = Strategy(across=Across(**across))  # type: ignore[arg-type]
+    options = dataclasses.replace(RUN, strategy=strategy, run_dir=FOLDER / name, batch_growth=growth)
     console = Console(file=io.StringIO(), width=200)
     try:
-        train(dataclasses.replace(RUN, strategy=strategy, run_dir=FOLDER / name), console, ISLANDS)
+        train(options, console, ISLANDS)
         text = console.file.getvalue()  # type: ignore[attr-defined]
     except ValueError as error:
         text = str(error)
-    found[name] = [sorted(set(rows)), text]
+    found[name] = [sorted(set(rows)), text, sorted(set(evaluated))]
 
 
 run("given", shares=(3.0, 1.0), share_limits=(5, 16))
@@ -81,6 +99,8 @@ run("enough", shares=(3.0, 1.0), share_limits="auto")
 if ISLANDS.is_first:
     memory["bytes"] = measured[0] + measured[1] * 11 // 2
 run("little", shares=(3.0, 1.0), share_limits="auto")
+run("grown", "1:2", shares=(3.0, 1.0), share_limits="auto")
+run("grown freely", "1:2", shares=(3.0, 1.0))
 memory["bytes"] = measured[0] - 1 if ISLANDS.is_first else 1 << 50
 found["least"] = measured[0]
 run("none", shares=(3.0, 1.0), share_limits="auto")

@@ -24,6 +24,7 @@ from shardtrain.islands.bridge import MPI, Control, MpiGroup, world
 from shardtrain.islands.mailbox import Mailbox
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.block_owners import owner_groups
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.options import Pipeline
@@ -122,7 +123,7 @@ def names(*dims):
 @cache
 def model(name):
     if name == "translation":
-        # the encoded source goes to every decoder block, from stage to later stages
+        # the encoded source, its mask and distances go to every decoder block, from stage to later stages
         return from_nnx(
             EncoderDecoderConfig(
                 vocab=VOCAB,
@@ -132,9 +133,17 @@ def model(name):
                 num_decoder_layers=2,
                 num_heads=2,
                 mlp=32,
+                positions="relative",
+                relative_buckets=4,
+                relative_distance=4,
                 dropout=0.3,
                 remat="none",
             )
+        )
+    if name == "stacks":
+        # six blocks for a cut, three of them of two
+        return from_nnx(
+            ResNetConfig(depth=29, filters=2, num_groups=1, height=4, width=4, colours=1, classes=8, stack=2)
         )
     dropout = 0.0 if name == "plain" else 0.3
     tiny = TinyConfig(vocab=VOCAB, embed=32, num_layers=7, mlp=64, dropout=dropout, tied=name == "tied")
@@ -145,15 +154,18 @@ def model(name):
 def data(name):
     random = np.random.default_rng(0)
     weights = np.where(np.arange(ROWS) < ROWS - 3, 1, 0).astype(np.float32)
-    if name == "skips":
+    if name in ("skips", "stacks"):
+        shape = (ROWS, 4, 4) if name == "skips" else (ROWS, 4, 4, 1)
         return classification_loss, {
-            "image": random.normal(size=(ROWS, 4, 4)).astype(np.float32),
+            "image": random.normal(size=shape).astype(np.float32),
             "label": random.integers(0, 8, ROWS, np.int32),
             "weights": weights,
         }
     if name == "translation":
         tokens = random.integers(0, VOCAB, (2, ROWS, SEQ + 1), np.int32)
-        return translation_loss, {"source": tokens[0, :, 1:], "target": tokens[1], "weights": weights}
+        mask = (np.arange(SEQ) < random.integers(1, SEQ + 1, (ROWS, 1))).astype(np.int32)
+        batch = {"source": tokens[0, :, 1:], "target": tokens[1], "weights": weights}
+        return translation_loss, {**batch, "source_mask": mask}
     return next_token_loss, {
         "tokens": random.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32),
         "weights": weights,
@@ -410,7 +422,11 @@ def main() -> None:
     unequal = {1: [40], 2: [24, 16]}[comm.size // num_stages]
     plain = ["1f1b", "gpipe", "zero_bubble"]
     cases = {
-        (2, 1): [("tied", 1, 5, plain, None), ("traced", 2, 2, ["interleaved"], None)],
+        (2, 1): [
+            ("tied", 1, 5, plain, None),
+            ("traced", 2, 2, ["interleaved"], None),
+            ("stacks", 1, 2, ["1f1b"], None),
+        ],
         (3, 1): [("skips", 2, 4, ["interleaved"], None), ("tied", 2, 5, ["zb_v"], None)],
         # statistics of a batch norm are of one pipeline's rows, so that only one can be compared
         (2, 2): [("untied", 1, 2, plain, unequal)],

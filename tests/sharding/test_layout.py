@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardtrain import axes
 from shardtrain.errors.messages import near
-from shardtrain.sharding.axis_sizes import BUILT_AXES, axis_sizes, parse_mesh
+from shardtrain.sharding.axis_sizes import axis_sizes, parse_mesh
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import layout_text, read_layout
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES
@@ -54,8 +54,6 @@ def test_all_problems_of_a_layout_at_once():
         [
             "sequence_sharded is 'false'; give True or False",
             "axis 'dta' (did you mean 'data'?)",
-            "axis 'expert' has size 2, but is not built yet;"
-            " use expert=1 (built: pipeline, data, fsdp, context, tensor)",
             "axis 'data' has size 0; allowed: a whole number from 1, or -1 (the rest)",
             "axis 'context' has size True; allowed: a whole number from 1, or -1 (the rest)",
             "axes ['fsdp', 'tensor'] are all -1; at most one can be the rest",
@@ -78,10 +76,10 @@ def test_a_bad_size(size):
     )
 
 
-@pytest.mark.parametrize("axis", sorted(set(axes.AXES) - set(BUILT_AXES)))
-def test_an_axis_that_is_not_built_may_have_size_1(axis):
-    assert Layout(mesh={axis: 1}).mesh == {axis: 1}
-    assert f"axis '{axis}' has size -1, but is not built yet" in refused(Layout, mesh={axis: -1})
+def test_the_axis_of_experts_has_examples_of_its_own():
+    assert Layout(mesh={"expert": 2}).batch_axes == ("data", "fsdp", "expert")
+    assert Layout(mesh={"expert": 2}).replica_axes == ("data",)
+    assert Layout(mesh={"expert": 1}).batch_axes == ("data", "fsdp")
 
 
 def test_zero_is_a_number():
@@ -255,7 +253,7 @@ rules = st.dictionaries(
 )
 layouts = st.builds(
     Layout,
-    mesh=st.dictionaries(st.sampled_from(BUILT_AXES), st.integers(1, 4096), max_size=3),
+    mesh=st.dictionaries(st.sampled_from(axes.AXES), st.integers(1, 4096), max_size=3),
     zero=st.integers(1, 3),
     sequence_sharded=st.booleans(),
     context_attention=st.sampled_from(["ring", "all-gather", "all-to-all"]),

@@ -70,3 +70,30 @@ def test_streams_that_are_closed_or_full_end_no_command_with_a_traceback(
     assert done.stderr.startswith(told)
     assert bool(done.stderr) == bool(told)
     assert "Traceback" not in done.stderr
+
+
+def test_a_process_can_wait_until_its_message_is_read(tmp_path):
+    """MPI_Abort ends the launcher before it has read the message."""
+    aborted = tmp_path / "aborted"
+    program = f"""
+import sys
+from shardtrain.system.standard_streams import wait_until_read
+sys.stderr.write("what is wrong")
+wait_until_read(600)
+open({str(aborted)!r}, "w").close()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        assert not aborted.exists()
+        assert process.communicate()[1] == b"what is wrong"
+    assert process.returncode == 0
+    assert aborted.exists()
+
+
+def test_the_wait_for_a_reader_has_an_end():
+    program = (
+        "from shardtrain.system import standard_streams as s; print('x', flush=True); s.wait_until_read(0.1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.wait(60) == 0

@@ -102,11 +102,6 @@ def test_where_a_batch_cannot_grow_is_refused(run):
             "a step's time then tells no speed; give weights, such as --shares 2,1",
         ),
         (
-            Strategy(across=Across(share_limits=(4, 8))),
-            "share_limits",
-            "the limits are those of a batch of one size; give weights instead, such as --shares 2,1",
-        ),
-        (
             Strategy(layout=Layout(mesh={"pipeline": 2}), pipeline=Pipeline(schedule="own.csv")),
             "a schedule from a .csv",
             "its table has one number of microbatches; use a schedule by name, such as --schedule 1f1b",

@@ -15,7 +15,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.functional.frozen import without
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.huggingface_files import export_model, import_model
+from shardtrain.models.huggingface.files import export_model, import_model
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import stored
 from shardtrain.pipeline.stage_model import nested

@@ -165,6 +165,10 @@ def test_a_great_vocabulary_costs_no_outputs(monkeypatch):
         (next_token_loss, TABLE, {"tokens": np.ones((3, 6), np.float32)}, "'tokens' is float32, and classes are whole numbers; use .astype('int32')"),
         (classification_loss, IMAGES, {"label": [0, 8, 1]}, "'label' has 8 in row 1; the model has classes 0 to 7: give the model 9 classes or more"),
         (classification_loss, IMAGES, {"label": [0, 8, 1], "weights": [1, 0, 1]}, None),
+        (classification_loss, IMAGES, {"label": np.eye(8, dtype=np.float32)[:3]}, None),
+        (classification_loss, IMAGES, {"label": np.eye(9, dtype=np.float32)[:3]}, "'label' has shares of 9 classes, and the model has 8; make both the same"),
+        (classification_loss, IMAGES, {"label": np.full((3, 8), 0.25, np.float32)}, "'label' has row 0, which adds up to 2; give each class its share, 0 or more, together 1"),
+        (classification_loss, IMAGES, {"label": np.eye(8)[:3] * 3 - np.eye(8)[1:4] * 2}, "'label' has row 0, which has a share below 0; give each class its share, 0 or more, together 1"),
     ],
 )  # fmt: skip
 def test_classes_outside_are_named_with_row_and_value(loss, model, changes, problem):

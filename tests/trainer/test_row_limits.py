@@ -28,14 +28,21 @@ def test_what_is_above_a_limit_goes_to_the_others_and_losses_stay(mpiexec, tmp_p
         "too many": [[], []],
         "enough": [[12], [4]],
         "little": [[6], [10]],
+        # the second batch is twice the first, in twice the microbatches; the third ends the epoch
+        "grown": [[6, 10, 12], [0, 10, 20]],
+        "grown freely": [[10, 12, 24], [0, 4, 8]],
         "none": [[], []],
     }
+    # held-out batches are computed in the same shares, by auto too
+    for name, expected in {"given": [[5], [11]], "enough": [[12], [4]], "little": [[6], [10]]}.items():
+        assert [first[name][2], second[name][2]] == expected
     losses = [
         [line["train/loss"] for line in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        for name in ("given", "measured", "enough", "little")
+        for name in ("given", "measured", "enough", "little", "grown", "grown freely")
     ]
-    for other in losses[1:]:
+    for other in losses[1:4]:
         assert other == pytest.approx(losses[0], rel=2e-5)
+    assert losses[4] == pytest.approx(losses[5], rel=2e-5)
     assert "most rows that fit the memory of each island, of 16: 6, 16\n" in first["little"][1]
     assert "most rows" not in first["enough"][1]
     assert first["too few"][1] == (

@@ -21,7 +21,7 @@ from shardtrain.pipeline.stage_cut import best_cut
 from shardtrain.plan.devices import known_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer.setup import sharded_blocks_problems
+from shardtrain.trainer.stage_checks import sharded_blocks_problems
 from shardtrain.trainer.stage_cut import IslandDevices, cut_text, devices_of_stages, island_devices
 from shardtrain.trainer.stage_probe import flops_per_second
 

@@ -113,7 +113,7 @@ def test_what_is_no_plain_value_is_left_out_and_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("accumulat = 2", ["unknown key 'accumulat' (did you mean 'accumulate'?)"]),
+        ("accumulat = 2", ["unknown key 'accumulat' (did you mean 'accumulate' or 'accumulate_dtype'?)"]),
         ("[synchronisation]\nevry = 2", ["unknown key 'evry' (did you mean 'every'?) in [synchronisation]"]),
         ("[synchronisation.outer]\nrate = 2", ["unknown key 'rate'", "in [synchronisation.outer]"]),
         ("accumulate = 0", ["accumulate is 0 microbatches; use 1 or more"]),

@@ -314,7 +314,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, text, tmp_path):
     _, printed = start(dataclasses.replace(tuned, steps=2))
     assert "resumed from step 1" in printed
     assert "starts from" not in printed
-    for path, message in ((tmp_path / "nothing", "it has no finished one"), (folder, "it has steps")):
+    for path, message in ((tmp_path / "nothing", "nothing does not exist; give"), (folder, "it has steps")):
         step = None if path != folder else 99
         with pytest.raises(ValueError, match=message):
             start(make_run(text, tmp_path / "new", start_from=StartFrom(checkpoint=path, step=step)))

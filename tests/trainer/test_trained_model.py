@@ -63,11 +63,14 @@ def test_another_model_is_refused_with_its_arrays_and_options(saved):
     ]
 
 
-def test_a_step_that_is_not_there_is_refused(saved):
+def test_a_step_that_is_not_there_is_refused(saved, tmp_path):
     with pytest.raises(ValueError, match=r"holds no complete checkpoint of step 7: it has steps \[2\]"):
         st.load(saved, CONFIG, step=7)
-    with pytest.raises(ValueError, match=r"holds no complete checkpoint: it has no finished one"):
+    with pytest.raises(ValueError, match="nothing does not exist; give the folder of a run"):
         st.load(saved / "nothing", CONFIG)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"has safetensors, but no config\.json; put that file"):
+        st.load(tmp_path, CONFIG)
 
 
 class Normed(nnx.Module):

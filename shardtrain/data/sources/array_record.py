@@ -1,21 +1,19 @@
 """ArrayRecord files, which come with Grain; the only module that imports array_record."""
 
 import threading
-from collections.abc import Iterator
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
-from shardtrain.data.sources.payload import Kind, kind_of, parse_payload
+from shardtrain.data.sources.format import BadData, Format
+from shardtrain.data.sources.payload import PayloadRows
 
 
-class ArrayRecords:
+class ArrayRecords(PayloadRows):
     """The records of a file, found by its own index; each thread has a reader."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
-        self._path = path
+        self.path = path
         self._readers = threading.local()
         path.stat()
         try:
@@ -28,30 +26,20 @@ class ArrayRecords:
     def __len__(self) -> int:
         return self._num_rows
 
-    def read(self, row: int) -> Record:
-        return parse_payload(self._bytes(row), self._kind, self._path, row)
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
-
-    @cached_property
-    def _kind(self) -> Kind:
-        return kind_of(self._bytes(0))
-
-    def _bytes(self, row: int) -> bytes:
+    def payload(self, row: int) -> bytes:
         if not 0 <= row < self._num_rows:
             raise IndexError(row)
         try:
             return self._reader().read([row])[0]
         except Exception as error:
-            raise BadData(self._path, f"the record cannot be read ({error})", row) from None
+            raise BadData(self.path, f"the record cannot be read ({error})", row) from None
 
     def _reader(self) -> Any:
         if not hasattr(self._readers, "reader"):
             module = import_module("array_record.python.array_record_module")
             # for random access: nothing is read ahead
             options = "readahead_buffer_size:0,max_parallelism:0"
-            self._readers.reader = module.ArrayRecordReader(str(self._path), options)
+            self._readers.reader = module.ArrayRecordReader(str(self.path), options)
         return self._readers.reader
 
 

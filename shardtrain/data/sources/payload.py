@@ -5,13 +5,15 @@ The wire format is read here: no library that has the message is small.
 
 import json
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Record
+from shardtrain.data.sources.format import BadData, Record, iterate_rows
 
 Kind = Literal["json", "example", "text"]
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -51,6 +53,37 @@ def parse_payload(record: bytes, kind: Kind, path: Path, row: int) -> Record:
         return found
     except (ValueError, IndexError, struct.error, RecursionError) as error:
         raise BadData(path, f"the record is no {kind} as the first one ({error})", row) from None
+
+
+class PayloadRows(ABC):
+    """The rows of a file of records, of which the first one says what all are.
+
+    Attributes:
+      path: the file.
+    """
+
+    path: Path
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def payload(self, row: int) -> bytes:
+        """Return a record as it is stored.
+
+        Raises:
+          BadData: it cannot be read.
+        """
+
+    def read(self, row: int) -> Record:
+        return parse_payload(self.payload(row), self._kind, self.path, row)
+
+    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
+        return iterate_rows(self, start, stop)
+
+    @cached_property
+    def _kind(self) -> Kind:
+        return kind_of(self.payload(0))
 
 
 def parse_example(message: bytes) -> dict[str, Any]:

@@ -5,48 +5,37 @@ The format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_fo
 """
 
 import os
-from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
-from shardtrain.data.sources.payload import Kind, kind_of, parse_payload
+from shardtrain.data.sources.format import BadData, Format
+from shardtrain.data.sources.payload import PayloadRows
 from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
 
 HEAD_BYTES, TAIL_BYTES = 12, 4
 
 
-class TfRecords:
+class TfRecords(PayloadRows):
     """The records of a file, found by an index of their offsets."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
-        self._path = path
+        self.path = path
         self._offsets = row_offsets(path, folder, record_offsets)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def read(self, row: int) -> Record:
-        return parse_payload(self._bytes(row), self._kind, self._path, row)
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
-
-    @cached_property
-    def _kind(self) -> Kind:
-        return kind_of(self._bytes(0))
-
-    def _bytes(self, row: int) -> bytes:
+    def payload(self, row: int) -> bytes:
         start, size = map(int, self._offsets[row])
         if is_cut_off(start):
             why = f"the file is damaged, or ends, after byte {size:,}; all that follows is lost"
-            raise BadData(self._path, why, row)
-        with self._path.open("rb") as file:
+            raise BadData(self.path, why, row)
+        with self.path.open("rb") as file:
             record = os.pread(file.fileno(), size, start)
         if len(record) < size:
-            raise BadData(self._path, "the file was cut off since its records were counted", row)
+            raise BadData(self.path, "the file was cut off since its records were counted", row)
         return record
 
 

@@ -5,9 +5,13 @@ section 2 (steps, examples and learning rate by batch) and appendix A.1 (the est
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardtrain.plan.advice.checks import check_positive
+
+DECAY = 0.99
+"""Of the moving averages over steps: they are over about the last 1 / (1 - DECAY) = 100."""
 
 
 class GradientNoise(NamedTuple):
@@ -28,6 +32,20 @@ class GradientNoise(NamedTuple):
         The estimate of |G|^2 may be below zero if it was averaged over too few steps: then it is inf.
         """
         return self.trace / self.gradient_square if self.gradient_square > 0 else math.inf
+
+    def smoothed(self, newer: "GradientNoise") -> "GradientNoise":
+        """Return the moving averages with the estimate of one more step; `NO_NOISE` begins them.
+
+        Both begin at zero, which cancels in their ratio.
+
+        >>> NO_NOISE.smoothed(GradientNoise(2.0, 600.0)).smoothed(GradientNoise(1.0, 300.0)).scale
+        300.0
+        """
+        return GradientNoise(*(DECAY * old + (1 - DECAY) * new for old, new in zip(self, newer, strict=True)))
+
+
+NO_NOISE = GradientNoise(0.0, 0.0)
+"""The moving averages before the first step."""
 
 
 def gradient_noise(
@@ -63,6 +81,37 @@ def gradient_noise(
     square = (big_batch * big_square - small_batch * small_square) / (big_batch - small_batch)
     trace = (small_square - big_square) / (1 / small_batch - 1 / big_batch)
     return GradientNoise(square, trace)
+
+
+def logged_noise(lines: Sequence[Mapping[str, float]], name: str) -> tuple[GradientNoise, float]:
+    """Average what a run with `gradient_noise_scale` logged, over the newer half of its steps.
+
+    Args:
+      lines: its lines of metrics.
+      name: of the run, for the message.
+
+    Returns:
+      (the estimates of gradient and noise, the last batch in examples or tokens).
+
+    Raises:
+      ValueError: no line has them.
+    """
+    names = [f"train/gradient_{each}" for each in ("square", "trace", "batch")]
+    before, found = 0.0, []
+    for line in lines:
+        # a line is the mean over the steps since the one before it
+        if all(each in line for each in names):
+            found.append((line["step"], line["step"] - before, [line[each] for each in names]))
+        before = line["step"]
+    if not found:
+        raise ValueError(
+            f"no line of metrics of {name} has what the gradient noise scale is estimated from; train with"
+            " --gradient-noise-scale, at least until the first line of metrics"
+        )
+    newer = [(steps, values) for step, steps, values in found if step > found[-1][0] / 2]
+    num_steps = sum(steps for steps, _ in newer)
+    square, trace = (sum(steps * values[i] for steps, values in newer) / num_steps for i in range(2))
+    return GradientNoise(square, trace), found[-1][2][2]
 
 
 def steps_factor(batch: float, noise_scale: float) -> float:

@@ -13,6 +13,7 @@ import jax
 
 from shardtrain.functional.model import path_text
 from shardtrain.plan.fusion import ALIASES
+from shardtrain.plan.jaxpr_walk import CALLED, OPAQUE
 from shardtrain.plan.layers.layer_graph import (
     CONVOLUTION,
     JOIN,
@@ -25,9 +26,8 @@ from shardtrain.plan.layers.layer_graph import (
 from shardtrain.plan.named_dims import Operands, names_of
 from shardtrain.plan.program import Dims
 from shardtrain.plan.subject import Subject, loss_of
-from shardtrain.plan.trace import CALLED, OPAQUE
 
-MULTIPLIES = {"dot_general": PRODUCT, "ragged_dot": PRODUCT, "conv_general_dilated": CONVOLUTION}
+MULTIPLIES = {"dot_general": PRODUCT, "ragged_dot_general": PRODUCT, "conv_general_dilated": CONVOLUTION}
 SAME_TENSOR = ALIASES | {"convert_element_type", "transpose"}
 """Operations whose result is the same tensor, in another form."""
 
@@ -279,7 +279,7 @@ def _features(equation: Any, at: int) -> tuple[Sequence[int], Sequence[int]]:
     if equation.primitive.name == "conv_general_dilated":
         return (numbers.rhs_spec[1],), (numbers.rhs_spec[0],)
     rank = len(equation.invars[at].aval.shape)
-    if equation.primitive.name == "ragged_dot":
+    if equation.primitive.name == "ragged_dot_general":
         return (rank - 2,), (rank - 1,)
     contracted, batch = (each[at] for each in numbers)
     return contracted, [i for i in range(rank) if i not in (*contracted, *batch)]
@@ -287,8 +287,6 @@ def _features(equation: Any, at: int) -> tuple[Sequence[int], Sequence[int]]:
 
 def _flops(equation: Any) -> float:
     operands = [atom.aval.shape for atom in equation.invars]
-    if equation.primitive.name == "ragged_dot":
-        return 2.0 * math.prod(operands[0]) * operands[1][-1]
     named = Operands([(None,) * len(shape) for shape in operands], operands, equation.params, [])
     return names_of(
         equation.primitive.name, named._replace(out_shapes=[equation.outvars[0].aval.shape])

@@ -15,7 +15,7 @@ from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, 
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.simulator.operators import Operators, Part, Value
 from shardtrain.plan.simulator.task_graph import Key, Task
-from shardtrain.plan.step_times import BETWEEN, INSIDE
+from shardtrain.plan.step_collectives import BETWEEN, INSIDE
 
 Sharding = tuple[str | None, ...]
 """For each mesh axis the dim that it shards; None: its devices all do the same."""

@@ -9,19 +9,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from shardtrain.pipeline.simulate import hop_seconds
 from shardtrain.pipeline.table import Table
 from shardtrain.pipeline.table import Task as TableTask
 from shardtrain.plan.simulator.task_graph import Key, Task, TaskGraph
-from shardtrain.plan.step_times import (
+from shardtrain.plan.step_collectives import (
     GRADIENT,
     MICROBATCH,
     MICROBATCH_GRADIENT,
     START,
     UPDATED,
     Collective,
-    StepTimes,
 )
+from shardtrain.plan.step_times import StepTimes
 
 BETWEEN_STAGES = "link between stages"
 
@@ -93,13 +92,12 @@ class _Building:
         for task in tasks:
             self._task(task)
         if self.times.num_stages > 1:
-            sent = [
-                hop_seconds(self.table, self.times.hop, (task.stage, task.chunk, task.kind)) or 0.0
-                for task in tasks
-            ]
+            for stage in range(self.times.num_stages):
+                self.compute(stage, f"slots, tick {tasks[0].tick}", "forward", self.times.tick)
             needs = [key for keys in self.last for key in keys]
-            name = f"activations to the next stages, tick {tasks[0].tick}"
-            self.last = [self.add(name, "transfer", BETWEEN_STAGES, max(sent), needs)] * self.times.num_stages
+            name = f"activations and cotangents to other stages, tick {tasks[0].tick}"
+            sent = self.add(name, "transfer", BETWEEN_STAGES, self.times.hops, needs)
+            self.last = [sent] * self.times.num_stages
 
     def _task(self, task: TableTask) -> None:
         """Add a task of the table, block by block, each with the collectives of a microbatch."""
@@ -127,12 +125,12 @@ class _Building:
         count = times.num_blocks // parts if times.forward else 0
         first = self.table.part(task) * count
         numbers = range(first, first + count)
-        is_last_part = self.table.part(task) == parts - 1
-        ends = 0.0
         if not count:
             ends = whole
-        elif task.kind != "forward" and is_last_part:
-            ends = times.ends / (len(self.table.kinds) - 1)
+        elif times.num_stages == 1:
+            ends = times.ends if task.kind != "forward" else 0.0
+        else:
+            ends = times.outside(self.table.part(task), task.kind)
         if ends:
             yield f"{task.kind}, outside the blocks" if count else "forward and backward", ends, 0
         for number in numbers if task.kind == "forward" else reversed(numbers):

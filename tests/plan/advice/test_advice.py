@@ -1,5 +1,6 @@
 """Advice: each formula against what it was derived from, simulated or computed in another way."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -208,3 +209,33 @@ def test_a_run_that_makes_no_progress_never_ends(capsys):
     words = "revocable --hosts 9 --work-hours 1e6 --save-minutes 1e6 --save-seconds 9 --life-hours 0.1"
     assert cli.main(["advise", *words.split()]) == 0
     assert "never ends" in capsys.readouterr().out
+
+
+def test_a_batch_is_advised_from_a_run_folder(tmp_path, capsys):
+    """The newer half of the steps counts, each line by its steps, and numerator and denominator are apart."""
+    lines = [(10, 9.0, 1.0, 32.0), (20, 1.0, 300.0, 64.0), (25, 2.0, 900.0, 64.0), (40, 3.0, 1400.0, 64.0)]
+    names = ("step", *(f"train/gradient_{name}" for name in ("square", "trace", "batch")))
+    lines = [dict(zip(names, line, strict=True)) for line in lines]
+    lines.insert(2, {"step": 22, "train/loss": 1.0})
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert cli.main(["advise", "batch", "--run", str(tmp_path), "--learning-rate", "0.001"]) == 0
+    # step 25 stands for the 3 steps since 22, and step 40 for 15
+    scale = (3 * 900 + 15 * 1400) / (3 * 2 + 15 * 3)
+    found = capsys.readouterr().out
+    assert f"gradient noise scale {scale:.4g}: the critical batch" in found
+    assert any(
+        line.split()[0] == "64" and line.split()[-2:] == ["0.001", "now"] for line in found.splitlines()[3:-1]
+    )
+
+
+def test_a_batch_is_asked_for_in_one_way(tmp_path, capsys):
+    for words in ([], ["--run", str(tmp_path), "--small", "3"], ["--small", "3", "--large", "9"]):
+        assert cli.main(["advise", "batch", *words]) == 2
+        assert (
+            "give either --run, the folder of a run, or all four of --small, --small-norm"
+            in capsys.readouterr().err
+        )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+    assert cli.main(["advise", "batch", "--run", str(tmp_path)]) == 2
+    assert "train with --gradient-noise-scale" in capsys.readouterr().err

@@ -21,7 +21,8 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.simulator.timeline import timeline
-from shardtrain.plan.step_times import BETWEEN, GRADIENT, Collective, StepTimes
+from shardtrain.plan.step_collectives import BETWEEN, GRADIENT, Collective
+from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.report.step_trace import TracedStep, trace_text
@@ -92,16 +93,43 @@ def of_stages(schedule="1f1b", **others):
 def test_the_tasks_run_as_the_schedule_is_simulated(schedule):
     times = of_stages(schedule)
     table = make_table(schedule, 4, 6, lockstep=True)
-    simulated = simulate(table, times.task, times.hop)
+    # in every tick each stage sends both ways, whatever its tasks are
+    sent = table.num_ticks * 2 * times.hop
+    simulated = simulate(table, times.task)
     graph = step_graph(times)
     found = timeline(graph)
-    assert found.makespan == simulated.makespan + times.update
+    assert found.makespan == simulated.makespan + sent + times.update
     for stage in range(4):
         # the blocks of each of the schedule's tasks, one after the other
         begins = [found.start[task.key] for task in graph if task.queue == f"stage {stage}: compute"]
-        wanted = [simulated.start[task] for task in table.order(stage)]
+        wanted = [simulated.start[task] + task.tick * 2 * times.hop for task in table.order(stage)]
         assert set(wanted) <= set(begins)
         assert len(begins) >= 2 * len(wanted) + 1
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+def test_a_task_of_a_pipeline_takes_what_its_part_runs(schedule, chunks):
+    choice = Choice(
+        layout=Layout(mesh={"pipeline": 4}), accumulate=8, schedule=schedule, virtual_stages=chunks
+    )
+    times = of_stages(choice=choice, again=2.0, first=0.125, first_backward=0.25, tick=0.0625)
+    last = chunks - 1
+    # the last part has no forward; the first looks up and adds rows, the last has the loss
+    assert times.task(0, 0, "forward") == 1.0 + 0.125
+    assert times.task(1, 0, "forward") == 1.0
+    assert times.task(3, last, "forward") == 0.0
+    kinds = len(times.table.kinds) - 1
+    assert times.task(1, 0, "backward") == 2.0 + 1.5 / kinds
+    assert times.task(0, 0, "backward") == 2.0 + 1.5 / kinds + 0.25
+    assert times.task(3, last, "backward") == 2.0 + 1.5 / kinds + 0.5
+    # all stages together, in 8 microbatches; and the slots of each tick
+    parts = 4 * chunks
+    of_all = 8 * (parts - 1 + 0.125 + parts * (kinds * 2.0 + 1.5) + 0.25 + 0.5)
+    assert times.compute == pytest.approx(of_all / 4 + times.table.num_ticks * 0.0625)
+    assert times.hops == 2 * 0.25
+    assert timeline(step_graph(times)).makespan == pytest.approx(
+        simulate(times.table, times.task).makespan + times.table.num_ticks * (0.5 + 0.0625) + times.update
+    )
 
 
 def test_a_sum_of_gradients_runs_beside_the_backward_of_the_blocks_before():

@@ -1,0 +1,116 @@
+"""This project beside torch on a CPU: nanoGPT's character-level configuration, in one process, paired.
+
+Both (`loops.py`, `torch_model.py`) start from the same parameters and see the same batches.
+Figures: docs/benchmarks/torch.md.
+"""
+
+import json
+import os
+import tempfile
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import jax
+import numpy as np
+import tyro
+from loops import HandWritten, Toolkit
+from overhead import largest_difference
+from paired import ratios, rounds
+
+from shardtrain.data import Tokens, write_tokens
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.system.xla_flags import Preset, preset_text, with_preset
+from shardtrain.trainer.metric_log import STEPS_LATE
+
+NANOGPT = DecoderConfig(
+    vocab=65, seq=64, embed=128, num_layers=4, num_heads=4, bias=False, activation="gelu_erf"
+)
+BATCH, BATCHES_IN_EPOCH = 12, 256
+TORCH = "torch"
+CONFIGS = {
+    "scanned": NANOGPT,
+    "unrolled": replace(NANOGPT, scan=False),
+    "unrolled, no remat": replace(NANOGPT, scan=False, remat="none"),
+}
+HAND = "hand-written jax, unrolled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+      rounds: blocks of each side.
+      steps: steps of a block.
+      quiet: rounds in which others took more than this share of the processors are run again.
+      compare: steps from the start whose losses are compared.
+      xla_preset: flags of XLA, as of `shardtrain train`.
+      json: where to write all figures too.
+    """
+
+    rounds: int = 20
+    steps: int = 25
+    quiet: float = 1.0
+    compare: int = 20
+    xla_preset: Preset = "auto"
+    json: Path | None = None
+
+
+def main(options: Options) -> None:
+    # torch is no dependency of this project: `uv run --with torch`
+    from torch_model import TorchLoop
+
+    flags = with_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
+    os.environ["XLA_FLAGS"] = flags.xla_flags
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        num_tokens = NANOGPT.seq * BATCH * max(BATCHES_IN_EPOCH, options.compare) + 1
+        tokens = np.random.default_rng(0).integers(0, NANOGPT.vocab, num_tokens)
+        write_tokens(folder / "tokens.npy", [tokens])
+        data = Tokens(path=folder / "tokens.npy", vocab=NANOGPT.vocab, seq=NANOGPT.seq, heldout_fraction=0)
+        source = data.train(folder)
+        toolkits, losses = {}, {}
+        hand = HandWritten(CONFIGS["unrolled"], source, BATCH, 0)
+        for number, (name, config) in enumerate(CONFIGS.items()):
+            (own := folder / str(number)).mkdir()
+            toolkits[name] = stack.enter_context(closing(Toolkit(config, source, BATCH, 0, own)))
+        beside = TorchLoop(NANOGPT, toolkits["scanned"].state.params, hand.tokens, BATCH)
+        losses[TORCH] = beside.loop([], options.compare)
+        hand.loop([], options.compare)
+        for name, toolkit in toolkits.items():
+            toolkit.loop([], options.compare, log_every=1)
+            losses[name] = [record["train/loss"] for record in read_jsonl(toolkit.metrics)]
+        sides = {
+            TORCH: partial(beside.loop, steps=options.steps),
+            HAND: partial(hand.loop, steps=options.steps),
+            **{n: partial(t.loop, steps=options.steps, log_every=10) for n, t in toolkits.items()},
+        }
+        rounds(sides, 1, STEPS_LATE, 0)
+        blocks = rounds(sides, options.rounds, STEPS_LATE, 0, options.quiet)
+    spreads = {name: ratios("step_seconds", blocks[TORCH], found) for name, found in blocks.items()}
+    seconds = {name: median(block.step_seconds for block in found) for name, found in blocks.items()}
+    lines = [
+        f"nanoGPT, {BATCH} x {NANOGPT.seq} tokens a step, float32; {options.rounds} rounds of {options.steps}"
+        f" steps; {os.cpu_count()} cores; jax {jax.__version__}, torch {metadata.version('torch')}",
+        preset_text(options.xla_preset, flags) or "no XLA flags",
+        f"{'':30}{'ms a step':>10}  tokens/s over torch's: median, 95 % interval   losses differ by",
+    ]
+    for name, spread in spreads.items():
+        low, high = spread.sure
+        apart = f"{largest_difference(losses[TORCH], losses[name]):.1e}" if name in losses else ""
+        lines.append(
+            f"{name:30}{1e3 * seconds[name]:10.2f}  {spread.median:.3f}, {low:.3f} - {high:.3f}{apart:>30}"
+        )
+    print("\n".join(lines))
+    if options.json is not None:
+        figures = {"seconds": seconds, "ratios": {k: asdict(v) for k, v in spreads.items()}, "losses": losses}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

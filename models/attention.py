@@ -1,0 +1,255 @@
+"""Attention of queries to keys and values: as a run computes it over a mesh, or as the model itself does.
+
+`transformer.py` has the layer around it.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax.core.spmd import get_logical_axis_rules
+
+Attentions = Literal["auto", "xla", "cudnn"]
+
+
+def target_devices() -> list[Any]:
+    """The devices of this process of the kind that the program being traced will run on.
+
+    Inside a mesh they are of its kind, so [] for a mesh of devices that are described but not here.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    devices = jax.local_devices()
+    return [d for d in devices if described is None or d.device_kind == described.device_kind]
+
+
+def has_flash(devices: Sequence[Any]) -> bool:
+    """Whether cuDNN's flash attention runs on these devices: NVIDIA's from compute capability 8.0 (Ampere).
+
+    False without devices: jax can trace it only where such a device is.
+    """
+    capabilities = [re.fullmatch(r"(\d+)\.\d+", getattr(d, "compute_capability", "")) for d in devices]
+    return bool(capabilities) and all(found and int(found[1]) >= 8 for found in capabilities)
+
+
+def flash_obstacles(
+    dtype: Any,
+    head_dim: int,
+    devices: Sequence[Any],
+    *,
+    masked: bool = False,
+    soft_cap: float | None = None,
+    window: int | jax.Array | None = None,
+    biased: bool = False,
+) -> list[str]:
+    """Return what keeps "auto" from cuDNN's flash attention, each what it needs and what is there.
+
+    Args:
+      dtype: of the queries.
+      head_dim: features of a head.
+      devices: those that will run the program, see `target_devices`.
+      masked: whether there is a mask of keys, or segments.
+      soft_cap: see `whole_attention`.
+      window: likewise.
+      biased: whether something is added to the scores.
+
+    >>> flash_obstacles(jnp.float32, 12, [], soft_cap=30.0)[:2]
+    ['16 bits, not float32', 'heads of a multiple of 8 features up to 128, not 12']
+    """
+    found = []
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        found.append(f"16 bits, not {jnp.dtype(dtype).name}")
+    if head_dim % 8 or head_dim > 128:
+        found.append(f"heads of a multiple of 8 features up to 128, not {head_dim}")
+    if masked:
+        found.append("no mask and no segments")
+    if soft_cap is not None:
+        found.append("no soft cap")
+    if biased:
+        found.append("no relative positions")
+    if isinstance(window, jax.Array):
+        found.append("a window that is the same in all blocks")
+    if not has_flash(devices):
+        found.append(f"NVIDIA GPUs here from compute capability 8.0, not {_device_text(devices)}")
+    return found
+
+
+def _device_text(devices: Sequence[Any]) -> str:
+    if not devices:
+        return "devices that are not here"
+    capability = getattr(devices[0], "compute_capability", None)
+    return devices[0].device_kind + (f" ({capability})" if capability else "")
+
+
+@jax.named_scope("attention")
+def attend(
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    kind: Attentions,
+    *,
+    causal: bool = True,
+    mask_BS: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
+    bias_BHTS: jax.Array | None = None,
+) -> jax.Array:
+    """Attention as the run computes it where a mesh shards sequences, else `whole_attention`.
+
+    A run hands it to models as the attribute `attention` of Flax's logical rules, which know the mesh. It is
+    called with the model's own attention first.
+
+    Args:
+      q_BTHK: queries, named (batch, seq, heads, head_dim).
+      k_BSHK: keys, named (batch, seq, kv_heads, head_dim).
+      v_BSHK: values, shaped and named as the keys.
+      kind: see `whole_attention`.
+      causal: likewise.
+      mask_BS: likewise.
+      segments_BT: likewise.
+      window: likewise.
+      soft_cap: likewise.
+      bias_BHTS: likewise.
+
+    Returns:
+      The context, shaped and typed as `q_BTHK`.
+
+    Raises:
+      ValueError: a mesh shards sequences, and there is a mask for each query, or a bias.
+    """
+    of_run = getattr(get_logical_axis_rules(), "attention", None)
+    whole = partial(whole_attention, kind)
+    seen = {"causal": causal, "mask_BS": mask_BS, "segments_BT": segments_BT, "window": window}
+    seen["soft_cap"] = soft_cap
+    if of_run is None:
+        return whole(q_BTHK, k_BSHK, v_BSHK, **seen, bias_BHTS=bias_BHTS)
+    if bias_BHTS is not None:
+        raise ValueError("attention over a mesh axis has no relative positions; use a mesh with context=1")
+    if mask_BS is not None and mask_BS.ndim == 3:
+        raise ValueError(
+            "attention over a mesh axis takes no cache of keys and values; use a mesh with context=1"
+        )
+    return of_run(whole, q_BTHK, k_BSHK, v_BSHK, **seen)
+
+
+def whole_attention(
+    kind: Attentions,
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    *,
+    causal: bool = True,
+    mask_BS: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
+    bias_BHTS: jax.Array | None = None,
+) -> jax.Array:
+    """Scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
+
+    Args:
+      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" in 16 bits with a head_dim
+        that it takes (a multiple of 8, at most 128), a window that is a plain number, and no mask, segments,
+        soft cap or bias, on devices that have it (`has_flash`), else "xla".
+      q_BTHK: queries.
+      k_BSHK: keys; their number of heads divides that of the queries.
+      v_BSHK: values, shaped as the keys.
+      causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
+        another sequence than its own, whose length may differ).
+      mask_BS: 0 for keys that no query sees, such as padding; or (batch, seq, keys), 0 for keys that a query
+        does not see; by default all are seen.
+      segments_BT: of self-attention, the number of each token's segment: a query sees the keys of its own
+        only; by default there is one.
+      window: of causal attention, how many keys a query sees at most: its own and those just before it. A
+        traced int scalar may differ from block to block. None: all of them.
+      soft_cap: scores x become soft_cap * tanh(x / soft_cap), which "cudnn" does not have. None: they stay.
+      bias_BHTS: added to the scaled scores, without a soft cap, of "xla". None: nothing.
+
+    Returns:
+      The context, shaped and typed as `q_BTHK`.
+
+    Raises:
+      ValueError: "cudnn" with a soft cap or a bias, or a bias with a soft cap.
+    """
+    seen = None if mask_BS is None else (mask_BS if mask_BS.ndim == 3 else mask_BS[:, None])[:, None] != 0
+    if segments_BT is not None:
+        seen = _both(segments_BT[:, None, :, None] == segments_BT[:, None, None, :], seen)
+    # flash attention where it can run; it takes no mask here, and has a window of its own
+    asked, devices = kind, target_devices()
+    why = f"{q_BTHK.dtype.name} on {_device_text(devices)}"
+    if kind == "auto":
+        obstacles = flash_obstacles(
+            q_BTHK.dtype,
+            q_BTHK.shape[-1],
+            devices,
+            masked=seen is not None,
+            soft_cap=soft_cap,
+            window=window,
+            biased=bias_BHTS is not None,
+        )
+        kind = "xla" if obstacles else "cudnn"
+        why = f"cuDNN's flash attention needs {'; '.join(obstacles)}" if obstacles else why
+    # a run that traces the model asks for it in the same way as for attention over a mesh
+    if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
+        note(f"attention: {kind}, {'by auto' if asked == 'auto' else 'as asked for'}: {why}")
+    if bias_BHTS is not None and (kind == "cudnn" or soft_cap is not None):
+        raise ValueError(f"attention {kind!r} with soft_cap {soft_cap} has no bias; use 'xla' without one")
+    flash_window = None
+    if kind == "cudnn" and isinstance(window, int):
+        flash_window = (window - 1, 0)
+    elif window is not None:
+        query, key = jnp.arange(q_BTHK.shape[1])[:, None], jnp.arange(k_BSHK.shape[1])
+        seen = _both((query - key < window)[None, None], seen)
+    dtype = q_BTHK.dtype
+    if dtype == jnp.float16 and any(d.device_kind == "cpu" for d in devices):
+        # XLA has no product of float16 there that it adds up in float32, which jax's attention asks for
+        q_BTHK, k_BSHK, v_BSHK = (x.astype(jnp.float32) for x in (q_BTHK, k_BSHK, v_BSHK))
+    if soft_cap is not None:
+        if kind == "cudnn":
+            raise ValueError(f"attention 'cudnn' has no soft cap, and soft_cap is {soft_cap}; use 'xla'")
+        return _capped_attention(q_BTHK, k_BSHK, v_BSHK, causal, seen, soft_cap).astype(dtype)
+    context_BTHK = jax.nn.dot_product_attention(
+        q_BTHK, k_BSHK, v_BSHK, bias_BHTS, seen, is_causal=causal, implementation=kind,
+        local_window_size=flash_window,
+    )  # fmt: skip
+    return context_BTHK.astype(dtype)
+
+
+def _both(first: jax.Array, second: jax.Array | None) -> jax.Array:
+    return first if second is None else first & second
+
+
+def _capped_attention(
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    causal: bool,
+    seen: jax.Array | None,
+    soft_cap: float,
+) -> jax.Array:
+    """Attention with scores in float32 whose size stays below `soft_cap`.
+
+    Args:
+      q_BTHK: queries.
+      k_BSHK: keys.
+      v_BSHK: values.
+      causal: as for `whole_attention`.
+      seen: bool, broadcast to (B, 1, T, S): which keys a query sees; None: all.
+      soft_cap: above 0.
+
+    References:
+      Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
+    """
+    # query heads beside the key head that they share: B T N G K, and N key heads
+    q = q_BTHK.reshape(*q_BTHK.shape[:2], k_BSHK.shape[2], -1, q_BTHK.shape[3])
+    scores = jnp.einsum("BTNGK,BSNK->BNGTS", q, k_BSHK, preferred_element_type=jnp.float32)
+    scores = soft_cap * jnp.tanh(scores * (q.shape[-1] ** -0.5 / soft_cap))
+    if causal:
+        seen = _both(jnp.tri(q.shape[1], k_BSHK.shape[1], dtype=bool)[None, None], seen)
+    if seen is not None:
+        scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSHK.dtype)
+    return jnp.einsum("BNGTS,BSNK->BTNGK", weights, v_BSHK).reshape(q_BTHK.shape)

@@ -1,0 +1,74 @@
+"""The pre-norm block: attention and feed-forward, each normed and added to the residual stream."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from flax.linen.spmd import with_logical_constraint
+from jax.ad_checkpoint import checkpoint_name
+
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT
+from shardtrain.models.experts import MixtureOfExperts
+from shardtrain.models.key_value_cache import LayerCache
+from shardtrain.models.transformer import STREAM, Attention, FeedForward, norm_of, whole_seq
+from shardtrain.models.transformer_options import BlockOptions
+
+Stream = jax.Array | dict[str, Any]
+"""The residual stream; or "x" with it, and "segments" of rows with several documents, or what the "routers"
+of a mixture of experts counted."""
+
+
+class OfBlock(NamedTuple):
+    """What a block is given beside its parameters and the stream, where blocks differ.
+
+    Attributes:
+      key: of its dropout; None where that is off.
+      sees_all: a bool, whether it has no window.
+    """
+
+    key: jax.Array | None
+    sees_all: jax.Array
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block. It has parameters only: the key of its dropout is an argument."""
+
+    def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config, causal=causal, rngs=rngs)
+        self.mlp_norm = norm_of(config)
+        kind: Any = MixtureOfExperts if getattr(config, "experts", "") else FeedForward
+        self.mlp = kind(config, rngs=rngs)
+        self.attention_post_norm = norm_of(config) if config.post_norm else None
+        self.mlp_post_norm = norm_of(config) if config.post_norm else None
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        key: jax.Array | OfBlock | None,
+        segments_BT: jax.Array | None = None,
+        cache: LayerCache | None = None,
+    ) -> Any:
+        """Return the residual stream; with experts beside what their router counted, `with_block`."""
+        counts: dict[str, jax.Array] | None = None
+        key, sees_all = key if isinstance(key, OfBlock) else (key, None)
+        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        # two halves, attention and feed-forward: norm, layer, perhaps another norm, dropout, sum
+        attention = partial(self.attention, segments_BT=segments_BT, sees_all=sees_all, cache=cache)
+        # a token that is generated has its experts, however many tokens were read at once
+        is_mixture = isinstance(self.mlp, MixtureOfExperts)
+        mlp = partial(self.mlp, dropless=cache is not None) if is_mixture else self.mlp
+        halves = (
+            (self.attention_norm, attention, self.attention_post_norm),
+            (self.mlp_norm, mlp, self.mlp_post_norm),
+        )
+        for (norm, layer, post_norm), dropout_key in zip(halves, keys, strict=True):
+            h_BTD = layer(whole_seq(norm(x_BTD)))
+            if is_mixture and layer is mlp:
+                h_BTD, counts = h_BTD
+            h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
+            h_BTD = h_BTD if post_norm is None else post_norm(h_BTD)
+            x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
+        return x_BTD if counts is None else (x_BTD, counts)

@@ -1,0 +1,156 @@
+"""A mixture of experts in the place of a block's feed-forward: a router, experts, and what all tokens share.
+
+`experts_options.py` has its options, `experts_routing.py` the choice of experts and its losses,
+`experts_products.py` the matrix products. It names dims and knows no mesh: where a run shards experts or
+tokens, it hands the layer its own way to bring them together (docs/decisions/0040).
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain.axes import BATCH, EMBED, EXPERTS, MLP, SEQ
+from shardtrain.models.experts_options import Experts, read_experts
+from shardtrain.models.experts_products import Slots, slots_of_all, slots_of_rows
+from shardtrain.models.experts_routing import Choice, choose
+from shardtrain.models.layers import at_use, normal, parameter
+from shardtrain.models.transformer import STREAM, FeedForward
+from shardtrain.models.transformer_options import BlockOptions
+
+
+class BlockWithExperts(BlockOptions, Protocol):
+    """The options of a configuration that a mixture of experts reads."""
+
+    @property
+    def experts(self) -> str: ...
+
+
+class RouterBias(nnx.Variable):
+    """What is added to the scores of experts for the choice alone: a part of the model's state."""
+
+
+class MixtureOfExperts(nnx.Module):
+    """Each token passes the experts that a router chooses for it, and a shared feed-forward if there is one.
+
+    Experts have no biases. From (batch, seq, embed) back to the residual stream.
+    """
+
+    def __init__(self, config: BlockWithExperts, *, rngs: nnx.Rngs):
+        options = read_experts(config.experts)
+        assert options is not None
+        self.config, self.options = config, options
+        sizes = {**config.sizes, EXPERTS: options.num}
+        router = 0.02 * jax.random.normal(rngs.params(), (config.embed, options.num), jnp.float32)
+        self.router = parameter(router, (EMBED, None))
+        self.router_bias = RouterBias(jnp.zeros(options.num, jnp.float32)) if options.bias else None
+        self.up = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs)
+        gated = config.activation == "swiglu"
+        self.gate = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs) if gated else None
+        # smaller where it writes to the residual stream, as `transformer.linear_of`
+        std = 0.02 / math.sqrt(2 * config.num_layers)
+        self.down = normal((EXPERTS, MLP, EMBED), sizes=sizes, std=std, rngs=rngs)
+        wide: Any = replace(config, mlp=max(options.shared, 1) * sizes[MLP])  # type: ignore[type-var]
+        self.shared = FeedForward(wide, rngs=rngs) if options.shared else None
+        gated_shared = options.shared_gate == "sigmoid"
+        self.shared_gate = normal((EMBED,), sizes=sizes, std=0.02, rngs=rngs) if gated_shared else None
+
+    def __call__(self, x_BTD: jax.Array, *, dropless: bool = False) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the output of the layer, and what its router counted (`experts_routing.with_block`).
+
+        Args:
+          x_BTD: the normed residual stream.
+          dropless: whether experts take all tokens, whatever their capacity is.
+        """
+        options = replace(self.options, capacity=None) if dropless else self.options
+        logits_BTE = jnp.tensordot(
+            x_BTD.astype(jnp.float32), at_use(self.router, (EMBED, None), "float32"), 1, precision="highest"
+        )
+        logits_BTE = with_logical_constraint(logits_BTE, (BATCH, SEQ, None))
+        bias_E = None if self.router_bias is None else self.router_bias[...]
+        choice, counts = choose(options, logits_BTE, bias_E)
+        experts = OfDevice(options, self.config.activation, x_BTD.shape[1])
+        kernels = self._kernels()
+        of_run = getattr(get_logical_axis_rules(), "experts", None)
+        y_BTD = experts(x_BTD, choice, kernels) if of_run is None else of_run(experts, x_BTD, choice, kernels)
+        y_BTD = with_logical_constraint(y_BTD.astype(x_BTD.dtype), (BATCH, SEQ, EMBED))
+        y_BTD = with_logical_constraint(y_BTD, STREAM)
+        if self.shared is not None:
+            y_BTD += self._gated(self.shared(x_BTD), x_BTD)
+        return y_BTD, counts
+
+    def _gated(self, y_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Return the output of the shared feed-forward times its gate, if it has one."""
+        if self.shared_gate is None:
+            return y_BTD
+        gate_BT1 = x_BTD.astype(jnp.float32) @ at_use(self.shared_gate, (EMBED,), "float32")[:, None]
+        gate_BT1 = with_logical_constraint(jax.nn.sigmoid(gate_BT1), (*STREAM[:2], None))
+        return (y_BTD * gate_BT1).astype(y_BTD.dtype)
+
+    def _kernels(self) -> tuple[jax.Array, jax.Array]:
+        """Return the kernels in the compute dtype: (experts, embed, 1 or 2, mlp), with the gate; and back."""
+        both = self.up, self.gate
+        into = [kernel[...].astype(self.config.dtype) for kernel in both if kernel is not None]
+        up = with_logical_constraint(jnp.stack(into, 2), (EXPERTS, EMBED, None, MLP))
+        return up, at_use(self.down, (EXPERTS, MLP, EMBED), self.config.dtype)
+
+
+class OfDevice:
+    """Experts of one device over the tokens that it has: all of them, where a model runs on one device.
+
+    Args:
+      options: of the mixture.
+      activation: of the configuration.
+      seq: tokens of a whole row, of which a device may have a part.
+    """
+
+    def __init__(self, options: Experts, activation: str, seq: int) -> None:
+        self.options, self.activation, self.seq = options, activation, seq
+
+    @property
+    def is_dropless(self) -> bool:
+        """Whether an expert may take all tokens."""
+        return self.options.room(self.seq) >= self.seq
+
+    def __call__(self, x_BTD: jax.Array, choice: Choice, kernels: Any) -> jax.Array:
+        """Return the weighted sum of the outputs of each token's experts, float32 (B, T, D)."""
+        if self.is_dropless:
+            return self.dropless(x_BTD, choice, kernels)
+        slots = self.slots(choice)
+        out = self.outputs(slots, self.filled(slots, x_BTD), kernels)
+        return self.combined(slots, out, choice).reshape(x_BTD.shape)
+
+    def dropless(self, x_BTD: jax.Array, choice: Choice, kernels: Any) -> jax.Array:
+        """Return the same for experts that take all tokens; choices of other experts add nothing."""
+        top, x_ND = choice.experts_BTK.shape[-1], x_BTD.reshape(-1, x_BTD.shape[-1])
+        slots = slots_of_all(choice.experts_BTK.reshape(-1, top), len(kernels[0]))
+        out = self.outputs(slots, slots.filled(x_ND), kernels)
+        return self.combined(slots, out, choice).reshape(x_BTD.shape)
+
+    def slots(self, choice: Choice) -> Slots:
+        """Return the slots of all experts, with room for their capacity in each row."""
+        room = min(self.options.room(self.seq), choice.experts_BTK.shape[1])
+        return slots_of_rows(choice.experts_BTK, self.options.num, room)
+
+    def filled(self, slots: Slots, x_BTD: jax.Array) -> jax.Array:
+        """Return the tokens in their slots, (slots, D)."""
+        return slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1]))
+
+    def outputs(self, slots: Slots, x: jax.Array, kernels: Any) -> jax.Array:
+        """Return what experts make of the tokens in their slots, (slots, D)."""
+        up, down = kernels
+        h = slots.product(x, up.reshape(*up.shape[:2], -1)).reshape(len(x), up.shape[2], -1)
+        if up.shape[2] == 2:
+            h = h[:, 0] * jax.nn.silu(h[:, 1])
+        else:
+            h = jax.nn.gelu(h[:, 0], approximate=self.activation == "gelu")
+        return slots.product(h, down)
+
+    def combined(self, slots: Slots, out: jax.Array, choice: Choice) -> jax.Array:
+        """Return the weighted sum of the outputs of each token's experts, float32 (N, D)."""
+        return slots.combined(out, choice.weights_BTK.reshape(-1, choice.weights_BTK.shape[-1]))

@@ -1,0 +1,165 @@
+"""Tokens sorted by expert, and the matrix products of experts over them, on one device.
+
+Next: `experts.py`, the layer; `functional/expert_exchange.py`, experts on several devices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardtrain.models.attention import target_devices
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where each choice of a token stands in a buffer that is sorted by expert.
+
+    Args:
+      of_choice_NK: int32, the slot; `num` where the choice is not in the buffer.
+      num: number of slots.
+      product: (slots (num, features), kernels (experts, features, out)) -> (num, out): each slot times the
+        kernel of its expert.
+    """
+
+    of_choice_NK: jax.Array
+    num: int
+    product: Callable[[jax.Array, jax.Array], jax.Array]
+
+    def filled(self, x_ND: jax.Array) -> jax.Array:
+        """Return the tokens in their slots, (num, D), zeros in empty slots."""
+        num_tokens, top = self.of_choice_NK.shape
+        tokens = jnp.repeat(jnp.arange(num_tokens, dtype=jnp.int32), top)
+        token_of_slot = jnp.full(self.num, num_tokens, jnp.int32)
+        token_of_slot = token_of_slot.at[self.of_choice_NK.reshape(-1)].set(tokens, mode="drop")
+        return jnp.take(x_ND, token_of_slot, axis=0, mode="fill", fill_value=0)
+
+    def combined(self, out: jax.Array, weights_NK: jax.Array) -> jax.Array:
+        """Return the weighted sum of each token's slots, float32 (N, D); those not in the buffer add 0."""
+        total = jnp.zeros((len(weights_NK), out.shape[-1]), jnp.float32)
+        for k in range(weights_NK.shape[1]):
+            of_k = jnp.take(out, self.of_choice_NK[:, k], axis=0, mode="fill", fill_value=0)
+            total += weights_NK[:, k, None] * of_k.astype(jnp.float32)
+        return total
+
+
+def slots_of_rows(experts_BTK: jax.Array, num_experts: int, room: int) -> Slots:
+    """Return slots with room for so many tokens of each row and expert: (expert, row, place).
+
+    Args:
+      experts_BTK: int32; `num_experts` where a choice is dropped. No more than `room` of a row are alike.
+      num_experts: number of experts.
+      room: places of each row and expert.
+    """
+    rows, _, top = experts_BTK.shape
+    flat = experts_BTK.reshape(rows, -1)
+    place = jax.vmap(lambda experts: _ranks(experts, num_experts))(flat)
+    slot = (flat * rows + jnp.arange(rows, dtype=jnp.int32)[:, None]) * room + place
+    num = num_experts * rows * room
+    slot = jnp.where(flat < num_experts, slot, num).reshape(-1, top)
+
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        y = jnp.einsum("ESD,EDF->ESF", x.reshape(len(kernel), -1, x.shape[-1]), kernel)
+        return y.reshape(-1, y.shape[-1])
+
+    return Slots(slot, num, product)
+
+
+def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
+    """Return slots with room for all tokens, however they choose.
+
+    On CPUs, whose ragged products are as dear as if all experts computed all tokens, slots are in blocks of
+    one expert each; elsewhere they are without gaps.
+
+    Args:
+      experts_NK: int32; `num_experts` where a choice is another device's. A token chooses an expert once.
+      num_experts: number of experts.
+    """
+    num_tokens, top = experts_NK.shape
+    flat = experts_NK.reshape(-1)
+    most = num_tokens * min(top, num_experts)
+    counts_E = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    place = _ranks(flat, num_experts)
+    devices = target_devices()
+    if not devices or any(device.platform != "cpu" for device in devices):
+        start_E = jnp.cumsum(counts_E) - counts_E
+        slot = jnp.where(flat < num_experts, jnp.take(start_E, flat, mode="clip") + place, most)
+
+        def ragged(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return ragged_product(x, kernel, counts_E)
+
+        return Slots(slot.reshape(-1, top), most, ragged)
+    # half an expert's mean: at most 1.5 times as many slots as choices
+    size = max(8, -(-most // (2 * num_experts)))
+    num_blocks = most // size + num_experts
+    blocks_E = -(-counts_E // size)
+    ends_E = jnp.cumsum(blocks_E)
+    slot = jnp.take(ends_E - blocks_E, flat, mode="clip") * size + place
+    slot = jnp.where(flat < num_experts, slot, num_blocks * size)
+    # empty blocks at the end have the last expert
+    expert_of_block = jnp.searchsorted(ends_E, jnp.arange(num_blocks), side="right").clip(max=num_experts - 1)
+
+    # its backward pass takes the kernels of blocks again, instead of keeping them
+    @jax.checkpoint
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        of_blocks = jnp.take(kernel, expert_of_block, axis=0)
+        y = jnp.einsum("NSD,NDF->NSF", x.reshape(num_blocks, size, -1), of_blocks)
+        return y.reshape(num_blocks * size, -1)
+
+    return Slots(slot.reshape(-1, top), num_blocks * size, product)
+
+
+@jax.custom_vjp
+def ragged_product(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.Array:
+    """Multiply rows that are sorted by expert, so many of each, with the kernel of their expert.
+
+    It is the same as `jax.lax.ragged_dot`, which has no batching: where replicas are batched, they are
+    computed one after the other, and a device has one.
+
+    Args:
+      x: (N, D); rows after those of all experts give anything.
+      kernel: (E, D, F).
+      counts_E: int32, rows of each expert.
+
+    Returns:
+      (N, F), in the dtype of x.
+    """
+    return _ragged(x, kernel, counts_E)
+
+
+@jax.custom_batching.sequential_vmap
+def _ragged(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x, kernel, counts_E)
+
+
+@jax.custom_batching.sequential_vmap
+def _ragged_kernel_gradient(x: jax.Array, dy: jax.Array, counts_E: jax.Array) -> jax.Array:
+    over_rows = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+    )
+    return lax.ragged_dot_general(x, dy, counts_E, over_rows)
+
+
+def _ragged_forward(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> Any:
+    return _ragged(x, kernel, counts_E), (x, kernel, counts_E)
+
+
+def _ragged_backward(kept: Any, dy: jax.Array) -> Any:
+    x, kernel, counts_E = kept
+    dx = _ragged(dy, jnp.swapaxes(kernel, 1, 2), counts_E)
+    return dx, _ragged_kernel_gradient(x, dy, counts_E), None
+
+
+ragged_product.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _ranks(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Return how many of the same number stand before each, int32 (choices,)."""
+    order = jnp.argsort(experts, stable=True)
+    counts = jnp.bincount(experts, length=num_experts + 1)
+    starts = jnp.cumsum(counts) - counts
+    ranks = jnp.arange(len(experts), dtype=jnp.int32) - starts[experts[order]].astype(jnp.int32)
+    return jnp.zeros_like(experts).at[order].set(ranks)

@@ -1,0 +1,187 @@
+"""Entries of a config.json about positions and windows, and the options of ours that they are."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shardtrain.axes import HEAD_DIM
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.rotary import LISTS, SCALINGS, Scaling, read_scaling
+from shardtrain.system.excerpts import short
+
+ENTRIES = {
+    "factor": "factor",
+    "original_seq": "original_max_position_embeddings",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "magnitude": "attention_factor",
+    "short": "short_factor",
+    "long": "long_factor",
+}
+"""Number of a scaling -> its entry."""
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the entries about positions, which are in one of two objects, or in none.
+
+    For LongRoPE some may stand beside the object, or follow from others.
+    """
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    original = ENTRIES["original_seq"]
+    seq, original_seq = (config.get(name) for name in ("max_position_embeddings", original))
+    original_seq = original_seq or found.get(original)
+    if _kind(found) != "longrope" or not (seq and original_seq):
+        return found
+    factor = found.get("factor") or max(1.0, seq / original_seq)
+    return {**found, original: original_seq, "factor": factor}
+
+
+def scaling_problems(rope: Mapping[str, Any]) -> list[str]:
+    """List entries that are missing, or that ours cannot follow.
+
+    >>> scaling_problems({"rope_type": "dynamic", "factor": 2.0})[0][:66]
+    "rope_type is 'dynamic'; Decoder has 'default' or 'linear' or 'llam"
+    """
+    kind = _kind(rope)
+    if kind not in ("default", *SCALINGS):
+        allowed = " or ".join(map(repr, ("default", *SCALINGS)))
+        return [f"rope_type is {short(kind)}; Decoder has {allowed} only"]
+    needed = [name for name, default in SCALINGS.get(kind, {}).items() if default is None]
+    found = [f"{ENTRIES[name]} is missing" for name in needed if rope.get(ENTRIES[name]) is None]
+    if not rope.get("truncate", True):
+        found.append("truncate is False; Decoder has True only")
+    if found:
+        return found
+    try:
+        read_scaling(scaling_text(rope))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    # its name in the first files of Phi-3
+    return "longrope" if kind == "su" else kind
+
+
+def scaling_text(rope: Mapping[str, Any]) -> str:
+    """Return the option `rope_scaling`.
+
+    >>> scaling_text({"type": "linear", "factor": 2.0})
+    'linear:factor=2.0'
+    """
+    kind = _kind(rope)
+    if kind == "default":
+        return ""
+    numbers = {name: rope.get(ENTRIES[name]) for name in SCALINGS[kind]}
+    scales = [rope[name] for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    if kind == "yarn" and numbers["magnitude"] is None and len(scales) == 2:
+        # the ratio of the two factors that these numbers stand for
+        first, second = (0.1 * scale * math.log(rope["factor"]) + 1 for scale in scales)
+        numbers["magnitude"] = first / second
+    given = [
+        f"{name}={'+'.join(str(float(x)) for x in (number if name in LISTS else [number]))}"
+        for name, number in numbers.items()
+        if number is not None
+    ]
+    return f"{kind}:{','.join(given)}"
+
+
+def rope_entries(config: DecoderConfig) -> dict[str, Any]:
+    """Return the entries of transformers 5 about positions, and those of earlier versions."""
+    scaling = read_scaling(config.rope_scaling)
+    stretched = {"rope_type": "default"} if scaling is None else _scaling_entries(scaling)
+    rope = {"rope_theta": config.theta, **stretched}
+    if config.rotary_dims is not None:
+        rope["partial_rotary_factor"] = _part(config.rotary_dims, config.sizes[HEAD_DIM])
+    return {"rope_theta": config.theta, "rope_scaling": scaling and stretched, "rope_parameters": rope}
+
+
+def _part(rotated: int, head_dim: int) -> float:
+    """Return the share of a head that is rotated, such that readers, who cut fractions off, get `rotated`.
+
+    >>> int(44 * (30 / 44)), int(44 * _part(30, 44))
+    (29, 30)
+    """
+    part = rotated / head_dim
+    return part if int(head_dim * part) == rotated else math.nextafter(part, 2)
+
+
+def _scaling_entries(scaling: Scaling) -> dict[str, Any]:
+    numbers = {name: getattr(scaling, name) for name in SCALINGS[scaling.kind]}
+    if "original_seq" in numbers:
+        numbers["original_seq"] = int(numbers["original_seq"])
+    if not numbers.get("magnitude", 1):
+        del numbers["magnitude"]
+    numbers |= {name: list(numbers[name]) for name in LISTS if name in numbers}
+    return {"rope_type": scaling.kind} | {ENTRIES[name]: number for name, number in numbers.items()}
+
+
+class Windows(NamedTuple):
+    """Which blocks have a window.
+
+    Attributes:
+      any: whether one of them has.
+      full_every: n: each n-th block has none; None: all have it.
+    """
+
+    any: bool
+    full_every: int | None
+
+
+def window_options(config: Mapping[str, Any], every: int) -> dict[str, Any]:
+    """Return `window` and `full_every`; `window_problems` has found none.
+
+    Args:
+      config: the dict of a config.json.
+      every: which blocks have no window where it says nothing.
+    """
+    windows = _windows(config, every)
+    if config.get("sliding_window") is None or windows is None or not windows.any:
+        return {"window": None, "full_every": None}
+    return {"window": config["sliding_window"], "full_every": windows.full_every}
+
+
+def window_problems(config: Mapping[str, Any], every: int) -> list[str]:
+    """List what of the blocks' windows ours cannot follow."""
+    if "num_hidden_layers" not in config:
+        return []
+    num, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == num and all(kind in (WINDOWED, FULL) for kind in kinds)
+    ):
+        return [f"layer_types is {short(kinds)}; it is a list of {num} times {WINDOWED!r} or {FULL!r}"]
+    if _windows(config, every) is None:
+        return [f"layer_types is {short(kinds)}; Decoder has {FULL!r} in every n-th block only"]
+    return []
+
+
+def _windows(config: Mapping[str, Any], every: int) -> Windows | None:
+    """Return which blocks have a window; None: neither all, nor all but each n-th."""
+    num, kinds = config["num_hidden_layers"], config.get("layer_types")
+    pattern = config.get("sliding_window_pattern", every)
+    if kinds is None:
+        # no list is made: a file may claim any number of layers
+        return Windows(pattern > 1, pattern if pattern <= num else None)
+    if FULL not in kinds or WINDOWED not in kinds:
+        return Windows(WINDOWED in kinds, None)
+    found = next((n for n in (pattern, kinds.index(FULL) + 1) if _pattern(num, n) == kinds), None)
+    return None if found is None else Windows(True, found)
+
+
+def _pattern(num_layers: int, every: int) -> list[str]:
+    return [WINDOWED if i % every else FULL for i in range(1, num_layers + 1)]
+
+
+def window_entries(config: DecoderConfig) -> dict[str, Any]:
+    """Return the entries about windows in blocks that differ."""
+    if config.window is None:
+        # never read there, and a number all the same
+        return {"sliding_window": config.seq, "layer_types": [FULL] * config.num_layers}
+    kinds = _pattern(config.num_layers, config.full_every or config.num_layers + 1)
+    return {"sliding_window": config.window, "layer_types": kinds}

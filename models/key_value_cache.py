@@ -1,0 +1,168 @@
+"""The keys and values of the tokens that a decoder has read, so that the next token costs one position.
+
+The cache is a pytree outside the model: a call takes it and returns it. The slot of a token is its position,
+so the rows of a batch may have different lengths, padded on the right. Next: `generate.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.linen.spmd import with_logical_constraint
+
+from shardtrain.axes import BATCH, HEAD_DIM, KV_HEADS, LAYERS, VOCAB
+from shardtrain.models.transformer import too_long, unstacked
+
+SLOTS = (LAYERS, BATCH, None, KV_HEADS, HEAD_DIM)
+"""Dims of the arrays of a cache; slots are not sharded."""
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class NewCache:
+    """Asks a model, in place of a cache, to make one.
+
+    Args:
+      size: number of slots: the most tokens that a row will have.
+    """
+
+    size: int
+
+
+class KeyValueCache(NamedTuple):
+    """What a decoder keeps of the tokens that it has read.
+
+    Attributes:
+      keys_LBSHK: of every layer, (layers, batch, slots, kv_heads, head_dim), in the compute dtype.
+      values_LBSHK: likewise.
+      lengths_B: int32, the number of tokens that each row has; what is in later slots is not read.
+    """
+
+    keys_LBSHK: jax.Array
+    values_LBSHK: jax.Array
+    lengths_B: jax.Array
+
+
+class LayerCache:
+    """The cache of one layer during a call, for its attention, which adds the tokens of the call.
+
+    Args:
+      keys_BSHK: keys by position, of the tokens before.
+      values_BSHK: likewise.
+      positions_BT: the position of each token of the call, one after the other from the first.
+    """
+
+    def __init__(self, keys_BSHK: jax.Array, values_BSHK: jax.Array, positions_BT: jax.Array) -> None:
+        self._keys_BSHK, self._values_BSHK, self.positions_BT = keys_BSHK, values_BSHK, positions_BT
+        self.added: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """The most tokens that a row can have."""
+        return self._keys_BSHK.shape[1]
+
+    def extended(self, k_BTHK: jax.Array, v_BTHK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values by position with those of the call, which `added` keeps."""
+        self.added = k_BTHK, v_BTHK
+        starts_B = self.positions_BT[:, 0]
+        return written(self._keys_BSHK, k_BTHK, starts_B), written(self._values_BSHK, v_BTHK, starts_B)
+
+    def mask_BTS(self, window: int | jax.Array | None) -> jax.Array:
+        """True where a token of the call sees a slot: those up to its own position, of a window the last."""
+        distance_BTS = self.positions_BT[:, :, None] - jnp.arange(self.num_slots)
+        seen_BTS = distance_BTS >= 0
+        return seen_BTS if window is None else seen_BTS & (distance_BTS < window)
+
+
+def written(slots_BSHK: jax.Array, new_BTHK: jax.Array, starts_B: jax.Array) -> jax.Array:
+    """Write each row's new keys or values into its slots, from a slot of its own on."""
+    return jax.vmap(lambda slots, new, start: jax.lax.dynamic_update_slice_in_dim(slots, new, start, 0))(
+        slots_BSHK, new_BTHK, starts_B
+    )
+
+
+def new_cache(config: Any, rows: int, size: int) -> KeyValueCache:
+    """Make an empty cache of `size` slots for each row.
+
+    Args:
+      config: of the decoder.
+      rows: rows of the batch.
+      size: slots.
+
+    Raises:
+      ValueError: the decoder has fewer positions.
+    """
+    if size > config.seq:
+        raise ValueError(too_long(size, config.seq))
+    sizes = config.sizes
+    shape = (sizes[LAYERS], rows, size, sizes[KV_HEADS], sizes[HEAD_DIM])
+    empty = with_logical_constraint(jnp.zeros(shape, config.dtype), SLOTS)
+    return KeyValueCache(empty, empty, jnp.zeros(rows, jnp.int32))
+
+
+def read(
+    decoder: Any,
+    tokens_BT: jax.Array,
+    cache: KeyValueCache | NewCache,
+    counts_B: jax.Array | None,
+    segments_BT: jax.Array | None = None,
+) -> tuple[jax.Array, KeyValueCache]:
+    """Let a decoder read more tokens of each row.
+
+    Args:
+      decoder: the model.
+      tokens_BT: int, the next tokens of each row; padding follows them. All must fit the slots.
+      cache: of the tokens before.
+      counts_B: int, how many of the T tokens each row has, 1 or more; None: all.
+      segments_BT: None; a row has one document.
+
+    Returns:
+      The float32 logits of what follows each row's last token, (batch, vocab), and the cache.
+
+    Raises:
+      ValueError: see `new_cache`; or there are segments.
+    """
+    if segments_BT is not None:
+        raise ValueError("a cache is of rows with one document; give segments without a cache")
+    rows, num_tokens = tokens_BT.shape
+    if isinstance(cache, NewCache):
+        cache = new_cache(decoder.config, rows, cache.size)
+    counts_B = jnp.full(rows, num_tokens) if counts_B is None else counts_B
+    positions_BT = cache.lengths_B[:, None] + jnp.arange(num_tokens)
+    # the blocks see the cache as it was; what they add is written once, for all layers
+    stream = decoder.first(tokens_BT, positions_BT=positions_BT)
+    x_BTD = stream["x"] if isinstance(stream, dict) else stream
+    x_BTD, added = _walk(decoder, x_BTD, cache, positions_BT)
+    write = jax.vmap(written, (0, 0, None))
+    keys, values = (
+        with_logical_constraint(write(slots, new, cache.lengths_B), SLOTS)
+        for slots, new in zip((cache.keys_LBSHK, cache.values_LBSHK), added, strict=True)
+    )
+    # only the last token of each row needs logits: a sum with one term, which keeps rows on their devices
+    is_last_BT = jnp.arange(num_tokens) == counts_B[:, None] - 1
+    last_B1D = jnp.where(is_last_BT[:, :, None], x_BTD, 0).sum(1, keepdims=True)
+    logits_BV = with_logical_constraint(decoder.last(last_B1D)[:, 0], (BATCH, VOCAB))
+    return logits_BV, KeyValueCache(keys, values, cache.lengths_B + counts_B)
+
+
+def _walk(
+    decoder: Any, x_BTD: jax.Array, cache: KeyValueCache, positions_BT: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Apply all blocks, scanned or unrolled; also return what they add, (layers, batch, T, ...) each."""
+
+    def run_block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        block, key, keys_BSHK, values_BSHK = layer
+        of_layer = LayerCache(keys_BSHK, values_BSHK, positions_BT)
+        x_BTD = block(x_BTD, key, cache=of_layer)
+        # without what the routers of experts counted, which is for training
+        return x_BTD[0] if isinstance(x_BTD, tuple) else x_BTD, of_layer.added
+
+    layers = (decoder.blocks, decoder.block_keys(), cache.keys_LBSHK, cache.values_LBSHK)
+    if decoder.config.scan:
+        return jax.lax.scan(run_block, x_BTD, layers)
+    added = []
+    for layer in unstacked(layers):
+        x_BTD, of_layer = run_block(x_BTD, layer)
+        added.append(of_layer)
+    return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *added)

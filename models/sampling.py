@@ -1,0 +1,85 @@
+"""How the next token is drawn from logits: the likeliest, or at random from those that are likely enough."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.models import checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Args:
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: number of likeliest tokens to draw from; None: all.
+      top_p: draw from the fewest likeliest tokens that together have this probability; applied after
+        `top_k`, to the probabilities among those.
+
+    Raises:
+      ValueError: listing every value that is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.temperature < float("inf"):
+            problems.append(
+                f"temperature is {self.temperature}; it must be 0 or above. Use temperature=0.0 for the"
+                " likeliest token."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            problems.append(f"top_k is {self.top_k}; it must be at least 1. Use top_k=None for all tokens.")
+        if not 0 < self.top_p <= 1:
+            problems.append(
+                f"top_p is {self.top_p}; it must be above 0 and at most 1. Use top_p=1.0 for all tokens."
+            )
+        checks.refuse("Sampling", problems)
+
+
+def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
+    """Draw the next token of each row.
+
+    Args:
+      logits_BV: float logits.
+      keys_B: a key of `jax.random` for each row, so that a row's tokens do not depend on the others.
+      sampling: how.
+
+    Returns:
+      int32 (batch,).
+    """
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1).astype(jnp.int32)
+    logits_BV = likely_enough(logits_BV / sampling.temperature, sampling.top_k, sampling.top_p)
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+
+
+def likely_enough(logits_BV: jax.Array, top_k: int | None, top_p: float) -> jax.Array:
+    """Set the logits of tokens that are not drawn to minus infinity; equal logits stay together.
+
+    References:
+      Fan et al. 2018, https://arxiv.org/abs/1805.04833, section 5.4 (top-k); Holtzman et al. 2020,
+      https://arxiv.org/abs/1904.09751, section 3.1 (top-p).
+
+    >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1]]))
+    >>> jnp.isfinite(likely_enough(logits, 3, 1.0)).tolist()
+    [[True, True, True, False]]
+    >>> jnp.isfinite(likely_enough(logits, None, 0.6)).tolist()
+    [[True, True, False, False]]
+    """
+    if top_k is not None and top_k < logits_BV.shape[-1]:
+        lowest = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < lowest, -jnp.inf, logits_BV)
+    if top_p < 1:
+        ordered = jnp.sort(logits_BV, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ordered)
+        # a token is kept while those before it do not make up the probability yet: the first one always
+        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < top_p
+        lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < lowest, -jnp.inf, logits_BV)
+    return logits_BV

@@ -1,0 +1,295 @@
+"""`shardtrain evaluate RUN`: what a run has trained, on other held-out data and on multiple-choice questions.
+
+Next: `saved_run.py`, which opens the run; `trainer/evaluation.py`, `trainer/choices.py`.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import optax
+import tyro
+
+from shardtrain.cli.compilation import compiling, set_xla_flags
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, seq_of, tokenizer_name
+from shardtrain.data import Corpus
+from shardtrain.data.corpus import corpus_files
+from shardtrain.data.documents import refuse_mixed
+from shardtrain.data.token_manifest import token_folders, tokenizer_hash
+from shardtrain.data.tokenizer import Bytes, Tokenizer, open_tokenizer
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.metrics import next_token_accuracy, with_metrics
+from shardtrain.system import terminal
+from shardtrain.trainer.choices import accuracy_of, log_likelihoods, read_questions, requests_of
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.evaluation import heldout_prefix, make_evaluation
+from shardtrain.trainer.restored_model import RestoredModel
+from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.sources import open_sources
+
+HELDOUT = "heldout"
+"""The name of data without one."""
+
+MOST_EXPONENT = 700.0
+"""The perplexity of a larger loss is no number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(SavedOptions):
+    """Evaluate what a run has trained, on other data or by multiple-choice questions; the run stays as it is.
+
+    Args:
+      data: files, folders or patterns of text or tokens, as --data of a run, or NAME=PATH; the option may be
+        given several times, and each name is evaluated by itself. None: with --run-file the held-out data of
+        that run.
+      choices: a file of JSON lines with "context", "choices" and "answer", the number of the right one from
+        0, or NAME=FILE; the option may be given several times.
+      name: the name of data that is given without one.
+      delimiter: what stands between a context and a choice.
+      seq: tokens per window of the data; None: those of the run.
+      text: the field with the text, of formats with fields.
+      batch: rows of a batch; rounded up so that all devices have as many.
+      batches: number of batches at most, the first ones of each data; None: all.
+      json: print one JSON object.
+    """
+
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    choices: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    name: str = HELDOUT
+    delimiter: str = " "
+    seq: int | None = None
+    text: str = "text"
+    batch: int = 16
+    batches: int | None = None
+    json: bool = False
+
+    def check(self) -> None:
+        """Refuse options that are out of range or missing, all of them at once.
+
+        Raises:
+          ValueError: lists them.
+        """
+        counts = {"batch": self.batch, "batches": self.batches, "seq": self.seq}
+        wrong = [
+            f"--{name} is {value}; use 1 or more"
+            for name, value in counts.items()
+            if value is not None and value < 1
+        ]
+        if not (self.data or self.choices or self.run_file):
+            wrong.append("nothing to evaluate on; give --data PATH, --choices FILE, or both")
+        if wrong:
+            raise problems_error("this cannot be evaluated", wrong)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the values of each data and file of questions; return 0."""
+    flags_text = set_xla_flags(arguments)
+    options = tyro.cli(EvaluateOptions, args=list(arguments), prog="shardtrain evaluate")
+    options.check()
+    with compiling(flags_text):
+        _print_values(options)
+    return 0
+
+
+def _print_values(options: EvaluateOptions) -> None:
+    """Print the values of each data and file of questions."""
+    # everything that can be refused is, before parameters are read
+    questions = {name: read_questions(Path(path)) for name, (path,) in _single(options.choices).items()}
+    saved = open_run(options)
+    requests = {}
+    if questions:
+        tokenizer = open_tokenizer(tokenizer_name(saved, options.tokenizer))
+        requests = {
+            name: requests_of(each, tokenizer, options.delimiter, seq_of(saved))
+            for name, each in questions.items()
+        }
+    with ExitStack() as stack:
+        # text is tokenized there: the folder of the run stays as it is
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        sources = {}
+        if options.data or not options.choices:
+            sources = _sources(saved, options, folder)
+        restored = saved.restored(evaluated=options.evaluated)
+        rows = _rows(restored, options.batch)
+        found = _evaluated(saved, restored, sources, rows, options) if sources else {}
+    for name, each in requests.items():
+        accuracy = accuracy_of(questions[name], log_likelihoods(restored.apply, each, rows, seq_of(saved)))
+        found[name] = {**found.get(name, {}), **accuracy._asdict()}
+    if options.json:
+        about = {"run": str(saved.folder), "step": saved.reader.step, "results": found}
+        terminal.out(json.dumps(about) + "\n")
+    else:
+        for name, values in found.items():
+            terminal.out(f"{name}: {', '.join(_text(key, value) for key, value in values.items())}\n")
+
+
+def _text(name: str, value: float) -> str:
+    return (
+        f"{name.replace('_', ' ')} {value:,}"
+        if isinstance(value, int)
+        else f"{name.replace('_', ' ')} {value:.6g}"
+    )
+
+
+def _rows(restored: RestoredModel, batch: int) -> int:
+    """Return the rows of a batch, of which all devices have as many."""
+    sizes = restored.placement.mesh.shape
+    shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
+    return -(-batch // shards) * shards
+
+
+def _named(given: Sequence[str], name: str) -> dict[str, list[str]]:
+    """Return name -> paths of `NAME=PATH` and `PATH`; a path with = in it is one, if it is there."""
+    found: dict[str, list[str]] = {}
+    for word in given:
+        before, equals, path = word.partition("=")
+        is_named = bool(equals) and not Path(word).exists() and "/" not in before
+        found.setdefault(before if is_named else name, []).append(path if is_named else word)
+    return found
+
+
+def _single(given: Sequence[str]) -> dict[str, list[str]]:
+    """Return name -> its one file; a file without a name has that of its stem.
+
+    Raises:
+      ValueError: a name is given twice.
+    """
+    found: dict[str, list[str]] = {}
+    for word in given:
+        for name, paths in _named([word], Path(word).stem).items():
+            if name in found:
+                raise ValueError(f"two files of questions are named {name!r}; name them: --choices NAME=FILE")
+            found[name] = paths
+    return found
+
+
+def _sources(saved: SavedRun, options: EvaluateOptions, folder: Path) -> dict[str, Any]:
+    """Return name -> samples of the data to evaluate on.
+
+    Raises:
+      ValueError: there are none, or the data cannot be read.
+    """
+    run = saved.run
+    if not options.data:
+        sets = open_sources(run, folder)[1]
+        if not sets:
+            raise ValueError(f"the data of {options.run_file} holds nothing out; give --data PATH")
+        return {name or options.name: source for name, source in sets.items()}
+    seq = options.seq or saved.options.get("data.seq") or seq_of(saved)
+    found = {}
+    for name, paths in _named(options.data, options.name).items():
+        data = _data_of(saved, options, tuple(map(Path, paths)), seq)
+        found[name] = data.train(folder)
+    return found
+
+
+def _data_of(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...], seq: int) -> Any:
+    """Return the data of paths, as the run of a decoder, or the data of the run file, reads them.
+
+    Raises:
+      ValueError: the data of the run file has no paths.
+    """
+    changes: dict[str, Any] = {"paths": paths, "seq": seq, "heldout_fraction": 0.0}
+    if options.run_file is not None:
+        data = saved.run.data
+        known = [field.name for field in fields(data)] if is_dataclass(data) else []
+        if "paths" not in known:
+            raise ValueError(
+                f"the data of {options.run_file} is {type(data).__name__}, which reads no paths; leave --data"
+                " out, and evaluate on what it holds out"
+            )
+        return replace(cast("Any", data), **{name: value for name, value in changes.items() if name in known})
+    corpus = Corpus(
+        **changes,
+        text=options.text,
+        packing=saved.options.get("data.packing", "joined"),
+        vocab_size=saved.run.model.vocab,
+    )
+    files = corpus_files(paths)
+    if not refuse_mixed(files):
+        return replace(corpus, tokenizer=tokenizer_name(saved, options.tokenizer))
+    made_by = {each.tokenizer_hash: str(each.folder) for each in token_folders(files)}
+    own = _known_tokenizer(saved, options)
+    if own is not None and made_by and (digest := tokenizer_hash(own)) not in made_by:
+        raise ValueError(
+            f"{next(iter(made_by.values()))} has tokens of another tokenizer than {own}, that of the run"
+            f" (hash {digest}); tokenize its text by that one"
+        )
+    return corpus
+
+
+def _known_tokenizer(saved: SavedRun, options: EvaluateOptions) -> str | None:
+    """Return the name of the tokenizer; None if none is known, which data of tokens does not need."""
+    try:
+        return tokenizer_name(saved, options.tokenizer)
+    except ValueError:
+        return None
+
+
+def _evaluated(
+    saved: SavedRun,
+    restored: RestoredModel,
+    sources: Mapping[str, Any],
+    rows: int,
+    options: EvaluateOptions,
+) -> dict[str, dict[str, float]]:
+    """Return name -> values, by the evaluation of training."""
+    run = replace(
+        saved.run, batch=rows, batch_unit="examples", evaluate_batches=options.batches, evaluate_with=None
+    )
+    if saved.is_decoder and options.run_file is None:
+        run = replace(run, loss=with_metrics(next_token_loss, accuracy=next_token_accuracy))
+    placement = restored.placement
+    setup = RunSetup(restored.model, optax.identity(), None, placement.mesh, placement)
+    means = make_evaluation(run, setup, Coordination(), sources, None)(restored.state)
+    known = _known_tokenizer(saved, options)
+    tokenizer = None if known is None else open_tokenizer(known)
+    found = {}
+    for name, source in sources.items():
+        prefix = heldout_prefix(name)
+        values = {key.removeprefix(prefix): value for key, value in means.items() if key.startswith(prefix)}
+        if saved.is_decoder:
+            values["perplexity"] = math.exp(min(values["loss"], MOST_EXPONENT))
+            num_rows = len(source) if options.batches is None else min(len(source), options.batches * rows)
+            num_tokens, num_bytes = count_tokens(source, num_rows, tokenizer)
+            if num_bytes:
+                values["bits_per_byte"] = values["loss"] * num_tokens / num_bytes / math.log(2)
+            values["tokens"] = num_tokens
+        found[name] = values
+    return found
+
+
+def count_tokens(source: Any, num_rows: int, tokenizer: Tokenizer | None) -> tuple[int, int]:
+    """Count the next tokens of windows that have weight, and the bytes of their text without separators.
+
+    Args:
+      source: samples with "tokens" (seq + 1,) and, optionally, "weights" (seq,).
+      num_rows: how many of them, from the first on.
+      tokenizer: makes text of tokens; None: the bytes are not known, 0.
+    """
+    num_tokens = num_bytes = 0
+    document: list[int] = []
+    for sample in map(source.__getitem__, range(num_rows)):
+        targets = sample["tokens"][1:]
+        targets = targets[sample["weights"] != 0] if "weights" in sample else targets
+        num_tokens += len(targets)
+        if tokenizer is None:
+            continue
+        # whole documents are decoded, as a character may have several tokens
+        document += targets.tolist()
+        while tokenizer.separator in document:
+            end = document.index(tokenizer.separator)
+            num_bytes += _num_bytes(document[:end], tokenizer)
+            del document[: end + 1]
+    return num_tokens, num_bytes + (0 if tokenizer is None else _num_bytes(document, tokenizer))
+
+
+def _num_bytes(tokens: list[int], tokenizer: Tokenizer) -> int:
+    # a character may be cut at the ends
+    return len(tokens) if isinstance(tokenizer, Bytes) else len(tokenizer.decode(tokens).encode())

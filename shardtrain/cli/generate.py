@@ -1,0 +1,232 @@
+"""`shardtrain generate RUN`: continue texts with what a run has trained.
+
+Next: `saved_run.py`, which opens the run; `models/generate.py`, which adds the tokens.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+
+from shardtrain.cli.compilation import compiling, set_xla_flags
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, seq_of, tokenizer_name
+from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+from shardtrain.errors.messages import problems_error
+from shardtrain.system import terminal
+
+STANDARD_INPUT = "-"
+
+MOST_TOKENS = 100
+"""So many tokens are added where no option says how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SavedOptions):
+    """Continue texts with what a run has trained; without prompts, the text of standard input.
+
+    Args:
+      prompt: a text to continue; the option may be given several times.
+      prompts: a file of prompts, one in each line; of JSON lines, if it ends with .jsonl, the texts "prompt".
+        - is standard input.
+      tokens: how many tokens to add, at most; None: 100, or as many as the positions of the model allow.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: number of likeliest tokens to draw from; None: all.
+      top_p: draw from the fewest likeliest tokens that together have this probability.
+      seed: seed of the draws.
+      end: the token that ends a text, as text; None: that which ends documents in the tokenizer. The word
+        none: no token does.
+      batch: prompts that are continued at the same time.
+      json: print JSON lines: prompt, text, number of tokens, and whether the text ended.
+    """
+
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    prompts: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    end: str | None = None
+    batch: int = 16
+    json: bool = False
+
+    def check(self) -> None:
+        """Refuse numbers out of range, all of them at once.
+
+        Raises:
+          ValueError: lists them.
+        """
+        wrong = [
+            f"--{name} is {value}; use 1 or more"
+            for name, value in (("tokens", self.tokens), ("batch", self.batch))
+            if value is not None and value < 1
+        ]
+        if not 0 <= self.seed < 2**32:
+            wrong.append(f"--seed is {self.seed}; use a number from 0 to 2**32 - 1")
+        if self.prompt and self.prompts is not None:
+            wrong.append("--prompt and --prompts are given; give one of the two")
+        if wrong:
+            raise problems_error("this cannot be generated", wrong)
+
+
+class Continued(NamedTuple):
+    """A prompt and its continuation.
+
+    Args:
+      prompt: the text to continue.
+      text: the text that was added.
+      num_tokens: number of tokens that were added.
+      ended: whether the last one is the token that ends a text, which `text` is without.
+    """
+
+    prompt: str
+    text: str
+    num_tokens: int
+    ended: bool
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the continuations of prompts; return 0."""
+    flags_text = set_xla_flags(arguments)
+    options = tyro.cli(GenerateOptions, args=list(arguments), prog="shardtrain generate")
+    options.check()
+    with compiling(flags_text):
+        _print_continued(options)
+    return 0
+
+
+def _print_continued(options: GenerateOptions) -> None:
+    """Print the continuations of prompts."""
+    sampling = import_module("shardtrain.models.sampling").Sampling(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
+    )
+    saved = open_run(options)
+    tokenizer = open_tokenizer(
+        tokenizer_name(saved, options.tokenizer), None if options.end == "none" else options.end
+    )
+    prompts = read_prompts(options)
+    tokens = encoded(prompts, tokenizer, saved, options.tokens or 1)
+    for number, found in enumerate(continued(saved, tokenizer, prompts, tokens, sampling, options)):
+        if options.json:
+            terminal.out(json.dumps(found._asdict()) + "\n")
+        else:
+            terminal.out(("-" * 20 + "\n") * (number > 0) + f"{found.prompt}{found.text}\n")
+
+
+def read_prompts(options: GenerateOptions) -> list[str]:
+    """Return the prompts that options name.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: there are none, or a line is no object with a prompt.
+    """
+    if options.prompt:
+        return list(options.prompt)
+    if options.prompts is None:
+        if sys.stdin.isatty():
+            raise ValueError(
+                "no prompt was given; give --prompt TEXT, --prompts FILE, or text on standard input"
+            )
+        return [sys.stdin.read()]
+    if options.prompts == STANDARD_INPUT:
+        lines = sys.stdin.read().splitlines()
+    else:
+        lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+    if options.prompts.endswith(".jsonl"):
+        lines = [
+            _prompt_of(line, f"{options.prompts}:{i}") for i, line in enumerate(lines, 1) if line.strip()
+        ]
+    if not lines:
+        raise ValueError(f"{options.prompts} has no prompts; write one in each line")
+    return lines
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, str):
+        raise ValueError(f'{where} is no object with a text "prompt", such as {{"prompt": "Once"}}')
+    return found
+
+
+def encoded(
+    prompts: Sequence[str], tokenizer: Tokenizer, saved: SavedRun, num_tokens: int
+) -> list[np.ndarray]:
+    """Return the tokens of prompts.
+
+    Raises:
+      ValueError: lists the prompts that the model cannot continue.
+    """
+    found = tokenizer.encode(list(prompts))
+    vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
+    most = seq_of(saved) - num_tokens if saved.takes_cache else math.inf
+    problems = []
+    for number, tokens in enumerate(found):
+        where = f"prompt {number + 1}" if len(found) > 1 else "the prompt"
+        if not len(tokens):
+            problems.append(f"{where} is empty; give a text, such as the token that begins one")
+        elif tokens.max() >= vocab:
+            problems.append(
+                f"{where} has token {tokens.max()}, and the model's vocabulary is {vocab:,}; give the"
+                " tokenizer of the run: --tokenizer PATH"
+            )
+        elif len(tokens) > most:
+            fits = (
+                f"--tokens {seq_of(saved) - len(tokens)}"
+                if len(tokens) < seq_of(saved)
+                else "a shorter prompt"
+            )
+            problems.append(
+                f"{where} has {len(tokens)} tokens, and {num_tokens} are added, but the model has"
+                f" {seq_of(saved)} positions; use {fits}"
+            )
+    if problems:
+        raise problems_error("these prompts cannot be continued", problems)
+    return found
+
+
+def continued(
+    saved: SavedRun,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    tokens: Sequence[np.ndarray],
+    sampling: Any,
+    options: GenerateOptions,
+) -> Iterator[Continued]:
+    """Yield the continuation of each prompt."""
+    restored = saved.restored(evaluated=options.evaluated)
+    sizes = restored.placement.mesh.shape
+    shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
+    room = seq_of(saved) - max(map(len, tokens))
+    num_tokens = options.tokens or (min(MOST_TOKENS, room) if saved.takes_cache else MOST_TOKENS)
+    # every device has as many rows
+    rows = -(-min(options.batch, len(prompts)) // shards) * shards
+    end = None if options.end == "none" else tokenizer.separator
+    found = import_module("shardtrain.models.generate").generate(
+        restored.apply,
+        tokens,
+        num_tokens,
+        jax.random.key(options.seed),
+        seq=seq_of(saved),
+        sampling=sampling,
+        end=() if end is None else (end,),
+        rows=rows,
+        cached=saved.takes_cache,
+    )
+    for prompt, before, added in zip(prompts, tokens, found, strict=True):
+        ended = end is not None and bool(len(added)) and int(added[-1]) == end
+        shown = (added[:-1] if ended else added).tolist()
+        # decoded together: some tokenizers write a first token otherwise
+        whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
+        text = whole[len(start) :] if whole.startswith(start) else tokenizer.decode(shown)
+        yield Continued(prompt, text, len(added), ended)

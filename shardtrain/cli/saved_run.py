@@ -1,0 +1,251 @@
+"""A run from its folder, to use what it trained: the checkpoint, the model, the layout, the tokenizer.
+
+A folder has no code. The decoders of `shardtrain.models` are made from the options that a checkpoint holds;
+the run file gives any other model. Next: `generate.py`, `evaluate.py`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from shardtrain import axes
+from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.cli.checkpoint_files import MODEL, TOKENIZER
+from shardtrain.cli.checkpoint_path import find_checkpoint_path
+from shardtrain.cli.compilation import CompileOptions
+from shardtrain.cli.option_files import is_layout_file
+from shardtrain.cli.run_file import load_run
+from shardtrain.cli.run_options import DeviceOptions
+from shardtrain.data import Text
+from shardtrain.data.token_manifest import MANIFEST, read_manifest
+from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
+from shardtrain.errors.messages import problems_error
+from shardtrain.imported import option_problems
+from shardtrain.sharding.axis_sizes import parse_mesh
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.layout_file import read_layout
+from shardtrain.system import terminal
+from shardtrain.trainer.base_parameters import with_base
+from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.restored_model import RestoredModel, restore_model
+from shardtrain.trainer.resume import find_parameters
+from shardtrain.trainer.strategy import Strategy
+
+DECODERS, DECODER = "shardtrain.models.decoder", "DecoderConfig"
+LAYOUT = "strategy.layout."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedOptions(DeviceOptions, CompileOptions):
+    """Options of commands that use what a run has trained.
+
+    Args:
+      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it, and
+        RUN@best the best.
+      step: the number of the step; None: the newest.
+      mesh: sizes of the mesh axes, such as data=2,tensor=4, or a layout file; None: those of the run if
+        they fit the devices, else all devices along data.
+      run_file: the run file that trained the model; needed for models that are no decoders of this library.
+      tokenizer: bytes, or the path of a tokenizer.json or of a folder with one; None: that of the run.
+      evaluated: use the parameters that the run evaluates, such as their average; otherwise those that it
+        trains.
+      base: what the run started from, a folder of Hugging Face or of a run, where its checkpoints have only
+        what was trained; None: they have everything.
+    """
+
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
+    step: int | None = None
+    mesh: str | None = None
+    run_file: Annotated[str | None, tyro.conf.arg(name="run-file")] = None
+    tokenizer: str | None = None
+    evaluated: bool = True
+    base: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What a folder tells about its run.
+
+    Args:
+      reader: the reader of the checkpoint.
+      folder: the run's folder.
+      options: the options of the run by name, as `run.txt` has them; {} for imported parameters.
+      run: the run, with the model and the layout on this machine. Its data, unless it is of a run file, is
+        none that it was trained with.
+      is_decoder: whether the model is a decoder of this library.
+    """
+
+    reader: CheckpointReader
+    folder: Path
+    options: Mapping[str, Any]
+    run: Run
+    is_decoder: bool
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether the model keeps keys and values between tokens: a decoder."""
+        return self.is_decoder
+
+    def restored(self, *, evaluated: bool) -> RestoredModel:
+        """Restore the model on the mesh, see `restore_model`."""
+        layout = self.run.strategy.layout
+        return restore_model(self.reader, model_of(self.run), layout, evaluated=evaluated)
+
+
+def open_run(given: SavedOptions) -> SavedRun:
+    """Find the checkpoint that options name, and make its run.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or no such run file.
+      ValueError: the checkpoint is broken; or its model is no decoder, and there is no run file.
+    """
+    path = find_checkpoint_path(given.run, given.step)
+    reader = path.reader()
+    if problems := reader.problems():
+        raise problems_error(f"step {reader.step} is broken; give another", problems)
+    reader = with_base(reader, given.base and find_parameters(given.base), "give --base FOLDER")
+    options = dict(reader.extra.get("run") or {})
+    layout = _layout(options, given.mesh)
+    strategy = Strategy(layout=layout, compute_dtype=options.get("strategy.compute_dtype"))
+    own = {name.removeprefix(MODEL): value for name, value in options.items() if name.startswith(MODEL)}
+    decoder = getattr(import_module(DECODERS), DECODER)
+    if given.run_file is None:
+        if not own:
+            raise ValueError(
+                "the checkpoint lacks its model's options; give the run file that it was trained with:"
+                " --run-file examples/linen_text.py"
+            )
+        if problems := option_problems(decoder, own):
+            raise problems_error(
+                f"the model of {given.run} is no decoder of this library; give the run file that it was"
+                " trained with: --run-file my_run.py",
+                problems,
+            )
+        model = decoder(**own)
+        run = Run(model=model, data=Text(seq=model.seq), strategy=strategy, run_dir=path.folder.parent)
+    else:
+        run = replace(load_run(given.run_file), strategy=strategy, run_dir=path.folder.parent)
+        if is_dataclass(run.model) and not isinstance(run.model, type):
+            # as they were on the command line
+            known = [field.name for field in fields(run.model)]
+            changed: dict[str, Any] = {name: own[name] for name in known if name in own}
+            run = replace(run, model=replace(run.model, **changed))
+    names = ",".join(f"{axis}={size}" for axis, size in layout.mesh.items())
+    terminal.err(f"step {reader.step} of {path.folder.parent} on mesh {names}\n")
+    return SavedRun(
+        reader=reader,
+        folder=path.folder.parent,
+        options=options,
+        run=run,
+        is_decoder=isinstance(run.model, decoder),
+    )
+
+
+def seq_of(saved: SavedRun) -> int:
+    """Return the positions of the model, of one without such an option those of its data.
+
+    Raises:
+      ValueError: neither is known.
+    """
+    data = saved.options.get("data.seq")
+    found = getattr(saved.run.model, "seq", None) or data
+    if not isinstance(found, int):
+        raise ValueError("the number of positions of the model is not known: neither model nor data have seq")
+    return found
+
+
+def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
+    """Return the layout for this machine: the rules of the run, on the given mesh or its own if that fits."""
+    if mesh is not None and is_layout_file(mesh):
+        return _whole(read_layout(Path(mesh)))
+    parameters, activations = (
+        {name.removeprefix(prefix): tuple(of) for name, of in options.items() if name.startswith(prefix)}
+        for prefix in (f"{LAYOUT}parameters.", f"{LAYOUT}activations.")
+    )
+    layout = Layout(
+        mesh=_own_mesh(options) if mesh is None else parse_mesh(mesh),
+        parameters=parameters,
+        activations=activations,
+        unnamed=options.get(f"{LAYOUT}unnamed", "refuse"),
+    )
+    return _whole(layout)
+
+
+def _whole(layout: Layout) -> Layout:
+    """Return a layout in which every device has all layers and whole sequences.
+
+    Raises:
+      ValueError: its mesh has stages, or parts of sequences.
+    """
+    split = [axis for axis in (axes.PIPELINE, axes.CONTEXT) if layout.mesh.get(axis, 1) != 1]
+    if split:
+        raise ValueError(
+            f"the mesh has {' and '.join(split)}, and this command has neither stages nor parts of sequences;"
+            " use data, fsdp and tensor"
+        )
+    return replace(layout, sequence_sharded=False)
+
+
+def _own_mesh(options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the mesh of the run where it fits the devices, else all devices along data.
+
+    It has no stages, and no parts of sequences.
+    """
+    prefix = f"{LAYOUT}mesh."
+    own = {name.removeprefix(prefix): size for name, size in options.items() if name.startswith(prefix)}
+    # the devices of a pipeline have parts of the parameters, as those of fsdp; those of context, of a batch
+    for axis, other in ((axes.PIPELINE, axes.FSDP), (axes.CONTEXT, axes.DATA)):
+        if (size := own.pop(axis, 1)) != 1:
+            both = (size, own.get(other, 1))
+            own[other] = -1 if -1 in both else math.prod(both)
+    num_devices = jax.device_count()
+    rest = -1 in own.values()
+    fixed = math.prod(size for size in own.values() if size != -1)
+    fits = num_devices % fixed == 0 if rest else num_devices == fixed
+    return own if own and fits else {axes.DATA: -1}
+
+
+def tokenizer_name(saved: SavedRun, given: str | None) -> str:
+    """Return the tokenizer of a run: `bytes`, or the path of a tokenizer.json or of its folder.
+
+    Args:
+      saved: the run.
+      given: its name, if an option gives it.
+
+    Raises:
+      ValueError: none is known, or several.
+    """
+    if given is not None:
+        return given
+    found = {str(name): None for name in _tokenizers(saved)}
+    if not found and getattr(saved.run.model, "vocab", None) == 256:
+        found = {BYTES: None}  # the vocabulary of bytes
+    if len(found) != 1:
+        several = f"several tokenizers ({', '.join(found)})" if found else "no tokenizer"
+        raise ValueError(
+            f"{saved.folder} has {several}; name one: --tokenizer bytes, or --tokenizer path/tokenizer.json"
+        )
+    return next(iter(found))
+
+
+def _tokenizers(saved: SavedRun) -> list[Any]:
+    """Return the tokenizers that a run folder has, or else those that the options of its data name."""
+    if (saved.folder / TOKENIZER / TOKENIZER_FILE).is_file():
+        return [saved.folder / TOKENIZER]
+    made = sorted(
+        {path.read_bytes(): path for path in saved.folder.glob(f"tokens-*/{TOKENIZER_FILE}")}.values()
+    )
+    if made:
+        return made
+    data = {name: value for name, value in saved.options.items() if name.startswith("data.")}
+    paths = [Path(each) for name, of in data.items() if name.endswith(".paths") for each in of or ()]
+    folders = [read_manifest(path).tokenizer for path in paths if (path / MANIFEST).is_file()]
+    return folders or [
+        value for name, value in data.items() if name.rpartition(".")[2] == "tokenizer" and value
+    ]

@@ -1,0 +1,255 @@
+"""Chat templates: a conversation as the text that a model reads, and where the answers are in it.
+
+All that imports jinja2 (extra `chat`). Templates come from untrusted folders: they run in Jinja's sandbox.
+Next: `conversations.py` (what a conversation is), `chat_tokens.py`.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shardtrain.data.conversations import Answers
+from shardtrain.data.tokenizer import BYTES, Tokenizer
+from shardtrain.errors.messages import near
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import read_json, read_text
+
+OF_TOKENIZER = "tokenizer"
+TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+MOST_BYTES = 1 << 20
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around what a template marks as generated: characters that Unicode keeps for such use within a program."""
+
+TODAY = datetime(2024, 7, 26)
+"""The date that templates are told, always the same: tokens must not depend on the day they are made on."""
+
+NAMED = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+        "{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
+        "{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}"
+        "{% else %}{{ message.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    ),
+}
+"""Name -> template. `plain` writes contents as they are, with the end of a document after each answer."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+      text: the text.
+      answers: (start, stop) of each answer in it, in characters, rising.
+    """
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+class _Generation(Extension):
+    """The block `{% generation %}`, by which a template marks what the model writes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            nodes.Output([nodes.TemplateData(mark, lineno=line)], lineno=line) for mark in (BEGIN, END)
+        )
+        return [begin, *body, end]
+
+
+class ChatTemplate:
+    """A chat template.
+
+    Args:
+      source: the template, in Jinja, with the variables that Hugging Face's templates have.
+      special: names of special tokens, such as `eos_token`, and their texts.
+      answers: which answers count: all, or the last one of each conversation.
+
+    Raises:
+      ValueError: it is no template.
+    """
+
+    def __init__(self, source: str, special: dict[str, str], answers: Answers = "all") -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
+        self.source, self.special, self._answers = source, special, answers
+        try:
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template cannot be read: line {error.lineno}: {error}") from None
+        except (RecursionError, SyntaxError, ValueError) as error:
+            raise ValueError(f"the chat template cannot be read: {error}") from None
+        self._marks = any(BEGIN in data.data for data in tree.find_all(nodes.TemplateData))
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> Rendered:
+        """Return a conversation as text, up to its last answer, and the spans of the answers.
+
+        An answer begins where the text with the prompt for it ends, and ends where the text of the messages
+        up to it does; a template that marks answers by `{% generation %}` says it itself.
+
+        Args:
+          messages: role, content and whatever else the template reads of each; contents are text.
+          tools: descriptions of functions that the model may call, for the template.
+
+        Raises:
+          ValueError: the template refuses them, or its text changes with later messages.
+        """
+        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not numbers:
+            return Rendered(self._text(messages, tools), [])
+        messages = messages[: numbers[-1] + 1]
+        text = self._text(messages, tools)
+        if self._marks:
+            text, spans = _unmarked(text)
+            return Rendered(text, spans if self._answers == "all" else spans[-1:])
+        spans = []
+        for number in numbers if self._answers == "all" else numbers[-1:]:
+            before = self._text(messages[:number], tools, prompt=True)
+            upto = text if number == numbers[-1] else self._text(messages[: number + 1], tools)
+            if not (text.startswith(upto) and upto.startswith(before)):
+                raise ValueError(self._differs(number))
+            spans.append((len(before), len(upto)))
+        return Rendered(text, spans)
+
+    def _differs(self, number: int) -> str:
+        change = "" if self._answers == "last" else "train on last answers alone (--data.answers last), "
+        return (
+            f"the chat template writes the text up to message {number} in another way when that message is"
+            f" followed by others, or answered, so the answer cannot be found in it; {change}mark answers in"
+            " the template by {% generation %} and {% endgeneration %}, or use another one: --data.template"
+            " FILE.jinja"
+        )
+
+    def _text(self, messages: Sequence[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                **self.special, messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
+            )
+        # a template can raise what Python can
+        except Exception as error:
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise ValueError(f"the chat template refuses the conversation ({kind}{error})") from None
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text without the marks of answers, and where they were.
+
+    Raises:
+      ValueError: one is inside another.
+
+    >>> _unmarked(f"Hi{BEGIN}there{END}.")
+    ('Hithere.', [(2, 7)])
+    """
+    parts, spans, length = [], [], 0
+    first, *marked = text.split(BEGIN)
+    parts.append(first)
+    length += len(first)
+    for each in marked:
+        answer, ended, after = each.partition(END)
+        if not ended or END in after:
+            raise ValueError("the chat template marks an answer within an answer; mark each by itself")
+        spans.append((length, length + len(answer)))
+        parts += [answer, after]
+        length += len(answer) + len(after)
+    return "".join(parts), spans
+
+
+def open_template(name: str, tokenizer_name: str, tokenizer: Tokenizer, answers: Answers) -> ChatTemplate:
+    """Return a chat template.
+
+    Args:
+      name: one of `NAMED`, a file that ends in .jinja, or `tokenizer`: that in the tokenizer's folder.
+      tokenizer_name: bytes, a tokenizer.json, or a folder with one.
+      tokenizer: the tokenizer.
+      answers: which answers count.
+
+    Raises:
+      ValueError: there is none, or it cannot be read.
+    """
+    folder = None if tokenizer_name == BYTES else Path(tokenizer_name)
+    if folder is not None and not folder.is_dir():
+        folder = folder.parent
+    config = _config(folder)
+    special = {key: text for key, value in config.items() if (text := _token_text(key, value)) is not None}
+    if folder is None:
+        special["eos_token"] = "\0"
+    special.setdefault("eos_token", tokenizer.decode([tokenizer.separator]))
+    return ChatTemplate(_source(name, folder, config), {"bos_token": "", **special}, answers)
+
+
+def _source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
+    if name in NAMED:
+        return NAMED[name]
+    if name.endswith(".jinja"):
+        return read_text(Path(name), MOST_BYTES)
+    known = [OF_TOKENIZER, *NAMED, "FILE.jinja"]
+    if name != OF_TOKENIZER:
+        raise ValueError(f"there is no chat template {near(name, known)}")
+    if folder is not None and (folder / TEMPLATE_FILE).is_file():
+        return read_text(folder / TEMPLATE_FILE, MOST_BYTES)
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several by name, in files of earlier versions
+        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get(
+            "default"
+        )
+    if isinstance(found, str):
+        return found
+    where = "the tokenizer bytes has" if folder is None else f"{folder} has"
+    raise ValueError(
+        f"{where} no chat template ({TEMPLATE_FILE}, or chat_template in {TOKENIZER_CONFIG}); name one:"
+        f" --data.template {', '.join(known[1:])}"
+    )
+
+
+def _config(folder: Path | None) -> dict[str, Any]:
+    """Return what a tokenizer_config.json says; {} if there is none."""
+    if folder is None or not (folder / TOKENIZER_CONFIG).is_file():
+        return {}
+    found = read_json(folder / TOKENIZER_CONFIG)
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / TOKENIZER_CONFIG} is {short(found)}; it is an object")
+    return found
+
+
+def _token_text(name: str, value: Any) -> str | None:
+    """Return the text of a special token in a tokenizer_config.json; None of another entry."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if name.endswith("_token") and isinstance(value, str) else None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

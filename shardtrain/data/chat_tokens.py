@@ -1,0 +1,248 @@
+"""Conversations as tokens with marks of those that are trained on, in a folder of a run.
+
+Written once, by one process, and read by all ranks. Next: `chat.py`, which packs them into windows.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardtrain.data.chat_template import ChatTemplate
+from shardtrain.data.conversations import Answers, Conversation, conversations
+from shardtrain.data.documents import OnError, Piece
+from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.sources.format import BadData
+from shardtrain.data.sources.row_offsets import file_digest, remove_indices
+from shardtrain.data.token_units import BATCH_CHARACTERS, INDEX, MOST_LISTED
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.tokens import TokenFile, write_tokens
+from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
+from shardtrain.system.untrusted_files import of_kind, parse_json, read_text
+
+VERSION = 2
+TRAINED = 1 << 31
+"""The bit of a stored token that is trained on; tokens are below it."""
+
+TOKENS, EXTENTS, RECORD = "tokens.npy", "extents.npy", "record.json"
+OWNER_ONLY = 0o600
+TOTALS = ("num_tokens", "num_trained", "num_conversations", "num_unanswered", "num_skipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What the tokens of conversations depend on, besides template and tokenizer.
+
+    Args:
+      messages: the field with the messages.
+      answers: which answers are trained on.
+      on_error: what to do with a row or file that cannot be read.
+    """
+
+    messages: str
+    answers: Answers
+    on_error: OnError
+
+
+class Encoded(NamedTuple):
+    """A conversation as tokens.
+
+    Attributes:
+      text: what they were made of.
+      tokens: uint32 (num_tokens,).
+      trained: bool (num_tokens,), whether a token is part of an answer; never the first one.
+      ends: where each token ends in the text, in characters, int (num_tokens,).
+    """
+
+    text: str
+    tokens: np.ndarray
+    trained: np.ndarray
+    ends: np.ndarray
+
+
+class ChatTokens(NamedTuple):
+    """The tokens of all conversations that have an answer.
+
+    Attributes:
+      tokens: all of them, with the bit `TRAINED`.
+      extents: of each conversation the number of tokens up to its end, in all, and the number before its
+        first trained one, in itself; int64 (num_conversations, 2).
+      record: `TOTALS`, the first errors that were skipped, and a checksum of the tokens.
+    """
+
+    tokens: TokenFile
+    extents: np.ndarray
+    record: dict[str, Any]
+
+
+def encode(
+    given: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer
+) -> list[Encoded | ValueError]:
+    """Return conversations as tokens, each up to its last answer, or the error of each.
+
+    A token is trained on if it ends within an answer: so is one that begins before it.
+    """
+    rendered = [_rendered(each, template) for each in given]
+    texts = [each.text for each in rendered if not isinstance(each, ValueError)]
+    try:
+        encoded = iter(tokenizer.encode_with_ends(texts))
+    except ValueError as error:
+        # find the one that cannot be tokens
+        return [error] if len(given) == 1 else [encode([each], template, tokenizer)[0] for each in given]
+    found: list[Encoded | ValueError] = []
+    for each in rendered:
+        if isinstance(each, ValueError):
+            found.append(each)
+            continue
+        tokens, ends = next(encoded)
+        trained = np.zeros(len(tokens), bool)
+        for start, stop in each.answers:
+            trained |= (ends > start) & (ends <= stop)
+        trained[:1] = False  # no token predicts it
+        found.append(Encoded(each.text, tokens, trained, ends))
+    return found
+
+
+def _rendered(given: Conversation, template: ChatTemplate) -> Any:
+    try:
+        return template.render(given.messages, given.tools)
+    except ValueError as error:
+        return error
+
+
+def chat_tokens(
+    files: Sequence[SourceFile],
+    folder: Path,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    tokenizer_hash: str,
+    options: ChatOptions,
+) -> ChatTokens:
+    """Return the tokens of all conversations of files, made at the first call.
+
+    Args:
+      files: of formats with rows.
+      folder: the folder of the run; they are in a folder of it, named by what they depend on.
+      template: makes text of a conversation.
+      tokenizer: makes tokens of the text.
+      tokenizer_hash: of its content.
+      options: the rest.
+
+    Raises:
+      BadData: a row or file cannot be read, and `on_error` is "stop".
+      ValueError: no conversation has an answer, or a file changed meanwhile.
+    """
+
+    def digest() -> str:
+        states = [(file.format, file_digest(file.path)) for file in files]
+        depends = (VERSION, asdict(options), template.source, template.special, tokenizer_hash, states)
+        return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:24]
+
+    out = folder / f"chat-{digest()}"
+    if (found := _opened(out)) is not None:
+        return found
+    out.mkdir(parents=True, exist_ok=True)
+    clear_parts(out, "*")
+    before = digest()
+    record, extents = _write(out, files, template, tokenizer, options)
+    if not record["num_conversations"]:
+        raise ValueError(
+            f"no conversation in {len(files)} files, such as {files[0].path}, has an answer to train on"
+            f" ({record['num_unanswered']:,} have no message of the role assistant,"
+            f" {record['num_skipped']:,} cannot be read)"
+        )
+    if digest() != before:
+        raise ValueError("files changed while they were tokenized; wait until they are complete")
+    with new_file(out / EXTENTS, OWNER_ONLY) as file:
+        np.lib.format.write_array(file, extents, allow_pickle=False)
+    replace_file(out / RECORD, json.dumps(record).encode(), OWNER_ONLY)
+    remove_indices(out / INDEX)
+    found = _opened(out)
+    assert found is not None
+    return found
+
+
+def _opened(out: Path) -> ChatTokens | None:
+    """Return what was written, if all of it is there."""
+    try:
+        record = of_kind(parse_json(read_text(out / RECORD), ours=True), dict, RECORD)
+        tokens, extents = TokenFile(out / TOKENS), np.load(out / EXTENTS, allow_pickle=False)
+        whole = tokens.num_tokens == record["num_tokens"]
+        whole = whole and extents.shape == (record["num_conversations"], 2) and len(extents) > 0
+        return ChatTokens(tokens, extents, record) if whole else None
+    except (OSError, ValueError, KeyError, EOFError):
+        return None
+
+
+def _write(
+    out: Path,
+    files: Sequence[SourceFile],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    options: ChatOptions,
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Write the tokens, and return their record and extents."""
+    counts = dict.fromkeys(TOTALS, 0)
+    skipped: list[str] = []
+    extents: list[tuple[int, int]] = []
+    checksum = hashlib.sha256()
+
+    def documents() -> Iterator[np.ndarray]:
+        for each in _encoded(files, template, tokenizer, options, out):
+            if isinstance(each, BadData):
+                if options.on_error == "stop":
+                    raise each
+                counts["num_skipped"] += 1
+                skipped.extend([f"{each.place}: {each.why}"] if len(skipped) < MOST_LISTED else [])
+            elif not each.trained.any():
+                counts["num_unanswered"] += 1
+            else:
+                counts["num_tokens"] += len(each.tokens)
+                counts["num_trained"] += int(each.trained.sum())
+                counts["num_conversations"] += 1
+                extents.append((counts["num_tokens"], int(each.trained.argmax())))
+                stored = each.tokens.astype(np.uint32) | each.trained.astype(np.uint32) * np.uint32(TRAINED)
+                checksum.update(stored.astype("<u4").tobytes())
+                yield stored
+
+    write_tokens(out / TOKENS, documents(), dtype="uint32", mode=OWNER_ONLY)
+    ends = np.array(extents, np.int64).reshape(-1, 2)
+    checksum.update(ends.astype("<i8").tobytes())
+    return {**counts, "skipped": skipped, "checksum": checksum.hexdigest()[:16]}, ends
+
+
+def _encoded(
+    files: Sequence[SourceFile],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    options: ChatOptions,
+    out: Path,
+) -> Iterator[Encoded | BadData]:
+    """Yield the conversations of all files, or their errors, in order."""
+    rows = (
+        (file.path, row, found)
+        for file in files
+        for row, found in conversations(Piece(str(file.path), file.format), options.messages, out / INDEX)
+    )
+    filled = 0
+
+    def group(each: tuple[Path, int, Conversation | BadData]) -> int:
+        nonlocal filled
+        if isinstance(each[2], Conversation):
+            filled += sum(len(message["content"]) for message in each[2].messages)
+        return filled // BATCH_CHARACTERS
+
+    for _, batch in groupby(rows, group):
+        listed = list(batch)
+        good = [found for _, _, found in listed if isinstance(found, Conversation)]
+        encoded = iter(encode(good, template, tokenizer))
+        for path, row, found in listed:
+            each = found if isinstance(found, BadData) else next(encoded)
+            if isinstance(each, ValueError) and not isinstance(each, BadData):
+                each = BadData(path, str(each), row)
+            yield each

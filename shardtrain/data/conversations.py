@@ -1,0 +1,171 @@
+"""Conversations in records of files: messages with roles, or a prompt and its completion.
+
+Next: `chat_template.py`, which makes text of them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from shardtrain.data.documents import Piece, open_rows
+from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.sources.format import BadData, Record
+from shardtrain.errors.messages import near
+from shardtrain.system.excerpts import short
+
+Answers = Literal["all", "last"]
+"""Which answers of a conversation are trained on."""
+
+PROMPT, COMPLETION, TOOLS = "prompt", "completion", "tools"
+ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "bing", "bard"), "assistant"),
+}
+"""Names of roles in ShareGPT's conversations and data sets like them -> those that templates know."""
+
+RESERVED = "\0\ufdd0\ufdd1"
+"""Characters that no content has: the separator of bytes, and the marks of answers."""
+
+
+class Conversation(NamedTuple):
+    """A conversation.
+
+    Attributes:
+      messages: each with role, content, and whatever else its record has.
+      tools: functions that the model may call; None if there are none.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Any
+
+
+def conversations(
+    piece: Piece, field: str, folder: Path | None
+) -> Iterator[tuple[int, Conversation | BadData]]:
+    """Yield (row, conversation or its error) of the rows of a piece; see `documents.texts`.
+
+    Raises:
+      FileNotFoundError: the file is gone.
+    """
+    path = Path(piece.path)
+    try:
+        rows = open_rows(SourceFile(path, piece.format), folder)
+        for row, record in rows.iterate(piece.start, piece.stop):
+            try:
+                if isinstance(record, BadData):
+                    raise record
+                yield row, conversation_of(record, field)
+            except BadData as error:
+                yield row, error
+            except ValueError as error:
+                yield row, BadData(path, str(error), row)
+    except BadData as error:
+        yield piece.start, error
+
+
+def conversation_of(record: Record, field: str) -> Conversation:
+    """Return the conversation in a record.
+
+    Args:
+      record: it has a list of messages, each with `role` and `content` (or `from` and `value`); or `prompt`
+        and `completion`, each such a list, or a text, which is the content of one message. The list of
+        messages, and `tools`, may also be text or bytes: JSON.
+      field: the name of the list.
+
+    Raises:
+      ValueError: it has none, a message lacks something, or a text in it has a reserved character.
+
+    >>> conversation_of({"prompt": "Hi", "completion": "Hello"}, "messages").messages
+    [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
+    """
+    if field in record:
+        messages = _messages(_parsed(record[field], field), field)
+    elif PROMPT in record and COMPLETION in record:
+        messages = [
+            message
+            for name, role in ((PROMPT, "user"), (COMPLETION, "assistant"))
+            for message in _side(record[name], name, role)
+        ]
+    else:
+        raise ValueError(
+            f"it has no field {near(field, record)}, nor {PROMPT} and {COMPLETION}; name that of the"
+            " messages: --data.messages"
+        )
+    tools = _parsed(given, TOOLS) if (given := record.get(TOOLS)) else None
+    _check_texts(tools, TOOLS)
+    return Conversation(messages, tools)
+
+
+def _side(value: Any, name: str, role: str) -> list[dict[str, Any]]:
+    """Return a prompt or a completion as messages."""
+    value = value.decode() if isinstance(value, bytes) else value
+    given = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return _messages(given, name)
+
+
+def _parsed(value: Any, name: str) -> Any:
+    if not isinstance(value, str | bytes):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is text, and no JSON ({error})") from None
+
+
+def _messages(given: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{name} is {short(given)}; it is a list of messages, with role and content each")
+    return [_message(each, f"{name}[{i}]") for i, each in enumerate(given)]
+
+
+def _message(given: Any, name: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} is {short(given)}; it is an object with role and content")
+    # columns of files have None where other messages have a value
+    message = {key: value for key, value in given.items() if value is not None}
+    if "role" not in message and "from" in message:
+        message |= {"role": message.pop("from"), "content": message.pop("value", None)}
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list):
+        content = _joined(content, name)
+    elif content is None and ("tool_calls" in message or "function_call" in message):
+        content = ""
+    for key, value in (("role", role), ("content", content)):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} has {key} {short(value)}; it is text")
+    message |= {"role": ROLES.get(str(role), role), "content": content}
+    # a template may write any field, such as tool_calls
+    for key, value in message.items():
+        _check_texts(value, f"{key} of {name}")
+    return message
+
+
+def _check_texts(value: Any, name: str) -> None:
+    """Check the texts of a value, however deep in lists and dicts.
+
+    Raises:
+      ValueError: one has a reserved character, or is no valid Unicode.
+    """
+    if isinstance(value, Mapping):
+        _check_texts([*value.keys(), *value.values()], name)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_texts(item, name)
+    elif isinstance(value, str):
+        if any(character in value for character in RESERVED):
+            raise ValueError(
+                f"{name} has a character that no text has (U+0000, U+FDD0 or U+FDD1); leave it out"
+            )
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} is no valid Unicode at character {error.start:,}") from None
+
+
+def _joined(parts: list[Any], name: str) -> str:
+    """Return the text of a content that is a list of parts."""
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if wrong := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
+        raise ValueError(f"{name} has content {short(wrong[0])}; parts of it that are text are read alone")
+    return "".join(map(str, texts))

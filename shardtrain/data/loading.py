@@ -1,0 +1,34 @@
+"""How batches are loaded ahead of the step. Next: `workers.py`."""
+
+from dataclasses import dataclass
+
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import problems_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How batches to train on are loaded ahead. It changes no batch and no position.
+
+    Args:
+      prefetch: number of batches that are loaded ahead, each on a thread of its own; 0 loads each when it is
+        asked for.
+      workers: number of processes that load batches, for data in Python that holds its lock; 0: threads of
+        the run's own process do. Each keeps the data's objects in its memory.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+    """
+
+    prefetch: int = 2
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self)
+        problems += [
+            f"{name} is {value}; use 0 or more"
+            for name in ("prefetch", "workers")
+            if isinstance(value := getattr(self, name), int) and value < 0
+        ]
+        if problems:
+            raise problems_error("batches cannot be loaded in this way", problems)

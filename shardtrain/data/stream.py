@@ -1,0 +1,161 @@
+"""Samples that come one after the other: generators, and streams whose length nobody knows.
+
+A stream is a source by number all the same, so positions, rows of islands and microbatches are those of any
+other: it is read forward, and the last samples are kept for threads that load batches. Next: `batches.py`.
+"""
+
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import problems_error
+
+NO_END = 1 << 40
+"""The length of a stream: it has no end that a run reaches."""
+
+Sample = Mapping[str, np.ndarray]
+
+
+class StreamSource:
+    """The samples of a stream by number; a stream that ends begins again.
+
+    Args:
+      samples: see `Stream`.
+      keep: how many samples are kept behind the last one that was read.
+    """
+
+    ordered = True
+    """Batches take these samples in sequence, and shuffle nothing."""
+
+    is_stream = True
+
+    def __init__(self, samples: Callable[..., Iterable[Sample]], keep: int) -> None:
+        self._samples, self._keep = samples, keep
+        self._seeks = bool(inspect.signature(samples).parameters)
+        self._lock = threading.Lock()
+        self._kept: deque[Sample] = deque(maxlen=keep)
+        self._length: int | None = None  # of one pass, once its end was met
+        self._iterator: Iterator[Sample] = iter(())
+        # number of the next sample (-1: nothing was begun), its place in the pass, whether that gave any yet
+        self._next, self._place, self._has_read = -1, 0, False
+
+    def __len__(self) -> int:
+        return NO_END
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return a sample; one that is neither kept nor to come is read again, by a new start.
+
+        Raises:
+          IndexError: no such sample.
+          ValueError: the stream has no samples.
+        """
+        if not 0 <= index < NO_END:
+            raise IndexError(f"sample {index} of {NO_END}")
+        with self._lock:
+            ahead = index - self._next
+            if self._next < 0 or ahead < -len(self._kept) or (self._seeks and ahead > self._keep):
+                self._go_to(index)
+            while self._next <= index:
+                self._kept.append(self._read_or_begin_again())
+                self._next += 1
+            return self._kept[index - self._next]
+
+    def _read_or_begin_again(self) -> Sample:
+        try:
+            return self._read()
+        except BaseException:
+            self._next = -1  # a generator that raised looks as if it were at its end
+            raise
+
+    def _go_to(self, index: int) -> None:
+        """Make a sample the next one: by the stream itself if it can, else by reading those before."""
+        self._kept.clear()
+        self._begin(index % self._length if self._length else index)
+        self._next = index
+
+    def _begin(self, place: int) -> None:
+        """Begin a pass at a place, which may be behind its end."""
+        self._place, self._has_read = place, False
+        if self._seeks:
+            self._iterator = iter(self._samples(place))
+            return
+        self._iterator = iter(self._samples())
+        skipped = sum(1 for _ in islice(self._iterator, place))
+        self._length = skipped if skipped < place else self._length
+
+    def _read(self) -> Sample:
+        """Return the next sample, of the next pass if this one is at its end."""
+        for _ in range(2):
+            for sample in self._iterator:
+                self._place, self._has_read = self._place + 1, True
+                return sample
+            if self._length is None:
+                # a pass that began behind its end does not say where that is
+                again = self._samples(0) if self._seeks else self._samples()
+                self._length = self._place if self._has_read else sum(1 for _ in again)
+            if not self._length:
+                raise ValueError("the stream has no samples; give one that yields some whenever it is begun")
+            self._begin(self._place % self._length)
+        raise ValueError(
+            f"the stream had {self._length} samples, and fewer when it was begun again; give the same ones"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamSource, (self._samples, self._keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The data of a run: samples of a generator, of unknown or no end, in the order in which they come.
+
+    Each start of the stream has to give the same samples in the same order, as a run that resumes begins it
+    again: at the saved sample, if the function takes its number, else at the first one, and reads those
+    before without training on them. Every process of a run reads the whole stream and takes its rows.
+
+    Args:
+      samples: a function that begins the stream: () -> iterable of samples, or (number of the first sample)
+        -> iterable from that one on.
+      held_out: samples to evaluate on, by number; None: nothing is evaluated.
+      keep: samples that are kept behind the last one, for batches that several threads load; more than a few
+        batches.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+
+    >>> def squares(first: int):
+    ...     while True:
+    ...         yield {"x": np.float32(first**2)}
+    ...         first += 1
+    >>> source = Stream(samples=squares).train(Path())
+    >>> [float(source[i]["x"]) for i in (3, 4, 1000)]
+    [9.0, 16.0, 1000000.0]
+    """
+
+    samples: Callable[..., Any]
+    held_out: Any = None
+    keep: int = 4096
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self)
+        if callable(self.samples) and len(inspect.signature(self.samples).parameters) > 1:
+            problems.append("samples takes several arguments; let it take the number of a sample, or nothing")
+        if isinstance(self.keep, int) and self.keep < 1:
+            problems.append(f"keep is {self.keep}; use 1 or more")
+        if problems:
+            raise problems_error("this stream cannot be used", problems)
+
+    def train(self, folder: Path) -> StreamSource:
+        """Return the samples to train on; nothing is written into `folder`."""
+        return StreamSource(self.samples, self.keep)
+
+    def heldout(self, folder: Path) -> Any:
+        """Return the samples to evaluate on; None if there are none."""
+        return self.held_out

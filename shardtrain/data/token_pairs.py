@@ -1,0 +1,169 @@
+"""Pairs of rows of two token files, for an encoder-decoder: what it reads, and what it shall write.
+
+A row is as long as its option says and ends in padding. Next: `batches.py`; `tokens.py` writes the files.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from shardtrain.data.tokens import TokenFile
+from shardtrain.data.windows import FINGERPRINT_BLOCKS, split_problems
+from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.messages import problems_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRows:
+    """A random-access source: rows `start` to `stop` of the two files.
+
+    Args:
+      pairs: the files, and what a row is.
+      start: the first row.
+      stop: one past the last row.
+    """
+
+    pairs: "TokenPairs"
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return sample `index`.
+
+        Returns:
+          {"source": int32 (source_seq,), "source_mask": int32, shaped the same, 0 for padding,
+          "target": int32 (target_seq + 1,), the padding token first, "weights": float32 (target_seq,), 0 for
+          padding}
+
+        Raises:
+          IndexError: no such sample.
+          ValueError: a token is negative, or not below `vocab`.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        source, target = (self._read(file, self.start + index) for file in self._files)
+        return {
+            "source": source,
+            "source_mask": _real(source, self.pairs.padding).astype(np.int32),
+            "target": np.r_[self.pairs.padding, target].astype(np.int32),
+            "weights": _real(target, self.pairs.padding).astype(np.float32),
+        }
+
+    def _read(self, file: tuple[TokenFile, int], row: int) -> np.ndarray:
+        tokens, length = file[0].read(row * file[1], (row + 1) * file[1]), file[1]
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.pairs.vocab))
+        if wrong.size:
+            token, place = int(tokens[wrong[0]]), row * length + int(wrong[0])
+            change = f"set vocab to {token + 1} or more" if token > 0 else "write the file again"
+            raise ValueError(
+                f"{file[0].path}: token {token} at {place} is not below vocab {self.pairs.vocab}; {change}"
+            )
+        return tokens.astype(np.int32)
+
+    @cached_property
+    def _files(self) -> tuple[tuple[TokenFile, int], ...]:
+        files = ((self.pairs.source, self.pairs.source_seq), (self.pairs.target, self.pairs.target_seq))
+        return tuple((TokenFile(path), length) for path, length in files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the sizes and of rows at equal distances, to tell one source from another."""
+        found = hashlib.sha256(f"{self.start} {self.stop} {self.pairs.padding}".encode())
+        for row in range(self.start, self.stop, max(1, len(self) // FINGERPRINT_BLOCKS)):
+            for file in self._files:
+                found.update(f"{file[1]} ".encode() + self._read(file, row).tobytes())
+        return found.hexdigest()[:16]
+
+
+def _real(tokens: np.ndarray, padding: int) -> np.ndarray:
+    """Return which positions are not padding, which stands at the end.
+
+    >>> _real(np.array([5, 0, 6, 0, 0]), 0).tolist()
+    [True, True, True, False, False]
+    """
+    return np.cumsum((tokens != padding)[::-1])[::-1] > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPairs:
+    """The data of a run of an encoder-decoder: two token files, of rows of one length each, row beside row.
+
+    The files are those of `write_tokens`, given rows as its documents. A row ends in padding where its text
+    is shorter, and usually in the token that ends a text before that. A target begins with that of padding.
+
+    Args:
+      source: a one-dimensional .npy file of integers: what the encoder reads.
+      target: the same: what the decoder shall write.
+      vocab: size of the vocabulary; every token is below it.
+      source_seq: tokens of a row of `source`.
+      target_seq: tokens of a row of `target`.
+      padding: the token that fills rows up.
+      heldout_fraction: fraction of the rows, the last ones, that is held out of training.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+    """
+
+    source: Path
+    target: Path
+    vocab: int
+    source_seq: int = 512
+    target_seq: int = 128
+    padding: int = 0
+    heldout_fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        problems = [*wrong_types(self), *split_problems(1, self.heldout_fraction)]
+        counts = ("vocab", "source_seq", "target_seq") if not problems else ()
+        problems += [f"{n} is {getattr(self, n)}; use 1 or more" for n in counts if getattr(self, n) < 1]
+        if not problems and not 0 <= self.padding < self.vocab:
+            problems.append(f"padding is {self.padding}; use 0 to {self.vocab - 1}, a token below vocab")
+        if problems:
+            raise problems_error("these pairs cannot be used", problems)
+
+    def train(self, folder: Path) -> PairRows:
+        """Return the rows to train on; nothing is written into `folder`.
+
+        Raises:
+          FileNotFoundError: a file is not there.
+          ValueError: one is not a token file, or their numbers of rows differ.
+        """
+        whole = self._rows()
+        return replace(whole, stop=len(whole) - self._num_heldout(len(whole)))
+
+    def heldout(self, folder: Path) -> PairRows | None:
+        """Return the held-out rows; None if nothing is held out."""
+        whole = self._rows()
+        num = self._num_heldout(len(whole))
+        return replace(whole, start=len(whole) - num) if num else None
+
+    def _num_heldout(self, num_rows: int) -> int:
+        return max(1, round(self.heldout_fraction * num_rows)) if self.heldout_fraction else 0
+
+    def _rows(self) -> PairRows:
+        sizes = {"source": self.source_seq, "target": self.target_seq}
+        counts = {name: TokenFile(getattr(self, name)).num_tokens for name in sizes}
+        problems = [
+            f"{name} has {counts[name]} tokens, and {counts[name]} % {name}_seq {size} ="
+            f" {counts[name] % size}; fill its rows up to {size}"
+            for name, size in sizes.items()
+            if counts[name] % size
+        ]
+        num_rows = {name: counts[name] // size for name, size in sizes.items()}
+        if not problems and num_rows["source"] != num_rows["target"]:
+            problems.append(
+                f"source has {num_rows['source']} rows and target {num_rows['target']};"
+                " write as many into both"
+            )
+        least = 2 if self.heldout_fraction else 1
+        if not problems and num_rows["source"] < least:
+            problems.append(f"there are {num_rows['source']} rows; give {least} or more")
+        if problems:
+            raise problems_error("these pairs cannot be used", problems)
+        return PairRows(pairs=self, start=0, stop=num_rows["source"])

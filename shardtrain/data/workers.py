@@ -1,0 +1,190 @@
+"""Processes that load batches by their positions: any of them loads any batch, so their number changes none.
+
+Threads of `batches.py` wait for them. Grain's own worker processes outlive a parent that is killed, and each
+owns every n-th batch. Next: `worker_process.py`.
+"""
+
+import atexit
+import multiprocessing
+import pickle
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol, Self
+
+from shardtrain.data.samples import Batch
+from shardtrain.data.worker_process import begin_worker
+from shardtrain.errors.user_code import UserCodeFailed, user_traceback
+from shardtrain.system.stop_signals import STOPPING
+
+END_SECONDS = 5.0
+"""How long a worker has to finish the batch that it loads, when no more is wanted of it."""
+
+
+class Loads(Protocol):
+    """Batches by position, see `Batches`."""
+
+    @property
+    def source(self) -> Any: ...
+    def load(self, position: Any, /) -> Batch: ...
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+
+
+class _Failed(NamedTuple):
+    """An error in a worker, and its traceback as text."""
+
+    error: Exception
+    trace: str
+
+
+class WorkerTraceback(Exception):
+    """The cause of an error that was raised in a worker: its traceback there."""
+
+
+class Workers:
+    """Worker processes, while it is entered.
+
+    Args:
+      batches: what they load from; they get a copy.
+      number: of processes.
+      source: receives what their copies of it have skipped.
+
+    Raises:
+      ValueError: the data cannot be copied to other processes.
+    """
+
+    def __init__(self, batches: Loads, number: int, source: Any) -> None:
+        self._source = source
+        try:
+            self._copy = pickle.dumps(batches)
+        except Exception as error:  # any object of the user's may be in it
+            raise ValueError(_not_copied(type(batches.source).__name__, error)) from error
+        self._number = number
+        self._all: list[_Worker] = []
+        self._free: SimpleQueue[_Worker] = SimpleQueue()
+
+    def __enter__(self) -> Self:
+        # before multiprocessing itself ends processes at the exit, by a signal that workers ignore
+        atexit.register(self._kill)
+        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        try:
+            for number in range(self._number):
+                ours, theirs = context.Pipe()
+                name = f"shardtrain data worker {number}"
+                process = context.Process(target=_serve, args=(theirs,), name=name, daemon=True)
+                process.start()
+                theirs.close()
+                self._all.append(_Worker(process, ours))
+                self._free.put(self._all[-1])
+            for worker in self._all:
+                worker.pipe.send_bytes(self._copy)
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError):
+                raise _ended(self._all[-1].process) from error
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        atexit.unregister(self._kill)
+        for worker in self._all:
+            worker.pipe.close()
+        for process, _pipe in self._all:
+            process.join(END_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _kill(self) -> None:
+        for process, _pipe in self._all:
+            process.kill()
+
+    def load(self, position: Any) -> Batch:
+        """Load the batch at a position, in the next worker that is free; called by any number of threads.
+
+        Raises:
+          ChildProcessError: the worker ended.
+          ValueError, UserCodeFailed: see `Batches.load`.
+        """
+        worker = self._free.get()
+        try:
+            worker.pipe.send(position)
+            found = worker.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise _ended(worker.process) from error
+        finally:
+            self._free.put(worker)  # one that ended says so to the next thread as well
+        if isinstance(found, _Failed):
+            raise found.error from WorkerTraceback(f"in a worker process:\n{found.trace}")
+        batch, skipped = found
+        if skipped:
+            self._source.add_skipped(skipped)
+        return batch
+
+
+def _not_copied(data: str, error: Exception) -> str:
+    return (
+        f"the data ({data}) cannot be copied to worker processes ({error}); define its classes and functions"
+        " at the top of an importable file, open files when they are read, or use --loading.workers 0"
+    )
+
+
+def _ended(process: BaseProcess) -> ChildProcessError:
+    """Return the error of a worker that ended by itself."""
+    process.join(END_SECONDS)
+    code = process.exitcode
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        why = f"was ended by {name}" + (" (memory may have run out)" if name == "SIGKILL" else "")
+    else:
+        why = f"ended with exit code {code}; what it wrote is above"
+    return ChildProcessError(
+        f"{process.name}, a process that loads batches, {why}. The same command resumes; fewer"
+        " --loading.workers need less memory, and with 0 the run loads by itself. A program of your own"
+        " that trains by workers begins with if __name__ == '__main__'"
+    )
+
+
+def _serve(pipe: Connection) -> None:
+    """Load batches until the parent closes the pipe."""
+    begin_worker(*STOPPING)
+    try:
+        batches = _copied(pipe.recv_bytes())
+        while True:
+            position = pipe.recv()
+            try:
+                if isinstance(batches, Exception):
+                    raise batches
+                skipped = getattr(batches.source, "skipped_rows", None)
+                pipe.send((batches.load(position), skipped))
+            except (EOFError, BrokenPipeError):
+                raise
+            except Exception as error:
+                pipe.send(_failed(error))
+    except (EOFError, OSError):
+        pass  # nothing more is wanted
+
+
+def _copied(copy: bytes) -> Any:
+    """Return the batches of this worker, or why they cannot be made."""
+    try:
+        return pickle.loads(copy)
+    except Exception as error:
+        return ValueError(_not_copied("its classes or files", error))
+
+
+def _failed(error: Exception) -> _Failed:
+    if isinstance(error, UserCodeFailed):
+        return _Failed(UserCodeFailed(str(error)), user_traceback(error))
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # it cannot be sent as it is
+        return _Failed(RuntimeError(f"{type(error).__name__}: {error}"), trace)
+    return _Failed(error, trace)

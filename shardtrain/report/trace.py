@@ -1,0 +1,220 @@
+"""What a trace of jax's profiler says: the share of time by kind of operation, and the longest operations.
+
+It reads the file `*.trace.json.gz` of a profile, nothing else. `trainer/profiling.py` records one.
+"""
+
+import gzip
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardtrain.report.tables import table_text
+from shardtrain.report.trace_programs import LOOPS, Source
+
+KINDS = ("matmul", "attention", "other", "collectives")
+"""Kinds of operations; where several run at once, the time is that of the first."""
+
+_NAMES = {
+    "collectives": r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|nccl|send|recv",
+    "attention": r"fmha|flash|attention|sdpa",
+    "matmul": r"\bdot\b|gemm|matmul|cutlass|cublas|nvjet|conv(?!ert)|wgmma",
+}
+"""Kind -> pattern of the names of an operation, of its kernel, or of its source."""
+
+
+ASIDE = "aside of the steps"
+"""The name of events that are around what is no part of the steps in a trace, such as an evaluation."""
+
+NO_SOURCE = Source("", "")
+
+
+class Operation(NamedTuple):
+    """One execution of an operation.
+
+    Attributes:
+      name: of the compiled program, such as "fusion.3".
+      kind: one of `KINDS`.
+      start, end: microseconds.
+    """
+
+    name: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSummary:
+    """Where the time of one device went.
+
+    Args:
+      seconds: from the first operation's start to the last one's end.
+      shares: kind, and "idle" -> share of these seconds; together 1. That of collectives is the time in which
+        nothing else ran.
+      hidden: share of the seconds in which collectives ran beside other operations.
+      top: (name, kind, seconds, executions), the longest operations first.
+      num_devices: devices in the trace; the others are not in these figures.
+    """
+
+    seconds: float
+    shares: Mapping[str, float]
+    hidden: float
+    top: tuple[tuple[str, str, float, int], ...]
+    num_devices: int
+
+
+def kind_of(name: str, source: Source = NO_SOURCE) -> str:
+    """Return the kind of an operation.
+
+    Args:
+      name: of the operation and its kernel.
+      source: what the compiler fused, and from where in the model: its path has "attention" there.
+
+    >>> kind_of("all-reduce-start.2"), kind_of("fusion.3", Source("fusion dot", "jit(step)/attention/mul"))
+    ('collectives', 'attention')
+    >>> kind_of("loop_convert_fusion", Source("fusion", "a/dot_general")), kind_of("nvjet_hsh_128x256")
+    ('other', 'matmul')
+    """
+    made_of = f"{name} {source.opcodes}"
+    texts = {"collectives": made_of, "attention": f"{made_of} {source.path}", "matmul": made_of}
+    return next((kind for kind, text in texts.items() if re.search(_NAMES[kind], text)), "other")
+
+
+def read_trace(path: Path) -> list[Mapping[str, Any]]:
+    """Return the events of a trace file.
+
+    Raises:
+      ValueError: the file is no trace.
+      OSError: it cannot be read.
+    """
+    try:
+        with gzip.open(path, "rt") as file:
+            return json.load(file)["traceEvents"]
+    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is no trace of jax's profiler ({error}); record it again") from error
+
+
+def operations(
+    events: Sequence[Mapping[str, Any]], sources: Mapping[tuple[str, str], Source] | None = None
+) -> dict[str, list[Operation]]:
+    """Return the operations of each device.
+
+    Of an accelerator these are its streams (GPU) or its line of operations (TPU); of a CPU all threads that
+    run compiled programs, as one device. What is done while an event `ASIDE` lasts is left out, and its time
+    too: later operations move forward by it.
+
+    Args:
+      events: of the trace.
+      sources: (program, name of an operation) -> its source, see `trace_programs.sources`.
+    """
+    labels = {
+        (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
+        for event in events
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
+    }
+    found: dict[str, list[Operation]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        process = labels.get(("process_name", event["pid"], None)) or labels.get(
+            ("process_name", event["pid"], event.get("tid")), ""
+        )
+        thread = labels.get(("thread_name", event["pid"], event.get("tid")), "")
+        arguments = event.get("args", {})
+        on_device = process.startswith("/device:") and (thread.startswith("Stream") or thread == "XLA Ops")
+        if not on_device and not (process == "/host:CPU" and "hlo_op" in arguments):
+            continue
+        name = arguments.get("hlo_op", event["name"])
+        # operations of several programs may have one name
+        of_program = [(arguments.get("hlo_module", ""), name), ("", name)]
+        unknown = Source("", f"{arguments.get('name')} {arguments.get('tf_op')}")
+        source = next((sources[key] for key in of_program if sources and key in sources), unknown)
+        if source.opcodes.split(" ")[0] in LOOPS or name.split(".")[0] in LOOPS:
+            continue
+        start = float(event["ts"])
+        end = start + float(event.get("dur", 0))
+        found[process].append(Operation(name, kind_of(f"{name} {event['name']}", source), start, end))
+    # streams of a GPU are copied into lines of operations: each kernel counts once
+    left_out = _windows(events)
+    return {
+        device: sorted({kept for op in each if (kept := _moved(op, left_out))}, key=lambda op: op.start)
+        for device, each in found.items()
+    }
+
+
+def _windows(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Return start and end of the time that is no part of the steps, in microseconds, in order."""
+    aside = [event for event in events if event.get("ph") == "X" and event["name"] == ASIDE]
+    return sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))) for event in aside)
+
+
+def _moved(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation | None:
+    """Return an operation as if time stood still in some windows; None if it is inside one of them.
+
+    >>> op = Operation("dot", "matmul", 50.0, 60.0)
+    >>> _moved(op, [(10.0, 30.0)]), _moved(op, [(45.0, 70.0)])
+    (Operation(name='dot', kind='matmul', start=30.0, end=40.0), None)
+    """
+    if any(start <= op.start and op.end <= end for start, end in left_out):
+        return None
+    before = sum(min(end, op.start) - start for start, end in left_out if start < op.start)
+    return op._replace(start=op.start - before, end=op.end - before)
+
+
+def summarise(devices: Mapping[str, Sequence[Operation]], num_top: int = 10) -> TraceSummary:
+    """Return where the time of the first device went.
+
+    Raises:
+      ValueError: the trace has no operation.
+    """
+    # a GPU's host runs small programs too
+    names = sorted(devices, key=lambda name: (not name.startswith("/device:"), name))
+    if not names:
+        raise ValueError("the trace has no operations of a device; profile steps in which programs run")
+    found = devices[names[0]]
+    start, end = min(op.start for op in found), max(op.end for op in found)
+    # an instant is of the first kind that runs
+    changes = sorted(change for op in found for change in ((op.start, 1, op.kind), (op.end, -1, op.kind)))
+    running: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
+    hidden, before = 0.0, start
+    for time, step, kind in changes:
+        active = next((each for each in KINDS if running[each]), "idle")
+        seconds[active] += time - before
+        if running["collectives"] and active != "collectives":
+            hidden += time - before
+        running[kind] += step
+        before = time
+    whole = max(end - start, 1e-9)
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for op in found:
+        sums[op.name, op.kind] += op.end - op.start
+    counts = Counter((op.name, op.kind) for op in found)
+    longest = sorted(sums, key=lambda key: -sums[key])[:num_top]
+    top = [(*key, 1e-6 * sums[key], counts[key]) for key in longest]
+    return TraceSummary(
+        seconds=1e-6 * whole,
+        shares={kind: seconds[kind] / whole for kind in (*KINDS, "idle")},
+        hidden=hidden / whole,
+        top=tuple(top),
+        num_devices=sum(name.startswith("/device:") for name in names) or 1,
+    )
+
+
+def summary_text(summary: TraceSummary, num_steps: int) -> str:
+    """Format a summary: shares of time, then the longest operations by step."""
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in summary.shares.items())
+    hidden = f"; collectives beside other work {summary.hidden:.0%}" if summary.hidden else ""
+    rows = [
+        (name, kind, f"{1e3 * seconds / num_steps:.3f}", f"{count / num_steps:g}")
+        for name, kind, seconds, count in summary.top
+    ]
+    return (
+        f"profile of {num_steps} step{'s' * (num_steps > 1)},"
+        f" {1e3 * summary.seconds / num_steps:.3g} ms each: {shares}{hidden}\n"
+        + table_text(("operation", "kind", "ms a step", "times a step"), rows)
+    )

@@ -1,0 +1,150 @@
+"""Flags of XLA as data: named presets, the source of each flag, and how they join those of the user.
+
+No jax here: flags are read once, when its first backend starts. Next: `cli/train.py`, which sets them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal, NamedTuple
+
+Preset = Literal["auto", "latency-hiding", "none"]
+
+CHECKED_JAXLIB = ("0.10",)
+"""Versions (major.minor) of jaxlib that know every flag here: XLA ends a process that has an unknown one."""
+
+
+class Flag(NamedTuple):
+    """A flag of XLA.
+
+    Attributes:
+      name: without dashes; its second word is the device that it is for.
+      value: as XLA parses it.
+      why: its effect.
+      source: where it is documented or was measured.
+    """
+
+    name: str
+    value: str
+    why: str
+    source: str
+
+    @property
+    def device(self) -> str:
+        """The device that the flag is for: cpu, gpu."""
+        return self.name.split("_")[1]
+
+
+_NVIDIA = "NVIDIA, JAX-Toolbox, rosetta/docs/GPU_performance.md, pipelined communication of FSDP"
+_JAX = "JAX, GPU performance tips, https://docs.jax.dev/en/latest/gpu_performance_tips.html"
+_NO_SLOW_REDUCTIONS = Flag(
+    "xla_cpu_experimental_ynn_fusion_type",
+    "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION",
+    "matrix products with transposed operands without copies; reductions by XLA's own loops",
+    "docs/benchmarks/torch.md",
+)
+PRESETS: dict[str, tuple[Flag, ...]] = {
+    "auto": (_NO_SLOW_REDUCTIONS,),
+    "latency-hiding": (
+        _NO_SLOW_REDUCTIONS,
+        Flag("xla_gpu_enable_latency_hiding_scheduler", "true", "computes while collectives run", _JAX),
+        Flag("xla_gpu_enable_pipelined_all_gather", "true", "gathers for the next layer of a scan", _NVIDIA),
+        Flag("xla_gpu_enable_pipelined_reduce_scatter", "true", "the same of reduce-scatters", _NVIDIA),
+        Flag("xla_gpu_enable_pipelined_all_reduce", "true", "the same of all-reduces", _NVIDIA),
+        Flag(
+            "xla_gpu_enable_while_loop_double_buffering", "true", "no copies between steps of a scan", _NVIDIA
+        ),
+        Flag("xla_gpu_enable_highest_priority_async_stream", "true", "collectives start at once", _NVIDIA),
+    ),
+    "none": (),
+}
+"""Name -> flags. A machine ignores those for other devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetFlags:
+    """What a preset comes to on this machine.
+
+    Args:
+      xla_flags: the variable XLA_FLAGS with the flags of the preset before those of the user.
+      added: the flags that were added.
+      notes: why others were not.
+    """
+
+    xla_flags: str
+    added: tuple[Flag, ...]
+    notes: tuple[str, ...]
+
+
+def with_preset(preset: str, environ: Mapping[str, str], jaxlib: str) -> PresetFlags:
+    """Return XLA_FLAGS with those of a preset.
+
+    The flags of a device are left to the user if XLA_FLAGS has any for this device. They are left out with a
+    jaxlib that they were not checked with.
+
+    Args:
+      preset: a name of `PRESETS`.
+      environ: the environment variables.
+      jaxlib: the version of jaxlib.
+
+    >>> with_preset("auto", {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "0.10.2").added
+    ()
+    >>> found = with_preset("auto", {"XLA_FLAGS": "--xla_dump_to=d"}, "0.10.2")
+    >>> found.xla_flags.split()[1], len(found.added)
+    ('--xla_dump_to=d', 1)
+    """
+    given = environ.get("XLA_FLAGS", "")
+    flags = PRESETS[preset]
+    if given.strip() and not given.lstrip().startswith("-"):
+        # the name of a file of flags, which XLA reads only if it stands alone
+        return PresetFlags(
+            xla_flags=given, added=(), notes=("XLA flags are as the file of XLA_FLAGS has them",)
+        )
+    if flags and ".".join(jaxlib.split(".")[:2]) not in CHECKED_JAXLIB:
+        checked = ", ".join(f"{each}.x" for each in CHECKED_JAXLIB)
+        note = (
+            f"XLA flags of the preset {preset!r} are not set: they were checked with jaxlib {checked}, this"
+            f" is {jaxlib}. Give those that you want in XLA_FLAGS"
+        )
+        return PresetFlags(xla_flags=given, added=(), notes=(note,))
+    names = [word.lstrip("-").partition("=")[0] for word in given.split()]
+    own = {name.split("_")[1] for name in names if name.startswith("xla_") and name.count("_") > 1}
+    added = tuple(flag for flag in flags if flag.device not in own)
+    # who sets all flags needs no line about it
+    left = sorted({flag.device for flag in flags} & own) if added else ()
+    return PresetFlags(
+        xla_flags=" ".join([*(f"--{flag.name}={flag.value}" for flag in added), *given.split()]),
+        added=added,
+        notes=tuple(f"XLA flags for the {device} are as XLA_FLAGS has them" for device in left),
+    )
+
+
+def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | int] | None:
+    """Return compiler options for a program that runs once, such as the initial state; None: the usual ones.
+
+    On a CPU LLVM would optimise the loops of random numbers for longer than all else takes. Results are
+    rounded otherwise than by an optimised program.
+
+    Args:
+      platform: of the devices, "cpu" or another.
+      jaxlib: its version; by default the one that is installed.
+
+    >>> quick_options("cpu", "0.10.2")["xla_backend_optimization_level"]
+    0
+    >>> quick_options("gpu") is None and quick_options("cpu", "0.12.0") is None
+    True
+    """
+    version = metadata.version("jaxlib") if jaxlib is None else jaxlib
+    if platform != "cpu" or ".".join(version.split(".")[:2]) not in CHECKED_JAXLIB:
+        return None
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def preset_text(preset: str, found: PresetFlags) -> str:
+    """Return the line of the log: the preset, its flags, and notes; empty without either.
+
+    >>> preset_text("none", with_preset("none", {}, "0.10.2"))
+    ''
+    """
+    flags = " ".join(f"{flag.name}={flag.value}" for flag in found.added)
+    return "; ".join([*([f"XLA flags of the preset {preset}: {flags}"] if flags else []), *found.notes])

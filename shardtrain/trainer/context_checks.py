@@ -1,0 +1,67 @@
+"""Check that sequences can be sharded over context: their sizes, and the program of a pipeline."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from shardtrain.axes import CONTEXT, PIPELINE
+from shardtrain.data import Batch
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.model import Model
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches
+from shardtrain.train_step.initial_state import restorable_state
+from shardtrain.train_step.step import make_step
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.setup import RunSetup
+
+
+def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch: Batch) -> None:
+    """Trace the loss over sequences that are sharded, without devices, as the step of a run would.
+
+    Args:
+      run: the run.
+      model: its model.
+      sizes: axis -> size.
+      microbatch: a batch as the loss receives it, arrays or shapes.
+
+    Raises:
+      ValueError: attention cannot split the sequences or heads; or a constraint has no rule.
+    """
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+
+    def loss(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
+        return run.loss(lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0], batch)[0]
+
+    layout = run.strategy.layout
+    with activation_rules(layout.activation_rules, mesh, *layout.tracing):
+        jax.eval_shape(loss, params, model_state, jax.eval_shape(lambda: jax.random.key(0)), microbatch)
+
+
+def check_permutes(run: Run, setup: RunSetup, batch: Any) -> None:
+    """Compile the step of a pipeline over sharded sequences, and check it.
+
+    Args:
+      run: the run.
+      setup: its parts.
+      batch: the first batch.
+
+    Raises:
+      ValueError: a loss, a metric or a model cuts positions out of a sharded sequence.
+    """
+    if setup.mesh.shape[PIPELINE] == 1 or setup.mesh.shape[CONTEXT] == 1:
+        return
+    step: Any = make_step(setup.model, run.loss, setup.optimizer, setup.placement, setup.learning_rate)
+    text = step.lower(restorable_state(setup.placement), batch).compile().as_text()
+    if found := permutes_in_branches(text):
+        raise problems_error(
+            "the axes pipeline and context in one mesh need a program whose stages send no parts of sequences"
+            " by permutes, and this one does. Where a loss, metric or model shifts positions, as in"
+            ' batch["tokens"][:, 1:], use shardtrain.functional.next_tokens.without_first(batch["tokens"]),'
+            " or whole sequences, by flax.linen.with_logical_constraint(x, ('batch', None)); or use --across"
+            " pipeline, or context=1",
+            found,
+        )

@@ -1,0 +1,230 @@
+"""Folders of Hugging Face as the start of a run: their model's configuration, and their parameters.
+
+A module that is imported by its name reads them, as `checkpoint import` does: shardtrain itself does not know
+its models. Next: `resume.py`, which starts from them.
+"""
+
+import importlib
+import math
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardtrain.checkpoints.array_files import StoredArray
+from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
+from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.trainer.run_checkpoints import CHECKPOINTS
+
+CONVERTER = "shardtrain.models.huggingface.files"
+UPCYCLING = "shardtrain.models.upcycling"
+CONFIG = "config.json"
+PARAMS, STATE = "params/", "model_state/"
+DTYPE = "float32"
+MOST_KEPT_BYTES = 1 << 30
+"""A parameter up to this size is read once, whatever slices of it devices need."""
+
+OF_TRAINING = ("dropout", "remat", "scan", "dtype", "attention", "products", "loss_chunk", "lora")
+"""Options of a model that say how it is trained, and not what it is: a run file's stay when its model is
+replaced by that of a folder."""
+
+
+def is_pretrained(path: Path) -> bool:
+    """Return whether a path is a folder of Hugging Face, and no checkpoint."""
+    return (path / CONFIG).is_file() and not (path / CHECKPOINTS).is_dir()
+
+
+def pretrained(folder: str | Path, adapter: str | Path | None = None, **options: Any) -> Any:
+    """Return the configuration of the model in a folder of Hugging Face.
+
+    A run with this model starts from the folder's parameters by `start_from=folder`.
+
+    Args:
+      folder: a folder with config.json and safetensors.
+      adapter: a folder of low-rank adapters of the PEFT library, which set the option `lora`; such a run
+        starts from them by `start_from=StartFrom(checkpoint=folder, adapter=adapter)`.
+      options: options of the configuration that shall differ, such as `lora="rank=16"` or `dtype="bfloat16"`.
+
+    Returns:
+      A config of `shardtrain.models`.
+
+    Raises:
+      FileNotFoundError: the folder has no config.json.
+      ValueError: the model is of no family that can be read, or an option is not one.
+    """
+    config = replace(_converter().read_model_config(Path(folder)), **options)
+    return config if adapter is None else replace(config, lora=lora_of(adapter, config))
+
+
+def lora_of(adapter: str | Path, config: Any) -> str:
+    """Return the option `lora` of a model with the adapters in a folder of PEFT.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: they are no adapters of this model.
+    """
+    return _converter().open_adapters(Path(adapter), config)[0]
+
+
+def with_options_of_training(config: Any, model: Any) -> Any:
+    """Return a configuration with the options of another one that are of training and not of the model."""
+    names = [name for name in OF_TRAINING if hasattr(config, name) and hasattr(model, name)]
+    # models of images only know whether to recompute, others what
+    kept = {name: getattr(model, name) for name in names}
+    return replace(
+        config,
+        **{
+            name: x
+            for name, x in kept.items()
+            if isinstance(x, bool) == isinstance(getattr(config, name), bool)
+        },
+    )
+
+
+def array_path(path: str) -> str:
+    """Return the path in a checkpoint of what a folder has under a path: most of it are parameters.
+
+    >>> array_path("head/bias"), array_path("model_state/norm/mean")
+    ('params/head/bias', 'model_state/norm/mean')
+    """
+    return path if path.startswith(STATE) else PARAMS + path
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PretrainedReader(CheckpointReader):
+    """A reader of a folder of Hugging Face, by the paths that its parameters have in a checkpoint.
+
+    One parameter with all its layers is in memory at a time, or, of parameters above `MOST_KEPT_BYTES`, one
+    array of the files.
+
+    Args:
+      parameters: path -> parameter, with a shape and functions that read it.
+    """
+
+    parameters: Mapping[str, Any]
+
+    @property
+    def manifests(self) -> dict[int, Manifest]:
+        return {}
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.leaf.num_bytes for (array,) in self.stored_arrays.values())
+
+    @cached_property
+    def stored_arrays(self) -> dict[str, list[StoredArray]]:
+        return {
+            array_path(path): [StoredArray(self.folders[0], Leaf(shape=each.shape, dtype=DTYPE))]
+            for path, each in self.parameters.items()
+        }
+
+    @cached_property
+    def _files(self) -> Any:
+        return _ParameterFiles(self.parameters)
+
+
+class _ParameterFiles:
+    """Reads slices of parameters as `ArrayFiles` does; the last one is kept for its next slice, if small."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters, self._path, self._values = parameters, "", np.empty(0)
+
+    def dtype(self, stored: StoredArray, path: str) -> np.dtype:
+        return np.dtype(DTYPE)
+
+    def start(self, stored: StoredArray, path: str, source: Any, array: np.ndarray, target: Any) -> Any:
+        parameter = self._parameters[path.removeprefix(PARAMS)]
+        if stored.leaf.num_bytes > MOST_KEPT_BYTES and parameter.stack:
+            _fill_one_by_one(parameter, source, array[target])
+        else:
+            if path != self._path:
+                self._path, self._values = path, parameter.read()
+            array[target] = self._values[source]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _fill_one_by_one(parameter: Any, source: tuple[slice, ...], array: np.ndarray) -> None:
+    """Fill a slice of a stacked parameter; each array that is stacked in it is read and forgotten."""
+    stack = parameter.stack
+    numbers = np.arange(math.prod(stack)).reshape(stack)[source[: len(stack)]]
+    for place in np.ndindex(*numbers.shape):
+        array[place] = parameter.read_one(int(numbers[place]))[source[len(stack) :]]
+
+
+def open_pretrained(folder: Path, step: int | str | None = None) -> PretrainedReader:
+    """Open the parameters of a folder of Hugging Face.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: the folder cannot be read, or a step of it was asked for.
+    """
+    if step is not None:
+        raise ValueError(f"{folder} is a folder of Hugging Face, which has no steps; leave step {step} out")
+    return PretrainedReader(
+        step=0, folders={0: folder}, num_parts=1, parameters=_converter().open_parameters(folder)
+    )
+
+
+def with_adapters(reader: CheckpointReader, adapter: Path, model: Any) -> PretrainedReader:
+    """Return a reader of the parameters of a folder of Hugging Face, and of adapters beside them.
+
+    Args:
+      reader: of the folder.
+      adapter: a folder of PEFT.
+      model: the configuration of the run's model, whose option `lora` must be that of the adapters.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: they are no adapters of this model, or `reader` is of a checkpoint.
+    """
+    if not isinstance(reader, PretrainedReader):
+        raise ValueError(
+            f"adapter is {adapter}, and adapters are put beside the parameters of a folder of Hugging Face"
+            " alone; a checkpoint has its own: leave it out"
+        )
+    if not hasattr(model, "lora"):
+        raise ValueError(f"adapter is {adapter}, and {type(model).__name__} has no option lora; leave it out")
+    text, found = _converter().open_adapters(adapter, model)
+    if _converter().read_lora(model.lora) != _converter().read_lora(text):
+        raise ValueError(
+            f"the model has lora {model.lora!r}, and the adapters in {adapter} are {text!r}; use that, or"
+            " leave the model's out"
+        )
+    return replace(reader, parameters={**reader.parameters, **found})
+
+
+def upcycled(reader: CheckpointReader, model: Any) -> PretrainedReader:
+    """Return a reader of a dense model by the paths of one with experts, copies of its feed-forward.
+
+    Args:
+      reader: of a checkpoint, or of a folder of Hugging Face.
+      model: the configuration of the run's model, with experts.
+
+    Raises:
+      ValueError: what it reads cannot be copied.
+    """
+    if isinstance(reader, PretrainedReader):
+        parameters = reader.parameters
+    else:
+        make = _converter().ParameterReader
+        parameters = {
+            path.removeprefix(PARAMS): make(leaf.shape, partial(reader.read, path))
+            for path, leaf in reader.leaves.items()
+            if path.startswith(PARAMS)
+        }
+    found = importlib.import_module(UPCYCLING).upcycled(model, parameters)
+    return PretrainedReader(step=reader.step, folders=reader.folders, num_parts=1, parameters=found)
+
+
+def _converter() -> Any:
+    return importlib.import_module(CONVERTER)

@@ -1,0 +1,206 @@
+"""Compiled programs that are kept for the next start, and the count of those that were.
+
+jax reads and writes them; here are the folder, its limit and the line of the log.
+"""
+
+import contextlib
+import os
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from stat import S_ISVTX
+from typing import Any, Self
+
+import jax
+
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.trainer.fingerprints import hardware
+
+LIMIT_BYTES = 2 * 2**30
+"""Most bytes that one kind of device keeps; beyond them the oldest programs are deleted at a start."""
+
+LEAST_SECONDS = 0.1
+"""Compile time below which a program is not kept; jax's own is 1 s."""
+
+WHOLE = "whole.txt"
+"""The list of programs that were found to be complete: name, bytes and time of each."""
+
+WRITING_SECONDS = 60.0
+"""A program that is not complete after so long was cut off."""
+
+SYSTEM_OWNERS = (0, 65534)
+"""Owners of folders above: root, and what root is called inside a container that does not map it."""
+
+ZSTANDARD = b"\x28\xb5\x2f\xfd"
+"""The first bytes of a program that jax compressed by zstandard, where that is installed; else by zlib."""
+
+_HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def cache_folder(environ: Mapping[str, str], kind: str) -> Path:
+    """Return the folder of the programs for one kind of device, in the user's cache.
+
+    >>> cache_folder({"XDG_CACHE_HOME": "/c"}, "NVIDIA H200").as_posix()
+    '/c/shardtrain/programs/NVIDIA_H200'
+    """
+    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shardtrain" / "programs" / re.sub(r"\W+", "_", kind)
+
+
+def kept_in() -> str | None:
+    """Return the folder in which jax keeps programs; None if it keeps none."""
+    return getattr(jax.config, "jax_compilation_cache_dir", None)
+
+
+def keep_programs(environ: Mapping[str, str]) -> str:
+    """Let jax keep compiled programs, unless the user chose a folder for them or none can be made.
+
+    A processor of another model may lack instructions of a program, so each kind has a folder of its own.
+
+    Returns:
+      A warning, if nothing is kept because others than this user could put programs into the folder.
+    """
+    if kept_in() or not getattr(jax.config, "jax_enable_compilation_cache", True):
+        return ""
+    try:
+        folder = cache_folder(environ, hardware())
+        make_private(folder)
+        if who := others_who_write(folder):
+            return (
+                f"WARNING: compiled programs are not kept, as {who} and they are loaded as code: make"
+                f" {folder} and the folders above it your own (chmod go-w), delete it, or choose another by"
+                " XDG_CACHE_HOME"
+            )
+        drop_broken(folder)
+        prune(folder, LIMIT_BYTES)
+    except (OSError, RuntimeError):  # the second: there is no home directory
+        return ""
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+    return ""
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone, whatever the umask is."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def others_who_write(folder: Path) -> str:
+    """Return why others than this user can put files into a folder; "" if they cannot.
+
+    Of the folders above it a group may write to one that this user owns: with the umask 002 users make such
+    folders themselves, for a group of their own.
+    """
+    for each in (folder, *folder.resolve().parents):
+        stat = each.stat()
+        is_own = stat.st_uid == os.geteuid()
+        sticky = each != folder and stat.st_mode & S_ISVTX
+        forbidden = 0o022 if each == folder or not is_own else 0o002
+        if not is_own and (each == folder or stat.st_uid not in SYSTEM_OWNERS):
+            return f"{each} belongs to another user (number {stat.st_uid})"
+        if stat.st_mode & forbidden and not sticky:
+            return f"others can write to {each}"
+    return ""
+
+
+def drop_broken(folder: Path) -> None:
+    """Delete programs that were cut off when they were written; jax would compile them at every start.
+
+    Each program is read once: a list beside them has those that are whole. One that another process may be
+    writing is left for the next start.
+    """
+    listed = folder / WHOLE
+    known = set(listed.read_text().splitlines()) if listed.exists() else set()
+    whole = set()
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process deletes too
+            stat = path.stat()
+            line = f"{path.name} {stat.st_size} {stat.st_mtime_ns}"
+            if line in known or is_whole(path.read_bytes()):
+                whole.add(line)
+            elif time.time() - stat.st_mtime > WRITING_SECONDS:
+                path.unlink()
+    if whole != known:
+        replace_file(listed, "\n".join(sorted(whole)).encode(), mode=0o600)
+
+
+def is_whole(program: bytes) -> bool:
+    """Return whether the file of a program is complete, by the checksum of its compression.
+
+    >>> is_whole(zlib.compress(b"program")), is_whole(zlib.compress(b"program")[:-3])
+    (True, False)
+    """
+    if program.startswith(ZSTANDARD):  # its frames have no checksum here: jax reads what it can
+        return True
+    try:
+        zlib.decompress(program)
+    except zlib.error:
+        return False
+    return True
+
+
+def prune(folder: Path, limit_bytes: int) -> None:
+    """Delete the oldest programs of a folder until the others have at most `limit_bytes`."""
+    found = []
+    for path in folder.glob("*-cache"):
+        try:
+            stat = path.stat()
+        except FileNotFoundError:  # another process prunes too
+            continue
+        found.append((stat.st_mtime, stat.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= limit_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+class ProgramCounts:
+    """Counts programs that jax compiles or loads from its cache while this is entered."""
+
+    def __init__(self) -> None:
+        self.loaded, self.kept, self.programs, self.compile_seconds = 0, 0, 0, 0.0
+
+    def __enter__(self) -> Self:
+        jax.monitoring.register_event_listener(self._count)
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        jax.monitoring.unregister_event_listener(self._count)
+        jax.monitoring.unregister_event_duration_listener(self._add)
+
+    def _count(self, event: str, **_: Any) -> None:
+        self.loaded += event == _HIT
+        self.kept += event == _MISS
+
+    def _add(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILED:
+            self.programs += 1
+            self.compile_seconds += duration_secs
+
+    def text(self, folder: str | None) -> str:
+        """Return the line of the log; empty if no programs are kept.
+
+        Args:
+          folder: where they are kept.
+
+        >>> counts = ProgramCounts()
+        >>> counts.loaded, counts.programs, counts.compile_seconds = 7, 19, 1.25
+        >>> counts.text("/c")
+        'programs: 7 loaded from /c, 0 compiled and kept, 12 small ones compiled; 1.2 s for all'
+        """
+        if folder is None:
+            return ""
+        small = self.programs - self.loaded - self.kept
+        return (
+            f"programs: {self.loaded} loaded from {folder}, {self.kept} compiled and kept, {small} small ones"
+            f" compiled; {self.compile_seconds:.1f} s for all"
+        )

@@ -1,0 +1,124 @@
+"""Why islands cannot hold the stages of a pipeline: each check lists all its problems. Next: `setup.py`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardtrain.axes import LAYERS, PIPELINE
+from shardtrain.errors.messages import problems_error
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.separable import coupling_problems
+from shardtrain.pipeline.cuts import Parts
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run
+
+SCALED_PIPELINE = (
+    "compute_dtype is 'float16', which needs a scaled loss, and a pipeline does not scale it; use bfloat16 or"
+    " float32"
+)
+
+ROUNDED_PIPELINE = (
+    "accumulate_dtype is 'bfloat16', and a pipeline adds up its microbatches in float32; use float32, or no"
+    " pipeline"
+)
+
+TRACED_CUTS = "the model does not say its blocks, so it is cut by tracing; use one cut for all"
+
+
+def check_stage_islands(run: Run, mesh: Mesh) -> None:
+    """Check the options of a run whose islands hold the stages of a pipeline.
+
+    Raises:
+      ValueError: lists all that do not go together.
+    """
+    strategy = run.strategy
+    problems = []
+    if mesh.shape[PIPELINE] > 1:
+        problems.append(f"the mesh has pipeline={mesh.shape[PIPELINE]}; use pipeline=1 inside each island")
+    if jax.process_count() > 1:
+        problems.append(f"an island has {jax.process_count()} processes; use one each")
+    if (inside := strategy.synchronisation.inside) != "mean":
+        problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
+    if strategy.scales_loss:
+        problems.append(SCALED_PIPELINE)
+    if strategy.accumulate_dtype != "float32":
+        problems.append(ROUNDED_PIPELINE)
+    in_flight = strategy.pipeline.in_flight
+    if in_flight > 1 and strategy.synchronisation.distance is None:
+        problems.append(
+            f"in_flight is {in_flight} batches, each a step of a pipeline's own optimizer, and there are no"
+            f" waves; use --synchronisation wsp --local-steps {in_flight}, or in_flight 1"
+        )
+    if problems:
+        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+
+
+def check_cuts(run: Run, traced: Parts, cuts: Sequence[Partition], mesh: Mesh, *, has_blocks: bool) -> None:
+    """Check that the model can be cut as the run asks for.
+
+    Args:
+      run: the run.
+      traced: the parts of the model.
+      cuts: the partition of each pipeline.
+      mesh: the mesh of this island.
+      has_blocks: whether the model says its blocks.
+
+    Raises:
+      ValueError: lists why not.
+    """
+    in_flight = run.strategy.pipeline.in_flight
+    if in_flight > 1 and jax.tree.leaves(traced.model_state):
+        raise ValueError(
+            f"in_flight is {in_flight} batches, and the model has a state (batch norm), which each changes"
+            " for the next; use a norm without statistics (GroupNorm, LayerNorm), or in_flight 1"
+        )
+    if len(set(cuts)) > 1 and (
+        problems := [
+            *different_cut_problems(run, traced.model_state),
+            *([] if has_blocks else [TRACED_CUTS]),
+            *sharded_blocks_problems(run.strategy.layout, mesh),
+        ]
+    ):
+        raise problems_error(
+            f"pipelines cannot be cut differently ({run.strategy.pipeline.stages})", problems
+        )
+
+
+def check_separable(optimizer: Any, dims: Any, traced: Parts) -> None:
+    """Check that stages can update their parameters separately with this optimizer.
+
+    Raises:
+      ValueError: lists the arrays of different stages that it couples.
+    """
+    if isinstance(optimizer, Optimizer) or not (
+        problems := coupling_problems(optimizer, dims, traced.params)
+    ):
+        return
+    raise problems_error(
+        "stages update their own parameters, which would not be the update of the whole model; use"
+        " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
+        problems,
+    )
+
+
+def different_cut_problems(run: Run, model_state: Any) -> list[str]:
+    """Return why the pipelines of a run must be cut alike."""
+    problems, synchronisation = [], run.strategy.synchronisation
+    if synchronisation.on_deltas:
+        problems.append("replicas combine deltas; use --combine-on gradients, or one cut for all")
+    if synchronisation.by not in ("mean", "sum"):
+        problems.append(f"combine is {synchronisation.by!r}; use mean or sum, or one cut for all")
+    if jax.tree.leaves(model_state):
+        problems.append("the model has a state (batch norm), which is averaged by stage; use one cut for all")
+    return problems
+
+
+def sharded_blocks_problems(layout: Layout, mesh: Mesh) -> list[str]:
+    """Return why the blocks of an island cannot be divided among owners: their dim is sharded in its mesh."""
+    dim_axes = [axis for axis in layout.parameter_rules.get(LAYERS, ()) if mesh.shape[axis] > 1]
+    if not dim_axes:
+        return []
+    return [f"the dim 'layers' is sharded over {dim_axes}; use the rule layers = [], or one cut for all"]

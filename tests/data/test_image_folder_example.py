@@ -1,0 +1,41 @@
+"""The example of images end to end: drawn JPEG files, augmentation, a vision transformer, its accuracy."""
+
+import dataclasses
+import io
+import itertools
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+
+from shardtrain.cli.run_file import load_run
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.trainer import island_run, setup
+from shardtrain.trainer.train import train
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "image_folder_vit.py"
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(setup, "make_mesh", lambda layout: make_mesh(layout, jax.devices()[:1]))
+    monkeypatch.setattr(island_run, "axis_sizes", lambda mesh, num_devices: axis_sizes(mesh, 1))
+
+
+def test_a_vision_transformer_learns_the_shapes(tmp_path, one_device):
+    run = load_run(str(EXAMPLE))
+    model = dataclasses.replace(run.model, patch=6)
+    run = dataclasses.replace(
+        run, model=model, batch=32, steps=120, evaluate_every=120, run_dir=tmp_path / "run"
+    )
+    train(run, Console(file=io.StringIO()))
+    last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]
+    assert last["heldout/accuracy"] > 0.5  # of 5 classes; 0.9 after the 200 steps of the example
+    assert last["heldout/accuracy"] < last["heldout/top2"] <= 1
+    files = sorted((tmp_path / "run/shapes").glob("*/*.jpg"))
+    assert [
+        (name, len(list(group))) for name, group in itertools.groupby(files, lambda path: path.parent.name)
+    ] == [(name, 200) for name in ("circle", "cross", "ring", "square", "triangle")]

@@ -1,0 +1,127 @@
+"""Streams: samples in their order, whatever loads them, after any resume, with and without an end."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.data import Batches, Mixture, Stream
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.hooks import Hook
+from shardtrain.trainer.resume import find_checkpoint
+from shardtrain.trainer.train import train
+
+
+def finite(length, begun):
+    def samples():
+        begun.append(0)
+        return ({"x": np.array(i)} for i in range(length))
+
+    return samples
+
+
+def seeking(length, begun):
+    def samples(first):
+        begun.append(first)
+        return ({"x": np.array(i)} for i in range(first, length))
+
+    return samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([finite, seeking]),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+)
+def test_any_sample_is_found_in_a_stream_that_begins_again_at_its_end(make, length, keep, indices):
+    source = Stream(samples=make(length, []), keep=keep).train(None)  # type: ignore[arg-type]
+    assert [int(source[i]["x"]) for i in indices] == [i % length for i in indices]
+
+
+def test_it_is_read_once_by_all_threads_and_begins_where_it_can():
+    for make, expected in ((finite, [0]), (seeking, [40])):
+        begun = []
+        source = Stream(samples=make(1000, begun), keep=64).train(None)  # type: ignore[arg-type]
+        stream = Batches(source=source, batch=8, prefetch=4).iterate({"epoch": 0, "index": 40})
+        found = np.concatenate([next(stream)[0]["x"] for _ in range(50)])
+        stream.close()
+        np.testing.assert_array_equal(found, np.arange(40, 440))
+        # threads may ask for a later batch first
+        assert begun[0] == expected[0] or begun[0] in range(40, 80)
+        assert len(begun) <= 2
+
+
+TEXTS = np.random.default_rng(0).integers(0, 99, (200, 9)).astype(np.int32)
+
+
+def texts(first):
+    return ({"tokens": tokens} for tokens in TEXTS[first:])
+
+
+def all_texts():
+    return texts(0)
+
+
+@pytest.mark.parametrize("samples", [texts, all_texts])
+def test_losses_after_a_kill_are_those_without_it_bitwise(samples, tmp_path):
+    def losses(folder, stop_after=None):
+        def stop(step):
+            if step == stop_after:
+                raise KeyboardInterrupt
+
+        run = Run(
+            model=TinyConfig(vocab=99),
+            data=Stream(samples=samples, held_out=[{"tokens": tokens} for tokens in TEXTS[:8]]),
+            batch=8,
+            steps=8,
+            log_every=1,
+            evaluate_every=4,
+            hooks=(Hook(on_step=stop),) if stop_after else (),
+            checkpoints=CheckpointPolicy(every_steps=2),
+            run_dir=tmp_path / folder,
+        )
+        train(run, Console(file=io.StringIO()))
+        return [line["train/loss"] for line in read_jsonl(tmp_path / folder / "metrics.jsonl")]
+
+    whole = losses("whole")
+    with pytest.raises(KeyboardInterrupt):
+        losses("parts", 5)
+    saved = find_checkpoint(tmp_path / "parts")
+    assert saved is not None
+    assert 2 <= saved.step <= 5
+    assert losses("parts") == whole
+
+
+def test_an_error_of_the_stream_is_not_its_end():
+    begun = []
+
+    def samples(first):
+        begun.append(first)
+        yield from ({"x": np.array(i)} for i in range(first, 7))
+        if len(begun) < 3:
+            raise OSError("the network is gone")
+
+    source = Stream(samples=samples).train(None)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(OSError, match="the network is gone"):
+            [source[i] for i in range(9)]
+    assert [int(source[i]["x"]) for i in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+
+
+def test_what_is_no_stream_is_refused():
+    with pytest.raises(ValueError, match="samples takes several arguments; let it take the number"):
+        Stream(samples=lambda a, b: [])
+    with pytest.raises(ValueError, match="keep is 0; use 1 or more"):
+        Stream(samples=all_texts, keep=0)
+    with pytest.raises(ValueError, match="the stream has no samples"):
+        Stream(samples=lambda: []).train(None)[3]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parts a of the mixture are streams"):
+        Mixture(parts={"a": Stream(samples=all_texts)}, weights="a 1").train(None)  # type: ignore[arg-type]

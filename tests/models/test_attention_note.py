@@ -1,0 +1,116 @@
+"""The line that says which attention a traced program computes, and why."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_language_model import TinyConfig
+
+import shardtrain as st
+from shardtrain.cli import inspect
+from shardtrain.functional.activation_rules import activation_rules, noting
+from shardtrain.models import attention
+from shardtrain.models.attention import attend, flash_obstacles
+from shardtrain.plan.compile import Figures
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.trainer import ahead_of_time
+
+CONFIG = TinyConfig()
+H100 = SimpleNamespace(device_kind="NVIDIA H100", compute_capability="9.0")
+V100 = SimpleNamespace(device_kind="Tesla V100", compute_capability="7.0")
+
+
+def noted(kind: attention.Attentions = "auto", dtype=jnp.float32, head_dim=8):
+    """The lines of a function that is traced twice under the rules of a layout."""
+    layout, lines = Layout(mesh={"data": 1}), []
+    x = jax.ShapeDtypeStruct((4, 8, 2, head_dim), dtype)
+
+    def function(x):
+        with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:1]), *layout.tracing):
+            return attend(x, x, x, kind) + attend(x, x, x, kind)
+
+    with noting(lines.append):
+        jax.eval_shape(function, x)
+        jax.eval_shape(function, x)
+    # nobody asks any more
+    jax.eval_shape(function, x)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "devices", "options", "found"),
+    [
+        (jnp.bfloat16, 64, [H100], {}, []),
+        (jnp.float16, 128, [H100, H100], {"window": 4}, []),
+        (jnp.float32, 64, [H100], {}, ["16 bits, not float32"]),
+        (jnp.bfloat16, 256, [H100], {}, ["heads of a multiple of 8 features up to 128, not 256"]),
+        (jnp.bfloat16, 64, [H100], {"masked": True}, ["no mask and no segments"]),
+        (jnp.bfloat16, 64, [H100], {"soft_cap": 30.0}, ["no soft cap"]),
+        (
+            jnp.bfloat16,
+            64,
+            [V100],
+            {},
+            ["NVIDIA GPUs here from compute capability 8.0, not Tesla V100 (7.0)"],
+        ),
+        (
+            jnp.bfloat16,
+            64,
+            [],
+            {},
+            ["NVIDIA GPUs here from compute capability 8.0, not devices that are not here"],
+        ),
+    ],
+)
+def test_what_keeps_auto_from_flash_attention(dtype, head_dim, devices, options, found):
+    assert flash_obstacles(dtype, head_dim, devices, **options) == found
+
+
+def test_a_window_of_each_block_keeps_auto_from_flash_attention():
+    found = flash_obstacles(jnp.bfloat16, 64, [H100], window=jnp.int32(4))
+    assert found == ["a window that is the same in all blocks"]
+
+
+def test_each_line_comes_once():
+    assert noted() == [
+        "attention: xla, by auto: cuDNN's flash attention needs 16 bits, not float32; NVIDIA GPUs here from"
+        " compute capability 8.0, not cpu"
+    ]
+    assert noted("xla", jnp.bfloat16) == ["attention: xla, as asked for: bfloat16 on cpu"]
+
+
+def test_flash_attention_is_named_with_its_device(monkeypatch):
+    monkeypatch.setattr(attention, "target_devices", lambda: [H100])
+    # jax traces cuDNN's attention only where such a device is
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: q)
+    expected = "attention: cudnn, by auto: bfloat16 on NVIDIA H100 (9.0)"
+    assert noted(dtype=jnp.bfloat16, head_dim=64) == [expected]
+
+
+@pytest.mark.parametrize("kind", ["ring", "all-gather"])
+def test_attention_over_an_axis_is_named(kind):
+    layout = Layout(mesh={"context": 4}, context_attention=kind)
+    lines, x = [], jax.ShapeDtypeStruct((4, 8, 2, 8), jnp.float32)
+    with (
+        noting(lines.append),
+        activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:4]), *layout.tracing),
+    ):
+        jax.eval_shape(lambda x: attend(x, x, x, "auto"), x)
+    assert lines == [
+        f"attention: {kind} over context=4, in plain jax: it has no kernel for any device",
+    ]
+
+
+def test_inspect_prints_the_lines_of_the_compiled_step(monkeypatch):
+    def compiled(run, kind, sizes):
+        layout = Layout(mesh={"data": 1})
+        with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:1])):
+            jax.eval_shape(lambda x: attend(x, x, x, "xla"), jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32))
+        return Figures(argument_bytes=1, output_bytes=0, alias_bytes=0, temp_bytes=3, collectives=())
+
+    monkeypatch.setattr(ahead_of_time, "compiled_figures", compiled)
+    run = st.Run(model=CONFIG, data=st.Text(seq=8))
+    text = inspect._compiled(run, inspect.InspectOptions(compile="cpu"), {"data": 1})
+    assert text.startswith("attention: xla, as asked for: float32 on cpu\ncompiled for cpu: ")

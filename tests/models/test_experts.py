@@ -1,0 +1,283 @@
+"""A mixture of experts on one device: the choice, the products, the losses of its routers, its options."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardtrain.functional.auxiliary import Outputs, summed_loss
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.models import experts_products
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.decoder_flops import flops_per_token
+from shardtrain.models.experts import MixtureOfExperts
+from shardtrain.models.experts_options import read_experts
+from shardtrain.models.experts_routing import choose
+
+CONFIG = DecoderConfig(
+    vocab=16, seq=8, embed=8, num_layers=2, num_heads=2, mlp=12, activation="swiglu", bias=False
+)
+
+
+def options_of(text):
+    found = read_experts(text)
+    assert found is not None
+    return found
+
+
+def layer(experts, **options):
+    moe = MixtureOfExperts(replace(CONFIG, experts=experts, **options), rngs=nnx.Rngs(0))
+    if moe.router_bias is not None:
+        moe.router_bias[...] = jnp.linspace(-0.3, 0.3, moe.options.num)
+    moe.router[...] *= 50  # loads that are far from equal
+    return nnx.split(moe)
+
+
+def dense(moe, x_BTD):
+    """All experts compute all tokens; what is not chosen has the weight 0."""
+    bias = None if moe.router_bias is None else moe.router_bias[...]
+    choice, _ = choose(moe.options, x_BTD @ moe.router[...], bias)
+    total = 0 if moe.shared is None else moe.shared(x_BTD)
+    for e in range(moe.options.num):
+        h = x_BTD @ moe.up[...][e]
+        h = jax.nn.gelu(h) if moe.gate is None else h * jax.nn.silu(x_BTD @ moe.gate[...][e])
+        weight_BT = jnp.where(choice.experts_BTK == e, choice.weights_BTK, 0).sum(-1)
+        total += weight_BT[..., None] * (h @ moe.down[...][e])
+    return total
+
+
+MIXTURES = {
+    "softmax": ("num=5,top=2", {}),
+    "gelu": ("num=4,top=3,normalised=all", {"activation": "gelu"}),
+    "one": ("num=3,top=1", {}),
+    "all": ("num=3,top=3", {}),
+    "deepseek": ("num=6,top=2,scores=sigmoid,scale=2.5,bias=0.1,shared=2", {}),
+    "groups": ("num=6,top=2,scores=sigmoid,bias=0.1,groups=3,top_groups=2", {}),
+    "capacity": ("num=5,top=2,capacity=1.1,shared=1", {}),
+    "ragged": ("num=5,top=2", {}),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_is_the_weighted_sum_of_all_experts(name, monkeypatch):
+    if name == "ragged":
+        monkeypatch.setattr(experts_products, "target_devices", list)
+    text, options = MIXTURES[name]
+    graph, state = layer(text, **options)
+    x_BTD = jax.random.normal(jax.random.key(1), (3, 8, 8))
+
+    def gradient(of):
+        def loss(state, x_BTD):
+            out = of(nnx.merge(graph, state), x_BTD)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(state, x_BTD)
+
+    (found, out), (expected, same) = gradient(lambda moe, x: moe(x)[0]), gradient(dense)
+    np.testing.assert_allclose(out, same, rtol=1e-5, atol=1e-6)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max() + 1e-6))
+
+
+def test_ragged_products_are_batched_over_replicas():
+    x, kernel = jax.random.normal(jax.random.key(0), (2, 6, 3)), jnp.ones((2, 3, 4))
+    counts = jnp.array([[2, 4], [6, 0]])
+
+    def gradient(x, counts):
+        return jax.grad(lambda k: (experts_products.ragged_product(x, k, counts) ** 2).sum())(kernel)
+
+    alone = [gradient(*each) for each in zip(x, counts, strict=True)]
+    np.testing.assert_allclose(jax.vmap(gradient)(x, counts), jnp.stack(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["num=4,top=2,capacity=1.0", "num=3,top=2,capacity=0.7,normalised=all"])
+def test_dropped_choices_are_those_above_the_capacity(text):
+    """First choices come before second ones, earlier tokens before later ones, in each row by itself."""
+    options = options_of(text)
+    logits = jax.random.normal(jax.random.key(3), (4, 9, options.num)) * 2
+    choice, counts = choose(options, logits)
+    room = options.room(9)
+    order = np.argsort(-np.asarray(logits), -1, kind="stable")[..., : options.top]
+    expected, dropped = order.copy(), np.zeros(4)
+    for row in range(4):
+        taken = np.zeros(options.num, int)
+        for k in range(options.top):
+            for t in range(9):
+                expert = order[row, t, k]
+                taken[expert] += 1
+                if taken[expert] > room:
+                    expected[row, t, k] = options.num
+                    dropped[row] += 1
+    assert dropped.sum() > 3
+    np.testing.assert_array_equal(choice.experts_BTK, expected)
+    np.testing.assert_array_equal(counts["dropped"], dropped)
+    np.testing.assert_array_equal(counts["chosen"].sum(-1), 9 * options.top)
+
+
+def routed(text, tokens, **options):
+    """The logits of a decoder and its `Routing`."""
+    return replace(CONFIG, experts=text, **options)(nnx.Rngs(0))(tokens, auxiliary=True)
+
+
+TOKENS = jax.random.randint(jax.random.key(5), (4, 8), 0, 16)
+
+
+@pytest.mark.parametrize("over", ["sequence", "batch"])
+def test_losses_of_routers_are_those_of_the_papers(over):
+    text = f"num=4,top=2,balance=0.5,z=0.25,over={over}"
+    _, routing = routed(text, TOKENS)
+    weights = jnp.array([1.0, 1.0, 0.0, 2.0])
+    loss, metrics = routing.losses(weights, jnp.float32(32))
+    share = np.asarray(routing.chosen_BLE) / 16
+    probability = np.asarray(routing.probability_BLE) / 8
+    part = np.asarray(weights / weights.sum())
+    if over == "batch":
+        share, probability = (np.einsum("B,BLE->LE", part, x)[None] for x in (share, probability))
+        part = np.ones(1)
+    balance = 4 * (part[:, None] * (share * probability).sum(-1)).sum(0)
+    z = np.asarray(weights / weights.sum()) @ np.asarray(routing.z_BL) / 8
+    np.testing.assert_allclose(loss, 0.5 * balance.sum() + 0.25 * z.sum(), rtol=1e-5)
+    assert metrics["router_balance"][0] == pytest.approx(32 * balance.mean(), rel=1e-5)
+    assert metrics["router_z"][1] == 32
+    # equal probabilities and loads give 1
+    even = replace(
+        routing,
+        chosen_BLE=jnp.full((4, 2, 4), 4.0),
+        probability_BLE=jnp.full((4, 2, 4), 2.0),
+        z_BL=jnp.zeros((4, 2)),
+    )
+    assert even.losses(weights, jnp.float32(1))[0] == pytest.approx(0.5 * 2, rel=1e-5)
+    assert even.losses(weights, jnp.float32(3))[1]["expert_load"] == (3, 3)
+
+
+def test_a_loss_gets_the_outputs_alone_and_routers_are_added_in_training():
+    model = from_nnx(replace(CONFIG, experts="num=4,top=2,capacity=0.5,balance=0.5"))
+    params, state = model.init(jax.random.key(0))
+    batch = {
+        "tokens": jax.random.randint(jax.random.key(1), (4, 9), 0, 16),
+        "weights": jnp.array([1.0, 1, 1, 0]),
+    }
+    seen = []
+
+    def loss(apply, batch):
+        seen.append(apply(batch["tokens"][:, :-1]))
+        return next_token_loss(lambda tokens: seen[-1], batch)
+
+    def call(train, batch):
+        return summed_loss(loss, lambda x: model.apply(params, state, jax.random.key(0), train, x)[0], batch)
+
+    total, count, metrics = call(True, batch)
+    assert not isinstance(seen[-1], Outputs)
+    assert seen[-1].shape == (4, 8, 16)
+    alone, same_count, same = call(False, batch)
+    assert count == same_count == 24
+    assert metrics == same
+    expected = 0.5 * 2 * metrics["router_balance"][0]
+    np.testing.assert_allclose(total - alone, expected, rtol=1e-4)
+    # exact counts: of 3 rows with 8 tokens, 2 choices in each of 2 blocks; room for 2 of each expert
+    dropped, choices = metrics["expert_drops"]
+    assert choices == 3 * 8 * 2 * 2
+    assert dropped >= 3 * 2 * (16 - 4 * 2)
+    assert dropped == int(dropped)
+    # any split of the rows adds up to the whole
+    parts = [
+        call(True, {name: x[rows] for name, x in batch.items()})[0] for rows in (slice(0, 1), slice(1, 4))
+    ]
+    np.testing.assert_allclose(sum(parts), total, rtol=1e-6)
+    with pytest.raises(ValueError, match="the loss returns metrics expert_load, as the model does"):
+        summed_loss(
+            lambda apply, batch: (*loss(apply, batch), {"expert_load": (0.0, 1.0)}),
+            lambda x: model.apply(params, state, jax.random.key(0), True, x)[0],
+            batch,
+        )
+
+
+def test_biases_follow_the_error_of_the_loads_in_training_alone():
+    model = from_nnx(replace(CONFIG, experts="num=4,top=1,bias=0.01,balance=0"))
+    params, state = model.init(jax.random.key(0))
+    assert model.axis_name is not None
+    out, moved = model.apply(params, state, jax.random.key(0), True, TOKENS)
+    loads = np.asarray(out.auxiliary.chosen_BLE.sum(0))
+    bias = np.asarray(moved["blocks"]["mlp"]["router_bias"])
+    np.testing.assert_allclose(bias, 0.01 * np.sign(8 - loads), rtol=1e-6)
+    assert len(np.unique(bias)) > 1
+    _, still = model.apply(params, moved, jax.random.key(0), False, TOKENS)
+    np.testing.assert_array_equal(still["blocks"]["mlp"]["router_bias"], bias)
+
+
+def test_biases_change_the_choice_and_no_weight():
+    options = options_of("num=3,top=2,scores=sigmoid,normalised=all")
+    logits = jnp.array([[[2.0, 1.0, 0.0]]])
+    choice, _ = choose(options, logits, jnp.array([0.0, 0.0, 1.0]))
+    assert choice.experts_BTK.tolist() == [[[2, 0]]]
+    np.testing.assert_allclose(choice.weights_BTK[0, 0], jax.nn.sigmoid(jnp.array([0.0, 2.0])), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_experts_are_of_the_best_groups(scores):
+    """Chosen token by token from sorted scores, as the paper has it."""
+    options = options_of(f"num=12,top=3,scores={scores},groups=4,top_groups=2,normalised=all")
+    logits = jax.random.normal(jax.random.key(3), (2, 16, 12))
+    bias = jnp.linspace(-0.2, 0.2, 12) if scores == "sigmoid" else jnp.zeros(12)
+    choice, _ = choose(options, logits, bias)
+    all_scores = np.asarray(jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits))
+    anywhere = 0
+    for row, token in np.ndindex(2, 16):
+        biased = (all_scores[row, token] + np.asarray(bias)).reshape(4, 3)
+        of_group = np.sort(biased)[:, -2:].sum(1) if scores == "sigmoid" else biased.max(1)
+        groups = np.argsort(of_group)[-2:]
+        allowed = np.where(np.isin(np.arange(4), groups)[:, None], biased, -np.inf).reshape(-1)
+        expected = np.argsort(allowed)[::-1][:3]
+        assert choice.experts_BTK[row, token].tolist() == expected.tolist()
+        weights = all_scores[row, token, expected]
+        np.testing.assert_allclose(choice.weights_BTK[row, token], weights, rtol=1e-6)
+        anywhere += set(expected) == set(np.argsort(biased.reshape(-1))[-3:])
+    assert anywhere < 32
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("top=2", "num is missing"),
+        ("num=4,num=5", "num is given 2 times"),
+        ("num=0", "num is '0', and it is a whole number of 1 or more"),
+        ("num=4,capacity=0", "capacity is '0', and it is a number above 0"),
+        ("num=4,z=nan", "z is 'nan', and it is a number of 0 or more"),
+        ("num=4,scores=max", "scores is 'max'; allowed are softmax, sigmoid"),
+        ("num=4,top=5", "top is 5, and there are 4 experts: use top=4 or less"),
+        ("num=4,shared_gate=sigmoid", "there is no shared feed-forward: add shared=1, or leave it out"),
+        ("num=6,groups=4", "groups is 4, and 6 experts are not split evenly: 6 % 4 = 2. Use num=4 or 8"),
+        ("num=4,groups=2,top_groups=3", "top_groups is 3 of 2: use top_groups=2 or less"),
+        ("num=4,top=3,groups=2", "top is 3, and the best groups have 2 experts: use top=2 or less"),
+        ("num=4,top=1,normalised=chosen", "so its router is not trained: use all"),
+    ],
+)
+def test_wrong_options_are_refused(text, problem):
+    with pytest.raises(ValueError, match="experts is ") as error:
+        replace(CONFIG, experts=text)
+    assert problem in str(error.value)
+
+
+def test_adapters_of_experts_alone_are_refused():
+    with pytest.raises(ValueError, match="experts have no adapters"):
+        replace(CONFIG, experts="num=4", lora="rank=2,on=up+down")
+    assert replace(CONFIG, experts="num=4,shared=1", lora="rank=2,on=up+down").lora
+
+
+def test_flops_count_active_experts_alone():
+    """A token passes 2 of 8 experts and a shared one of 1 times their size, and the router."""
+    few, many = (flops_per_token(replace(CONFIG, experts=f"num={n},top=2,shared=1")) for n in (8, 16))
+    per_expert = 3 * CONFIG.embed * 12
+    assert few - flops_per_token(CONFIG) == 6 * 2 * (2 * per_expert + CONFIG.embed * 8)
+    assert many - few == 6 * 2 * CONFIG.embed * 8
+
+
+def test_a_capacity_above_all_tokens_drops_nothing():
+    options = options_of("num=2,top=2,capacity=1.0")
+    assert options.room(8) == 8
+    _, counts = choose(options, jnp.zeros((1, 8, 2)))
+    assert counts["dropped"].tolist() == [0]

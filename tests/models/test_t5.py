@@ -1,0 +1,289 @@
+"""T5: relative positions, padding, logits, gradients and continuations of transformers, files in and out."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from safetensors.numpy import load_file, save_file
+
+from shardtrain import TokenPairs, build, from_nnx, load
+from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
+from shardtrain.cli.run_file import load_run
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.loss import translation_loss
+from shardtrain.functional.rng import step_key
+from shardtrain.models import huggingface
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.huggingface.families import left_out, read_config, write_config
+from shardtrain.models.huggingface.files import config_of
+from shardtrain.models.relative_positions import bucket_of
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.step import make_gradients
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = EncoderDecoderConfig(
+    vocab=32, seq=512, embed=16, num_encoder_layers=2, num_decoder_layers=3, num_heads=4, head_dim=8, mlp=24,
+    positions="relative", norm="rmsnorm", eps=1e-6, activation="relu", bias=False, query_scale=1.0,
+    head_scale=0.25, relative_buckets=8, relative_distance=10,
+)  # fmt: skip
+LAW = replace(SMALL, seq=8, num_encoder_layers=1, num_decoder_layers=2, tied=False, remat="none")
+EXPECTED = {"t5": SMALL, "t5_v1_1": replace(SMALL, activation="geglu", tied=False, head_scale=None)}
+
+
+@pytest.fixture(scope="module", params=sorted(EXPECTED))
+def golden(request):
+    with np.load(GOLDEN / f"{request.param}.npz") as file:
+        return {"name": request.param} | {name: file[name] for name in file.files}
+
+
+def part(golden, prefix):
+    return {name.removeprefix(prefix): x for name, x in golden.items() if name.startswith(prefix)}
+
+
+def config_json(golden) -> dict[str, Any]:
+    return json.loads(str(golden["config"]))
+
+
+@pytest.fixture(scope="module")
+def imported(golden):
+    return huggingface.from_huggingface(config_json(golden), part(golden, "weight/"))
+
+
+@pytest.fixture(scope="module")
+def apply(imported):
+    """(params, *inputs) -> logits."""
+    model = from_nnx(imported[0])
+    return lambda params, *inputs: model.apply(params, {}, jax.random.key(0), False, *inputs)[0]
+
+
+@pytest.fixture(scope="module")
+def logits_of(imported, apply, quick_jit):
+    jitted = quick_jit(apply)
+    return lambda *inputs: np.array(jitted(imported[1], *inputs))
+
+
+def test_configurations_are_read_and_written(golden, imported):
+    config = imported[0]
+    assert config == EXPECTED[golden["name"]]
+    assert config_of(asdict(config)) == config
+    written = json.loads(json.dumps(write_config(config)))
+    assert read_config(written)[1] == config
+    assert write_config(config, "mt5")["architectures"] == ["MT5ForConditionalGeneration"]
+    # the first files say less
+    older = {"model_type": "t5", "vocab_size": 8, "d_model": 4, "d_kv": 4, "d_ff": 8, "num_heads": 1}
+    found = read_config({**older, "num_layers": 2})[1]
+    assert (found.num_decoder_layers, found.tied, found.head_scale, found.activation) == (
+        2,
+        True,
+        0.5,
+        "relu",
+    )
+    assert (found.relative_buckets, found.relative_distance, found.seq) == (32, 128, 512)
+
+
+def test_logits_and_gradients_are_those_of_transformers(golden, imported, apply, quick_jit):
+    """The second source ends in padding, which neither half sees."""
+    config, params = imported
+    batch = {"source": golden["tokens"], "target": golden["target"], "source_mask": golden["mask"]}
+
+    def loss(params):
+        logits = []
+        kept = lambda *inputs: logits.append(apply(params, *inputs)) or logits[0]  # noqa: E731
+        total, count = translation_loss(kept, {**batch, "weights": jnp.ones(2)})
+        return total / count, logits[0]
+
+    (value, logits), gradient = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(value, golden["loss"], rtol=0, atol=1e-5)
+    written = huggingface.to_huggingface(config, jax.tree.map(np.asarray, gradient))
+    theirs = part(golden, "gradient/")
+    assert written.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        np.testing.assert_allclose(written[name], expected, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_what_padding_holds_changes_nothing(golden, logits_of):
+    source, target, mask = (golden[name] for name in ("tokens", "target", "mask"))
+    other = np.where(mask == 0, 7, source)
+    assert (other != source).any()
+    np.testing.assert_allclose(
+        logits_of(other, target[:, :-1], mask), logits_of(source, target[:, :-1], mask), rtol=0, atol=1e-6
+    )
+
+
+def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, logits_of):
+    wanted = golden["generated"]
+    found = np.zeros((2, 10), np.int32)
+    for number in range(1, 10):
+        logits = logits_of(golden["tokens"], found, golden["mask"])[:, number - 1]
+        # a target does not end here, as it was asked of transformers
+        logits[:, 1] = -np.inf
+        found[:, number] = logits.argmax(-1)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_files_come_back_bitwise(golden, imported):
+    config, params = imported
+    state = part(golden, "weight/")
+    written = huggingface.to_huggingface(config, params)
+    assert written.keys() == state.keys()
+    for name, x in state.items():
+        np.testing.assert_array_equal(written[name], x, err_msg=name)
+    # published files name the table three times, and have an array that is not used
+    shared = state["shared.weight"]
+    extra = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    older = {f"{half}.embed_tokens.weight": shared for half in ("encoder", "decoder")} | {
+        extra: np.ones((8, 4))
+    }
+    older |= {"lm_head.weight": shared} if config.tied else {}
+    again = huggingface.from_huggingface(config_json(golden), {**state, **older})
+    assert again[0] == config
+    jax.tree.map(np.testing.assert_array_equal, again[1], params)
+    assert left_out(config_json(golden), {**state, **older}) == [extra]
+
+
+def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_path):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    (folder / "config.json").write_text(str(golden["config"]))
+    save_file(part(golden, "weight/"), folder / "model.safetensors")
+    assert import_checkpoint(Import(folder=folder, out=tmp_path / "in")) == 0
+    run = load_run(str(tmp_path / "in" / "run.py"))
+    assert (run.loss, type(run.data), run.data.source_seq) == (translation_loss, TokenPairs, 512)
+    assert export_checkpoint(Export(run=str(tmp_path / "in"), out=tmp_path / "out")) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, x in part(golden, "weight/").items():
+        np.testing.assert_array_equal(written[name], x, err_msg=name)
+    # and it is loaded as a model
+    logits = load(tmp_path / "in", run.model)(golden["tokens"], golden["target"][:, :-1], golden["mask"])
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-5)
+
+
+def test_published_buckets():
+    """The first distance of each bucket of T5's 32 up to 128 positions, of one side and of a decoder."""
+    distances = -np.arange(200)
+    starts = {}
+    for causal in (False, True):
+        found = bucket_of(distances, num_buckets=32, max_distance=128, causal=causal)
+        starts[causal] = [int(np.argmax(found == bucket)) for bucket in range(found.max() + 1)]
+    assert starts[False] == [*range(8), 8, 12, 16, 23, 32, 46, 64, 91]
+    assert starts[True] == [*range(16), 16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"relative_buckets": 6}, "relative_buckets is 6; it is a multiple of 4. Use relative_buckets=4."),
+        (
+            {"relative_distance": 4},
+            "relative_distance is 4; it is above half of relative_buckets, 8. Use relative_distance=5",
+        ),
+        (
+            {"attention": "cudnn"},
+            "attention 'cudnn' has no relative positions; use attention='auto' or 'xla'",
+        ),
+        ({"head_scale": -1.0}, "head_scale is -1.0; it must be above 0 and finite"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(changes, problem):
+    with pytest.raises(ValueError, match="EncoderDecoderConfig") as error:
+        replace(SMALL, **changes)
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"positions": "rotary"}, "positions is 'rotary'; t5 has 'relative' only"),
+        ({"bias": True, "norm": "layernorm"}, "bias is True; t5 has False only"),
+        ({"head_scale": 0.5}, "head_scale is 0.5; t5 has None or 0.25 only"),
+        ({"num_kv_heads": 2}, "num_kv_heads is 2; t5 has None or 4 only"),
+    ],
+)
+def test_what_the_family_has_not_is_refused(changes, problem):
+    with pytest.raises(ValueError, match="written as a t5 model") as error:
+        write_config(replace(SMALL, **changes))
+    assert problem in str(error.value)
+    with pytest.raises(ValueError, match="feed_forward_proj is 'gated-relu'; EncoderDecoder has"):
+        read_config({**write_config(SMALL), "feed_forward_proj": "gated-relu"})
+
+
+def test_sequences_over_a_mesh_axis_are_refused():
+    """With the change to make, while the step is traced."""
+    model, tokens = build(replace(SMALL, seq=8)), np.zeros((2, 8), np.int32)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rules = activation_rules({}, mesh)
+    with rules, pytest.raises(ValueError, match="no relative positions; use a mesh with context=1"):
+        jax.eval_shape(lambda: model(tokens, tokens))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}])
+def test_gradients_on_a_mesh_are_those_of_one_device(mesh, plain):
+    batch, expected = plain
+    found = gradients(batch, Layout(mesh=mesh), 8)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def gradients(batch, layout, num_devices):
+    """Loss and gradients through the toolkit, of two microbatches."""
+    model, mesh = from_nnx(LAW), make_mesh(layout, jax.devices()[:num_devices])
+    placement = make_placement(model, optax.identity(), layout, mesh)
+    state = init_state(model, optax.identity(), placement, seed=7)
+    cut = {name: jax.device_put(x.reshape(2, 8, *x.shape[1:]), placement.batch) for name, x in batch.items()}
+    compute = jax.jit(make_gradients(model, translation_loss, placement))
+    found = compute(state.params, state.model_state, step_key(state.seed, state.step), cut)
+    return jax.tree.map(np.asarray, {"loss": found.loss_sum / found.count, **found.grads})
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A batch with padding, and loss and gradients on one device."""
+    random = np.random.default_rng(0)
+    mask = (np.arange(6) < random.integers(1, 7, (16, 1))).astype(np.int32)
+    batch = {
+        "source": random.integers(0, 32, (16, 6), np.int32),
+        "target": random.integers(0, 32, (16, 9), np.int32),
+        "weights": (np.arange(16) < 13).astype(np.float32),
+        "source_mask": mask,
+    }
+    return batch, gradients(batch, Layout(mesh={"data": 1}), 1)
+
+
+def test_it_learns_and_so_do_its_distances(quick_jit):
+    model = from_nnx(replace(SMALL, seq=8, num_encoder_layers=1, num_decoder_layers=1))
+    params, _ = model.init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(1, 32, (4, 7), dtype=np.int32)
+    batch = {
+        "source": tokens,
+        "target": np.c_[np.zeros(4, np.int32), tokens],
+        "weights": np.ones(4, np.float32),
+    }
+    batch["source_mask"] = np.ones((4, 7), np.int32)
+
+    def loss(params):
+        apply = lambda *inputs: model.apply(params, {}, jax.random.key(0), False, *inputs)[0]  # noqa: E731
+        total, count = translation_loss(apply, batch)
+        return total / count
+
+    @quick_jit
+    def step(params):
+        value, gradient = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient)
+
+    losses = []
+    for _ in range(30):
+        value, params = step(params)
+        losses.append(float(value))
+    assert losses[-1] < 0.9 * losses[0]
+    table = params["source_relative"]
+    assert jnp.abs(table - model.init(jax.random.key(0))[0]["source_relative"]).max() > 0

@@ -1,0 +1,134 @@
+"""A vision transformer: published sizes, its patches, and transformers' logits and gradients."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardtrain.models import huggingface
+from shardtrain.models.huggingface.families import read_config, write_config
+from shardtrain.models.vit import VitConfig, vit
+
+CONFIG = VitConfig(height=8, width=12, classes=5, patch=4, embed=16, num_layers=2, num_heads=4, mlp=24)
+MEAN = replace(CONFIG, pooling="mean")
+IMAGES = np.random.default_rng(0).normal(size=(3, 8, 12, 3)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(Path(__file__).parent / "golden" / "vit.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+def part(golden, prefix):
+    return {name.removeprefix(prefix): x for name, x in golden.items() if name.startswith(prefix)}
+
+
+@pytest.fixture(scope="module")
+def imported(golden):
+    return huggingface.from_huggingface(json.loads(str(golden["config"])), part(golden, "weight/"))
+
+
+@pytest.mark.parametrize(
+    ("size", "published"),
+    [("tiny", 5_717_416), ("small", 22_050_664), ("base", 86_567_656), ("large", 304_326_632)],
+)
+def test_sizes_are_the_published_ones(size, published):
+    state = nnx.state(nnx.eval_shape(lambda: vit(size)(nnx.Rngs(0))), nnx.Param)
+    assert sum(math.prod(v.shape) for _, v in nnx.to_flat_state(state)) == published
+
+
+def test_logits_and_gradients_are_those_of_transformers(golden, imported, pure, quick_jit):
+    config, params = imported
+    images, rows = golden["image"].transpose(0, 2, 3, 1), np.arange(3)
+
+    def loss(params):
+        logits = pure(config).apply(params, images)
+        return -jax.nn.log_softmax(logits)[rows, golden["label"]].mean(), logits
+
+    (value, logits), gradient = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(value, golden["loss"], rtol=0, atol=1e-5)
+    # gradients go through the converter's inverse, which has to reverse every transpose
+    written = huggingface.to_huggingface(config, jax.tree.map(np.asarray, gradient))
+    again: Any = huggingface.from_huggingface(json.loads(str(golden["config"])), part(golden, "gradient/"))
+    theirs = huggingface.to_huggingface(config, again[1])
+    assert written.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        np.testing.assert_allclose(written[name], expected, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_names_are_those_of_files_and_values_stay_bitwise(golden, imported):
+    config, params = imported
+    state = huggingface.to_huggingface(config, params)
+    assert "vit.encoder.layer.1.attention.output.dense.weight" in state  # as `save_pretrained` writes it
+    kernel = state["vit.embeddings.patch_embeddings.projection.weight"]
+    np.testing.assert_array_equal(kernel, golden["weight/vit.embeddings.patch_embeddings.projection.weight"])
+    again_config, again = huggingface.from_huggingface(write_config(config), state)
+    assert again_config == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    # files of the model without its classifier's prefix, and with its pooler
+    bare = {name.removeprefix("vit."): x for name, x in state.items()}
+    bare["pooler.dense.weight"] = np.zeros((16, 16))
+    jax.tree.map(
+        np.testing.assert_array_equal, huggingface.from_huggingface(write_config(config), bare)[1], params
+    )
+
+
+def test_what_the_family_has_not_is_refused(imported):
+    wanted = write_config(imported[0])
+    with pytest.raises(
+        ValueError, match=r"qkv_bias is False; Vit has True only\n.*id2label is 3; it is an ob"
+    ):
+        read_config({**wanted, "qkv_bias": False, "id2label": 3})
+    with pytest.raises(ValueError, match=r"image_size is \[8, 12\]; it is a whole number"):
+        read_config({**wanted, "image_size": [8, 12]})
+    with pytest.raises(
+        ValueError, match=r"pooling is 'mean'; vit has 'token' only\n.*width is 12; vit has 8"
+    ):
+        write_config(MEAN)
+    del wanted["id2label"]
+    assert read_config(wanted)[1].classes == 2
+
+
+def test_all_patches_are_read_where_they_are():
+    model: Any = MEAN(nnx.Rngs(0))
+    found = np.asarray(model.first(jnp.asarray(IMAGES)))
+    kernel, table = np.asarray(model.patches.kernel[...]).reshape(-1, 16), np.asarray(model.positions[...])
+    for row, column in ((0, 0), (0, 2), (1, 1)):
+        patch = IMAGES[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4].reshape(3, -1)
+        number = 3 * row + column
+        np.testing.assert_allclose(found[:, number], patch @ kernel + table[number], rtol=1e-5, atol=1e-5)
+
+
+def test_the_mean_of_all_positions_is_classified(pure):
+    params = pure(MEAN).params
+    moved = {**params, "positions": params["positions"][::-1]}
+    images = np.ones_like(IMAGES)  # all patches alike: their order then changes nothing but rounding
+    apply = pure(MEAN).apply
+    np.testing.assert_allclose(apply(params, images), apply(moved, images), rtol=1e-4, atol=1e-5)
+    assert apply(params, IMAGES).shape == (3, 5)
+    assert CONFIG.seq == MEAN.seq + 1
+
+
+def test_every_problem_is_named_at_once():
+    with pytest.raises(ValueError) as error:
+        VitConfig(height=30, width=16, classes=0, patch=4, embed=10, num_heads=4, dropout=1.0)
+    text = str(error.value)
+    assert text.startswith("VitConfig:\n")
+    assert "height 30 is not a multiple of patch 4: 30 % 4 = 2. Use height=28 or height=32." in text
+    for problem in ("classes is 0", "dropout is 1.0"):
+        assert problem in text
+    with pytest.raises(ValueError, match="patch is 0; it must be at least 1"):
+        VitConfig(height=8, width=8, classes=2, patch=0)
+    with pytest.raises(ValueError, match=r"Build it with height=4, width=12, colours=3"):
+        nnx.eval_shape(lambda: CONFIG(nnx.Rngs(0))(jnp.zeros((1, 4, 12, 3))))
+    with pytest.raises(ValueError, match=r"size is 'bse'; .* Use size='base'"):
+        vit("bse")  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""Plans over the axis context: bytes and flops against compiled steps, and what is refused."""
+
+import math
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from shardtrain import next_token_loss
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat import with_remat
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.mlp import MlpConfig
+from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import predictions, search
+from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.space import Space
+from shardtrain.plan.steps import steps
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.placement import make_placement
+
+CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=2, num_heads=4, mlp=128)
+MACHINE = Machine(
+    rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6),
+    device_link=Link(bytes_per_second=1e9, latency_seconds=1e-6),
+)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((16, CONFIG.seq + 1), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((16,), jnp.float32),
+    }
+    return Subject(
+        model=lambda remat: as_model(with_remat(CONFIG, remat)),
+        loss=next_token_loss,
+        optimizer=optax.adamw(1e-3),
+        batch=batch,
+    )
+
+
+def layout_of(kind, **mesh):
+    return Layout(mesh=mesh, context_attention=kind)
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "remat"),
+    [
+        (layout_of("ring", context=4), 1, "weights"),
+        (layout_of("all-gather", data=2, context=2), 2, "none"),
+        (layout_of("all-to-all", fsdp=2, context=2), 1, "dots"),
+    ],
+    ids=lambda value: getattr(value, "context_attention", None),
+)
+def test_bytes_and_flops_are_those_of_the_compiled_step(subject, layout, accumulate, remat):
+    choice, sizes = Choice(layout=layout, accumulate=accumulate, remat=remat), axis_sizes(layout.mesh, 4)
+    model = subject.model_of(remat)
+    placement = make_placement(model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:4]))
+    found = figures(
+        compile_step(
+            model, subject.loss, subject.optimizer, placement, subject.batch, microbatches=accumulate
+        ),
+        sizes,
+    )
+    (step,) = steps(subject, MACHINE, 4, [choice])
+    (predicted,) = predictions(subject, MACHINE, 4, [choice])
+    assert predicted.flops == pytest.approx(found.flops, rel=1e-3)
+    sums = defaultdict(float)
+    for each in found.collectives:
+        sums[each.axes] += each.wire_bytes_per_device
+    sent = sent_by_axes(step, simulated=True)
+    for over in sent:
+        assert sent[over] == pytest.approx(sums[over], rel=0.02), over
+    # what the plan does not know of is below that too: positions of the batch
+    assert sum(sums.values()) == pytest.approx(sum(sent.values()), rel=0.02)
+    assert predicted.seconds.collectives["context",] > sent["context",] / 1e9
+
+
+def test_context_is_searched_where_it_is_named(subject):
+    def meshes(context, kind="ring"):
+        mesh = {} if context is None else {"context": context}
+        space = Space(layout=layout_of(kind, **mesh), accumulates=(1,), remats=("weights",))
+        return search(subject, MACHINE, 8, space, most=10**6)
+
+    def sizes(plan):
+        found = {each.choice.layout.mesh.get("context", 1) for each in plan.ranked}
+        assert all(math.prod(each.choice.layout.mesh.values()) == 8 for each in plan.ranked)
+        return found
+
+    assert sizes(meshes(None)) == {1}
+    every = meshes(-1)
+    assert sizes(every) == {1, 2, 4, 8}
+    assert sizes(meshes(2, "all-gather")) == {2}
+    # by the run's own checks: 4 heads, and a ring inside a pipeline
+    assert sizes(meshes(-1, "all-to-all")) == {1, 2, 4}
+    refused = meshes(-1, "all-to-all").refused["--mesh context=8"]
+    assert "4 heads of a device cannot be split over 8; use a context that divides them" in refused
+    staged = next(text for mesh, text in every.refused.items() if "pipeline" in mesh and "context" in mesh)
+    assert "a ring over context=" in staged
+    assert "use --context-attention all-to-all or all-gather" in staged
+
+
+def test_a_model_without_attention_of_the_run_is_refused():
+    batch = {
+        "x": jax.ShapeDtypeStruct((8, 4), jnp.float32),
+        "y": jax.ShapeDtypeStruct((8, 2), jnp.float32),
+    }
+
+    def loss(model, batch):
+        return ((model(batch["x"]) - batch["y"]) ** 2).sum(), jnp.float32(8)
+
+    model = as_model(MlpConfig(features=4, mlp=8, num_layers=1, classes=2))
+    other = Subject(model=lambda remat: model, loss=loss, optimizer=optax.sgd(1e-2), batch=batch)
+    with pytest.raises(ValueError, match="context=2 is planned for models that let the run compute"):
+        predictions(other, MACHINE, 2, [Choice(layout=layout_of("ring", context=2))])
+    with pytest.raises(ValueError, match=r"cannot be fixed in a plan.*'expert'"):
+        search(other, MACHINE, 2, Space(layout=Layout(mesh={"expert": 2})))

@@ -1,0 +1,48 @@
+"""Train mixtures of experts on two islands: as replicas, by deltas, and as stages of a pipeline."""
+
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from fine_tuning import CONSTANT, run_of
+from rich.console import Console
+
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.islands.membership import join
+from shardtrain.islands.options import Across
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+
+FOLDER, ISLANDS = Path(sys.argv[1]), join()
+assert ISLANDS is not None
+MODEL = DecoderConfig(
+    vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False,
+    experts="num=4,top=2,capacity=1.0,shared=1,balance=0.1",
+)  # fmt: skip
+MESH = Layout(mesh={"expert": 2, "tensor": 2, "data": -1})
+CASES = {
+    "replicas": (MODEL, Strategy(layout=MESH)),
+    "deltas": (MODEL, Strategy(synchronisation=Synchronisation(on="deltas"))),
+    "stages": (MODEL, Strategy(across=Across(axis="pipeline"), accumulate=2)),
+    "bias": (replace(MODEL, experts="num=4,top=2,bias=0.01,over=batch"), Strategy(layout=MESH)),
+}
+for name, (model, strategy) in CASES.items():
+    optimizer = Optimizer(name="sgd", learning_rate=CONSTANT, clip=100.0)
+    run = run_of(model, FOLDER / name, optimizer=optimizer, log_every=1, strategy=strategy, steps=2)
+    shown = io.StringIO()
+    state = train(run, Console(file=shown, width=300), ISLANDS).state
+    if name != "bias":
+        assert "loads of experts" not in shown.getvalue()
+        continue
+    # the mean of what the islands, each by its own loads, add or take
+    moved = np.asarray(jax.device_get(state.model_state["blocks"]["mlp"]["router_bias"])) / 0.01
+    alike = ISLANDS.control.all_gather(str(moved.tolist()))
+    if ISLANDS.is_first:
+        assert "loads of experts, over the axis 'replicas' are those of each island" in shown.getvalue()
+        sys.stdout.write(f"{len(set(alike))} {np.abs(moved * 2 - np.round(moved * 2)).max() < 1e-3}\n")

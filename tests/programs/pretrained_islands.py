@@ -1,0 +1,54 @@
+"""Start from a folder of Hugging Face on two islands: as replicas, and as stages of a pipeline."""
+
+import functools
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from fine_tuning import close, run_of
+from flax import nnx
+from rich.console import Console
+
+from shardtrain import pretrained
+from shardtrain.islands.membership import join
+from shardtrain.islands.options import Across
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.trainer.config import StartFrom
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+from shardtrain.trainer.trained_model import load
+
+BASE, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
+ISLANDS = join()
+assert ISLANDS is not None
+RUN = run_of(
+    pretrained(BASE, lora="rank=2,on=q+v"), start_from=StartFrom(checkpoint=BASE), log_every=1, steps=2
+)
+STRATEGIES = {
+    "replicas": Strategy(),
+    "stages": Strategy(across=Across(axis="pipeline"), accumulate=2),
+}
+
+rank = ISLANDS.seat.island
+losses, trained = {}, {}
+for name, strategy in STRATEGIES.items():
+    run = replace(RUN, strategy=strategy, run_dir=FOLDER / name)
+    trained[name] = jax.device_get(train(run, Console(file=io.StringIO()), ISLANDS).state.params)
+    if rank == 0:
+        losses[name] = [line["train/loss"] for line in read_jsonl(FOLDER / name / "metrics.jsonl")]
+whole, mine = trained["replicas"], trained["stages"]
+# a block each, and what stands before the first or behind the last
+close(mine["blocks"], jax.tree.map(lambda x: x[rank : rank + 1], whole["blocks"]))
+rest = {name: x for name, x in mine.items() if name != "blocks"}
+close(rest, {name: whole[name] for name in rest})
+assert ("embedding" in rest) == (rank == 0)
+if rank == 0:
+    np.testing.assert_allclose(losses["stages"], losses["replicas"], rtol=1e-5)
+# what is frozen is that of the folder, bit by bit
+model = nnx.to_pure_dict(nnx.state(load(BASE, pretrained(BASE)), nnx.Param))
+for path, x in jax.tree.leaves_with_path(model):
+    found = functools.reduce(lambda node, key: node[key.key], path, whole)
+    np.testing.assert_array_equal(found, x, err_msg=str(path))

@@ -1,0 +1,102 @@
+"""The law on every mesh of 8 devices that shards positions or experts: the loss and gradients of one device.
+
+One tiny decoder with experts, of which every axis has something to shard, and one program for the reference.
+`test_central.py` has the other axes, and more options of these two.
+"""
+
+import itertools
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from shardtrain.axes import AXES, CONTEXT, EXPERT, PIPELINE
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.functional.rng import step_key
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.step import make_gradients
+
+MODEL = DecoderConfig(
+    vocab=32, seq=16, embed=16, num_layers=2, num_heads=8, head_dim=2, mlp=8, activation="swiglu", bias=False,
+    remat="none", experts="num=8,top=2,capacity=1.0,balance=0.1",
+)  # fmt: skip
+ROWS = 16
+
+
+def meshes():
+    """Each choice of three axes of 2, of two of 4 and 2, and one of 8, that has context or expert."""
+    found = [dict.fromkeys(three, 2) for three in itertools.combinations(AXES, 3)]
+    found += [{one: 4, other: 2} for one in (CONTEXT, EXPERT) for other in AXES if other != one]
+    found += [{one: 8} for one in (CONTEXT, EXPERT)]
+    return [mesh for mesh in found if mesh.keys() & {CONTEXT, EXPERT}]
+
+
+ALWAYS = (
+    "pipeline2-data2-expert2",
+    "pipeline2-fsdp2-context2",
+    "pipeline2-expert2-context2",
+    "pipeline2-context2-tensor2",
+    "data2-expert2-context2",
+    "expert2-context2-tensor2",
+)
+"""The meshes of pairs of axes that `test_central.py` has not; the others are run by --full."""
+
+
+def cases():
+    for mesh in meshes():
+        name = "-".join(f"{axis}{size}" for axis, size in mesh.items())
+        yield pytest.param(mesh, id=name, marks=[] if name in ALWAYS else [pytest.mark.full])
+
+
+def test_the_grid_has_what_it_says():
+    assert len(meshes()) == 28
+    assert set(ALWAYS) < {case.id for case in cases()}
+
+
+@cache
+def model():
+    return from_nnx(MODEL)
+
+
+@cache
+def rows():
+    random = np.random.default_rng(0)
+    weights = np.ones(ROWS, np.float32)
+    weights[-3:] = 0
+    return {"tokens": random.integers(0, MODEL.vocab, (ROWS, MODEL.seq + 1), np.int32), "weights": weights}
+
+
+def gradients(mesh, num_devices=8):
+    """Loss and gradients of two microbatches."""
+    stages = Partition(num_stages=2, num_chunks=1, placement="loop", counts=(1, 1))
+    # a ring's permutes would wait for stages that compute something else
+    kind = "all-gather" if PIPELINE in mesh else "ring"
+    layout = Layout(mesh=mesh, context_attention=kind)
+    devices = make_mesh(layout, jax.devices()[:num_devices])
+    partition = stages if PIPELINE in mesh else None
+    placement = make_placement(model(), optax.identity(), layout, devices, stages=partition)
+    state = init_state(model(), optax.identity(), placement, seed=7)
+    batch = {name: x.reshape(2, ROWS // 2, *x.shape[1:]) for name, x in rows().items()}
+    batch = jax.tree.map(lambda x: jax.device_put(x, placement.batch), batch)
+    found = jax.jit(make_gradients(model(), next_token_loss, placement))(
+        state.params, state.model_state, step_key(state.seed, state.step), batch
+    )
+    return jax.tree.map(np.asarray, {"loss": found.loss_sum / found.count, **found.grads})
+
+
+@cache
+def one_device():
+    return gradients({"data": 1}, 1)
+
+
+@pytest.mark.parametrize("mesh", list(cases()))
+def test_every_mesh_gives_the_step_of_one_device(mesh, assert_same):
+    assert_same(gradients(mesh), one_device())

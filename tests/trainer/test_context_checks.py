@@ -1,0 +1,37 @@
+"""A loss that cuts positions out of shards is refused in stages, where its permute would hang."""
+
+import numpy as np
+import pytest
+from tiny_language_model import TinyConfig
+
+import shardtrain as st
+
+
+class Windows:
+    """Random tokens."""
+
+    def train(self, folder):
+        return [{"tokens": row} for row in np.random.default_rng(0).integers(0, 16, (8, 9), np.int32)]
+
+    def heldout(self, folder):
+        return None
+
+
+def own_loss(apply, batch):
+    targets = batch["tokens"][:, 1:]
+    return st.cross_entropy(apply(batch["tokens"][:, :-1]), targets, batch["weights"][:, None] + 0 * targets)
+
+
+def test_a_loss_that_shifts_sequences_is_refused_in_stages(tmp_path):
+    layout = st.Layout(mesh={"pipeline": 2, "data": 2, "context": 2}, context_attention="all-to-all")
+    run = st.Run(
+        model=TinyConfig(vocab=16, num_layers=2),
+        data=Windows(),
+        loss=own_loss,
+        batch=8,
+        steps=1,
+        strategy=st.Strategy(layout=layout, accumulate=2),
+        run_dir=tmp_path,
+    )
+    with pytest.raises(ValueError, match=r"next_tokens\.without_first.*\n  - collective-permute"):
+        st.train(run)

@@ -1,0 +1,83 @@
+"""`--profile`: the steps asked for are in the trace, no others, and its summary says what they computed."""
+
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardtrain.report.trace import operations, read_trace
+from shardtrain.report.trace_programs import sources
+from shardtrain.trainer.profiling import ProfiledStep, parse_steps
+
+
+class Counted(NamedTuple):
+    step: jax.Array
+    values: jax.Array
+
+
+@jax.jit
+def plain_step(state, batch):
+    with jax.named_scope("attention"):
+        values = 0.75 * jnp.tanh(state.values)
+    return Counted(state.step + 1, values @ batch), {"loss": values.sum()}
+
+
+def test_the_steps_asked_for_are_traced(tmp_path):
+    reports = []
+    # a run that was resumed after step 10
+    numbers = iter(range(11, 17))
+    step = ProfiledStep(plain_step, parse_steps("13-14"), lambda: next(numbers), tmp_path, reports.append)
+    state, batch = Counted(jnp.int32(10), jnp.ones((64, 64))), jnp.ones((64, 64))
+    for _ in range(6):
+        state, _ = step(state, batch)
+        # an evaluation, which is no part of the steps
+        with step.aside():
+            jax.block_until_ready(batch @ batch)
+            time.sleep(0.2)
+    step.close()
+    (text,) = reports
+    assert text.startswith("profile of 2 steps, ")
+    assert " matmul 0%" not in text
+    (path,) = tmp_path.glob("profile/plugins/profile/*/*.trace.json.gz")
+    assert text.endswith(str(path))
+    origin = sources(next(path.parent.glob("*.xplane.pb")))
+    (found,) = operations(read_trace(path), origin).values()
+    assert {"matmul", "attention"} <= {op.kind for op in found}
+    products = [op for op in found if op.kind == "matmul"]
+    assert len(products) == 2 * len({op.name for op in products})
+    # without the pause between them
+    assert found[-1].end - found[0].start < 0.2e6
+
+
+def test_a_rollback_ends_the_trace(tmp_path):
+    reports = []
+    numbers = iter([1, 2, 3, 2, 3, 4])
+    step = ProfiledStep(plain_step, parse_steps("2-4"), lambda: next(numbers), tmp_path, reports.append)
+    state, batch = Counted(jnp.int32(0), jnp.ones((8, 8))), jnp.ones((8, 8))
+    for _ in range(6):
+        state, _ = step(state, batch)
+    step.close()
+    (text,) = reports
+    assert text.startswith("profile of 2 steps, ")
+
+
+def test_steps_that_were_not_run_are_named(tmp_path):
+    reports = []
+    step = ProfiledStep(plain_step, parse_steps("3"), lambda: 8, tmp_path, reports.append)
+    step(Counted(jnp.int32(7), jnp.ones((2, 2))), jnp.ones((2, 2)))
+    step.close()
+    assert reports.pop() == "WARNING: --profile 3-3: this start ran no such step, so there is no trace"
+    step.close()
+    assert reports == []
+    step = ProfiledStep(plain_step, parse_steps("30-31"), lambda: 8, tmp_path, reports.append)
+    step(Counted(jnp.int32(7), jnp.ones((2, 2))), jnp.ones((2, 2)))
+    step.close()
+    assert reports == ["WARNING: --profile 30-31: this start ran no such step, so there is no trace"]
+
+
+@pytest.mark.parametrize("text", ["1-2", "5-3", "x", "", "2-", "-3"])
+def test_other_values_are_refused(text):
+    with pytest.raises(ValueError, match=f"--profile is '{text}'; give the first and the last step"):
+        parse_steps(text)
