@@ -212,9 +212,15 @@ def whole_attention(
             raise ValueError(f"attention 'cudnn' has no soft cap, and soft_cap is {soft_cap}; use 'xla'")
         return _capped_attention(q_BTHK, k_BSHK, v_BSHK, causal, seen, soft_cap).astype(dtype)
     context_BTHK = jax.nn.dot_product_attention(
-        q_BTHK, k_BSHK, v_BSHK, bias_BHTS, seen, is_causal=causal, implementation=kind,
+        q_BTHK,
+        k_BSHK,
+        v_BSHK,
+        bias=bias_BHTS,
+        mask=seen,
+        is_causal=causal,
+        implementation=kind,
         local_window_size=flash_window,
-    )  # fmt: skip
+    )
     return context_BTHK.astype(dtype)
 
 

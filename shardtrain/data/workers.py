@@ -8,10 +8,11 @@ import atexit
 import multiprocessing
 import pickle
 import signal
+import time
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, Self
 
 from shardtrain.data.samples import Batch
@@ -68,6 +69,7 @@ class Workers:
         self._number = number
         self._all: list[_Worker] = []
         self._free: SimpleQueue[_Worker] = SimpleQueue()
+        self._over = False
 
     def __enter__(self) -> Self:
         # before multiprocessing itself ends processes at the exit, by a signal that workers ignore
@@ -93,13 +95,27 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         atexit.unregister(self._kill)
-        for worker in self._all:
+        self._over = True
+        deadline = time.monotonic() + END_SECONDS
+        # a thread may be about to write to a pipe; were it closed now, the file that is opened next could get
+        # its number, and that message
+        idle = [self._take(deadline) for _ in self._all]
+        for worker in idle:
             worker.pipe.close()
+            self._free.put(worker)  # threads that wait for one see that it is over
         for process, _pipe in self._all:
-            process.join(END_SECONDS)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
+
+    def _take(self, deadline: float) -> _Worker:
+        """Return a worker that no thread uses; from the deadline on all are killed, which frees them."""
+        try:
+            return self._free.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            self._kill()
+            return self._free.get()
 
     def _kill(self) -> None:
         for process, _pipe in self._all:
@@ -110,10 +126,13 @@ class Workers:
 
         Raises:
           ChildProcessError: the worker ended.
+          RuntimeError: no batches are wanted any more, and nobody waits for this one.
           ValueError, UserCodeFailed: see `Batches.load`.
         """
         worker = self._free.get()
         try:
+            if self._over:
+                raise RuntimeError("the worker processes were ended")
             worker.pipe.send(position)
             found = worker.pipe.recv()
         except (EOFError, OSError) as error:

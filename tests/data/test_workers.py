@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from worker_data import Failing, Unpicklable, Words
 
 from shardtrain.data import Batches, Chat, Corpus, ImageFiles, MaskedTokens, Mixture, Text, TokenBatches
 from shardtrain.data.loading import Loading
+from shardtrain.data.workers import Workers
 from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
@@ -136,6 +138,32 @@ def test_a_worker_that_dies_is_named():
     with pytest.raises(ChildProcessError, match=text):
         loaded(Batches(source=Failing(), batch=1, shuffle=False, workers=1), 1, {"epoch": 0, "index": 3})
     assert not multiprocessing.active_children()
+
+
+class SlowToSend:
+    """A position that says when it is being sent, and later whether its pipe was closed meanwhile."""
+
+    def __init__(self, workers):
+        self.workers, self.begun, self.closed = workers, threading.Event(), []
+
+    def __reduce__(self):
+        self.begun.set()
+        time.sleep(0.3)
+        self.closed += [worker.pipe.closed for worker in self.workers._all]
+        return (dict, ({"epoch": 0, "index": 0},))
+
+
+def test_no_pipe_is_closed_while_a_thread_writes_to_it():
+    """Its number could be that of another file, which would get the message."""
+    with Workers(Batches(source=Words(), batch=1, seed=1), 1, Words()) as workers:
+        position = SlowToSend(workers)
+        thread = threading.Thread(target=workers.load, args=(position,))
+        thread.start()
+        assert position.begun.wait(60)
+    thread.join()
+    assert position.closed == [False]
+    with pytest.raises(RuntimeError, match="were ended"):
+        workers.load({"epoch": 0, "index": 0})
 
 
 def test_what_cannot_be_copied_and_numbers_out_of_range_are_refused():
