@@ -108,26 +108,32 @@ def make_island_step(
     """
     assert placement.synchronisation.is_mean
     assert (waves is None) == (synchronisation.distance is None)
-    gradients = make_gradients(model, loss, placement, mean=not synchronisation.is_mean)
-    if synchronisation.on_deltas:
-        return DeltaIslandStep(
-            gradients=gradients,
+
+    def on_gradients(synchronisation: Synchronisation) -> GradientIslandStep:
+        return GradientIslandStep(
+            gradients=make_gradients(model, loss, placement, mean=not synchronisation.is_mean),
             first_row=start_row,
             optimizer=optimizer,
             placement=placement,
-            merge=waves or IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
+            transfer=transfer,
+            synchronisation=synchronisation,
+            reduce_dtype=reduce_dtype,
             learning_rate=learning_rate,
+            all_gather=all_gather,
         )
-    return GradientIslandStep(
-        gradients=gradients,
+
+    if not synchronisation.on_deltas:
+        return on_gradients(synchronisation)
+    num_first = synchronisation.synchronous_steps
+    return DeltaIslandStep(
+        gradients=make_gradients(model, loss, placement),
         first_row=start_row,
         optimizer=optimizer,
         placement=placement,
-        transfer=transfer,
-        synchronisation=synchronisation,
-        reduce_dtype=reduce_dtype,
+        merge=waves or IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
+        synchronous=on_gradients(Synchronisation()) if num_first else None,
+        synchronous_steps=num_first,
         learning_rate=learning_rate,
-        all_gather=all_gather,
     )
 
 
