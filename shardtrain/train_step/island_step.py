@@ -6,6 +6,7 @@ every island makes the same update of the result. A run of one island uses `step
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -137,6 +138,11 @@ def make_island_step(
     )
 
 
+def contributions(grads: Any, count: jax.Array) -> Any:
+    """Return gradients, or zeros without examples, see `combiner.contribution`."""
+    return jax.tree.map(lambda g: contribution(g, count), grads)
+
+
 class GradientIslandStep:
     """A step that combines the islands' gradients, once for all microbatches; see `make_island_step`.
 
@@ -174,17 +180,18 @@ class GradientIslandStep:
         def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
             key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
-            # an island without examples adds nothing, whatever its gradients are
             grads = without(found.grads, placement.specs.frozen)
-            grads = jax.tree.map(lambda g: contribution(g * factor, found.count), grads)
+            grads = jax.tree.map(lambda g: g * factor, grads)
             own = {}
             if state.loss_scale:
-                own["finite"] = jnp.isfinite(optax.tree.norm(grads))
+                own["finite"] = jnp.isfinite(optax.tree.norm(contributions(grads, found.count)))
                 over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
                 own["overflowed"] = jnp.float32(over)
             # what is sent is rounded here, so that 32 bits of it are never written
             grads = by_path(jax.tree.map(lambda g: g.astype(reduce_dtype), grads))
-            return found._replace(grads=packing.pack(grads, whole) if packing else grads), own
+            # an island without examples adds nothing, whatever its gradients are
+            pack = partial(packing.pack, whole=whole) if packing else contributions
+            return found._replace(grads=pack(grads, found.count)), own
 
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
