@@ -1,5 +1,6 @@
 """The benchmarks of the bridge and of Adasum, run as people run them, small. Nothing here looks at a time."""
 
+import importlib
 import json
 import os
 import shutil
@@ -75,3 +76,12 @@ def test_adasum_sends_what_an_all_reduce_sends_and_scalars(launch):
     assert ring < figures["sent_bytes"]["adasum"] < ring + 12 * (4 * 3 + 2 * 12 * 2 + 8 * 2)
     assert ring < figures["sent_bytes"]["mean"] < ring + 100
     assert set(figures["ratios"]) == {"mean", "adasum"}
+
+
+def test_losses_in_16_bits_stand_beside_those_of_float32(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    text = importlib.import_module("reduce_dtype").table({"float32": [2.0, 4.0], "other": [2.1, 4.0]})
+    assert text.splitlines()[2:] == [
+        "| float32 | 3.0000 | 1.0000 | 1.0000, 1.0000 |",
+        "| other | 3.0500 | 1.0250 | 1.0500, 1.0000 |",
+    ]
