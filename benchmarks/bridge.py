@@ -42,10 +42,11 @@ from shardtrain.train_step.step import make_step
 Side = Callable[[], Any]
 RAW, NEW, JIT, BRIDGE = "MPI", "MPI into new memory", "one jit", "bridge"
 RAW_READ, BRIDGE_READ = "MPI, and a program that reads as much", "bridge, and a program that reads the mean"
-ALONE, BARRIER, DEFAULT, TOGETHER, ONE_BY_ONE = (
+ALONE, BARRIER, DEFAULT, NARROW, TOGETHER, ONE_BY_ONE = (
     "alone",
     "alone, and a barrier",
     "bridge",
+    "bridge, gradients in bfloat16",
     "bridge, a first bucket of 1 MB",
     "bridge, bucket after bucket",
 )
@@ -228,6 +229,7 @@ class Stepper:
       rank: of this island.
       transfer: to the others; None steps alone.
       meet: called after each step, when it is computed; None computes on.
+      reduce_dtype: of gradients that are sent.
     """
 
     def __init__(
@@ -236,6 +238,7 @@ class Stepper:
         rank: int,
         transfer: Transfer | None,
         meet: Callable[[], Any] | None = None,
+        reduce_dtype: str = "float32",
     ) -> None:
         self._meet = meet
         config = DecoderConfig(
@@ -252,7 +255,9 @@ class Stepper:
         if transfer is None:
             self._step = make_step(model, next_token_loss, optimizer, placement)
         else:
-            self._step = make_island_step(model, next_token_loss, optimizer, placement, transfer)
+            self._step = make_island_step(
+                model, next_token_loss, optimizer, placement, transfer, reduce_dtype=reduce_dtype
+            )
         tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
         batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
         self._batch = place(batch, mesh, layout.batch_axes)
@@ -284,6 +289,7 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
         ALONE: Stepper(options, comm.rank, None),
         # what waiting for each other costs, if nothing is sent
         BARRIER: Stepper(options, comm.rank, None, comm.Barrier),
+        NARROW: Stepper(options, comm.rank, Transfer(mesh, [MpiGroup(comm)]), reduce_dtype="bfloat16"),
         **{name: Stepper(options, comm.rank, transfer) for name, transfer in transfers.items()},
     }
 

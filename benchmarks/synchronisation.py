@@ -1,10 +1,11 @@
 """Held-out loss of ways to synchronise, at equal samples, beside what each replica gives to the combiner.
 
 uv run python benchmarks/synchronisation.py [--replicas 2] [--steps 600] [--every 20] [--seeds 0,1]
-    [--base-steps 2000] [--folder runs/synchronisation]
+    [--base-steps 2000] [--synchronous-steps 100] [--folder runs/synchronisation]
 
 With --base-steps every way continues from one model, which every-step has trained at a constant rate, with
 samples in another order and a new inner optimizer, as Douillard et al. 2023 do; else from random parameters.
+With --synchronous-steps every way is there once more, with as many first steps that average gradients.
 Replicas are the indices of the mesh axis `data` of simulated devices; islands compute the same numbers
 (tests/train_step/test_island_step.py). Bytes are those of the float32 arrays that a replica gives to the
 combiner, which an all-reduce sends about twice. Runs that --folder has from before are not repeated. Over a
@@ -45,13 +46,14 @@ class Row(NamedTuple):
     peak_bytes: int
 
 
-def ways(every: int, rate: float, momentum: float) -> dict[str, Any]:
+def ways(every: int, rate: float, momentum: float, synchronous_steps: int = 0) -> dict[str, Any]:
     """Return name -> how replicas are synchronised.
 
     Args:
       every: steps between two merges.
       rate: of the outer optimizer that stands beside the presets'.
       momentum: the same.
+      synchronous_steps: first steps in which gradients are averaged, in a second form of each; 0: none.
     """
     from shardtrain.combine.synchronisation import PRESETS, Outer
 
@@ -64,7 +66,15 @@ def ways(every: int, rate: float, momentum: float) -> dict[str, Any]:
         f"{name}, outer rate {rate:g}, momentum {momentum:g}": dataclasses.replace(local[name], outer=outer)
         for name in ("diloco", "streaming-diloco")
     }
-    return {BASE: PRESETS[BASE], **local, **beside}
+    found = {**local, **beside}
+    later = {
+        f"{name}, after {synchronous_steps} synchronous steps": dataclasses.replace(
+            way, synchronous_steps=synchronous_steps
+        )
+        for name, way in found.items()
+        if synchronous_steps
+    }
+    return {BASE: PRESETS[BASE], **found, **later}
 
 
 def measured(
@@ -95,7 +105,11 @@ def measured(
     specs = state_specs(model, optimizer, run.strategy.layout, sizes, synchronisation)
     parts = [each.take(specs.abstract.params) for each in fragments_of(synchronisation, specs)]
     found = [4 * sum(x.size for x in part.values()) for part in parts]
-    return Row(name, replicas, tuple(losses), sum(found) / synchronisation.every, max(found))
+    # in synchronous steps all gradients are sent, and later all deltas in a round
+    num_first = min(synchronisation.synchronous_steps, run.steps)
+    times = num_first + (run.steps - num_first) / synchronisation.every
+    most = sum(found) if num_first else max(found)
+    return Row(name, replicas, tuple(losses), sum(found) * times / run.steps, most)
 
 
 def seeds_of(options: argparse.Namespace) -> list[int]:
@@ -195,6 +209,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--base-rate", type=float, default=3e-3, help="learning rate of the base model")
     parser.add_argument("--outer-rate", type=float, default=0.9, help="beside the presets' outer optimizer")
     parser.add_argument("--outer-momentum", type=float, default=0.5, help="the same")
+    parser.add_argument("--synchronous-steps", type=int, default=0, help="of a second form of each way")
     parser.add_argument("--evaluate-batches", type=int, default=32, help="held-out batches")
     parser.add_argument("--ways", help="names of ways to synchronise, separated by semicolons; default: all")
     parser.add_argument("--text", type=Path, help="a text file; default: the sources of Python's library")
@@ -203,7 +218,8 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flag = f"--xla_force_host_platform_device_count={options.replicas}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    found = ways(options.every, options.outer_rate, options.outer_momentum)
+    outer = (options.outer_rate, options.outer_momentum)
+    found = ways(options.every, *outer, options.synchronous_steps)
     names = list(found) if options.ways is None else [BASE, *options.ways.split(";")]
     with TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)

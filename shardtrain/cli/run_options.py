@@ -49,6 +49,7 @@ SHORT = {
     f"{SYNCHRONISATION}overlap": "overlap",
     f"{SYNCHRONISATION}when": "meet_when",
     f"{SYNCHRONISATION}distance": "clock_distance",
+    f"{SYNCHRONISATION}synchronous_steps": "synchronous_steps",
     f"{SYNCHRONISATION}outer.learning_rate": "outer_rate",
     f"{SYNCHRONISATION}outer.momentum": "outer_momentum",
     f"{SYNCHRONISATION}outer.nesterov": "outer_nesterov",

@@ -15,7 +15,7 @@ from jax import lax
 from shardtrain.combine.block_sums import block_sums
 from shardtrain.combine.combiner import Combined, Combiner, contribution, flatten
 from shardtrain.combine.exponents import LEAST, exponent, power
-from shardtrain.combine.group import Group
+from shardtrain.combine.group import Group, Op
 from shardtrain.combine.halving import gather, levels, rows_in_order, scatter
 from shardtrain.combine.slices import Owners, join_slices, split_into_slices
 
@@ -74,7 +74,8 @@ def adasum(per: Per = "leaf") -> Combiner:
         values, orthogonality = _adasum(leaves, count, _units(tree, per), group)
         return Combined(jax.tree.unflatten(structure, values), state, {"orthogonality": orthogonality})
 
-    return Combiner(lambda tree: (), combine, across_leaves=per != "leaf")
+    is_whole = per == "whole"
+    return Combiner(lambda tree: (), combine, across_leaves=per != "leaf", is_one_vector=is_whole)
 
 
 class _Units(NamedTuple):
@@ -82,6 +83,7 @@ class _Units(NamedTuple):
 
     of_leaf: tuple[int, ...]
     number: int
+    stages: bool = False  # the only unit has the leaves of all stages of a pipeline
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Add up values of leaves (..., L) to those of units (..., units)."""
@@ -103,7 +105,7 @@ def _units(tree: Any, per: Per) -> _Units:
     else:
         names = [str(i) if per == "leaf" else "" for i in range(len(paths))]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return _Units(tuple(numbers[name] for name in names), len(numbers))
+    return _Units(tuple(numbers[name] for name in names), len(numbers), stages=per == "whole")
 
 
 class _Node(NamedTuple):
@@ -125,6 +127,10 @@ class _Context(NamedTuple):
         flat = jnp.concatenate(of_stacks, axis=1)
         owners = jnp.array([owner for of_stack in self.owners for owner in of_stack])
         return jnp.zeros((flat.shape[0], len(self.units.of_leaf))).at[:, owners].add(flat)
+
+    def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
+        """Reduce values of shards (..., L) to those of whole leaves, see `Group.whole`."""
+        return self.group.whole(x, op, stages=self.units.stages)
 
     def of_stack(self, i: int, x: jax.Array) -> jax.Array:
         """Return the entries of a vector of units for the pieces of stack i: (pieces, 1)."""
@@ -169,7 +175,7 @@ def _exponents(stacks: Sequence[jax.Array], context: _Context) -> jax.Array:
     leaves = jnp.full(len(context.units.of_leaf), LEAST, jnp.int32)
     for stack, owners in zip(stacks, context.owners, strict=True):
         leaves = leaves.at[jnp.array(owners)].max(exponent(stack, axis=(0, 2)))
-    return context.units.max(context.group.whole(leaves, "max"))
+    return context.units.max(context.whole(leaves, "max"))
 
 
 class _Level(NamedTuple):
@@ -195,7 +201,7 @@ def _tree(level: _Level, dtypes: list[Any], context: _Context) -> tuple[list[jax
         # one message of scalars a round: the dot products of all pairs
         num_pairs = len(nodes) // 2
         pairs = [(nodes[2 * i], nodes[2 * i + 1]) for i in range(num_pairs)]
-        shards = context.group.whole(jnp.stack([_dots(a, b, context) for a, b in pairs]))
+        shards = context.whole(jnp.stack([_dots(a, b, context) for a, b in pairs]))
         dots = context.group.all_reduce(context.units.sum(shards), level.span)
         for i, node in enumerate(known[: 2 * num_pairs]):
             if node is not None:
@@ -277,8 +283,6 @@ def _orthogonality(
     """Return ||result||^2 / sum_r ||g_r||^2 of each leaf's unit: (L,)."""
     scaled = [_scaled(_Node(stacks, scale), i, context) for i in range(len(stacks))]
     shards = context.per_leaf([block_sums((x * x,))[0][None] for x in scaled])[0]
-    result, total = context.group.all_reduce(
-        jnp.stack([context.units.sum(context.group.whole(shards)), squares])
-    )
+    result, total = context.group.all_reduce(jnp.stack([context.units.sum(context.whole(shards)), squares]))
     ratio = jnp.where(total < TINY, 1, result / jnp.maximum(total, TINY))
     return ratio[jnp.array(context.units.of_leaf)]

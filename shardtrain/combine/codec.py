@@ -117,7 +117,7 @@ def gathered(encoding: Encoding) -> Codec:
             next_state = where(is_valid, Feedback(residual, codec_state, inner_state), state)
             return Combined(value, next_state, jax.tree.map(lambda x: x[0], found.metrics))
 
-        return Combiner(init, combine, across_leaves=inner.across_leaves)
+        return Combiner(init, combine, across_leaves=inner.across_leaves, is_one_vector=inner.is_one_vector)
 
     return codec
 

@@ -49,6 +49,8 @@ class Combiner:
         infinity of a rank with examples makes the value not finite on all ranks, and changes no state.
       linear: whether `combine` is a weighted sum without state: then a codec may combine factors, not leaves.
       across_leaves: whether a leaf's result depends on other leaves, so that all must be in one call.
+      is_one_vector: whether all leaves count as one vector, whatever their names, so that stages of a
+        pipeline in a mesh can combine theirs together, by `Group.whole` with `stages`.
 
     >>> def largest(tree, count, state, group):
     ...     ranks = jax.tree.map(lambda x: group.all_gather(jnp.where(count > 0, x, 0)), tree)
@@ -61,6 +63,7 @@ class Combiner:
     combine: Callable[[Any, Any, Any, Group], Combined]
     linear: bool = False
     across_leaves: bool = False
+    is_one_vector: bool = False
 
 
 Codec = Callable[[Combiner], Combiner]

@@ -50,12 +50,14 @@ class Group(Protocol):
         """Gather the arrays of all ranks: (size, *x.shape), any dtype of 8, 16 or 32 bits."""
         ...
 
-    def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
+    def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
         """Reduce values of this rank's shards of the leaves to values of the whole leaves.
 
         Args:
           x: (..., L), the last dim counts the leaves in the order of the tree.
           op: how the values of shards are reduced.
+          stages: reduce the values of all stages of a pipeline too, whose leaves of one name are different
+            layers: for what is then reduced over all leaves. Leaves that all stages have count once.
         """
         ...
 
@@ -71,6 +73,7 @@ class MeshGroup:
       size: the size of the axis.
       leaf_axes: for each leaf the axes that shard it; () where no leaf is sharded.
       shard_axes: axis -> size, of all axes that shard any leaf.
+      stage_axes: axis -> size, of those that shard layers: each index has other layers of the same names.
 
     >>> group = MeshGroup("data", 4)
     >>> jax.vmap(group.all_reduce, axis_name="data")(jnp.arange(4.0)).tolist()
@@ -81,6 +84,7 @@ class MeshGroup:
     size: int
     leaf_axes: Sequence[tuple[str, ...]] = ()
     shard_axes: Mapping[str, int] | None = None
+    stage_axes: Mapping[str, int] | None = None
 
     @property
     def index(self) -> int | jax.Array:
@@ -108,11 +112,11 @@ class MeshGroup:
         """Gather the arrays of all ranks, see `Group`."""
         return _floats(lax.all_gather(_bits(x), self.axis), x.dtype)
 
-    def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
+    def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
         """Reduce values of shards to values of whole leaves, see `Group`."""
-        if not self.shard_axes:
+        over = (*(self.shard_axes or ()), *((self.stage_axes or ()) if stages else ()))
+        if not over:
             return x
-        over = tuple(self.shard_axes)
         if op == "max":
             return lax.pmax(x, over)
         first = {axis: lax.axis_index(axis) == 0 for axis in over}
@@ -158,9 +162,9 @@ class StackGroup:
         """Gather the arrays of all ranks, see `Group`."""
         return MeshGroup(self.axis, self.size).all_gather(x)
 
-    def whole(self, x: jax.Array, op: Op = "sum") -> jax.Array:
+    def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
         """Reduce values of shards to values of whole leaves, see `Group`."""
-        return self.outer.whole(x, op)
+        return self.outer.whole(x, op, stages=stages)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def _narrow(dtype: Any, scaled: bool) -> Codec:
             next_state = where(is_valid, Feedback(residual, (), found.state), state)
             return Combined(value, next_state, found.metrics)
 
-        return Combiner(init, combine, across_leaves=inner.across_leaves)
+        return Combiner(init, combine, across_leaves=inner.across_leaves, is_one_vector=inner.is_one_vector)
 
     return codec
 

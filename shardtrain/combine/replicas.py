@@ -177,12 +177,14 @@ def combine_replicas(
     """
     replica_specs = with_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
-    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too, but
-    # not over stages, which have other layers or the same array
-    shard_axes = {a: n for a, n in mesh.shape.items() if a not in (axes.DATA, axes.PIPELINE) and n > 1}
+    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too; over
+    # stages, which have other layers or the same array, only where all arrays are one vector
+    own_axes = {a: n for a, n in mesh.shape.items() if a != axes.DATA and n > 1}
+    shard_axes = {a: n for a, n in own_axes.items() if a != axes.PIPELINE}
+    stage_axes = {a: n for a, n in own_axes.items() if a == axes.PIPELINE}
     num_stages = mesh.shape.get(axes.PIPELINE, 1)
     leaf_axes = {
-        path_text(path): tuple(axis for axis in spec_axes(spec) if axis in shard_axes)
+        path_text(path): tuple(axis for axis in spec_axes(spec) if axis in own_axes)
         for path, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     }
 
@@ -194,7 +196,7 @@ def combine_replicas(
         of_leaf = [
             leaf_axes.get(label) or leaf_axes.get(label.rpartition("/")[0], ()) for label in sorted(layers)
         ]
-        group = MeshGroup(axes.DATA, mesh.shape[axes.DATA], of_leaf, shard_axes)
+        group = MeshGroup(axes.DATA, mesh.shape[axes.DATA], of_leaf, shard_axes, stage_axes)
         found = combiner.combine(layers, counts[0], state, group)
         metrics = found.metrics if num_stages == 1 else jax.tree.map(of_stages, found.metrics)
         return stack_layers(found.value, tree, stacked), jax.tree.map(lambda x: x[None], found.state), metrics

@@ -73,6 +73,8 @@ class Synchronisation:
         pushes what it changed in a wave, and goes on from all that was pushed so far (wave-synchronous
         parallelism, HetPipe). None: all replicas merge together. It is for islands; the replicas of a mesh
         merge together in any case.
+      synchronous_steps: number of first steps of a run in which replicas average their gradients, as by
+        "every-step"; local steps begin after them (post-local SGD, Lin et al. 2018).
 
     Short form: the name of a preset, such as "diloco" (see `PRESETS`), or a value of `by`.
 
@@ -89,6 +91,7 @@ class Synchronisation:
     overlap: int = 0
     when: str = ALWAYS
     distance: int | None = None
+    synchronous_steps: int = 0
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
@@ -127,9 +130,15 @@ class Synchronisation:
             )
         problems += [
             f"{name} is {value!r}, and gradients are combined in every step; use deltas (--combine-on deltas)"
-            for name, value, plain in (("overlap", self.overlap, 0), ("when", self.when, ALWAYS))
+            for name, value, plain in (
+                ("overlap", self.overlap, 0),
+                ("when", self.when, ALWAYS),
+                ("synchronous_steps", self.synchronous_steps, 0),
+            )
             if value != plain and self.on == "gradients"
         ]
+        if self.synchronous_steps < 0:
+            problems.append(f"synchronous_steps is {self.synchronous_steps}; use 0 or more")
         problems += self._wave_problems()
         if self.inside == "sum" and self.on == "deltas":
             problems.append("inside is 'sum', but deltas are of an island's own mean gradient; use mean")
@@ -151,7 +160,14 @@ class Synchronisation:
                 f"distance is {self.distance} waves, which are of deltas, and gradients are combined in every"
                 " step; use deltas (--combine-on deltas)"
             )
-        plain = {"by": "mean", "outer": Outer(), "fragments": 1, "overlap": 0, "when": ALWAYS}
+        plain = {
+            "by": "mean",
+            "outer": Outer(),
+            "fragments": 1,
+            "overlap": 0,
+            "when": ALWAYS,
+            "synchronous_steps": 0,
+        }
         problems += [
             f"{name} is {getattr(self, name)!r}, and updates of waves (--clock-distance) are added whole, as"
             f" they come; use {value!r}"
@@ -197,7 +213,12 @@ class Synchronisation:
     @property
     def keeps_drift(self) -> bool:
         """Whether replicas have parameters of their own after some steps."""
-        return self.every > 1 or self.overlap > 0 or self.when != ALWAYS or self.distance is not None
+        sometimes = self.when != ALWAYS or self.synchronous_steps > 0
+        return self.every > 1 or self.overlap > 0 or sometimes or self.distance is not None
+
+    def is_synchronous(self, step: Any) -> Any:
+        """Return whether replicas average their gradients in a step, counted from 1; also inside jit."""
+        return step <= self.synchronous_steps
 
     def is_sent(self, fragment: int, step: Any, last_step: int = -1) -> Any:
         """Return whether replicas may send a fragment's deltas at the end of a step.
@@ -213,12 +234,14 @@ class Synchronisation:
         """
         # the fragments are spread evenly over the steps of a round, and the last one ends it
         phase = (fragment + 1) * self.every // self.fragments
-        return ((step - phase) % self.every == 0) | (step == last_step)
+        is_now = ((step - phase) % self.every == 0) | (step == last_step)
+        return is_now & (step > self.synchronous_steps)
 
     def is_due(self, fragment: int, step: Any, last_step: int = -1) -> Any:
         """Return whether what was sent of a fragment is combined at the end of a step, see `is_sent`."""
         phase = (fragment + 1) * self.every // self.fragments + self.overlap
-        return ((step - phase) % self.every == 0) | (step == last_step)
+        is_now = ((step - phase) % self.every == 0) | (step == last_step)
+        return is_now & (step > self.synchronous_steps)
 
 
 _DILOCO = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)

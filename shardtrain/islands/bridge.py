@@ -126,7 +126,7 @@ class MpiGroup:
         self.traced_bytes += x.nbytes
         return self._of_bits(lambda bits: mpi4jax.bcast(bits, root, comm=self._comm), x)
 
-    def whole(self, x: jax.Array, op: Literal["sum", "max"] = "sum") -> jax.Array:
+    def whole(self, x: jax.Array, op: Literal["sum", "max"] = "sum", *, stages: bool = False) -> jax.Array:
         """Return `x` unchanged: arrays are transferred whole, so partial values are already complete."""
         return x
 

@@ -42,9 +42,13 @@ def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequenc
       synchronisation: how replicas are synchronised.
       num_elements: number of parameters of each fragment.
 
-    >>> way = Synchronisation(on="deltas", every=4, fragments=2, overlap=2, when="moved:0.01")
-    >>> print(synchronisation_text(way, [300, 212]).replace(", combined", "\\n  combined"))
-    replicas: deltas by mean, each of 2 fragments every 4 steps at most, when moved:0.01
+    >>> way = Synchronisation(
+    ...     on="deltas", every=4, fragments=2, overlap=2, when="moved:0.01", synchronous_steps=9
+    ... )
+    >>> text = synchronisation_text(way, [300, 212])
+    >>> print(text.replace(", each", "\\n  each").replace(", combined", "\\n  combined"))
+    replicas: gradients by mean in the first 9 steps, then deltas by mean
+      each of 2 fragments every 4 steps at most, when moved:0.01
       combined 2 steps later; outer optimizer: none
     a replica gives float32 to the combiner: 1.2 KiB a merge at most, 512 B a step on average
     """
@@ -74,8 +78,10 @@ def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequenc
     when = "" if synchronisation.when == ALWAYS else f" at most, when {synchronisation.when}"
     overlap = synchronisation.overlap
     later = f", combined {overlap} step{'s' * (overlap > 1)} later" if overlap else ""
+    num_first = synchronisation.synchronous_steps
+    first = f"gradients by mean in the first {num_first} steps, then " if num_first else ""
     return (
-        f"replicas: deltas by {by}, {each}every {synchronisation.every} steps{when}{later};"
+        f"replicas: {first}deltas by {by}, {each}every {synchronisation.every} steps{when}{later};"
         f" outer optimizer: {outer}\n"
         f"a replica gives float32 to the combiner: {bytes_text(max(num_elements) * 4)} a merge at most,"
         f" {bytes_text(whole // synchronisation.every)} a step on average"

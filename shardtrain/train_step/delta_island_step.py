@@ -1,10 +1,11 @@
 """The step of an island's own optimizer, some of which end with a merge of what islands changed.
 
-Next: `island_merge.py` and `wave_merge.py`, the merges; `local_steps.py`, the arithmetic.
+In the first, synchronous steps islands average their gradients instead. Next: `island_merge.py` and
+`wave_merge.py`, the merges; `local_steps.py`, the arithmetic.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,14 @@ from shardtrain.train_step.island_merge import IslandMerge
 from shardtrain.train_step.island_totals import shapes_of_sums, step_sums, with_sums_of_islands
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.loss_scale import scale_of
+from shardtrain.train_step.own_state import with_own, without_own
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, unless_skipped
 from shardtrain.train_step.wave_merge import WaveMerge
+
+if TYPE_CHECKING:
+    from shardtrain.train_step.island_step import GradientIslandStep  # it imports this file
 
 
 class DeltaIslandStep:
@@ -37,8 +42,11 @@ class DeltaIslandStep:
         placement: Placement,
         merge: IslandMerge | WaveMerge,
         learning_rate: optax.Schedule | None,
+        synchronous: "GradientIslandStep | None" = None,
+        synchronous_steps: int = 0,
     ) -> None:
         self._gradients, self.first_row, self._merge = gradients, np.uint32(first_row), merge
+        self._synchronous, self._synchronous_steps = synchronous, synchronous_steps
         self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
         specs, mesh = placement.specs, placement.mesh
         whole = NamedSharding(mesh, PartitionSpec())
@@ -88,9 +96,23 @@ class DeltaIslandStep:
         number = self._merge.steps_done(state) + 1
         # the combiner's state is no part of the local step's program
         combine_state, state = state.combine_state, state._replace(combine_state=())
-        state, metrics = self._step(state, batch, self.first_row)
-        state, merged = self._merge.merge(state._replace(combine_state=combine_state), number)
-        return state, with_sums_of_islands(metrics, merged, jax.tree.map(jnp.zeros_like, state.local.sums))
+        is_local = self._synchronous is None or number > self._synchronous_steps
+        if is_local:
+            new, metrics = self._step(state, batch, self.first_row)
+        else:
+            new, metrics = self._synchronous_step(state, batch)
+        new, found = self._merge.merge(new._replace(combine_state=combine_state), number)
+        zeros = jax.tree.map(jnp.zeros_like, new.local.sums)
+        return new, with_sums_of_islands(metrics, found, zeros) if is_local else metrics
+
+    def _synchronous_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run a step that averages the islands' gradients; nothing changes that is an island's own."""
+        assert self._synchronous is not None
+        self._synchronous.first_row = self.first_row
+        # a mean keeps no arrays, so the shapes of its state are its state
+        plain = without_own(state, self._synchronous.wanted(state, batch).combine_state)
+        new, metrics = self._synchronous(plain, batch)
+        return with_own(new, state), metrics
 
     def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:
         """Return the program of a local step, see `island_step.GradientIslandStep.compiled`."""

@@ -1,6 +1,7 @@
 """The step of a mesh in which each replica has its own optimizer, and some steps merge what they changed.
 
-Next: `local_steps.py`, the arithmetic; `step.py`, which compiles it.
+In the first, synchronous steps all replicas take the mean gradient instead, so that they change alike. Next:
+`local_steps.py`, the arithmetic; `step.py`, which compiles it.
 """
 
 from collections.abc import Callable
@@ -12,12 +13,20 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain import axes
+from shardtrain.combine.combiner import contribution
 from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.sharding.specs import with_leading_dim
-from shardtrain.train_step.gradients import make_replica_means
-from shardtrain.train_step.local_steps import make_local_update, merged, next_round, send, to_combine
+from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
+from shardtrain.train_step.local_steps import (
+    make_local_update,
+    merged,
+    next_round,
+    own_params,
+    send,
+    to_combine,
+)
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_state import fragments_of, init_local
 from shardtrain.train_step.state import Metrics, State
@@ -47,6 +56,14 @@ def make_delta_update(
 
     def update(state: State, batch: Batch) -> tuple[State, Metrics]:
         found, means, counts, values = replica_means(state, batch)
+        if synchronisation.synchronous_steps:
+            means, counts, values = jax.lax.cond(
+                synchronisation.is_synchronous(state.step + 1),
+                _averaged,
+                lambda *own: own,
+                *(means, counts, values),
+            )
+            means = constrain(means, own_specs, mesh)
         params = constrain(state.params, specs.sharded, mesh)
         local = state.local
         if not synchronisation.keeps_drift:
@@ -108,6 +125,13 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
         whole = len(fragments) == 1
         return state, {name: x for name, x in extra.items() if whole or not x.ndim}
 
+    def taken_over(state: State) -> State:
+        """Return the state after a synchronous step: what one replica changed, all did."""
+        drift = jax.tree.map(lambda x: x[0], state.local.drift)
+        params = constrain(own_params(state.params, drift), specs.sharded, placement.mesh)
+        rest, count = jax.tree.map(jnp.zeros_like, (state.local.drift, state.local.count))
+        return state._replace(params=params, local=state.local._replace(drift=rest, count=count))
+
     def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
         return jax.lax.cond(
             due,
@@ -129,6 +153,9 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
     def merge(state: State) -> tuple[State, Metrics]:
         if not synchronisation.keeps_drift:
             return merge_fragment(0, state)
+        if synchronisation.synchronous_steps:
+            is_synchronous = synchronisation.is_synchronous(state.step)
+            state = jax.lax.cond(is_synchronous, taken_over, lambda state: state, state)
         metrics = jax.tree.map(
             lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
             jax.eval_shape(partial(merge_fragment, 0), state)[1],
@@ -154,6 +181,24 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
         return state, metrics
 
     return merge
+
+
+def _averaged(means: Any, counts: jax.Array, values: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """Return the mean gradient over all examples, their number and mean loss, for each replica.
+
+    Args:
+      means: the mean gradients of the replicas, (R, ...).
+      counts: their examples (R,).
+      values: their mean losses (R,).
+    """
+    total = counts.sum()
+    shares = jnp.where(total > 0, counts / jnp.where(total > 0, total, 1), 0)
+
+    def averaged(x: jax.Array) -> jax.Array:
+        own = contribution(x, expand_dims_like(counts, x))
+        return jnp.broadcast_to(jnp.tensordot(shares, own, 1), x.shape)
+
+    return jax.tree.map(averaged, means), jnp.full_like(counts, total), averaged(values)
 
 
 def _with_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ every island makes the same update of the result. A run of one island uses `step
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -108,27 +109,38 @@ def make_island_step(
     """
     assert placement.synchronisation.is_mean
     assert (waves is None) == (synchronisation.distance is None)
-    gradients = make_gradients(model, loss, placement, mean=not synchronisation.is_mean)
-    if synchronisation.on_deltas:
-        return DeltaIslandStep(
-            gradients=gradients,
+
+    def on_gradients(synchronisation: Synchronisation) -> GradientIslandStep:
+        return GradientIslandStep(
+            gradients=make_gradients(model, loss, placement, mean=not synchronisation.is_mean),
             first_row=start_row,
             optimizer=optimizer,
             placement=placement,
-            merge=waves or IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
+            transfer=transfer,
+            synchronisation=synchronisation,
+            reduce_dtype=reduce_dtype,
             learning_rate=learning_rate,
+            all_gather=all_gather,
         )
-    return GradientIslandStep(
-        gradients=gradients,
+
+    if not synchronisation.on_deltas:
+        return on_gradients(synchronisation)
+    num_first = synchronisation.synchronous_steps
+    return DeltaIslandStep(
+        gradients=make_gradients(model, loss, placement),
         first_row=start_row,
         optimizer=optimizer,
         placement=placement,
-        transfer=transfer,
-        synchronisation=synchronisation,
-        reduce_dtype=reduce_dtype,
+        merge=waves or IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
+        synchronous=on_gradients(Synchronisation()) if num_first else None,
+        synchronous_steps=num_first,
         learning_rate=learning_rate,
-        all_gather=all_gather,
     )
+
+
+def contributions(grads: Any, count: jax.Array) -> Any:
+    """Return gradients, or zeros without examples, see `combiner.contribution`."""
+    return jax.tree.map(lambda g: contribution(g, count), grads)
 
 
 class GradientIslandStep:
@@ -168,17 +180,18 @@ class GradientIslandStep:
         def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
             key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
             found = gradients(state.params, state.model_state, key, batch, first_row, scale)
-            # an island without examples adds nothing, whatever its gradients are
             grads = without(found.grads, placement.specs.frozen)
-            grads = jax.tree.map(lambda g: contribution(g * factor, found.count), grads)
+            grads = jax.tree.map(lambda g: g * factor, grads)
             own = {}
             if state.loss_scale:
-                own["finite"] = jnp.isfinite(optax.tree.norm(grads))
+                own["finite"] = jnp.isfinite(optax.tree.norm(contributions(grads, found.count)))
                 over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
                 own["overflowed"] = jnp.float32(over)
             # what is sent is rounded here, so that 32 bits of it are never written
             grads = by_path(jax.tree.map(lambda g: g.astype(reduce_dtype), grads))
-            return found._replace(grads=packing.pack(grads, whole) if packing else grads), own
+            # an island without examples adds nothing, whatever its gradients are
+            pack = partial(packing.pack, whole=whole) if packing else contributions
+            return found._replace(grads=pack(grads, found.count)), own
 
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]

@@ -8,8 +8,8 @@ from shardtrain.combine.synchronisation import Synchronisation
 class Meetings:
     """After which steps all islands meet.
 
-    They meet wherever they merge. In waves they do so only where something is to be done together, or
-    where one of them has called a meeting.
+    They meet wherever they merge, or average gradients. In waves they do so only where something is to be
+    done together, or where one of them has called a meeting.
 
     Args:
       synchronisation: how islands are synchronised.
@@ -50,7 +50,8 @@ class Meetings:
     def is_planned(self, step: int) -> bool:
         """Return whether all islands know from the beginning that they meet after a step."""
         every, saves_every = self._synchronisation.every, self._saves_every
-        if step == self._last_step or step in self.repeated:
+        is_synchronous = self._synchronisation.is_synchronous(step)
+        if step == self._last_step or step in self.repeated or is_synchronous:
             return True
         if self._synchronisation.distance is None:
             return step % every == 0 or (saves_every is not None and step % saves_every == 0)

@@ -17,6 +17,22 @@ from shardtrain.train_step.replica_state import init_local, init_outer, local_la
 from shardtrain.train_step.state import Local, State
 
 
+def without_own(state: State, combine_state: Any) -> State:
+    """Return the state as a step has it that combines gradients.
+
+    Args:
+      state: that of an island that has changed nothing alone.
+      combine_state: that of the combiner of gradients.
+    """
+    return state._replace(combine_state=combine_state, local=(), outer_state=())
+
+
+def with_own(new: State, state: State) -> State:
+    """Return the state of `without_own` after a step, with what that one left out of `state`."""
+    local = state.local._replace(model_state=jax.tree.map(jnp.copy, new.model_state))
+    return new._replace(combine_state=state.combine_state, local=local, outer_state=state.outer_state)
+
+
 class OwnState:
     """What `State.local` and `State.outer_state` of one island are.
 

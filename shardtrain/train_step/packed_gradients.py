@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardtrain.combine.combiner import contribution
 from shardtrain.combine.mean import unpacked
 
 PACKED_BELOW = 1 << 19
@@ -53,20 +54,24 @@ class PackedGradients:
         """
         return {name: by_path.get(name, whole) for bucket in self.buckets for name in bucket}
 
-    def pack(self, grads: Mapping[str, jax.Array], whole: Any) -> dict[str, jax.Array]:
-        """Return name -> array after packing, in a jit.
+    def pack(self, grads: Mapping[str, jax.Array], count: jax.Array, whole: Any) -> dict[str, jax.Array]:
+        """Return name -> array after packing, in a jit; zeros without examples, see `combiner.contribution`.
 
         Args:
           grads: path -> gradient.
+          count: float32 scalar, examples.
           whole: as of `shardings`; small gradients that are sharded are gathered.
         """
-        packed = dict(grads)
+        paths = {path for small in self._small.values() for path in small}
+        packed = {path: g if path in paths else contribution(g, count) for path, g in grads.items()}
         for name, small in self._small.items():
             leaves = [lax.with_sharding_constraint(packed.pop(path), whole) for path in small]
             if leaves:
-                # without the barrier, XLA computes the gradients inside the copy, element by element
-                leaves = lax.optimization_barrier(leaves)
-                packed[name] = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+                # a branch of its own copies memory, where XLA would compute gradients element by element; and
+                # zeros for an island without examples cost no pass over those of the others
+                packed[name] = lax.cond(
+                    count != 0, _joined, lambda leaves: jnp.zeros_like(_joined(leaves)), leaves
+                )
         return packed
 
     def unpack(self, packed: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -77,3 +82,7 @@ class PackedGradients:
                 arrays = unpacked(grads.pop(name), list(small.values()))
                 grads.update(zip(small, arrays, strict=True))
         return grads
+
+
+def _joined(leaves: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])

@@ -44,10 +44,12 @@ def check_stages(
         return
     # all stages run one program in lock-step, which excludes some models and combiners
     problems = []
-    if synchronisation.combiner.across_leaves:
+    combiner = synchronisation.combiner
+    if combiner.across_leaves and not combiner.is_one_vector:
         problems.append(
-            f"each stage combines its own layers, and {synchronisation.by!r} needs all of them at once; use"
-            " another combiner, such as 'adasum', or join replicas as islands (--across)"
+            f"each stage combines its own layers, and {synchronisation.by!r} needs all of them at once, by"
+            " their names; use another combiner, such as 'adasum' or 'adasum:whole', or join replicas as"
+            " islands (--across)"
         )
     if model.chain is None or not model.chain.stacked:
         problems.append(

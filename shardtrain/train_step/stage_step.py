@@ -5,15 +5,15 @@ updates the parameters that it owns. Losses and the gradient's norm are those of
 `stage_executor.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.combine import mean
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
@@ -24,14 +24,11 @@ from shardtrain.pipeline.in_flight import forwards_ahead
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
-from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
-from shardtrain.train_step.island_totals import (
-    average_model_state,
-    shapes_of_sums,
-    with_sums_of_islands,
-)
+from shardtrain.train_step.island_totals import shapes_of_sums, with_sums_of_islands
 from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.own_state import with_own, without_own
+from shardtrain.train_step.owner_combiners import OwnerCombiners
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.pipeline_losses import gather_losses, sum_losses
 from shardtrain.train_step.placement import Placement
@@ -103,7 +100,7 @@ class StageStep:
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._all_gather, self._last_stage = all_gather, stage_model.stages.part_placement.last_stage
-        self.placement, self._transfer = placement, transfer
+        self.placement = placement
         # tags of sums and of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         stages = (StagesInStep if in_flight == 1 else StagesInFlight)(seats, mailbox, first_tag)
@@ -119,25 +116,23 @@ class StageStep:
         self._flow, self._observe = flow, observe
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
-        # gradients are combined in each step, or what pipelines changed in some: one of these is not used
-        exchanges: Sequence[IslandMerge | WaveMerge | IslandCombiner]
+        # gradients are combined in each step or in the first ones, then what pipelines changed in some
         self._merge: IslandMerge | WaveMerge | None = None
-        self._owners = owners or OwnerTransfers.of_stage(stage_model, transfer)
+        self._synchronous_steps = synchronisation.synchronous_steps
+        if not synchronisation.on_deltas or self._synchronous_steps:
+            self._combiners = OwnerCombiners(
+                mean() if synchronisation.on_deltas else synchronisation.combiner,
+                placement,
+                owners or OwnerTransfers.of_stage(stage_model, transfer),
+            )
         if synchronisation.on_deltas:
             if make_waves is None:
                 self._merge = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
             else:
                 self._merge = make_waves(stages)
             self._sums = shapes_of_sums(stage_model.traced.losses[2])
-            exchanges = [self._merge]
-        else:
-            shapes = self._owners.shapes(placement.specs.abstract.params)
-            self._combiners = exchanges = [
-                IslandCombiner(synchronisation.combiner, placement, each, own)
-                for each, own in zip(self._owners.transfers, shapes, strict=True)
-            ]
-        self.labels = [label for each in exchanges for label in each.labels]
-        self.keeps_state = any(each.keeps_state for each in exchanges)
+        exchange = self._merge or self._combiners
+        self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
         # one program for each stretch between two messages, in the order of `__call__`
         self._gradient_programs = make_gradient_programs(placement)
         self._update = make_update(optimizer, clip, placement, learning_rate)
@@ -169,27 +164,43 @@ class StageStep:
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with what this stage needs for the exchange, see `IslandStep`."""
         if self._merge is None:
-            return state._replace(combine_state=[each.init() for each in self._combiners])
+            return state._replace(combine_state=self._combiners.init())
         return self._merge.begin(state, self._sums)
 
     def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes of what `begin` returns, see `IslandStep`."""
         if self._merge is None:
-            return state._replace(combine_state=[each.wanted() for each in self._combiners])
+            return state._replace(combine_state=self._combiners.wanted())
         return self._merge.wanted(state, self._sums)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
-        programs, seats = self._train_programs, self.seats
+        if self._merge is None:
+            return self._run(state, batch)
         # the combiner's state is no part of the local update's program
-        combine_state = state.combine_state
-        state = state if self._merge is None else state._replace(combine_state=())
+        combine_state, state = state.combine_state, state._replace(combine_state=())
         if self._unflushed is not None:
             state, metrics = self._unflushed(state, batch)
             return state._replace(combine_state=combine_state), metrics
+        number = self._merge.steps_done(state) + 1
+        is_local = number > self._synchronous_steps
+        if is_local:
+            new, metrics = self._run(state, batch, is_local=True)
+        else:
+            # a mean keeps no arrays, so the shapes of its state are its state
+            new, metrics = self._run(without_own(state, self._combiners.wanted()), batch)
+            new = with_own(new, state)
+        # at the end of some steps a merge with the other pipelines
+        new, found = self._merge.merge(new._replace(combine_state=combine_state), number)
+        zeros = jax.tree.map(jnp.zeros_like, new.local.sums)
+        return new, with_sums_of_islands(metrics, found, zeros) if is_local else metrics
+
+    def _run(self, state: State, batch: Batch, *, is_local: bool = False) -> tuple[State, Metrics]:
+        """Run the tasks of a batch and an update: of this pipeline's own parameters, or common to all."""
+        programs, seats = self._train_programs, self.seats
         # 1. the tasks of all microbatches, which exchange activations and cotangents with the other stages
         own, own_state = state.params, state.model_state
-        if self._merge is not None:
+        if is_local:
             own, own_state = self._own_params(state), state.local.model_state
         params = self._borrowed.exchange(own)
         key = step_key(state.seed, state.step)
@@ -199,24 +210,19 @@ class StageStep:
         # batch, whose count the last stage knows
         grads, borrowed, loss_sums = self._gradient_programs.reduced(programs.take_sums())
         self._borrowed.return_gradients(borrowed)
-        count, totals = self._losses(loss_sums)
+        count, totals = self._losses(loss_sums, is_local)
         grads = self._gradient_programs.scaled(grads, self._borrowed.receive_gradients(), count)
         model_state = self._merged_state(programs.model_state, batch)
-        # 3. an update of this pipeline's own, and at the end of some steps a merge with the others
-        if self._merge is not None:
-            number = self._merge.steps_done(state) + 1
+        # 3. an update of this pipeline's own
+        if is_local:
             squares = self._stage_sums.add("gradient norms", float(self._gradient_programs.squares(grads)))
-            state, metrics = self._own_update(state, grads, model_state, totals, np.float32(squares), count)
-            state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
-            zeros = jax.tree.map(jnp.zeros_like, state.local.sums)
-            return state, with_sums_of_islands(metrics, found, zeros)
+            return self._own_update(state, grads, model_state, totals, np.float32(squares), count)
         # 4. or gradients combined with the owners of the same blocks in the other pipelines, and one update
         # for all
-        combine_metrics: Any = []
+        combine_state, combine_metrics = state.combine_state, []
         if seats.num_replicas > 1:
-            grads, combine_state, combine_metrics, model_state = self._combined(
-                grads, combine_state, count, model_state
-            )
+            found = self._combiners.combine(grads, combine_state, count, model_state)
+            grads, combine_state, combine_metrics, model_state = found
         squares = self._gather_squares(grads)
         return self._update(state, grads, model_state, totals, squares, combine_state, combine_metrics)
 
@@ -245,9 +251,9 @@ class StageStep:
             self._merge.close()
         self.mailbox.close()
 
-    def _losses(self, loss_sums: dict[str, Any]) -> tuple[np.float32, dict[str, Any]]:
+    def _losses(self, loss_sums: dict[str, Any], is_local: bool) -> tuple[np.float32, dict[str, Any]]:
         """Return (the count of this pipeline, sums of the loss): its own, or those of all by gradients."""
-        if self._merge is None:
+        if not is_local:
             losses = gather_losses("losses", loss_sums, self.seats, self._last_stage, self._all_gather)
             return np.float32(losses[self.seats.replica]["count"]), sum_losses(losses)
         # only the last stage knows the loss
@@ -268,26 +274,6 @@ class StageStep:
         """
         squares = self._all_gather("gradient norms", float(self._gradient_programs.squares(grads)))
         return np.float32(np.sum(self.seats.of_replica(squares, 0)))
-
-    def _combined(
-        self, grads: Tree, combine_state: Any, count: np.float32, model_state: Tree
-    ) -> tuple[Any, ...]:
-        """Combine with the owners of the same blocks: (gradients, combiner states, metrics, model state)."""
-        mesh = self.placement.mesh
-        on_mesh = jax.device_put(count, NamedSharding(mesh, PartitionSpec()))
-        values, states, metrics = [], [], []
-        # group after group, in the same order on all islands: none waits for another in a ring
-        parts = self._owners.split(grads)
-        for number, (combiner, sent) in enumerate(zip(self._combiners, parts, strict=True)):
-            started = combiner.start(sent, on_mesh, combine_state[number])
-            if number == 0:
-                # the model state is averaged while buckets of gradients are under way
-                model_state = average_model_state(self._transfer, model_state, on_mesh)
-            combined = combiner.finish(sent, started)
-            values.append({**sent, **combined.value})
-            states.append(combined.state)
-            metrics += combined.metrics
-        return self._owners.join(grads, values), states, metrics, model_state
 
     def _merged_state(self, model_state: Tree, batch: Batch) -> Tree:
         """Average the model state over this island's own replicas, weighted by their numbers of real rows."""

@@ -1,36 +1,92 @@
-"""A batch that grows during a run: after so many steps, a step takes so many batches. Values only, no jax.
+"""A batch that grows during a run: after so many steps or epochs, a step takes so many batches.
 
-Next: `feed.py`, which changes the loader at these steps.
+Values only, no jax. Next: `feed.py`, which changes the loader at these steps.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardtrain.errors.messages import problems_error
 
-FORM = "give STEPS:BATCHES for each change, such as 500:2,1000:4"
+FORM = (
+    "give STEPS:BATCHES for each change, such as 500:2,1000:4, or EPOCHS epochs:BATCHES, such as 2 epochs:2"
+)
 
 
-def parse_growth(text: str) -> dict[int, int]:
-    """Return number of steps done -> number of batches that each step takes from then on.
+class Change(NamedTuple):
+    """A change of the batch.
+
+    Args:
+      after: number of steps or epochs done.
+      in_epochs: it is of epochs.
+      batches: number of batches that each step takes from then on.
+    """
+
+    after: int
+    in_epochs: bool
+    batches: int
+
+    @property
+    def time(self) -> str:
+        """When, in words.
+
+        >>> Change(1, True, 2).time, Change(500, False, 2).time
+        ('epoch 1', 'step 500')
+        """
+        return f"{'epoch' if self.in_epochs else 'step'} {self.after}"
+
+
+def parse_growth(text: str) -> tuple[Change, ...]:
+    """Return the changes, in their order.
 
     Raises:
       ValueError: lists everything that is no such pair, or out of order.
 
-    >>> parse_growth("500:2, 1000:4")
-    {500: 2, 1000: 4}
+    >>> [change.time for change in parse_growth("500:2, 1000:4")]
+    ['step 500', 'step 1000']
+    >>> parse_growth("2 epochs:2")
+    (Change(after=2, in_epochs=True, batches=2),)
     """
-    found: dict[int, int] = {}
+    found: list[Change] = []
     problems = []
     for pair in filter(None, map(str.strip, text.split(","))):
-        steps, _, batches = (part.strip() for part in pair.partition(":"))
-        if not (steps.isdecimal() and batches.isdecimal() and int(steps) > 0 and int(batches) > 0):
+        when, _, batches = (part.strip() for part in pair.partition(":"))
+        in_epochs = when.endswith("epochs")
+        number = when.removesuffix("epochs").strip()
+        if not (number.isdecimal() and batches.isdecimal() and int(number) > 0 and int(batches) > 0):
             problems.append(f"{pair!r} is no two numbers from 1; {FORM}")
-        elif found and int(steps) <= max(found):
-            problems.append(f"{pair!r} comes after step {max(found)}; give the changes in their order")
+        elif found and in_epochs != found[0].in_epochs:
+            problems.append(f"{pair!r} comes after {found[-1].time}; give all changes in steps, or in epochs")
+        elif found and int(number) <= max(change.after for change in found):
+            problems.append(f"{pair!r} comes after {found[-1].time}; give the changes in their order")
         else:
-            found[int(steps)] = int(batches)
+            found.append(Change(int(number), in_epochs, int(batches)))
     if problems:
         raise problems_error(f"batch_growth {text!r} cannot be read", problems)
+    return tuple(found)
+
+
+def growth_by_step(text: str, num_samples: int, batch: int) -> dict[int, int]:
+    """Return number of steps done -> number of batches that each step takes from then on.
+
+    Args:
+      text: see `parse_growth`.
+      num_samples: of an epoch.
+      batch: samples of a step before all changes; the last step of an epoch has what is left.
+
+    >>> growth_by_step("500:2,1000:4", 37, 8)
+    {500: 2, 1000: 4}
+    >>> growth_by_step("1 epochs:2,3 epochs:4", 37, 8)  # epochs of 5 steps, then of 3
+    {5: 2, 11: 4}
+    """
+    found: dict[int, int] = {}
+    step, epoch, batches = 0, 0, 1
+    for change in parse_growth(text):
+        if change.in_epochs:
+            step += (change.after - epoch) * -(-num_samples // (batch * batches))
+            epoch, batches = change.after, change.batches
+        else:
+            step = change.after
+        found[step] = change.batches
     return found
 
 

@@ -64,7 +64,8 @@ class Run:
       batch_unit: what `batch` counts. "tokens": samples of similar length share a batch, padded to one of few
         lengths, and padding counts; the data gives the `lengths` of its samples.
       batch_growth: a larger batch later, instead of a lower rate: "500:2,1000:4" takes 2 batches in each step
-        after step 500, and 4 after step 1000, with as many times the microbatches.
+        after step 500, and 4 after step 1000, with as many times the microbatches; "2 epochs:2" does so
+        after 2 epochs.
       loading: how batches to train on are loaded ahead: threads or worker processes.
       steps: number of training steps; a resumed run counts those already done.
       seed: random seed of the initial parameters, dropout and data order.

@@ -22,7 +22,7 @@ from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.state import State
-from shardtrain.trainer.batch_growth import parse_growth
+from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.context_checks import check_permutes
@@ -199,7 +199,7 @@ def _make_later_loaders(
         microbatches, so as many times that.
     """
     found = {}
-    for steps, factor in parse_growth(run.batch_growth).items():
+    for steps, factor in growth_by_step(run.batch_growth, len(source), run.batch).items():
         share_limits = None if limits is None else tuple(each * factor for each in limits)
         across = replace(run.strategy.across, share_limits=share_limits)
         strategy = replace(run.strategy, accumulate=run.strategy.accumulate * factor, across=across)

@@ -1,5 +1,6 @@
 """The benchmarks of the bridge and of Adasum, run as people run them, small. Nothing here looks at a time."""
 
+import importlib
 import json
 import os
 import shutil
@@ -59,8 +60,9 @@ def test_the_step_alone_and_with_the_bridge(launch):
     sizes = {"embed": 16, "num-layers": 2, "seq": 8, "rows": 2, "steps": 2, "rounds": 2, "bucket-bytes": 4096}
     arguments = [word for name, value in sizes.items() for word in (f"--{name}", value)]
     _, rows = launch(2, "bridge.py", "--part", "step", *arguments)
-    sides = ["alone", "alone, and a barrier", "bridge", "bridge, bucket after bucket", "bridge, one bucket"]
-    assert [row["side"] for row in rows] == sides
+    bridges = ("gradients in bfloat16", "a first bucket of 1 MB", "bucket after bucket")
+    sides = ["alone", "alone, and a barrier", "bridge", *(f"bridge, {each}" for each in bridges)]
+    assert sorted(row["side"] for row in rows) == sorted(sides)
     assert all(row["seconds"] > 0 for row in rows)
 
 
@@ -74,3 +76,12 @@ def test_adasum_sends_what_an_all_reduce_sends_and_scalars(launch):
     assert ring < figures["sent_bytes"]["adasum"] < ring + 12 * (4 * 3 + 2 * 12 * 2 + 8 * 2)
     assert ring < figures["sent_bytes"]["mean"] < ring + 100
     assert set(figures["ratios"]) == {"mean", "adasum"}
+
+
+def test_losses_in_16_bits_stand_beside_those_of_float32(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    text = importlib.import_module("reduce_dtype").table({"float32": [2.0, 4.0], "other": [2.1, 4.0]})
+    assert text.splitlines()[2:] == [
+        "| float32 | 3.0000 | 1.0000 | 1.0000, 1.0000 |",
+        "| other | 3.0500 | 1.0250 | 1.0500, 1.0000 |",
+    ]

@@ -63,16 +63,18 @@ def test_ways_continue_from_one_base_model_and_runs_of_a_folder_are_kept(
 
     monkeypatch.setattr(plain, "run_of", tiny)
     small = ["--replicas", "8", "--steps", "10", "--every", "5", "--seeds", "0", "--evaluate-batches", "1"]
-    small += ["--warmup", "1", "--base-steps", "4", "--base-seed", "3", "--ways", "diloco"]
+    small += ["--warmup", "1", "--base-steps", "4", "--base-seed", "3"]
+    small += ["--synchronous-steps", "5", "--ways", "diloco;diloco, after 5 synchronous steps"]
     small += ["--folder", str(tmp_path / "runs")]
     assert plain.main(small) == 0
     out = capsys.readouterr().out
     assert out.startswith("base,_seed_3: held-out loss ")
-    every_step, diloco = (row.split("|") for row in out.splitlines()[3:])
+    every_step, diloco, later = (row.split("|") for row in out.splitlines()[3:])
     assert float(every_step[4]) == 1
     assert 0.5 < float(diloco[4]) < 2
     # bytes are those of the merges
-    assert [cell.strip() for cell in (diloco[7], diloco[9])] == ["0.2000", "1.000"]
+    for row, share in ((diloco, "0.2000"), (later, "0.6000")):
+        assert [cell.strip() for cell in (row[7], row[9])] == [share, "1.000"]
     runs = tmp_path / "runs"
     for name in ("every-step,_seed_0", "diloco,_8_replicas,_seed_0"):
         assert f"{runs}/base,_seed_3" in (runs / name / "run.txt").read_text()

@@ -12,7 +12,9 @@ def test_every_name_makes_a_combiner():
             assert isinstance(make_combiner(f"{codec}+{combiner}"), Combiner)
     assert make_combiner("mean").linear
     assert not make_combiner("bfloat16+mean").linear
-    assert make_combiner("top_k:0.5 + int8 + adasum:whole").across_leaves
+    whole = make_combiner("top_k:0.5 + int8 + adasum:whole")
+    assert whole.across_leaves
+    assert whole.is_one_vector
 
 
 @pytest.mark.parametrize(

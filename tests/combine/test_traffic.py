@@ -41,8 +41,8 @@ class Counting:
         self.sent.append(("all_gather", x.nbytes, None))
         return self.group.all_gather(x)
 
-    def whole(self, x, op: Literal["sum", "max"] = "sum"):
-        return self.group.whole(x, op)
+    def whole(self, x, op: Literal["sum", "max"] = "sum", *, stages=False):
+        return self.group.whole(x, op, stages=stages)
 
     def bytes(self, method):
         return sum(n for name, n, _ in self.sent if name == method)

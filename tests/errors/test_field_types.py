@@ -75,7 +75,7 @@ def make_tokens(**changes: Any) -> Tokens:
         (Strategy, {"accumulate": 2.5}, "accumulate is 2.5; give a whole number"),
         (Strategy, {"layout": {"dta": 2}}, "layout: this layout cannot be used:\n    - axis 'dta' (did you mean 'data'?)"),
         (Strategy, {"across": "pipeline"}, "across is 'pipeline'; give an Across: across=Across(axis='pipeline')"),
-        (Strategy, {"synchronisation": 3}, "synchronisation is 3; give a Synchronisation: synchronisation=Synchronisation(every=3) or synchronisation=Synchronisation(fragments=3) or synchronisation=Synchronisation(overlap=3) or synchronisation=Synchronisation(distance=3)"),
+        (Strategy, {"synchronisation": 3}, "synchronisation is 3; give a Synchronisation"),
         (Synchronisation, {"on": "deltass"}, "on is 'deltass'; allowed: gradients, deltas"),
         (Optimizer, {"learning_rate": "3e-4"}, "learning_rate is '3e-4'; give a Schedule: learning_rate=0.0003"),
         (Optimizer, {"learning_rate": -1.0}, "learning_rate: this schedule cannot be used:\n    - peak is -1.0; it must be a number above 0"),

@@ -24,7 +24,7 @@ def local_sgd(
       params: before the first step.
       counts: examples of each replica in a step.
       num_steps: how many.
-      synchronisation: on deltas, by "mean".
+      synchronisation: on deltas, by "mean"; in its synchronous steps gradients are averaged.
       rate: of the replicas' own plain SGD.
       fragments: which rows of which array are merged together.
       last_step: in which all that was changed is combined.
@@ -51,13 +51,24 @@ def local_sgd(
                 # what it changed since it sent stays its own
                 x[path][at] = common[path][at] + (x[path][at] - before - own_delta)
 
+    def gradient_of(replica, step):
+        at = like_paths(params, {p: x.astype(np.float32) for p, x in own[replica].items()})
+        found = by_path(jax.device_get(gradient(at, replica, step)))
+        return {path: np.asarray(g, np.float64) for path, g in found.items()}
+
     found = []
     for step in range(1, num_steps + 1):
-        for replica, count in enumerate(counts):
-            if count:
-                at = like_paths(params, {p: x.astype(np.float32) for p, x in own[replica].items()})
-                for path, g in by_path(jax.device_get(gradient(at, replica, step))).items():
-                    own[replica][path] -= rate * np.asarray(g, np.float64)
+        gradients = {replica: gradient_of(replica, step) for replica, count in enumerate(counts) if count}
+        if step <= synchronisation.synchronous_steps:
+            for path in common:
+                common[path] -= rate * sum(shares[replica] * g[path] for replica, g in gradients.items())
+                for x in own:
+                    x[path][...] = common[path]
+            found.append({path: x.copy() for path, x in common.items()})
+            continue
+        for replica, found_here in gradients.items():
+            for path, g in found_here.items():
+                own[replica][path] -= rate * g
         is_last = step == last_step
         for number, fragment in enumerate(fragments):
             since = step - (number + 1) * every // len(fragments)

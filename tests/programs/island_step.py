@@ -257,9 +257,15 @@ def own_statistics(comm, transfer, layout, mesh, batch, start) -> None:
 WAYS = {
     "every step, momentum": Synchronisation(on="deltas", outer=Outer(learning_rate=0.5, momentum=0.5)),
     "nesterov, fragments": Synchronisation(
-        on="deltas", every=4, fragments=2, outer=Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
+        on="deltas",
+        every=4,
+        fragments=2,
+        outer=Outer(learning_rate=0.7, momentum=0.9, nesterov=True),
+        synchronous_steps=1,
     ),
-    "overlap": Synchronisation(on="deltas", every=2, overlap=1, fragments=2, outer=Outer(learning_rate=0.5)),
+    "overlap": Synchronisation(
+        on="deltas", every=2, overlap=1, fragments=2, outer=Outer(learning_rate=0.5), synchronous_steps=2
+    ),
     "rule": Synchronisation(on="deltas", when="moved:0.03"),
 }
 OF_NUM_ISLANDS = {2: ("overlap", "rule"), 3: ("every step, momentum", "nesterov, fragments")}
@@ -335,10 +341,11 @@ def local_steps(comm, transfer, layout, mesh) -> None:
             model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
         )
         wanted = again.wanted(restorable_state(placement), batches[0])
-        other = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), saved[3], wanted)
-        for batch in batches[3:]:
-            other, _ = again(other, batch)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(state))
+        for start in (1, 3):  # between synchronous steps too
+            other = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), saved[start], wanted)
+            for batch in batches[start:]:
+                other, _ = again(other, batch)
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(state))
 
 
 main()

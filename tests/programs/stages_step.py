@@ -357,7 +357,7 @@ def local_steps_of_pipelines(comm, num_stages) -> None:
     """Pipelines that meet every second step: what each changes alone, in float64, merged stage by stage."""
     shares, rate = [24, 16], 0.5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
-    way = Synchronisation(on="deltas", every=2, fragments=2, overlap=1, outer=outer)
+    way = Synchronisation(on="deltas", every=2, fragments=2, overlap=1, outer=outer, synchronous_steps=1)
     step, state, batch = make(comm, num_stages, "plain", "1f1b", 1, 2, way, shares, optax.sgd(rate), 4)
     loss, rows = data("plain")
 

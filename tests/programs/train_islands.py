@@ -102,7 +102,7 @@ run(
 if ISLANDS is not None and "resumed" in sys.argv[4:]:
     # saved at step 4, between two merges: what was sent after step 3 is under way until step 5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
-    own = Synchronisation(by="int8+adasum", on="deltas", every=3, overlap=2, outer=outer)
+    own = Synchronisation(by="int8+adasum", on="deltas", every=3, overlap=2, outer=outer, synchronous_steps=1)
     state = interrupted("own", own)
     # each island has an optimizer of its own, and all have the same parameters
     digest = [[x.hex() for x in bits(tree)] for tree in (state.params, state.opt_state)]

@@ -41,7 +41,8 @@ def test_small_gradients_of_a_bucket_become_one_array_and_come_back_bit_by_bit(d
         for path, shape in SHAPES.items()
     }
     wanted = packing.shardings(shardings, whole)
-    packed = jax.jit(lambda grads: packing.pack(grads, whole), out_shardings=wanted)(grads)
+    pack = jax.jit(lambda grads, count: packing.pack(grads, count, whole), out_shardings=wanted)
+    packed = pack(grads, 3.0)
     # what is large stays as it is sharded; what is packed, every device has
     assert packed["table"].sharding == shardings["table"]
     assert packed[names[0]].is_fully_replicated
@@ -52,3 +53,7 @@ def test_small_gradients_of_a_bucket_become_one_array_and_come_back_bit_by_bit(d
     assert found.keys() == grads.keys()
     for path, x in grads.items():
         np.testing.assert_array_equal(np.asarray(found[path], np.float32), np.asarray(x, np.float32))
+    # without examples nothing is added, whatever the gradients are
+    bad = {path: x.at[(0,) * x.ndim].set(jnp.nan) for path, x in grads.items()}
+    assert not any(np.asarray(x, np.float32).any() for x in pack(bad, 0.0).values())
+    assert all(np.isnan(np.asarray(x, np.float32)).any() for x in pack(bad, 1.0).values())

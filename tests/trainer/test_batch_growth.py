@@ -1,5 +1,6 @@
 """A batch that grows: the steps are those of a run that is resumed with the larger batch."""
 
+import doctest
 import io
 from dataclasses import replace
 
@@ -19,7 +20,8 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.batch_growth import parse_growth
+from shardtrain.trainer import batch_growth
+from shardtrain.trainer.batch_growth import growth_by_step, parse_growth
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -76,16 +78,32 @@ def test_a_batch_grows_as_if_the_run_were_resumed_with_a_larger_one(run, mesh, t
 
 
 def test_the_text_is_read_by_value():
-    assert parse_growth("") == {}
-    assert parse_growth("500:2, 1000:4") == {500: 2, 1000: 4}
+    assert growth_by_step("", 37, 8) == {}
+    assert growth_by_step("500:2, 1000:4", 37, 8) == {500: 2, 1000: 4}
     with pytest.raises(ValueError) as error:
-        parse_growth("500:2,400:3,0:1,half:2")
-    assert str(error.value) == (
-        "batch_growth '500:2,400:3,0:1,half:2' cannot be read:\n"
-        "  - '400:3' comes after step 500; give the changes in their order\n"
-        "  - '0:1' is no two numbers from 1; give STEPS:BATCHES for each change, such as 500:2,1000:4\n"
-        "  - 'half:2' is no two numbers from 1; give STEPS:BATCHES for each change, such as 500:2,1000:4"
+        parse_growth("500:2,400:3,0:1,half:2,600 epochs:3")
+    form = (
+        "give STEPS:BATCHES for each change, such as 500:2,1000:4, or EPOCHS epochs:BATCHES, such as"
+        " 2 epochs:2"
     )
+    assert str(error.value) == (
+        "batch_growth '500:2,400:3,0:1,half:2,600 epochs:3' cannot be read:\n"
+        "  - '400:3' comes after step 500; give the changes in their order\n"
+        f"  - '0:1' is no two numbers from 1; {form}\n"
+        f"  - 'half:2' is no two numbers from 1; {form}\n"
+        "  - '600 epochs:3' comes after step 500; give all changes in steps, or in epochs"
+    )
+
+
+def test_epochs_end_after_as_many_steps_as_their_batches_need(run, tmp_path):
+    # by hand: 37 samples are 5 batches of 8, then 3 of 16, the last of each epoch a short one
+    assert growth_by_step("1 epochs:2,3epochs:3", 37, 8) == {5: 2, 11: 3}
+    assert doctest.testmod(batch_growth).failed == 0
+    run = replace(run, steps=7)
+    num_samples = len(run.data.train(tmp_path))
+    in_epochs = trained(replace(run, batch_growth="1 epochs:2"), tmp_path / "epochs")
+    assert in_epochs == trained(replace(run, batch_growth=f"{-(-num_samples // 8)}:2"), tmp_path / "steps")
+    assert in_epochs != trained(replace(run, batch_growth=""), tmp_path / "same")
 
 
 def test_where_a_batch_cannot_grow_is_refused(run):
