@@ -199,6 +199,10 @@ def test_remat_keeps_less(pure):
         > num_bytes["outputs"]
         > num_bytes["full"]
     )
+    # offloaded are the inputs of blocks, and nothing else is kept in their place
+    assert num_bytes["offload"] == num_bytes["full"]
+    on_host = [x for x in kept["offload"] if x.sharding.memory_kind == "pinned_host"]
+    assert [x.shape for x in on_host] == [(5, *TOKENS.shape, 16)]
     # q, k and v are joined, and up and gate; all in the compute dtype, stacked over layers
     weights = [(5, 16, 2, 4, 4), (5, 4, 4, 16), (5, 16, 2, 24), (5, 24, 16)]
     shapes = {
