@@ -27,9 +27,10 @@ def on_host(opt_state: Any, shardings: Any, mesh: Mesh) -> Any:
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
+        found = f"has {', '.join(kinds)}" if kinds else "is described and not here, so has none"
         raise ValueError(
-            f"offload is 'optimizer', which needs a memory {HOST} of the host, and {device.device_kind} has"
-            f" {', '.join(kinds)}; use --offload none"
+            f"offload is 'optimizer', which needs a memory {HOST} of the host, and {device.device_kind}"
+            f" {found}; use --offload none"
         )
 
     def placed(leaf: Any, sharding: NamedSharding) -> NamedSharding:
@@ -51,7 +52,7 @@ def on_device(opt_state: Any, shardings: Any) -> Any:
 
 
 def to_device(arrays: Any) -> Any:
-    """Copy those arrays of a pytree that are in the memory of the host to that of their devices, outside jit."""
+    """Copy what a pytree has in the memory of the host to that of the devices, outside jit."""
     return jax.tree.map(
         lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")) if is_offloaded(x.sharding) else x,
         arrays,
@@ -64,7 +65,7 @@ def is_offloaded(shardings: Any) -> bool:
 
 
 def offloaded(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """Wrap (state, ...) -> (state, metrics), for jit, to read the optimizer's state from the host and write it.
+    """Wrap (state, ...) -> (state, metrics), for jit: read the optimizer's state from the host, and write it.
 
     Args:
       function: computes with all arrays in the memory of the devices.

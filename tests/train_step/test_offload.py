@@ -1,4 +1,4 @@
-"""An optimizer's state in the memory of the host: the same bits as on the device, resumed, evaluated, refused."""
+"""An optimizer's state in the memory of the host: the same bits as on the device, after a resume too."""
 
 import io
 
