@@ -82,7 +82,7 @@ class DecoderConfig:
       remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
         gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
         attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
-        of a block.
+        of a block. "offload": likewise, and that input waits in the memory of the host.
       scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number), or unroll them
         (XLA on the CPU then merges away what remat repeats).
       dtype: compute dtype; parameters, norms, softmax and logits are float32.

@@ -14,7 +14,7 @@ from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ
-from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, as_block_input
 from shardtrain.models.attention import attend
 from shardtrain.models.relative_positions import relative_bias
 from shardtrain.models.transformer import (
@@ -169,8 +169,8 @@ def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., 
     """Wrap the part of a block that its backward pass recomputes, by the remat policy `remat`."""
 
     # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
-    def call(*given: Any) -> jax.Array:
-        return part(*given)
+    def call(block: Any, x_BTD: jax.Array, *given: Any) -> jax.Array:
+        return part(block, as_block_input(x_BTD, remat), *given)
 
     return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
 

@@ -24,7 +24,7 @@ from shardtrain.axes import (
     SEQ,
     VOCAB,
 )
-from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, as_block_input
 from shardtrain.models import checks
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits
@@ -121,6 +121,7 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
+        x_BTD = as_block_input(x_BTD, self.config.remat)
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
             h_BTD = whole_seq(_norm(norm_name, self.config)(x_BTD))

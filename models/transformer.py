@@ -27,7 +27,7 @@ from shardtrain.axes import (
     SEQ,
     VOCAB,
 )
-from shardtrain.functional.remat_policies import REMAT_POLICIES
+from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, capped
 from shardtrain.models.float8 import product
@@ -268,8 +268,12 @@ def walk(
     """
     # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
     if config.remat != "none":
-        policy = REMAT_POLICIES[config.remat]
-        run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not config.scan)
+        policy, kept = REMAT_POLICIES[config.remat], run_block
+
+        def recomputed(block: Any, x_BTD: Any, key: Any) -> Any:
+            return kept(block, as_block_input(x_BTD, config.remat), key)
+
+        run_block = jax.checkpoint(recomputed, policy=policy, prevent_cse=not config.scan)
     # one compiled block for all, or one for each
     if config.scan:
         return jax.lax.scan(lambda x, block: (run_block(block[0], x, block[1]), None), x_BTD, (blocks, keys))[

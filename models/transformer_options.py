@@ -19,7 +19,7 @@ from shardtrain.models.rotary import read_scaling, scaling_fits
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "relu", "swiglu", "geglu"]
 GATED = ("swiglu", "geglu")
-Remats = Literal["none", "weights", "dots", "outputs", "full"]
+Remats = Literal["none", "weights", "dots", "outputs", "full", "offload"]
 Dtypes = Literal["float32", "bfloat16", "float16"]
 
 

@@ -50,7 +50,7 @@ class VitConfig:
       remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
         gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
         attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
-        of a block.
+        of a block. "offload": likewise, and that input waits in the memory of the host.
       scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number), or unroll them.
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from shardtrain.checkpoints.array_files import Reading
 from shardtrain.checkpoints.differences import Allow, check_state, reinitialized, widened
@@ -92,10 +93,12 @@ class _Coming:
 
     def land(self) -> jax.Array:
         shards: list[Any] = []
+        memory = self.like.sharding.memory_kind  # the state may have arrays in the memory of the host
         for reading, devices in self.slices:
             found = reading.result()
             found = found.astype(self.like.dtype, copy=False)
-            shards += [jax.device_put(found, device) for device in devices]
+            placed = [SingleDeviceSharding(device, memory_kind=memory) for device in devices]
+            shards += [jax.device_put(found, each) for each in placed]
         array = jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, shards)
         # else what was read would wait on the host for its turn on the device
         return jax.block_until_ready(array)

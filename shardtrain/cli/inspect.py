@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     if stages is not None:
         check_stages(model, layout, sizes, run.strategy.synchronisation, stages)
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)
-    terminal.out(sharding_text(specs, sizes) + "\n")
+    terminal.out(sharding_text(specs, sizes, run.strategy.offload) + "\n")
     found = weights(specs.arrays, layout.sharded_rules)
     traffic = parameter_traffic(found, layout, sizes, run.strategy.accumulate)
     synchronisation = run.strategy.synchronisation

@@ -36,6 +36,7 @@ SHORT = {
     "strategy.remat": "remat",
     "strategy.compute_dtype": "compute_dtype",
     "strategy.accumulate_dtype": "accumulate_dtype",
+    "strategy.offload": "offload",
     f"{LAYOUT}mesh": "mesh",
     f"{LAYOUT}zero": "zero",
     f"{LAYOUT}sequence_sharded": "sequence_sharded",

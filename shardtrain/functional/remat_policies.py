@@ -7,9 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+
+BLOCK_INPUT = "block_input"
+"""The name, by `checkpoint_name`, of what enters a block."""
 
 BLOCK_OUTPUT = "block_output"
 """The name, by `checkpoint_name`, of what a block adds to the residual stream."""
+
+OFFLOAD = "offload"
+"""The policy that keeps arrays in the memory of the host."""
 
 CHEAP = ("sharding_constraint", "convert_element_type", "concatenate", "stack", "reshape", "broadcast_in_dim")
 """Steps between a stored weight and its use: what gathers, casts and joins."""
@@ -19,10 +26,26 @@ def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in CHEAP
 
 
-REMAT_POLICIES: dict[str, Callable[..., bool]] = {
+REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "weights": _not_gathered,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "outputs": jax.checkpoint_policies.save_only_these_names(BLOCK_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
+    OFFLOAD: jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 """Value of the option `remat` -> what is kept for the backward pass; the rest is recomputed."""
+
+
+def as_block_input(x: Any, remat: str) -> Any:
+    """Name the arrays that enter a block, inside the function that is recomputed, for the policy "offload".
+
+    Args:
+      x: a pytree of arrays.
+      remat: the policy; for any other than "offload" nothing is named.
+    """
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, BLOCK_INPUT), x) if remat == OFFLOAD else x

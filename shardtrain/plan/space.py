@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from shardtrain import axes
 from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.messages import near
-from shardtrain.functional.remat_policies import REMAT_POLICIES
+from shardtrain.functional.remat_policies import OFFLOAD, REMAT_POLICIES
 from shardtrain.pipeline.schedule import SCHEDULES
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
 
-REMATS = ("none", *REMAT_POLICIES)
-"""From no recomputation to all of it."""
+REMATS = ("none", *(policy for policy in REMAT_POLICIES if policy != OFFLOAD))
+"""From no recomputation to all of it. What a device exchanges with its host is not predicted."""
 
 MOST_MICROBATCHES = 64
 """The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""

@@ -11,12 +11,13 @@ from shardtrain.sharding.specs import Row, sharding_rows, spec_axes, spec_text, 
 from shardtrain.train_step.placement import Specs
 
 
-def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
+def sharding_text(specs: Specs, sizes: Mapping[str, int], offload: str = "none") -> str:
     """Format the mesh, the sharding of each parameter, the totals, and the replicated parameters.
 
     Args:
       specs: the PartitionSpecs of the state, see `train_step.placement`.
       sizes: axis -> size.
+      offload: "optimizer": the optimizer's state is in the memory of the host.
 
     Returns:
       Lines of text.
@@ -35,10 +36,10 @@ def sharding_text(specs: Specs, sizes: Mapping[str, int]) -> str:
     header = ("parameter", "shape", "dims", "sharded over", "bytes/device")
     text = f"mesh: {mesh_line(sizes)}\n{table_text(header, lines)}"
     unplaced = [] if specs.unplaced is None else [specs.unplaced]
-    return text + "\n".join([*_totals(specs, rows, sizes), *_replicated(rows, sizes), *unplaced])
+    return text + "\n".join([*_totals(specs, rows, sizes, offload), *_replicated(rows, sizes), *unplaced])
 
 
-def _totals(specs: Specs, rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:
+def _totals(specs: Specs, rows: tuple[Row, ...], sizes: Mapping[str, int], offload: str) -> list[str]:
     everything, per_device, _ = totals(rows)
     count = sum(leaf.size for leaf in jax.tree.leaves(specs.abstract.params))
     trained = sum(leaf.size for leaf in jax.tree.leaves(specs.trained))
@@ -46,7 +47,8 @@ def _totals(specs: Specs, rows: tuple[Row, ...], sizes: Mapping[str, int]) -> li
     return [
         f"parameters: {count:,}, {bytes_text(everything)}; {bytes_text(per_device)} per device",
         *([f"trained: {trained:,} of them ({trained / count:.2%})"] if specs.frozen else []),
-        f"optimizer state: {bytes_text(state)}; {bytes_text(state_device)} per device",
+        f"optimizer state: {bytes_text(state)}; {bytes_text(state_device)} per device"
+        + (", in the memory of the host" if offload == "optimizer" else ""),
     ]
 
 

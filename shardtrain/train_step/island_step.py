@@ -30,6 +30,7 @@ from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
 from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.loss_scale import overflowed, scale_of
+from shardtrain.train_step.offload import offloaded
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
@@ -217,7 +218,7 @@ class GradientIslandStep:
             local, in_shardings=(state, placement.batch, whole), out_shardings=(shardings, whole)
         )
         self._update = jax.jit(
-            update,
+            offloaded(update, state),
             in_shardings=(state, shardings, whole, whole, whole),
             out_shardings=(state, whole),
             donate_argnums=0,

@@ -26,6 +26,7 @@ from shardtrain.sharding.resolve import completed, unplaced_text
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, with_leading_dim
 from shardtrain.train_step.loss_scale import first_loss_scale
+from shardtrain.train_step.offload import on_host
 from shardtrain.train_step.placement_checks import (
     check_data_axis,
     check_experts,
@@ -118,6 +119,7 @@ def make_placement(
     in_float16: bool = False,
     measures_noise: bool = False,
     accumulate_dtype: str = "float32",
+    offload: str = "none",
 ) -> Placement:
     """Return the placement of a model's and optimizer's state on a mesh, by the rules of a layout.
 
@@ -133,15 +135,18 @@ def make_placement(
       in_float16: whether this island computes in float16.
       measures_noise: whether each step measures what the gradient noise scale is estimated from.
       accumulate_dtype: in which gradients of several microbatches are added up, "float32" or "bfloat16".
+      offload: "optimizer": the state has the arrays of the optimizer in the memory of the host.
 
     Raises:
-      ValueError: everything in which the layout does not fit the model.
+      ValueError: everything in which the layout does not fit the model, or the host has no such memory.
     """
     check_stages(model, layout, dict(mesh.shape), synchronisation, stages)
     specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages, scales_loss)
     state = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
+    if offload == "optimizer":
+        state = state._replace(opt_state=on_host(specs.abstract.opt_state, state.opt_state, mesh))
     return Placement(
         mesh=mesh,
         layout=specs.layout,

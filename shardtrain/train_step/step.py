@@ -24,6 +24,7 @@ from shardtrain.train_step.delta_step import make_delta_update, make_merge
 from shardtrain.train_step.gradient_noise import noise_metrics
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
 from shardtrain.train_step.loss_scale import adjusted, overflowed, scale_of
+from shardtrain.train_step.offload import offloaded
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
@@ -81,7 +82,7 @@ def compiled(step: Step, placement: Placement) -> Step:
     """Compile a step: state and batch have the shardings of the placement, and the state is donated."""
     whole = NamedSharding(placement.mesh, PartitionSpec())
     return jax.jit(
-        step,
+        offloaded(step, placement.state),
         in_shardings=(placement.state, placement.batch),
         out_shardings=(placement.state, whole),
         donate_argnums=0,

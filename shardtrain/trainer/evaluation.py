@@ -14,6 +14,7 @@ import jax
 from shardtrain.optim.optimizer_state import evaluated_params
 from shardtrain.report.metrics import Mean
 from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.offload import on_device
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import make_evaluate
@@ -120,8 +121,9 @@ def make_select_params(run: Run, setup: RunSetup) -> Callable[[State], Any]:
     """
     if run.evaluate_with is None:
         return lambda state: state.params
+    stored = setup.placement.state.opt_state
     select = jax.jit(
-        lambda opt_state, params: evaluated_params(run.evaluate_with, opt_state, params),
+        lambda opt_state, params: evaluated_params(run.evaluate_with, on_device(opt_state, stored), params),
         out_shardings=setup.placement.state.params,
     )
     return lambda state: select(state.opt_state, state.params)

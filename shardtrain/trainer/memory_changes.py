@@ -25,6 +25,8 @@ def memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
     if strategy.accumulate > 1 and strategy.accumulate_dtype == "float32":
         changed_strategy = replace(strategy, accumulate_dtype="bfloat16")
         yield "--accumulate-dtype bfloat16", replace(run, strategy=changed_strategy)
+    if strategy.offload == "none":
+        yield "--offload optimizer", replace(run, strategy=replace(strategy, offload="optimizer"))
     if _is_unset(model, "loss_chunk") and (seq := getattr(model, "seq", None)):
         changed: Any = replace(model, loss_chunk=seq)
         yield f"--model.loss-chunk {seq}", replace(run, model=changed)

@@ -230,7 +230,7 @@ def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected,
 
 def _show(run: Run, folder: Path, setup: RunSetup, output: RunConsole) -> None:
     """Show what will be trained: the table of parameters, the pipeline and the data."""
-    output.say(sharding_text(setup.placement.specs, dict(setup.mesh.shape)))
+    output.say(sharding_text(setup.placement.specs, dict(setup.mesh.shape), run.strategy.offload))
     if text := pipeline_text(run, setup):
         output.note(text)
     elif run.strategy.across.axis == "pipeline":

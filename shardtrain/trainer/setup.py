@@ -31,6 +31,8 @@ from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.gradient_noise import check_noise
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
+    HOST_INPUTS,
+    OFFLOADED_OWN,
     ROUNDED_PIPELINE,
     SCALED_PIPELINE,
     check_cuts,
@@ -117,8 +119,12 @@ def make_setup(
             raise ValueError(SCALED_PIPELINE)
         if run.strategy.accumulate_dtype != "float32":
             raise ValueError(ROUNDED_PIPELINE)
+        if run.strategy.remat == "offload":
+            raise ValueError(HOST_INPUTS)
         assert microbatch is not None
         stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
+    if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
+        raise ValueError(OFFLOADED_OWN)
     # refuse an optimizer that needs what the step cannot give it
     can_search = num_islands == 1 and synchronisation.is_mean
     if missing := missing_arguments(
@@ -137,6 +143,7 @@ def make_setup(
         in_float16=run.strategy.compute_dtype == "float16",
         measures_noise=run.gradient_noise_scale,
         accumulate_dtype=run.strategy.accumulate_dtype,
+        offload=run.strategy.offload,
     )
     _check_evaluated(run, placement)
     check_noise(run, placement, num_islands)

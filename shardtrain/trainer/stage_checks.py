@@ -25,6 +25,16 @@ ROUNDED_PIPELINE = (
     " pipeline"
 )
 
+HOST_INPUTS = (
+    "remat is 'offload', and a pipeline keeps the inputs of its stages on the devices itself; use full, or no"
+    " pipeline"
+)
+
+OFFLOADED_OWN = (
+    "offload is 'optimizer', which is there for islands that combine gradients in every step; use --offload"
+    " none, or --synchronisation every-step without --across pipeline"
+)
+
 TRACED_CUTS = "the model does not say its blocks, so it is cut by tracing; use one cut for all"
 
 
@@ -46,6 +56,10 @@ def check_stage_islands(run: Run, mesh: Mesh) -> None:
         problems.append(SCALED_PIPELINE)
     if strategy.accumulate_dtype != "float32":
         problems.append(ROUNDED_PIPELINE)
+    if strategy.remat == "offload":
+        problems.append(HOST_INPUTS)
+    if strategy.offload != "none":
+        problems.append(OFFLOADED_OWN)
     in_flight = strategy.pipeline.in_flight
     if in_flight > 1 and strategy.synchronisation.distance is None:
         problems.append(

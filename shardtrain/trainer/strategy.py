@@ -37,13 +37,16 @@ class Strategy:
       pipeline: how a pipeline is partitioned and scheduled; its microbatches are those of `accumulate`.
       remat: what the backward pass of the model computes again, to keep less: none, weights (casts and
         gathered weights), dots (all but the results of matrix products), outputs (all but the outputs of
-        blocks) or full (all but the inputs of blocks). The last two need a model with an option of that name.
-        None: what the model itself says.
+        blocks), full (all but the inputs of blocks) or offload (likewise, and these inputs wait in the memory
+        of the host). The last three need a model with an option of that name. None: what the model itself
+        says.
       compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16 (with a scaled loss).
         None: what the model itself says.
       accumulate_dtype: the dtype in which gradients of several microbatches are kept while they are added up:
         float32, or bfloat16, which takes half the memory and rounds after each. They are reduced over
         devices, and used, in float32. A pipeline adds up in float32 alone.
+      offload: optimizer keeps the arrays of the optimizer's state in the memory of the host between steps;
+        each step reads and writes them over the link between the two. none keeps them on the device.
       islands: fields that some islands have otherwise: which islands -> field -> value. Islands are numbers,
         such as "0" or "2-5,8", or a pattern of the kind of their devices, such as "*V100*". Of several that
         match, later ones win.
@@ -59,9 +62,10 @@ class Strategy:
     synchronisation: Synchronisation = Synchronisation()
     across: Across = Across()
     pipeline: Pipeline = Pipeline()
-    remat: Literal["none", "weights", "dots", "outputs", "full"] | None = None
+    remat: Literal["none", "weights", "dots", "outputs", "full", "offload"] | None = None
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
+    offload: Literal["none", "optimizer"] = "none"
     islands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
 

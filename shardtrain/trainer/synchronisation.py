@@ -6,9 +6,11 @@ What is compared on the devices of one mesh is in `fingerprints.py`. Next: `resu
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardtrain.combine.fragments import by_path
+from shardtrain.train_step.offload import to_device
 from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.fingerprints import fingerprints, minority
@@ -50,7 +52,8 @@ def broadcast_state(coordination: Coordination, state: State, own_optimizers: bo
         return state
     common, owners = _common(state, own_optimizers), coordination.owners
     if owners is None:
-        return state._replace(**coordination.transfer.map(_broadcast, common))
+        found = coordination.transfer.map(_broadcast, to_device(common))
+        return state._replace(**jax.device_put(found, jax.tree.map(lambda x: x.sharding, common)))
     # group after group, as all islands go through them
     parts = zip(owners.transfers, owners.split(common), strict=True)
     return state._replace(**owners.join(common, [transfer.map(_broadcast, part) for transfer, part in parts]))
@@ -73,7 +76,7 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
         keys = (",".join(map(str, group.stages)) for group in owners.groups)
         parts = dict(zip(keys, owners.split(common), strict=True))
     mine = {
-        key: dict(zip(sorted(part), np.asarray(fingerprints(part)).tolist(), strict=True))
+        key: dict(zip(sorted(part), np.asarray(fingerprints(to_device(part))).tolist(), strict=True))
         for key, part in parts.items()
     }
     prints = coordination.islands.all_gather_islands("fingerprints", mine)

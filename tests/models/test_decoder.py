@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -199,6 +200,11 @@ def test_remat_keeps_less(pure):
         > num_bytes["outputs"]
         > num_bytes["full"]
     )
+    # offloaded are the inputs of blocks, and nothing else is kept in their place
+    assert num_bytes["offload"] == num_bytes["full"]
+    offloading = pure(replace(config, remat="offload"))
+    gradient = jax.make_jaxpr(jax.grad(functools.partial(loss, offloading.apply)))(offloading.params)
+    assert set(re.findall(r"\w+<host>\[5,[\d,]*\]", str(gradient))) == {"bf16<host>[5,2,8,16]"}
     # q, k and v are joined, and up and gate; all in the compute dtype, stacked over layers
     weights = [(5, 16, 2, 4, 4), (5, 4, 4, 16), (5, 16, 2, 24), (5, 24, 16)]
     shapes = {
