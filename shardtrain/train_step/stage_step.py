@@ -24,6 +24,7 @@ from shardtrain.pipeline.in_flight import forwards_ahead
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
+from shardtrain.train_step.compile_turns import CompileTurns
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
 from shardtrain.train_step.island_totals import (
@@ -75,6 +76,7 @@ class StageStep:
       make_waves: makes what ends the waves of a synchronisation with a `distance`, for a virtual worker.
       owners: the owners of each block, where pipelines cut the model differently; None: `transfer` reaches
         those of all blocks of this stage.
+      loads_programs: this island waits until the first pipeline has compiled its programs, and loads those.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class StageStep:
         meetings: Meetings | None = None,
         make_waves: Callable[[VirtualWorker], WaveMerge] | None = None,
         owners: OwnerTransfers | None = None,
+        loads_programs: bool = False,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._all_gather, self._last_stage = all_gather, stage_model.stages.part_placement.last_stage
@@ -117,6 +120,7 @@ class StageStep:
             for train in (True, False)
         )
         self._flow, self._observe = flow, observe
+        self._turns = CompileTurns(all_gather, seats.num_replicas, loads_programs)
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
         # gradients are combined in each step, or what pipelines changed in some: one of these is not used
@@ -164,6 +168,7 @@ class StageStep:
                 stages=stages,
                 meetings=meetings,
                 no_losses=self._no_losses,
+                turns=self._turns,
             )
 
     def begin(self, state: State, batch: Batch) -> State:
@@ -194,6 +199,7 @@ class StageStep:
         params = self._borrowed.exchange(own)
         key = step_key(state.seed, state.step)
         programs.begin(params, own_state, key, batch, self._table.has_weight)
+        self._turns.once("training tasks", programs.compile)
         self._train_executor.run(programs)
         # 2. gradients: of this island's replicas, then of the stages that borrowed, for the mean loss of the
         # batch, whose count the last stage knows
@@ -206,7 +212,8 @@ class StageStep:
         if self._merge is not None:
             number = self._merge.steps_done(state) + 1
             squares = self._stage_sums.add("gradient norms", float(self._gradient_programs.squares(grads)))
-            state, metrics = self._own_update(state, grads, model_state, totals, np.float32(squares), count)
+            sums = (totals, np.float32(squares), count)
+            state, metrics = self._turns.call("update", self._own_update, state, grads, model_state, *sums)
             state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
             zeros = jax.tree.map(jnp.zeros_like, state.local.sums)
             return state, with_sums_of_islands(metrics, found, zeros)
@@ -218,7 +225,8 @@ class StageStep:
                 grads, combine_state, count, model_state
             )
         squares = self._gather_squares(grads)
-        return self._update(state, grads, model_state, totals, squares, combine_state, combine_metrics)
+        found = (model_state, totals, squares, combine_state, combine_metrics)
+        return self._turns.call("update", self._update, state, grads, *found)
 
     def follow(self, table: Table) -> None:
         """Execute another table from now on, of the same parts and microbatches."""
@@ -232,6 +240,7 @@ class StageStep:
         programs = self._evaluation_programs
         params = self._borrowed.exchange(state.params)
         programs.begin(params, state.model_state, jax.random.key(0), batch)
+        self._turns.once("evaluation tasks", programs.compile)
         self._evaluation_executor.run(programs)
         own = self._gradient_programs.loss_sums(programs.take_sums())
         totals = sum_losses(
