@@ -24,6 +24,9 @@ from typing import Any, NamedTuple
 import tyro
 from cpu_quota import CpuQuota
 
+from shardtrain.islands.binding import bind_cpus
+from shardtrain.islands.rank_environment import find_rank_environment
+
 EVERY_STEP = "every-step"
 
 
@@ -294,6 +297,9 @@ def table(results: list[Result]) -> str:
 
 
 def main(options: Options) -> None:
+    # as `launch` does: a rank has cores of its own, where there are enough
+    if cores := bind_cpus(find_rank_environment(os.environ)):
+        os.sched_setaffinity(0, cores)
     from shardtrain.islands.membership import join
 
     islands = join()

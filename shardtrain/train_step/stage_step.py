@@ -69,14 +69,12 @@ class StageStep:
       synchronisation: how pipelines are synchronised, stage by stage.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the first row of this pipeline in the whole batch.
-      last_step: the last step of the run, see `step.make_step`.
-      observe: called after each task, see `StageExecutor`.
-      in_flight: batches that are in the pipeline at the same time, see `unflushed_steps.py`; 1: one.
-      meetings: says after which steps a pipeline with several is drained.
+      last_step, observe: see `step.make_step` and `StageExecutor`.
+      in_flight, meetings: batches in the pipeline at the same time, and when it is drained of several.
       make_waves: makes what ends the waves of a synchronisation with a `distance`, for a virtual worker.
       owners: the owners of each block, where pipelines cut the model differently; None: `transfer` reaches
         those of all blocks of this stage.
-      loads_programs: this island waits until the first pipeline has compiled its programs, and loads those.
+      loads_programs: whether to load what the first pipeline has compiled, see `compile_turns.py`.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class StageStep:
         self._turns = CompileTurns(all_gather, seats.num_replicas, loads_programs)
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
-        # gradients are combined in each step, or what pipelines changed in some: one of these is not used
+        # gradients are combined in each step, or what pipelines changed in some: one is not used
         exchanges: Sequence[IslandMerge | WaveMerge | IslandCombiner]
         self._merge: IslandMerge | WaveMerge | None = None
         self._owners = owners or OwnerTransfers.of_stage(stage_model, transfer)
@@ -185,9 +183,8 @@ class StageStep:
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
-        programs, seats = self._train_programs, self.seats
+        programs, seats, combine_state = self._train_programs, self.seats, state.combine_state
         # the combiner's state is no part of the local update's program
-        combine_state = state.combine_state
         state = state if self._merge is None else state._replace(combine_state=())
         if self._unflushed is not None:
             state, metrics = self._unflushed(state, batch)
@@ -201,8 +198,7 @@ class StageStep:
         programs.begin(params, own_state, key, batch, self._table.has_weight)
         self._turns.once("training tasks", programs.compile)
         self._train_executor.run(programs)
-        # 2. gradients: of this island's replicas, then of the stages that borrowed, for the mean loss of the
-        # batch, whose count the last stage knows
+        # 2. gradients of this island's replicas, and of stages that borrowed; the last stage knows the count
         grads, borrowed, loss_sums = self._gradient_programs.reduced(programs.take_sums())
         self._borrowed.return_gradients(borrowed)
         count, totals = self._losses(loss_sums)
@@ -212,20 +208,19 @@ class StageStep:
         if self._merge is not None:
             number = self._merge.steps_done(state) + 1
             squares = self._stage_sums.add("gradient norms", float(self._gradient_programs.squares(grads)))
-            sums = (totals, np.float32(squares), count)
+            sums = totals, np.float32(squares), count
             state, metrics = self._turns.call("update", self._own_update, state, grads, model_state, *sums)
             state, found = self._merge.merge(state._replace(combine_state=combine_state), number)
             zeros = jax.tree.map(jnp.zeros_like, state.local.sums)
             return state, with_sums_of_islands(metrics, found, zeros)
-        # 4. or gradients combined with the owners of the same blocks in the other pipelines, and one update
-        # for all
+        # 4. or gradients combined with the owners of the same blocks in all pipelines, and one update
         combine_metrics: Any = []
         if seats.num_replicas > 1:
             grads, combine_state, combine_metrics, model_state = self._combined(
                 grads, combine_state, count, model_state
             )
         squares = self._gather_squares(grads)
-        found = (model_state, totals, squares, combine_state, combine_metrics)
+        found = model_state, totals, squares, combine_state, combine_metrics
         return self._turns.call("update", self._update, state, grads, *found)
 
     def follow(self, table: Table) -> None:
@@ -243,14 +238,13 @@ class StageStep:
         self._turns.once("evaluation tasks", programs.compile)
         self._evaluation_executor.run(programs)
         own = self._gradient_programs.loss_sums(programs.take_sums())
-        totals = sum_losses(
-            gather_losses("held-out losses", own, self.seats, self._last_stage, self._all_gather)
-        )
+        found = gather_losses("held-out losses", own, self.seats, self._last_stage, self._all_gather)
+        totals = sum_losses(found)
         return {**totals.pop("metrics"), **totals}
 
     def close(self) -> None:
         """End the mailbox's thread, and what the merge keeps open."""
-        if self._merge is not None:
+        if self._merge:
             self._merge.close()
         self.mailbox.close()
 
@@ -259,15 +253,14 @@ class StageStep:
         if self._merge is None:
             losses = gather_losses("losses", loss_sums, self.seats, self._last_stage, self._all_gather)
             return np.float32(losses[self.seats.replica]["count"]), sum_losses(losses)
-        # only the last stage knows the loss
         own = jax.device_get(loss_sums) if self.seats.stage == self._last_stage else self._no_losses
         totals = jax.tree.map(np.float32, self._stage_sums.add("losses", own))
         return totals["count"], totals
 
     @property
     def _no_losses(self) -> dict[str, Any]:
-        metrics = self.stage_model.traced.losses[2]
-        return jax.tree.map(lambda _: 0.0, {"loss_sum": 0, "count": 0, "metrics": metrics})
+        losses = {"loss_sum": 0, "count": 0, "metrics": self.stage_model.traced.losses[2]}
+        return jax.tree.map(lambda _: 0.0, losses)
 
     def _gather_squares(self, grads: Tree) -> np.float32:
         """Return the square of the norm of the gradient of all stages.
@@ -302,8 +295,7 @@ class StageStep:
         """Average the model state over this island's own replicas, weighted by their numbers of real rows."""
         if not jax.tree.leaves(model_state):
             return model_state
-        real = (
-            batch["weights"].reshape(len(batch["weights"]), self._train_programs.num_replicas, -1).sum((0, 2))
-        )
+        rows = batch["weights"]
+        real = rows.reshape(len(rows), self._train_programs.num_replicas, -1).sum((0, 2))
         weights = jnp.where(real.sum() > 0, real / real.sum(), 1 / len(real))
         return self._gradient_programs.merged_state(model_state, weights)
