@@ -55,8 +55,8 @@ class Options:
     steps: int = 80
     measured: int = 30
     batch: int = 32
-    seq: int = 64
-    embed: int = 64
+    seq: int = 128
+    embed: int = 128
     num_layers: int = 2
     seed: int = 0
 
@@ -174,6 +174,7 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
         late = lines[-options.measured - 5 : -5]
         seconds = late[-1]["wall_seconds"] - late[0]["wall_seconds"]
         changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
+        sys.stderr.write("".join(f"{line.strip()}\n" for line in changes))
         rows = [options.batch // (last + 1)] * (last + 1)
         if changes:
             words = changes[-1].partition(f": {CHANGED}")[2].partition(";")[0]

@@ -75,7 +75,7 @@ class StagePrograms:
         sums = jax.tree.map(_shape, lowered.out_info, compiled.output_shardings)
         for part, forward in self._forwards.items():
             inputs = [self._received(value) for value in self._flow.reads[part]]
-            task = self._step._replace(inputs=inputs)
+            task = self._step._replace(inputs=inputs, cotangents=[])
             if part != self._last_part or not self._train:
                 forward.lower(task).compile()
             if self._train:
