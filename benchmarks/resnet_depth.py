@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for name, default in (("depth", 1001), ("stack", 11), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["2x2", "3x2"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["one", "2x2", "3x2"])
     options = parser.parse_args()
     print("| way | losses | s in all | s of a step | memory |\n|---|---|--:|--:|---|", flush=True)
     reference: list[float] = []
