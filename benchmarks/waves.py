@@ -227,9 +227,10 @@ def staleness(
     """
     from shardtrain.trainer.wave_log import read_wave_log, wave_file
 
-    if not wave_file(folder, 0).is_file():
+    num_workers = num_islands // num_stages
+    if num_workers == 1 or not wave_file(folder, 0).is_file():
         return None
-    most, num_workers = 0, num_islands // num_stages
+    most = 0
     for shard in range(num_islands):
         clocks = [0] * num_workers
         for event in read_wave_log(folder, shard, num_workers):
