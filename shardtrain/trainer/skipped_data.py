@@ -80,8 +80,9 @@ def _read(path: Path) -> list[tuple[int, Position]]:
 
 def _number(value: float | None, name: str) -> int:
     # numbers of these files are read as floats
-    is_whole = isinstance(value, float) and value.is_integer()
-    return whole_number(int(value) if is_whole else value, name, MOST_INDEX)
+    if isinstance(value, float) and value.is_integer():
+        return whole_number(int(value), name, MOST_INDEX)
+    return whole_number(value, name, MOST_INDEX)
 
 
 def train_as_repeated(

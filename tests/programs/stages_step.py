@@ -267,10 +267,10 @@ def compiled_in_tasks():
     """Return a list to which the tasks of every step from now on add the names of what they compile."""
     found, in_tasks, plain = [], [], StageExecutor.run
 
-    def run(*arguments):
+    def run(self, programs, kind=None):
         in_tasks.append(1)
         try:
-            plain(*arguments)
+            plain(self, programs, kind)
         finally:
             in_tasks.pop()
 
