@@ -49,13 +49,15 @@ def run(name: str, steps: int, slow: int, folder: Path) -> list[str]:
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            printed.append(line)
-            if quota is None and (found := row.match(line)):
-                quota = CpuQuota(1 / slow, int(found[1]))
-                quota.begin()
-    if quota is not None:
-        quota.end()
+        try:
+            for line in process.stdout:
+                printed.append(line)
+                if quota is None and (found := row.match(line)):
+                    quota = CpuQuota(1 / slow, int(found[1]))
+                    quota.begin()
+        finally:
+            if quota is not None:
+                quota.end()
     if process.returncode or quota is None:
         raise SystemExit(f"{name} ended with code {process.returncode}:\n{''.join(printed[-60:])}")
     lines = read_jsonl(folder / "run" / "metrics.jsonl")
