@@ -1,11 +1,11 @@
 """Islands of unequal speed: shares of the batch by measured speed beside equal shares, in one run.
 
-mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 80] [--change]
+mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 80] [--change] [--by processes]
 
-Every rank keeps to one core; on that of the last rank run `slow` - 1 other processes that compute for
-ever, so that it has one `slow`-th of its core. The same run is trained with equal shares and with
-`--shares auto` in turns. With --change the other processes move to the core of rank 0 in the middle of each
-run. Figures: docs/benchmarks/unequal_islands.md.
+Every rank keeps to one core. The last one gets one `slow`-th of it: by a quota of a control group, which
+needs root, or by `slow` - 1 other processes that compute on it for ever. The same run is trained with equal
+shares and with `--shares auto` in turns. With --change rank 0 is the slow one from the middle of each run on.
+Figures: docs/benchmarks/unequal_islands.md.
 """
 
 import io
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tyro
+from cpu_quota import CpuQuota
 
 from shardtrain.islands.binding import bind_cpus
 from shardtrain.islands.rank_environment import find_rank_environment
@@ -39,6 +40,7 @@ class Options:
     Args:
       slow: the last island has this part of its core: 1 / slow.
       change: slow the first island instead, from the middle of each run on.
+      by: a quota of processor time (a control group: root), or other processes on the same core.
       rounds: runs of each way, in turns.
       steps: of each run.
       measured: the last steps of a run, whose seconds are taken.
@@ -48,12 +50,13 @@ class Options:
 
     slow: int = 2
     change: bool = False
+    by: Literal["quota", "processes"] = "quota"
     rounds: int = 3
     steps: int = 80
     measured: int = 30
     batch: int = 32
-    seq: int = 64
-    embed: int = 64
+    seq: int = 128
+    embed: int = 128
     num_layers: int = 2
     seed: int = 0
 
@@ -133,7 +136,7 @@ def make_run(options: Options, shares: Any, folder: Path) -> Any:
     )
 
 
-def measure(options: Options, shares: Any, islands: Any, load: Load) -> Result:
+def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) -> Result:
     """Train once, under load, and return what it took; the same folder on all ranks."""
     from rich.console import Console
 
@@ -171,6 +174,7 @@ def measure(options: Options, shares: Any, islands: Any, load: Load) -> Result:
         late = lines[-options.measured - 5 : -5]
         seconds = late[-1]["wall_seconds"] - late[0]["wall_seconds"]
         changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
+        sys.stderr.write("".join(f"{line.strip()}\n" for line in changes))
         rows = [options.batch // (last + 1)] * (last + 1)
         if changes:
             words = changes[-1].partition(f": {CHANGED}")[2].partition(";")[0]
@@ -218,7 +222,7 @@ def main(options: Options) -> None:
     islands = join()
     if islands is None:
         sys.exit("start it on several ranks: mpiexec -n 2 uv run python benchmarks/unequal_islands.py")
-    load = Load(options.slow - 1)
+    load = CpuQuota(1 / options.slow) if options.by == "quota" else Load(options.slow - 1)
     found: dict[str, list[Any]] = {EQUAL: [], AUTO: []}
     for _ in range(options.rounds):
         for name, shares in ((EQUAL, (1.0,) * islands.environment.size), (AUTO, "auto")):

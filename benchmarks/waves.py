@@ -1,10 +1,12 @@
 """Waves beside other ways to synchronise, on islands that are held up in turns: loss, seconds and staleness.
 
 mpiexec -n 2 uv run python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
+mpiexec -n 4 uv run python benchmarks/waves.py --num-stages 2   # two virtual workers; -n 2: one alone
 
 Before each step an island pauses with a small chance, which a seed decides for each island and step, so every
 way meets the same pauses. Each way trains the same steps ("equal samples"); then the loss of its line at the
-seconds that the quickest way took is compared ("equal time"; learning rates are constant). Figures:
+seconds that the quickest way took is compared ("equal time"; learning rates are constant). With stages a
+virtual worker is a pipeline, flushed after each step or with batches in flight. Figures:
 docs/benchmarks/waves.md.
 """
 
@@ -20,6 +22,10 @@ from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import tyro
+from cpu_quota import CpuQuota
+
+from shardtrain.islands.binding import bind_cpus
+from shardtrain.islands.rank_environment import find_rank_environment
 
 EVERY_STEP = "every-step"
 
@@ -31,8 +37,13 @@ class Options:
     Args:
       steps: of each run.
       every: steps of a wave, and of local SGD and DiLoCo between merges.
+      num_stages: islands of a virtual worker.
+      microbatches: of a pipeline that is flushed after each step.
+      in_flight: batches in flight of one that is not.
       pause: seconds for which an island is held up.
       chance: of being held up before a step.
+      slow: the islands of the last worker have this part of a core, 1 / slow, by a quota (root), and it has
+        that part of the rows of another one.
       batch, seq, embed, num_layers: of the decoder that is trained.
       rate: learning rate.
       window: lines over which training losses are averaged.
@@ -41,8 +52,12 @@ class Options:
 
     steps: int = 240
     every: int = 4
+    num_stages: int = 1
+    microbatches: int = 4
+    in_flight: int = 4
     pause: float = 0.3
     chance: float = 0.05
+    slow: int = 1
     batch: int = 16
     seq: int = 64
     embed: int = 64
@@ -72,15 +87,39 @@ class Result(NamedTuple):
     curve: list[tuple[float, float]]
 
 
-def ways(every: int) -> dict[str, Any]:
-    """Return name -> a way to synchronise."""
+class Way(NamedTuple):
+    """A way to synchronise.
+
+    Args:
+      synchronisation: of islands, or of virtual workers.
+      microbatches: of a step.
+      in_flight: batches in a pipeline at the same time.
+    """
+
+    synchronisation: Any
+    microbatches: int = 1
+    in_flight: int = 1
+
+
+def ways(options: Options, num_islands: int) -> dict[str, Way]:
+    """Return name -> a way to synchronise so many islands."""
     from shardtrain.combine.synchronisation import Outer, Synchronisation
 
-    local = Synchronisation(on="deltas", every=every)
-    found = {EVERY_STEP: Synchronisation()}
-    found |= {f"wsp, D = {distance}": replace(local, distance=distance) for distance in (0, 4, 32)}
+    local = Synchronisation(on="deltas", every=options.every)
+    distances = (0, 4, 32) if num_islands > options.num_stages else (0,)
+    waves = {f"wsp, D = {each}": replace(local, distance=each) for each in distances}
+    if options.num_stages > 1:
+        flushed = {EVERY_STEP: Synchronisation(), **waves}
+        return {
+            **{f"{name}, flushed": Way(each, options.microbatches) for name, each in flushed.items()},
+            **{
+                f"{name}, {options.in_flight} in flight": Way(each, 1, options.in_flight)
+                for name, each in waves.items()
+            },
+        }
     outer = Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
-    return {**found, "local-sgd": local, "diloco": replace(local, outer=outer)}
+    merges = {"local-sgd": local, "diloco": replace(local, outer=outer)}
+    return {name: Way(each) for name, each in {EVERY_STEP: Synchronisation(), **waves, **merges}.items()}
 
 
 def curve(lines: list[dict[str, float]], first_step: int, window: int) -> list[tuple[float, float]]:
@@ -110,14 +149,16 @@ def loss_after(points: list[tuple[float, float]], seconds: float) -> float:
     return [loss for at, loss in points if at <= seconds][-1]
 
 
-def run_of(options: Options, synchronisation: Any, folder: Path, pauses: Any) -> Any:
+def run_of(options: Options, way: Way, num_islands: int, folder: Path, pauses: Any) -> Any:
     """Return the run, of text that every machine with Python has."""
     import jax
 
     from shardtrain import CheckpointPolicy, Optimizer, Run, Schedule, Strategy
     from shardtrain.data import Text
     from shardtrain.functional.loss import next_token_loss
+    from shardtrain.islands.options import Across
     from shardtrain.models.decoder import DecoderConfig
+    from shardtrain.pipeline.options import Pipeline
 
     def loss(apply: Any, batch: Any) -> Any:
         jax.debug.callback(pauses)
@@ -127,12 +168,23 @@ def run_of(options: Options, synchronisation: Any, folder: Path, pauses: Any) ->
     config = DecoderConfig(
         vocab=256, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
     )
+    # the slow worker, the last one, has rows by its speed
+    shares = (float(options.slow),) * (num_islands // options.num_stages - 1) + (1.0,)
+    across = Across(shares=shares)
+    if options.num_stages > 1:
+        across = replace(across, axis="pipeline", partitions=options.num_stages)
+    strategy = Strategy(
+        synchronisation=way.synchronisation,
+        accumulate=way.microbatches,
+        across=across,
+        pipeline=Pipeline(in_flight=way.in_flight),
+    )
     return Run(
         model=config,
         data=Text(paths=tuple(sorted(sources.glob("a*.py"))), seq=options.seq),
         loss=loss,
         optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=options.rate, warmup=20)),
-        strategy=Strategy(synchronisation=synchronisation),
+        strategy=strategy,
         batch=options.batch,
         steps=options.steps,
         seed=options.seed,
@@ -145,38 +197,51 @@ def run_of(options: Options, synchronisation: Any, folder: Path, pauses: Any) ->
 
 
 class Pauses:
-    """Called once a step: sleeps before some, which the seed and the island decide."""
+    """Called for each microbatch: sleeps at the first one of some steps; seed and worker decide of which."""
 
-    def __init__(self, options: Options, island: int) -> None:
+    def __init__(self, options: Options, worker: int, microbatches: int) -> None:
         import numpy as np
 
-        draws = np.random.default_rng([options.seed, island]).random(2 * options.steps)
-        self._held_up, self._seconds, self._step = draws < options.chance, options.pause, 0
+        draws = np.random.default_rng([options.seed, worker]).random(2 * options.steps)
+        self._held_up, self._seconds = draws < options.chance, options.pause
+        self._calls, self._microbatches = 0, microbatches
 
     def __call__(self) -> None:
-        self._step += 1
-        if self._held_up[self._step % len(self._held_up)]:
+        step, microbatch = divmod(self._calls, self._microbatches)
+        self._calls += 1
+        if microbatch == 0 and self._held_up[(step + 1) % len(self._held_up)]:
             time.sleep(self._seconds)
 
 
-def staleness(folder: Path, num_islands: int, every: int) -> int | None:
-    """Return the most steps of another island that were missing in a step, on any island, by the events."""
+def staleness(
+    folder: Path, num_islands: int, every: int, num_stages: int = 1, in_flight: int = 1
+) -> int | None:
+    """Return the most steps of another worker that were missing in a step, on any worker, by the events.
+
+    Args:
+      folder: of the run.
+      num_islands: of all virtual workers.
+      every: steps of a wave.
+      num_stages: islands of a virtual worker.
+      in_flight: batches in it: as many less one were started before their wave was pulled.
+    """
     from shardtrain.trainer.wave_log import read_wave_log, wave_file
 
-    if not wave_file(folder, 0).is_file():
+    num_workers = num_islands // num_stages
+    if num_workers == 1 or not wave_file(folder, 0).is_file():
         return None
     most = 0
     for shard in range(num_islands):
-        clocks = [0] * num_islands
-        for event in read_wave_log(folder, shard, num_islands):
+        clocks = [0] * num_workers
+        for event in read_wave_log(folder, shard, num_workers):
             if event.kind == "push":
                 clocks[event.island] += 1
             else:
                 most = max(most, clocks[event.island] - min(clocks))
-    return most * every + every - 1
+    return most * every + every - 1 + in_flight - 1
 
 
-def measure(name: str, synchronisation: Any, options: Options, islands: Any) -> Result:
+def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     """Train once; the same result on all ranks."""
     from rich.console import Console
 
@@ -184,8 +249,14 @@ def measure(name: str, synchronisation: Any, options: Options, islands: Any) -> 
     from shardtrain.report.sinks.json_lines import read_jsonl
 
     folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
-    pauses = Pauses(options, islands.seat.island)
-    train(run_of(options, synchronisation, folder, pauses), Console(file=io.StringIO()), islands)
+    num_islands = islands.seat.num_islands
+    worker = islands.seat.island // options.num_stages
+    pauses = Pauses(options, worker, way.microbatches)
+    quota = CpuQuota(1 / options.slow)
+    if options.slow > 1 and worker == num_islands // options.num_stages - 1:
+        quota.begin()
+    train(run_of(options, way, num_islands, folder, pauses), Console(file=io.StringIO()), islands)
+    quota.end()
     islands.all_gather_islands("trained", None)
     found = None
     if islands.is_first:
@@ -199,7 +270,7 @@ def measure(name: str, synchronisation: Any, options: Options, islands: Any) -> 
             heldout=lines[-1]["heldout/loss"],
             step_seconds=points[-1][0] / (options.steps - first),
             waiting=waited / points[-1][0],
-            staleness=staleness(folder, islands.seat.num_islands, options.every),
+            staleness=staleness(folder, num_islands, options.every, options.num_stages, way.in_flight),
             curve=points,
         )
         shutil.rmtree(folder)
@@ -227,12 +298,16 @@ def table(results: list[Result]) -> str:
 
 
 def main(options: Options) -> None:
+    # as `launch` does: a rank has cores of its own, where there are enough
+    if cores := bind_cpus(find_rank_environment(os.environ)):
+        os.sched_setaffinity(0, cores)
     from shardtrain.islands.membership import join
 
     islands = join()
     if islands is None:
         sys.exit("start it on several ranks: mpiexec -n 2 uv run python benchmarks/waves.py")
-    results = [measure(name, way, options, islands) for name, way in ways(options.every).items()]
+    found = ways(options, islands.seat.num_islands)
+    results = [measure(name, way, options, islands) for name, way in found.items()]
     if islands.is_first:
         print(table(results))
 

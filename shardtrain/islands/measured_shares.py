@@ -17,8 +17,9 @@ WINDOW = 8
 SKIPPED = 2
 """Steps after a change that are not measured: the first one compiles."""
 
-LEAST_GAIN = 0.05
-"""The part of a step's time that a change must save: less is noise, and a new capacity is compiled."""
+LEAST_GAIN, MORE_GAIN, MOST_GAIN = 0.05, 0.025, 0.15
+"""The part of a step's time that the first change must save: less is noise, and a new capacity is compiled;
+what each later one must save in addition, as programs for noise are never earned back; and the most."""
 
 CHANGED = 0.15
 """The part by which a measured time may miss what fits an older one, before that is of another speed."""
@@ -170,7 +171,7 @@ class MeasuredShares:
         self._limits = [math.inf] * len(rows) if limits is None else list(limits)
         self._speeds = [Speed() for _ in rows]
         self._steps: list[Sequence[float]] = []
-        self._pays = False
+        self._pays, self._changes = False, 0
         self.rows, self.seconds = list(rows), (0.0, 0.0)
 
     @property
@@ -208,11 +209,13 @@ class MeasuredShares:
         rows = balanced_rows(self._num_rows, self._speeds, self._multiples, self._limits)
         before, self.rows = self.rows, rows
         expected = max(s.seconds(now) for s, now in zip(self._speeds, self.capacities, strict=True))
-        pays = rows != before and expected <= max(measured) * (1 - LEAST_GAIN)
+        gain = min(LEAST_GAIN + MORE_GAIN * self._changes, MOST_GAIN)
+        pays = rows != before and expected <= max(measured) * (1 - gain)
         changes, self._pays = pays and self._pays, pays and not self._pays
         if not changes:
             # the next window has no step that compiles
             self.rows, self._steps = before, list(self._steps[-SKIPPED:])
             return False
         self._steps, self.seconds = [], (max(measured), expected)
+        self._changes += 1
         return True

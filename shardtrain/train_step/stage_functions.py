@@ -87,6 +87,7 @@ class StageFunctions:
             with activation_rules(self._rules, self.placement.mesh, *self.placement.layout.tracing):
                 return function(part, *arguments)
 
+        run.__name__ = function.__name__
         return jax.jit(run, **options)
 
     # -- before the tasks of a step --

@@ -64,6 +64,33 @@ class StagePrograms:
         self._outputs: Any = ()
         self._sums: Sums | None = None
 
+    def compile(self) -> None:
+        """Compile the programs of all tasks; called after `begin`, before the first task.
+
+        Tasks would compile them when they are called: one stage after the other, as each waits for arrays of
+        another one.
+        """
+        lowered = self._initial_sums.lower(self._step)
+        compiled = lowered.compile()
+        sums = jax.tree.map(_shape, lowered.out_info, compiled.output_shardings)
+        for part, forward in self._forwards.items():
+            inputs = [self._received(value) for value in self._flow.reads[part]]
+            task = self._step._replace(inputs=inputs, cotangents=[])
+            if part != self._last_part or not self._train:
+                forward.lower(task).compile()
+            if self._train:
+                writes = filter(self._flow.has_cotangent, self._flow.writes[part])
+                task = task._replace(cotangents=[self._received(value) for value in writes])
+                backward = self._input_backwards if self._has_weight else self._backwards
+                backward[part].lower(sums, task).compile()
+
+    def _received(self, value: Value) -> jax.ShapeDtypeStruct:
+        """Return the shape of a value as `to_devices` returns it."""
+        shape = self._flow.shapes[value]
+        rows, *rest = shape.shape
+        dims = (self.num_replicas, rows // self.num_replicas, *rest)
+        return jax.ShapeDtypeStruct(dims, shape.dtype, sharding=self._rows)
+
     def of_batch(self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch) -> Self:
         """Return the same programs with arrays of their own, begun for a batch; see `begin`."""
         programs = copy(self)
@@ -142,3 +169,7 @@ class StagePrograms:
     def wait(self) -> None:
         """See `stage_executor.Programs`."""
         jax.block_until_ready((self._outputs, self._sums, self.model_state))
+
+
+def _shape(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

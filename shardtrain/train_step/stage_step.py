@@ -24,6 +24,7 @@ from shardtrain.pipeline.in_flight import forwards_ahead
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
+from shardtrain.train_step.compile_turns import CompileTurns
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
 from shardtrain.train_step.island_totals import shapes_of_sums, with_sums_of_islands
 from shardtrain.train_step.meetings import Meetings
@@ -65,13 +66,12 @@ class StageStep:
       synchronisation: how pipelines are synchronised, stage by stage.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the first row of this pipeline in the whole batch.
-      last_step: the last step of the run, see `step.make_step`.
-      observe: called after each task, see `StageExecutor`.
-      in_flight: batches that are in the pipeline at the same time, see `unflushed_steps.py`; 1: one.
-      meetings: says after which steps a pipeline with several is drained.
+      last_step, observe: see `step.make_step` and `StageExecutor`.
+      in_flight, meetings: batches in the pipeline at the same time, and when it is drained of several.
       make_waves: makes what ends the waves of a synchronisation with a `distance`, for a virtual worker.
       owners: the owners of each block, where pipelines cut the model differently; None: `transfer` reaches
         those of all blocks of this stage.
+      loads_programs: whether to load what the first pipeline has compiled, see `compile_turns.py`.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class StageStep:
         meetings: Meetings | None = None,
         make_waves: Callable[[VirtualWorker], WaveMerge] | None = None,
         owners: OwnerTransfers | None = None,
+        loads_programs: bool = False,
     ) -> None:
         self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
         self._all_gather, self._last_stage = all_gather, stage_model.stages.part_placement.last_stage
@@ -114,6 +115,7 @@ class StageStep:
             for train in (True, False)
         )
         self._flow, self._observe = flow, observe
+        self._turns = CompileTurns(all_gather, seats.num_replicas, loads_programs)
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
         # gradients are combined in each step or in the first ones, then what pipelines changed in some
@@ -159,6 +161,7 @@ class StageStep:
                 stages=stages,
                 meetings=meetings,
                 no_losses=self._no_losses,
+                turns=self._turns,
             )
 
     def begin(self, state: State, batch: Batch) -> State:
@@ -205,9 +208,9 @@ class StageStep:
         params = self._borrowed.exchange(own)
         key = step_key(state.seed, state.step)
         programs.begin(params, own_state, key, batch, self._table.has_weight)
+        self._turns.once("training tasks", programs.compile)
         self._train_executor.run(programs)
-        # 2. gradients: of this island's replicas, then of the stages that borrowed, for the mean loss of the
-        # batch, whose count the last stage knows
+        # 2. gradients of this island's replicas, and of stages that borrowed; the last stage knows the count
         grads, borrowed, loss_sums = self._gradient_programs.reduced(programs.take_sums())
         self._borrowed.return_gradients(borrowed)
         count, totals = self._losses(loss_sums, is_local)
@@ -216,15 +219,16 @@ class StageStep:
         # 3. an update of this pipeline's own
         if is_local:
             squares = self._stage_sums.add("gradient norms", float(self._gradient_programs.squares(grads)))
-            return self._own_update(state, grads, model_state, totals, np.float32(squares), count)
-        # 4. or gradients combined with the owners of the same blocks in the other pipelines, and one update
-        # for all
+            sums = totals, np.float32(squares), count
+            return self._turns.call("own update", self._own_update, state, grads, model_state, *sums)
+        # 4. or gradients combined with the owners of the same blocks in all pipelines, and one update
         combine_state, combine_metrics = state.combine_state, []
         if seats.num_replicas > 1:
             found = self._combiners.combine(grads, combine_state, count, model_state)
             grads, combine_state, combine_metrics, model_state = found
         squares = self._gather_squares(grads)
-        return self._update(state, grads, model_state, totals, squares, combine_state, combine_metrics)
+        found = model_state, totals, squares, combine_state, combine_metrics
+        return self._turns.call("update", self._update, state, grads, *found)
 
     def follow(self, table: Table) -> None:
         """Execute another table from now on, of the same parts and microbatches."""
@@ -238,16 +242,16 @@ class StageStep:
         programs = self._evaluation_programs
         params = self._borrowed.exchange(state.params)
         programs.begin(params, state.model_state, jax.random.key(0), batch)
+        self._turns.once("evaluation tasks", programs.compile)
         self._evaluation_executor.run(programs)
         own = self._gradient_programs.loss_sums(programs.take_sums())
-        totals = sum_losses(
-            gather_losses("held-out losses", own, self.seats, self._last_stage, self._all_gather)
-        )
+        found = gather_losses("held-out losses", own, self.seats, self._last_stage, self._all_gather)
+        totals = sum_losses(found)
         return {**totals.pop("metrics"), **totals}
 
     def close(self) -> None:
         """End the mailbox's thread, and what the merge keeps open."""
-        if self._merge is not None:
+        if self._merge:
             self._merge.close()
         self.mailbox.close()
 
@@ -256,15 +260,14 @@ class StageStep:
         if not is_local:
             losses = gather_losses("losses", loss_sums, self.seats, self._last_stage, self._all_gather)
             return np.float32(losses[self.seats.replica]["count"]), sum_losses(losses)
-        # only the last stage knows the loss
         own = jax.device_get(loss_sums) if self.seats.stage == self._last_stage else self._no_losses
         totals = jax.tree.map(np.float32, self._stage_sums.add("losses", own))
         return totals["count"], totals
 
     @property
     def _no_losses(self) -> dict[str, Any]:
-        metrics = self.stage_model.traced.losses[2]
-        return jax.tree.map(lambda _: 0.0, {"loss_sum": 0, "count": 0, "metrics": metrics})
+        losses = {"loss_sum": 0, "count": 0, "metrics": self.stage_model.traced.losses[2]}
+        return jax.tree.map(lambda _: 0.0, losses)
 
     def _gather_squares(self, grads: Tree) -> np.float32:
         """Return the square of the norm of the gradient of all stages.
@@ -279,8 +282,7 @@ class StageStep:
         """Average the model state over this island's own replicas, weighted by their numbers of real rows."""
         if not jax.tree.leaves(model_state):
             return model_state
-        real = (
-            batch["weights"].reshape(len(batch["weights"]), self._train_programs.num_replicas, -1).sum((0, 2))
-        )
+        rows = batch["weights"]
+        real = rows.reshape(len(rows), self._train_programs.num_replicas, -1).sum((0, 2))
         weights = jnp.where(real.sum() > 0, real / real.sum(), 1 / len(real))
         return self._gradient_programs.merged_state(model_state, weights)

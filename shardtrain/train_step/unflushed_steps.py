@@ -18,6 +18,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
+from shardtrain.train_step.compile_turns import CompileTurns
 from shardtrain.train_step.island_totals import with_sums_of_islands
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.stage_executor import StageExecutor
@@ -72,6 +73,7 @@ class UnflushedSteps:
       stages: to the other stages of this pipeline.
       meetings: says after which steps the pipeline is drained.
       no_losses: sums of the loss of no batch.
+      turns: when programs are compiled.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class UnflushedSteps:
         stages: StagesInFlight,
         meetings: Meetings,
         no_losses: dict[str, Any],
+        turns: CompileTurns,
     ) -> None:
         assert len(executors) == ahead + 1
         self._in_flight, self._ahead = in_flight, ahead
@@ -99,7 +102,7 @@ class UnflushedSteps:
             own_update,
         )
         self._merge, self._stages, self._meetings = merge, stages, meetings
-        self._no_losses = no_losses
+        self._no_losses, self._turns = no_losses, turns
         self._forwarded: deque[Forwarded] = deque()
         self._done: deque[Done] = deque()
         # the weights after the last update; None: not computed yet
@@ -153,6 +156,7 @@ class UnflushedSteps:
         params = self._borrowed.exchange(self._weights)
         key = step_key(state.seed, jnp.int32(number - 1))
         programs = self._programs.of_batch(params, state.local.model_state, key, batch)
+        self._turns.once("training tasks", programs.compile)
         executor = self._executors[number % len(self._executors)]
         executor.run(programs, "forward")
         self._forwarded.append(Forwarded(number, programs, executor))

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 
 from shardtrain.data import Loader
+from shardtrain.islands.membership import Islands
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.in_flight import in_flight_text
 from shardtrain.pipeline.schedule import forward_only, make_table
@@ -20,10 +21,12 @@ from shardtrain.report.islands import buckets_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.island_step import IslandStep, make_island_step
 from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
+from shardtrain.trainer.program_cache import kept_in
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.traced_text import traced_cut_text
@@ -158,4 +161,11 @@ def _make_stage_step(
         learning_rate=setup.learning_rate,
         start_row=loader.shard().start,
         last_step=run.steps,
+        loads_programs=_shares_programs(islands, seats),
     )
+
+
+def _shares_programs(islands: Islands, seats: Seats) -> bool:
+    """Return whether the same stage of the first pipeline keeps its compiled programs where this one does."""
+    of_first = islands.hosts[islands.first_ranks[seats.stage]]
+    return seats.replica > 0 and kept_in() is not None and of_first == islands.environment.host

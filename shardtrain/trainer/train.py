@@ -5,6 +5,7 @@ Each part can be made and used alone, see the README.
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +38,7 @@ from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.run_folder import draw_curve, exclusive_folder, write_run_files
 from shardtrain.trainer.run_totals import RunTotals
 from shardtrain.trainer.sample import sample_text
+from shardtrain.trainer.skipped_data import SkippedData, train_as_repeated
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 
 
@@ -161,6 +163,7 @@ def _train_segments(
     """
     run = prepared.run
     rollbacks = Rollbacks(run.recovery.rollbacks)
+    skipped = _skipped_data(prepared, output)
     newest: int | None = None
     position: Position | None = None
     while True:
@@ -184,23 +187,39 @@ def _train_segments(
         if position is not None:
             # the data that was read before the rollback is not read again
             start = replace(start, position=position)
+            if skipped is not None:
+                skipped.add(start.step, position)
+        elif skipped is not None:
+            skipped.begin(start.step)
         try:
-            return _train_segment(prepared, start, parts, output, stop)
+            segment = partial(_train_segment, prepared, parts, output, stop)
+            return train_as_repeated(segment, start, run.steps, skipped)
         except RollBack as fault:
+            if skipped is not None:
+                skipped.end()
             # resume from a step before the fault, with data from behind it
             newest, position = rollbacks.newest_allowed(fault), fault.position
             where = f"step {newest} or before" if newest > 0 else "the beginning"
             output.note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")
 
 
+def _skipped_data(prepared: PreparedRun, output: RunConsole) -> SkippedData | None:
+    """Return what rollbacks skip; None for a run without waves, whose events nobody repeats."""
+    run, islands = prepared.run, prepared.coordination.islands
+    if islands is None or run.strategy.synchronisation.distance is None:
+        return None
+    return SkippedData(prepared.folder, islands.seat.island, run.replay, output.note)
+
+
 def _train_segment(
     prepared: PreparedRun,
-    start: StartPoint,
     parts: LoopParts,
     output: RunConsole,
     stop: StopSignals,
+    start: StartPoint,
+    last_step: int,
 ) -> tuple[State, int]:
-    """Train from a start point to the end of the run, see `loop.run_loop`.
+    """Train from a start point to a step, see `loop.run_loop`.
 
     Raises:
       RollBack: a step was bad.
@@ -209,14 +228,14 @@ def _train_segment(
     is_first = prepared.coordination.is_first
     with ExitStack() as stack:
         # The first process writes the description of the run, and its metrics.
-        sinks, last_step = Sinks(), None
+        sinks, logged = Sinks(), None
         if is_first:
             texts = {
                 RUN_FILE: run_text(prepared.description),
                 STRATEGY_FILE: strategy_text(prepared.strategy),
             }
             write_run_files(folder, texts, output)
-            sinks, last_step = open_sinks(folder, start.step or None, output.note, run.sinks)
+            sinks, logged = open_sinks(folder, start.step or None, output.note, run.sinks)
         stack.callback(sinks.close)
         if start.step >= run.steps:
             output.note(
@@ -235,11 +254,12 @@ def _train_segment(
             explain=lambda step: explain_step(prepared, feed, start, step),
         )
         # Metrics that wait for an evaluation which the run before did not finish are written first.
-        unlogged = start.unlogged if is_first and last_step != start.step else None
+        unlogged = start.unlogged if is_first and logged != start.step else None
         parts.spent.begin()
         with parts.activity.at("the training loop"):
             finish_evaluation(parts, start.step, start.state, unlogged)
-            return run_loop(start.state, start.step, parts, make_loop_options(run), stop)
+            options = replace(make_loop_options(run), steps=last_step)
+            return run_loop(start.state, start.step, parts, options, stop)
 
 
 def _end(prepared: PreparedRun, state: State, step: int, output: RunConsole, stop: StopSignals) -> str | None:

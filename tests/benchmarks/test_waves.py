@@ -27,6 +27,28 @@ def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark
         log.write(Event("push", 1, 12))
         log.close()
     assert benchmark_of_waves.staleness(tmp_path, 2, 4) == 4 + 3
+    # batches in flight were started before their pipeline pulled
+    for shard in (2, 3):
+        log = WaveLog(tmp_path, shard, print)
+        log.begin(0)
+        log.close()
+    assert benchmark_of_waves.staleness(tmp_path, 4, 4, num_stages=2, in_flight=3) == 4 + 3 + 2
+
+
+def test_a_pipeline_pauses_in_the_same_steps_whatever_its_microbatches(benchmark_of_waves, monkeypatch):
+    options = benchmark_of_waves.Options(steps=20, chance=0.5)
+    slept = {}
+    for microbatches in (1, 3):
+        pauses = benchmark_of_waves.Pauses(options, 1, microbatches)
+        slept[microbatches] = seconds = []
+        monkeypatch.setattr(benchmark_of_waves.time, "sleep", seconds.append)
+        for _ in range(20):
+            before = len(seconds)
+            for _ in range(microbatches):
+                pauses()
+            seconds[before:] = [len(seconds) - before]
+    assert slept[1] == slept[3]
+    assert {0, 1} == set(slept[1])
 
 
 def test_losses_at_equal_time_are_those_when_the_quickest_way_ended(benchmark_of_waves):

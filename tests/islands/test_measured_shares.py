@@ -60,6 +60,21 @@ def test_equal_islands_keep_their_rows_whatever_the_noise():
     assert run(shares, lambda island, rows: 1.0 + rows, 300, noise=0.1) == []
 
 
+def test_a_noisy_machine_changes_rows_ever_more_rarely():
+    """Each change is compiled. With one gain for all these disturbances change rows 9.5 times, not 5."""
+    counts = []
+    for seed in range(20):
+        draw = random.Random(seed)
+        disturbed = [[draw.lognormvariate(0, 0.2) for _ in range(25)] for _ in range(2)]
+        shares = MeasuredShares(64, [32, 32], [1, 1])
+        changes = []
+        for step in range(300):
+            own = [(1, 3)[i] * n * disturbed[i][step // 12] for i, n in enumerate(shares.capacities)]
+            changes.append(shares.add([x * draw.lognormvariate(0, 0.2) for x in own]))
+        counts.append(sum(changes))
+    assert sum(counts) / len(counts) < 6
+
+
 def test_a_speed_that_changes_is_found_again_within_fifty_steps():
     shares = MeasuredShares(64, [32, 32], [1, 1])
     run(shares, lambda island, rows: (1, 2)[island] * rows, 50)

@@ -37,6 +37,7 @@ from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.step import make_evaluate, make_step
 
@@ -258,6 +259,30 @@ def make(
     return step, step.begin(state, batch), batch
 
 
+TASKS = {"jit(forward)", "jit(backward)", "jit(initial_sums)"}
+
+
+@cache
+def compiled_in_tasks():
+    """Return a list to which the tasks of every step from now on add the names of what they compile."""
+    found, in_tasks, plain = [], [], StageExecutor.run
+
+    def run(self, programs, kind=None):
+        in_tasks.append(1)
+        try:
+            plain(self, programs, kind)
+        finally:
+            in_tasks.pop()
+
+    def heard(event, duration_secs, **about):
+        if in_tasks and event.endswith("backend_compile_duration"):
+            found.append(about["fun_name"])
+
+    StageExecutor.run = run
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    return found
+
+
 def close(got, expected, case):
     got, expected = (
         {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)} for tree in (got, expected)
@@ -281,6 +306,7 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
     for schedule in schedules:
         case = f"{name} {schedule} {num_stages} stages, {chunks} chunks, {microbatches} microbatches"
         step.follow(make_table(schedule, num_stages, microbatches, chunks))
+        compiled_in_tasks().clear()
         before = (step.mailbox.num_messages, step.mailbox.num_bytes)
         after, found = step(jax.tree.map(jnp.copy, state), batch)
         sent = (step.mailbox.num_messages - before[0], step.mailbox.num_bytes - before[1])
@@ -289,6 +315,9 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
         close(jax.device_get(after.model_state), step.stage_model.own(model_state, "model_state/"), case)
         if name in ("tied", "untied"):
             traffic(step, sent, microbatches, case)
+        if name in ("traced", "stacks", "untied") and schedule == schedules[0]:
+            # all stages compile before any of them waits for another
+            assert not TASKS & {*compiled_in_tasks()}, (case, compiled_in_tasks())
     if name in ("skips", "traced") or schedules[0] in ("1f1b", "zb_v"):
         close(step.evaluate(state, batch), heldout, f"{case}, held-out")
     if name == "skips":

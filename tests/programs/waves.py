@@ -23,6 +23,9 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.metric_log import MetricLog
+from shardtrain.trainer.recovery import RollBack
+from shardtrain.trainer.skipped_data import skips_file
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
@@ -121,6 +124,28 @@ assert resumed.step == stopped.step + 4
 steps = stopped.step + 4
 _, _, again = run("replay", WAVES, SLOW[::-1], steps=steps, replay=FOLDER / "stopped")
 assert again.tobytes() == after.tobytes()
+
+# 6. a run that rolled back, and its replay by islands of other speeds, on which nothing was bad
+faulty, add = [8 if ISLAND == 1 else 0], MetricLog.add
+
+
+def add_fault(self, step, metrics):
+    add(self, step, metrics)
+    if step == faulty[0]:
+        faulty[0], self.fault = 0, RollBack(step, "a made-up fault")
+
+
+MetricLog.add = add_fault
+saves = CheckpointPolicy(every_steps=4, keep=4)
+_, text, rolled = run("rolled", WAVES, SLOW, checkpoints=saves)
+assert ISLAND or "rolling back to step 7 or before, and continuing with later data" in text, text
+_, text, again = run("again", WAVES, SLOW[::-1], checkpoints=saves, replay=FOLDER / "rolled")
+assert again.tobytes() == rolled.tobytes()
+assert "WARNING" not in text, text
+# the same data was skipped, after the same step
+skips = [skips_file(FOLDER / name, ISLAND).read_text() for name in ("rolled", "again")]
+assert skips[0] == skips[1]
+assert '"step": 4' in skips[0], skips
 
 if ISLAND == 0:
     sys.stdout.write(json.dumps({"num_parameters": ahead.size, "stopped": stopped.step}))
