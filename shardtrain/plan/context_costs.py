@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain import axes
-from shardtrain.functional.score_sizes import KEYS_AT_ONCE, window_reach
+from shardtrain.functional.score_sizes import KEYS_AT_ONCE, LOOPED_KEYS, window_reach
 from shardtrain.plan.cost import Sent
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.program import CallCost, CallSizes
@@ -84,7 +84,7 @@ class AttentionCall(NamedTuple):
         # bytes of the scores of all of a device's queries to one key
         of_key = q_float / self.head_dim
         if self.kind == "all-gather":
-            steps, part, moved, at_once = num, 1.0, 0.0, keys * of_key
+            steps, of_four, part, moved, at_once = num, 0, 1.0, 0.0, keys * of_key
             visiting, travelling, gradients = num * kv, 2 * kv, num * kv_float
         else:
             reach = window_reach(num, queries, self.window) if self.causal and self.window else None
@@ -96,14 +96,18 @@ class AttentionCall(NamedTuple):
             at_once = keys // num * of_key / (4 if self.causal else 1)
             # what is here, and what arrives; gradients travel in float32
             visiting, travelling, gradients = 2 * kv, kv + kv_float, 3 * kv_float
-        of_block = min(1.0, KEYS_AT_ONCE / (keys if self.kind == "all-gather" else keys / num / (1 + self.causal)))
         products, back = (5, 1) if self.backward else (2, 0)
+        of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
+        arrays = ARRAYS[self.kind][back]
+        if of_pair < LOOPED_KEYS and self.kind == "ring":
+            # without loops the scores of all steps are there at once
+            arrays = (2 + back) * (of_four if self.causal else steps)
         scores = part * keys * of_key
         temporary = (
             q_float * (2 + back)
             + visiting
             + gradients * back
-            + at_once * of_block * ARRAYS[self.kind][back]
+            + at_once * min(1.0, KEYS_AT_ONCE / of_pair) * arrays
         )
         sent = (steps - 1) * (travelling if self.backward else kv) + moved
         messages = (2 * (steps - 1) + 4 * bool(np.any(moved))) * (1 + back)

@@ -124,6 +124,27 @@ class Subject:
         return len(jax.tree.leaves(params))
 
     @cached_property
+    def num_experts(self) -> int:
+        """Experts of a block; 0: the model has no parameters with the dim experts."""
+        model = self.model_of(None)
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        dims = jax.tree.leaves(model.dims, is_leaf=_is_dims)
+        return max(
+            (
+                x.shape[named.index(axes.EXPERTS)]
+                for x, named in zip(jax.tree.leaves(params), dims, strict=True)
+                if axes.EXPERTS in (named or ())
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def sequence(self) -> int:
+        """The most positions that the model asks the run's attention for; 0: it computes its own."""
+        found = self.attentions(Exchange(attention="all-gather"))
+        return max((q[1] for q, *_ in found), default=0)
+
+    @cached_property
     def in_float32(self) -> bool:
         """Whether most of the flops of the model are in float32."""
         flops: Counter[int] = Counter()
@@ -224,6 +245,11 @@ class Subject:
         self, layout: Layout, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
     ) -> None:
         """Refuse what a run refuses of attention over context."""
+        if self.num_experts:
+            raise ValueError(
+                f"context={sizes[axes.CONTEXT]} is not planned for models with experts, whose sums over positions"
+                " a plan does not know; use context=1"
+            )
         found = self.attentions(exchange_of(layout, sizes))
         if not found:
             raise ValueError(
