@@ -49,8 +49,8 @@ class PlanOptions(CompileOptions):
       per_node: number of devices of a node; by default all of them.
       link: gigabytes a second that a device sends to others of its node; by default at once.
       node_link: gigabytes a second that a node sends to others; by default at once.
-      fixed: axis sizes that are not searched, such as tensor=8; context is searched only if it is named,
-        as in context=-1.
+      fixed: axis sizes that are not searched, such as tensor=8. The axis context is searched for sequences
+        of 8,192 positions or more, or if it is named, as in context=-1; expert for models with experts.
       most: number of ways to show.
       advise: show how the best way scales with devices and links, and what each recomputation needs.
       explain: show every term of the best way, with its formula.
@@ -233,7 +233,13 @@ def main(arguments: Sequence[str]) -> int:
     with TemporaryDirectory() as folder:
         subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
     space = space_of(run, parse_mesh(options.fixed))
-    plan = plan_cluster(subjects, cluster, space, options.most)
+    synchronisation = run.strategy.synchronisation
+    plan = plan_cluster(subjects, cluster, space, options.most, synchronisation)
+    if len(plan.shares) == 1 and synchronisation.on_deltas:
+        terminal.out(
+            "synchronisation: a plan of one island adds up gradients over data in every step, whatever"
+            " --synchronisation says; give a cluster of several islands to plan how these are joined\n"
+        )
     terminal.out(plan_text(plan, subjects, options.most))
     if options.output is not None and plan.fits:
         # first, so that no analysis that cannot be done keeps it from being written

@@ -1,7 +1,7 @@
 """What attention over the mesh axis context sends, computes and keeps, by its kind. No jax.
 
-The formulas are those of `docs/context.md`: ring attention (Liu et al. 2023) and all-gather; all-to-all (Jacobs
-et al. 2023) is the attention of the model between two exchanges. Next: `program_cost.py`.
+The formulas are those of `docs/context.md`: ring attention (Liu et al. 2023) and all-gather; all-to-all
+(Jacobs et al. 2023) is the attention of the model between two exchanges. Next: `program_cost.py`.
 """
 
 from typing import Any, NamedTuple

@@ -110,9 +110,7 @@ class Walk:
     def _closed(self, params: Any, reads: list[int]) -> list[int]:
         """Add a call that devices compute by hand, whose results have names of their own."""
         call, results = params["call"], params["results"]
-        writes = [
-            self.add(jax.ShapeDtypeStruct(shape, dtype), dims) for shape, dtype, dims in results
-        ]
+        writes = [self.add(jax.ShapeDtypeStruct(shape, dtype), dims) for shape, dtype, dims in results]
         waiting = self.partial.pop(reads[0], None) if call.linear else None
         self._sums(NAME, reads, writes, ())
         if waiting is not None:

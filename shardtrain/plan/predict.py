@@ -52,6 +52,7 @@ def state_figures(
         optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
         gradients=tree_bytes(in_float32, specs.params, sizes),
         updated=tree_bytes(params, specs.sharded, sizes),
+        updated_float32=tree_bytes(in_float32, specs.sharded, sizes),
         gathered=_gathered_bytes(specs, sizes, item_bytes),
         weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
         num_blocks=max(blocks, default=1),
@@ -180,6 +181,7 @@ def _memory(
         activations=max(backward, update) - state.gradients,
         pipeline=live * stream_bytes(found),
         batch=batch_bytes,
+        local=choice.own_copies * state.updated_float32,
     )
 
 

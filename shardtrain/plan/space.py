@@ -25,10 +25,7 @@ MOST_MICROBATCHES = 64
 """The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""
 
 MESH_AXES: tuple[str, ...] = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
-"""Axes whose sizes are always searched."""
-
-IF_USED: tuple[str, ...] = (axes.EXPERT, axes.CONTEXT)
-"""Axes whose sizes are searched where a model uses them (`searched_axes`), or a plan names them."""
+"""Axes whose sizes are always searched; of the others see `searched_axes`."""
 
 LONG_SEQUENCE = 8192
 """Positions of a sequence from which on context is searched without being named."""
@@ -48,6 +45,7 @@ class Space:
       accumulates: numbers of microbatches; (): every power of 2 that the batch allows.
       remats: ways to recompute, from the least to the most; (): all that the model has.
       schedules: of pipelines.
+      own_copies: see `Choice`.
 
     Raises:
       ValueError: an unknown schedule or way to recompute.
@@ -57,6 +55,7 @@ class Space:
     accumulates: tuple[int, ...] = ()
     remats: tuple[str | None, ...] = REMATS
     schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
+    own_copies: int = 0
 
     def __post_init__(self) -> None:
         problems = [near(name, SCHEDULES) for name in self.schedules if name not in SCHEDULES]
@@ -83,7 +82,9 @@ def allowed_choices(subject: Subject, num_devices: int, space: Space) -> tuple[l
     most_context = (
         num_devices
         if axes.CONTEXT in space.layout.mesh
-        else max(subject.sequence // PART_OF_SEQUENCE, 1) if axes.CONTEXT in searched else 1
+        else max(subject.sequence // PART_OF_SEQUENCE, 1)
+        if axes.CONTEXT in searched
+        else 1
     )
     for layout in layouts(num_devices, space.layout, searched):
         if layout.mesh.get(axes.CONTEXT, 1) > most_context:
@@ -116,10 +117,6 @@ def _has(subject: Subject, remat: str | None) -> bool:
 
 def _check_fixed(layout: Layout, num_devices: int) -> None:
     fixed = {axis: size for axis, size in layout.mesh.items() if size != -1}
-    known = (*MESH_AXES, *IF_USED)
-    unknown = [near(axis, known) for axis in layout.mesh if axis not in known]
-    if unknown:
-        raise ValueError(f"this axis cannot be fixed in a plan: {'; '.join(unknown)}")
     product = math.prod(fixed.values())
     if num_devices % product:
         text = ",".join(f"{axis}={size}" for axis, size in fixed.items())
@@ -166,9 +163,7 @@ def layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES
         zeros = (3, 1) if axes.FSDP in mesh else (3,)
         sequences = (False, True) if axes.TENSOR in mesh else (False,)
         for zero, sequence, kind in product(zeros, sequences, kinds):
-            yield replace(
-                given, mesh=mesh, zero=zero, sequence_sharded=sequence, context_attention=kind
-            )
+            yield replace(given, mesh=mesh, zero=zero, sequence_sharded=sequence, context_attention=kind)
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -192,7 +187,7 @@ def choices_of_layout(
         except ValueError:
             continue
         for schedule in space.schedules if stages > 1 else ("1f1b",):
-            yield Choice(layout=layout, accumulate=accumulate, schedule=schedule)
+            yield Choice(layout=layout, accumulate=accumulate, schedule=schedule, own_copies=space.own_copies)
 
 
 def _no_microbatches(subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space) -> str:

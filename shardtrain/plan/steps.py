@@ -73,9 +73,7 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
         )
         for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
     ]
-    exchanges = [
-        exchange_of(choice.layout, each) for choice, each in zip(choices, sizes, strict=True)
-    ]
+    exchanges = [exchange_of(choice.layout, each) for choice, each in zip(choices, sizes, strict=True)]
     # what is traced alike is costed together
     alike: dict[tuple[str | None, Exchange], list[int]] = {}
     for i, key in enumerate(zip((choice.remat for choice in choices), exchanges, strict=True)):
@@ -87,9 +85,7 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
     # the forward tasks of a pipeline keep nothing for the backward, whatever that computes again
     forward: dict[int, Cost] = {}
     for exchange in dict.fromkeys(exchanges):
-        staged = [
-            i for i, of in enumerate(sizes) if of[axes.PIPELINE] > 1 and exchanges[i] == exchange
-        ]
+        staged = [i for i, of in enumerate(sizes) if of[axes.PIPELINE] > 1 and exchanges[i] == exchange]
         if staged:
             alone = subject.costs(
                 None, [shardings[i] for i in staged], machine.rates, exchange=exchange, gradient=False

@@ -5,7 +5,7 @@ Next: `search.py`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -247,8 +247,8 @@ class Subject:
         """Refuse what a run refuses of attention over context."""
         if self.num_experts:
             raise ValueError(
-                f"context={sizes[axes.CONTEXT]} is not planned for models with experts, whose sums over positions"
-                " a plan does not know; use context=1"
+                f"context={sizes[axes.CONTEXT]} is not planned for models with experts, whose sums over"
+                " positions a plan does not know; use context=1"
             )
         found = self.attentions(exchange_of(layout, sizes))
         if not found:
@@ -346,14 +346,10 @@ def _traced(
     others = jax.tree.leaves(jax.eval_shape(loss_sum, *inputs))
     if not gradient:
         no_names, no_parameters = [None] * len(others), [False] * len(others)
-        return trace(
-            loss_sum, inputs, names, no_names, no_parameters, attention=attention, experts=experts
-        )
+        return trace(loss_sum, inputs, names, no_names, no_parameters, attention=attention, experts=experts)
     results = [*(None for _ in others), *jax.tree.leaves(model.dims, is_leaf=_is_dims)]
     of_parameters = [False] * len(others) + [True] * len(jax.tree.leaves(params))
-    return trace(
-        differentiated, inputs, names, results, of_parameters, attention=attention, experts=experts
-    )
+    return trace(differentiated, inputs, names, results, of_parameters, attention=attention, experts=experts)
 
 
 def _is_dims(leaf: object) -> bool:

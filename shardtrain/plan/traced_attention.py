@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from shardtrain import axes
 from shardtrain.plan.context_costs import AttentionCall
 from shardtrain.plan.device_calls import device_call, linear_call
-from shardtrain.plan.moved import Moved
 from shardtrain.plan.hlo.collectives import ALL_TO_ALL
+from shardtrain.plan.moved import Moved
 
 QUERIES = (axes.BATCH, axes.SEQ, axes.HEADS, axes.HEAD_DIM)
 KEYS = (axes.BATCH, axes.SEQ, axes.KV_HEADS, axes.HEAD_DIM)
@@ -83,9 +83,7 @@ def _of_devices(call: AttentionCall, q: jax.Array, k: jax.Array, v: jax.Array) -
         return out, (q, k, v, out, sums)
 
     def backward(kept: Any, cotangent: Any) -> Any:
-        return tuple(
-            device_call(call._replace(backward=True), (*kept, cotangent), [of_q, of_k, of_k])
-        )
+        return tuple(device_call(call._replace(backward=True), (*kept, cotangent), [of_q, of_k, of_k]))
 
     attention.defvjp(forward, backward)
     return attention(q, k, v)

@@ -1,8 +1,8 @@
 """Mixtures of experts in a traced program: tokens go to the devices of their experts, and come back.
 
-A model asks Flax's rules for the exchange (`models/experts.py`), and `functional/expert_exchange.py` is that of
-a mesh. This one says the same with names of dims: what moves tokens are calls that are left closed, and the
-products of experts are traced. Next: `moved.py`.
+A model asks Flax's rules for the exchange (`models/experts.py`), and `functional/expert_exchange.py` is that
+of a mesh. This one says the same with names of dims: what moves tokens are calls that are left closed, and
+the products of experts are traced. Next: `moved.py`.
 """
 
 from dataclasses import dataclass

@@ -199,4 +199,5 @@ def _section(run: Run, choice: Choice) -> dict[str, Any]:
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
-    return {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}
+    found = {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}
+    return {**found, "context_attention": layout.context_attention} if axes.CONTEXT in layout.mesh else found
