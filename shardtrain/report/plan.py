@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.join import candidates, own_copies
 from shardtrain.plan.search import Ranked
@@ -74,6 +75,23 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
         if units_per_second:
             line += f", {price / units_per_second * 1e9:.3g} for 1e9 {subject.unit}"
     return "".join(parts) + line + "\n" + _synchronisations_text(plan)
+
+
+def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
+    """Say how one pipeline over all islands compares with islands as replicas."""
+    limits = [each.machine.rates.memory_bytes for each in plan.kinds for _ in range(each.kind.count)]
+    needed = ", ".join(map(bytes_text, stages.memory_bytes))
+    free = "" if math.isinf(min(limits)) else f" of {', '.join(map(bytes_text, limits))}"
+    beside = "replicas do not fit"
+    if plan.fits:
+        beside = f"{stages.seconds / plan.seconds:.2f} times that of replicas"
+    return (
+        f"as one pipeline, a stage on each island (--across pipeline --stages"
+        f" {','.join(map(str, stages.counts))} --accumulate {stages.accumulate}):"
+        f" {seconds_text(stages.seconds)} a step, {beside}; of it the slowest stage computes"
+        f" {seconds_text(stages.compute_seconds)} and waits {seconds_text(stages.bubble_seconds)}; memory of"
+        f" a device {needed}{free}\n"
+    )
 
 
 def _joined_text(plan: ClusterPlan) -> str:
