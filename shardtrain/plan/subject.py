@@ -16,6 +16,7 @@ import optax
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.row_split import RowSplit
+from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
@@ -141,7 +142,11 @@ class Subject:
     @cached_property
     def sequence(self) -> int:
         """The most positions that the model asks the run's attention for; 0: it computes its own."""
-        found = self.attentions(Exchange(attention="all-gather"))
+        try:
+            found = self.attentions(Exchange(attention="all-gather"))
+        except (ValueError, UserCodeFailed):
+            # relative positions, and what else attention over a mesh does not have
+            return 0
         return max((q[1] for q, *_ in found), default=0)
 
     @cached_property
