@@ -3,7 +3,8 @@
 uv run python benchmarks/simulator.py [--stages 8] [--microbatches 32] [--blocks 64] [--repeats 40]
 
 The first graph: a step of a pipeline with gathered weights and sums of gradients that overlap. Then random
-graphs, of which one task at a time changes. Anew: the graph is checked, sorted and simulated. Both give the same timeline, which is compared each time. Figures:
+graphs, of which one task at a time changes. Anew: the graph is checked, sorted and simulated.
+Both give the same timeline, which is compared each time. Figures:
 docs/benchmarks/simulator.md.
 """
 
@@ -74,7 +75,7 @@ def operator(graph: TaskGraph, task: Task) -> list[Task]:
 def measured(
     graph: TaskGraph, chosen: Callable[[Task], Sequence[Task]], tasks: Sequence[Task]
 ) -> tuple[float, float, float, float, float]:
-    """Median seconds anew and by delta, the ratio of their means, that of a median change, tasks placed again."""
+    """Median seconds anew and by delta, the ratio of the means, the median ratio, tasks placed again."""
     simulation = DeltaSimulation(graph)
     anew, by_delta, placed = [], [], []
     for task in tasks:
