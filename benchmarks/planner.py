@@ -168,7 +168,7 @@ class Measured(NamedTuple):
     probes: np.ndarray
 
 
-LONG: Sequence[tuple[int, int, dict[str, int], str, str]] = (
+LONG: Sequence[tuple[int, int, dict[str, int], Any, str]] = (
     *(
         (seq, 1, {"context": num}, kind, "full")
         for seq, num, kind in (

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from shardtrain.plan.program import DeviceCall, Dims
@@ -26,7 +27,7 @@ _PRIMITIVE.multiple_results = True
 
 @_PRIMITIVE.def_abstract_eval
 def _results(*_: Any, call: DeviceCall, results: Sequence[Result]) -> list[Any]:
-    return [jax.core.ShapedArray(shape, np.dtype(dtype)) for shape, dtype, _ in results]
+    return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype, _ in results]
 
 
 def device_call(call: DeviceCall, inputs: Sequence[jax.Array], results: Sequence[Result]) -> list[jax.Array]:
