@@ -1,11 +1,13 @@
 """How right the planner is: memory and times that it predicts, against compiled steps on this machine.
 
-uv run python benchmarks/planner.py [memory] [rank] [large] [--steps 8] [--measured rows.csv] [--kind h100]
+uv run python benchmarks/planner.py [memory] [long] [rank] [large] [--steps 8] [--measured rows.csv]
+    [--kind h100]
 
-memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. rank: 24 ways to run
-a small decoder on 8 simulated devices, processor time of a step beside two predictions: by three rates that
-are measured first, and by constants that are fitted to six other ways; with --measured FILE from the rows of
-a file, without running a step, if it is there. large: seconds to plan 1,024 devices.
+memory: 8 ways to run each of two decoders, the compiler's figure beside the prediction. long: likewise of
+long sequences over the mesh axis context. rank: 24 ways to run a small decoder on 8 simulated devices,
+processor time of a step beside two predictions: by three rates that are measured first, and by constants
+that are fitted to six other ways; with --measured FILE from the rows of a file, without running a step, if
+it is there. large: seconds to plan 1,024 devices.
 Figures: docs/benchmarks/planner.md.
 """
 
@@ -164,6 +166,51 @@ class Measured(NamedTuple):
     cores: int
     judged: np.ndarray
     probes: np.ndarray
+
+
+LONG: Sequence[tuple[int, int, dict[str, int], Any, str]] = (
+    *(
+        (seq, 1, {"context": num}, kind, "full")
+        for seq, num, kind in (
+            (16384, 2, "ring"),
+            (16384, 4, "ring"),
+            (16384, 8, "ring"),
+            (8192, 8, "ring"),
+            (16384, 4, "all-gather"),
+            (8192, 4, "all-gather"),
+            (8192, 4, "all-to-all"),
+        )
+    ),
+    (4096, 4, {"context": 4}, "ring", "none"),
+    (4096, 4, {"data": 2, "context": 2}, "ring", "none"),
+    (4096, 4, {"context": 4}, "all-gather", "none"),
+)
+"""Positions, rows, mesh, attention and remat."""
+
+
+def long_memory(kind: str) -> None:
+    """Print predicted over compiled bytes of a device that has a part of long sequences."""
+    machine = Machine(rates=Rates(flops_per_second=1e11))
+    for seq, rows, mesh, attention, remat in LONG:
+        config = DecoderConfig(vocab=256, seq=seq, embed=256, num_layers=1, num_heads=4, mlp=256)
+        subject = subject_of(config, rows)
+        choice = Choice(layout=Layout(mesh=mesh, context_attention=attention), remat=remat)
+        compiled = compile_step(
+            subject.model_of(remat),
+            subject.loss,
+            subject.optimizer,
+            placed(subject, choice, kind),
+            subject.batch,
+        )
+        real = figures(compiled, axis_sizes(mesh, math.prod(mesh.values()))).device_bytes
+        (predicted,) = predictions(subject, machine, math.prod(mesh.values()), [choice])
+        total = predicted.memory.total
+        print(
+            f"| {seq} x {rows} | --mesh {','.join(f'{axis}={size}' for axis, size in mesh.items())}"
+            f" --context-attention {attention} | {remat} | {real / 1e6:.0f} | {total / 1e6:.0f} |"
+            f" {total / real:.2f} |",
+            flush=True,
+        )
 
 
 def measured_rows(path: Path | None, steps: int) -> Measured:
@@ -327,10 +374,11 @@ def main() -> None:
         type=Path,
         help="CSV file with the measured steps of rank: written if it is not there, else read instead",
     )
-    parser.add_argument("--kind", default="cpu", help="of memory: cpu, h100 or a100")
+    parser.add_argument("--kind", default="cpu", help="of memory and long: cpu, h100 or a100")
     options = parser.parse_args()
     parts = {
         "memory": lambda: memory(options.kind),
+        "long": lambda: long_memory(options.kind),
         "rank": lambda: judge(measured_rows(options.measured, options.steps)),
         "large": large,
     }

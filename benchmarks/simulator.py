@@ -2,8 +2,9 @@
 
 uv run python benchmarks/simulator.py [--stages 8] [--microbatches 32] [--blocks 64] [--repeats 40]
 
-The graph: a step of a pipeline with gathered weights and sums of gradients that overlap. Anew: the graph is
-checked, sorted and simulated. Both give the same timeline, which is compared each time. Figures:
+The first graph: a step of a pipeline with gathered weights and sums of gradients that overlap. Then random
+graphs, of which one task at a time changes. Anew: the graph is checked, sorted and simulated.
+Both give the same timeline, which is compared each time. Figures:
 docs/benchmarks/simulator.md.
 """
 
@@ -53,6 +54,19 @@ def graph_of(num_stages: int, num_microbatches: int, num_blocks: int) -> TaskGra
     return step_graph(times, overlap=True)
 
 
+def random_graph(num_queues: int, reach: int, most_needs: int) -> TaskGraph:
+    """A graph of 10,000 tasks on so many queues; each needs some of so many before it."""
+    rng = random.Random(0)
+    tasks = []
+    for i in range(10_000):
+        others = (
+            {(rng.randrange(max(0, i - reach), i),) for _ in range(rng.randint(0, most_needs))} if i else ()
+        )
+        queue = f"queue {rng.randrange(num_queues)}"
+        tasks.append(Task((i,), "task", "forward", queue, rng.random(), tuple(others)))
+    return TaskGraph(tasks)
+
+
 def operator(graph: TaskGraph, task: Task) -> list[Task]:
     """All tasks of the same block and kind, in all microbatches."""
     return [each for each in graph if each.name.split(", microb")[0] == task.name.split(", microb")[0]]
@@ -60,8 +74,8 @@ def operator(graph: TaskGraph, task: Task) -> list[Task]:
 
 def measured(
     graph: TaskGraph, chosen: Callable[[Task], Sequence[Task]], tasks: Sequence[Task]
-) -> tuple[float, float, float, float]:
-    """Median seconds anew and by delta, their mean ratio, and the median number of tasks placed again."""
+) -> tuple[float, float, float, float, float]:
+    """Median seconds anew and by delta, the ratio of the means, the median ratio, tasks placed again."""
     simulation = DeltaSimulation(graph)
     anew, by_delta, placed = [], [], []
     for task in tasks:
@@ -78,7 +92,8 @@ def measured(
         assert simulation.timeline == full
         simulation.undo()
     ratio = statistics.mean(anew) / statistics.mean(by_delta)
-    return statistics.median(anew), statistics.median(by_delta), ratio, statistics.median(placed)
+    of_each = statistics.median(a / b for a, b in zip(anew, by_delta, strict=True))
+    return statistics.median(anew), statistics.median(by_delta), ratio, of_each, statistics.median(placed)
 
 
 def main() -> None:
@@ -94,8 +109,10 @@ def main() -> None:
         return rng.choices([task for task in graph if task.kind in kinds], k=options.repeats)
 
     print(f"{len(graph.by_key)} tasks\n")
-    print("| change | anew, ms | delta, ms | anew / delta | tasks placed again |")
-    print("| --- | --- | --- | --- | --- |")
+    print(
+        "| change | anew, ms | delta, ms | ratio of means | ratio of a median change | tasks placed again |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
     cases: dict[str, tuple[Callable[[Task], Sequence[Task]], Sequence[str]]] = {
         "a collective": (lambda task: [task], ("collective",)),
         "a block of one microbatch": (lambda task: [task], ("forward", "backward")),
@@ -103,8 +120,20 @@ def main() -> None:
         "the optimizer of a stage": (lambda task: [task], ("update",)),
     }
     for name, (chosen, kinds) in cases.items():
-        anew, by_delta, ratio, placed = measured(graph, chosen, some(kinds))
-        print(f"| {name} | {1e3 * anew:.1f} | {1e3 * by_delta:.2f} | {ratio:.1f} | {placed:.0f} |")
+        print(row(name, measured(graph, chosen, some(kinds))))
+    for queues, reach, needs in ((8, 200, 3), (64, 200, 3), (64, 2000, 3), (8, 2000, 1), (64, 2000, 1)):
+        graph = random_graph(queues, reach, needs)
+        tasks = rng.choices(list(graph), k=options.repeats)
+        name = f"random: {queues} queues, up to {needs} needs of {reach} tasks before"
+        print(row(name, measured(graph, lambda task: [task], tasks)))
+
+
+def row(name: str, figures: tuple[float, float, float, float, float]) -> str:
+    """A row of the table."""
+    anew, by_delta, ratio, of_each, placed = figures
+    return (
+        f"| {name} | {1e3 * anew:.1f} | {1e3 * by_delta:.2f} | {ratio:.1f} | {of_each:.1f} | {placed:.0f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ COMMANDS = (
     ["generate"],
     ["evaluate"],
     ["calibrate"],
+    ["calibrate", "{run}"],
     ["launch"],
     *(["launch", name] for name in LAUNCHERS),
     ["doctor"],

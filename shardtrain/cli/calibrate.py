@@ -13,6 +13,7 @@ from typing import Any
 import tyro
 
 from shardtrain.cli.compilation import CompileOptions, compiling, set_xla_flags
+from shardtrain.cli.past_steps import past_steps
 from shardtrain.cli.run_options import parse_run
 from shardtrain.doctor.rates import best, measure
 from shardtrain.islands.cluster import IslandKind
@@ -55,10 +56,13 @@ class ProbeOptions(CompileOptions):
       probes: number of ways to run a step that are measured, each for a few steps; those that differ most in
         what their time is spent on.
       dtype: of matrix products: float32 or bfloat16, as the run computes.
+      past: folders of past runs of the same model and batch on these devices; the steps that their metrics
+        measured are fitted to, too. With --probes 0 they alone.
     """
 
     probes: int = 6
     dtype: str = "float32"
+    past: tuple[Path, ...] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,8 +72,11 @@ def main(arguments: Sequence[str]) -> int:
     flags_text = set_xla_flags(arguments)
     if arguments and not arguments[0].startswith("-"):
         run, options = parse_run("calibrate", arguments, ProbeOptions)
-        if options.probes < 2:
-            raise ValueError(f"--probes is {options.probes}; use 2 or more, as in --probes 6")
+        if options.probes < 0 or options.probes + len(options.past) < 2:
+            raise ValueError(
+                f"--probes is {options.probes}; use 2 or more, as in --probes 6"
+                + (f", beside {len(options.past)} of --past" if options.past else "")
+            )
         with compiling(flags_text):
             machine = _fitted_machine(run, options)
     else:
@@ -153,18 +160,23 @@ def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
     with TemporaryDirectory() as folder:
         source = run.data.train(Path(folder))
         (subject,) = subjects_of(run, source, [IslandKind(kind="here", devices=devices)])
-        every, _ = allowed_choices(subject, devices, Space())
-        if not every:
+        past = past_steps(run, options.past, jax.local_devices()[0].device_kind, devices)
+        every = allowed_choices(subject, devices, Space())[0] if options.probes else []
+        if options.probes and not every:
             raise ValueError(f"no way to run a step on {devices} devices is accepted, so none is measured")
-        positions = spread(predictions(subject, start, devices, every), options.probes)
+        positions = spread(predictions(subject, start, devices, every), options.probes) if every else []
         choices = [every[i] for i in positions]
         seconds = [probe_seconds(run, source, choice) for choice in choices]
+    choices += [each.choice for each in past]
+    seconds += [each.seconds for each in past]
 
     def predict(machine: Machine) -> list[float]:
         return [each.seconds.total for each in predictions(subject, machine, devices, choices)]
 
     found = fitted(start, predict, seconds)
     names = [f"{mesh_text(each.layout)} --accumulate {each.accumulate}" for each in choices]
+    for i, path in enumerate(options.past):
+        names[len(positions) + i] += f" ({path})"
     terminal.out(probes_text(names, seconds, found))
     return found.machine
 

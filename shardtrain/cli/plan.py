@@ -11,10 +11,12 @@ from shardtrain.cli.option_files import cluster_of, strategy_of
 from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_pictures import draw_frontiers
 from shardtrain.cli.run_options import parse_run
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.plan.island_stages import StagesPlan, plan_stages
 from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
 from shardtrain.plan.layers.pipeline_of import pipeline_costs
@@ -22,10 +24,11 @@ from shardtrain.plan.layers.trace_layers import layers_of
 from shardtrain.plan.operator_plan import plan_operators
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.simulator.timeline import timeline
+from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
-from shardtrain.report.plan import explained_text, plan_text
+from shardtrain.report.plan import explained_text, island_stages_text, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
 from shardtrain.report.plots.frontier import check_frontier
@@ -34,7 +37,14 @@ from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import choices_of, planned_strategy, space_of, subjects_of, with_shares
+from shardtrain.trainer.planned import (
+    choices_of,
+    planned_strategy,
+    space_of,
+    staged_strategy,
+    subjects_of,
+    with_shares,
+)
 from shardtrain.trainer.strategy import read_strategy, strategy_text
 
 
@@ -49,8 +59,8 @@ class PlanOptions(CompileOptions):
       per_node: number of devices of a node; by default all of them.
       link: gigabytes a second that a device sends to others of its node; by default at once.
       node_link: gigabytes a second that a node sends to others; by default at once.
-      fixed: axis sizes that are not searched, such as tensor=8; context is searched only if it is named,
-        as in context=-1.
+      fixed: axis sizes that are not searched, such as tensor=8. The axis context is searched for sequences
+        of 8,192 positions or more, or if it is named, as in context=-1; expert for models with experts.
       most: number of ways to show.
       advise: show how the best way scales with devices and links, and what each recomputation needs.
       explain: show every term of the best way, with its formula.
@@ -217,6 +227,21 @@ def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float 
     return f"\n{text}{stages}"
 
 
+def _stages(
+    plan: ClusterPlan, subjects: Sequence[Subject], space: Space, synchronisation: Synchronisation
+) -> StagesPlan | None:
+    """Print and return the best pipeline over several islands, or why there is none."""
+    if len(plan.shares) == 1 or not synchronisation.is_mean:
+        return None
+    try:
+        found = plan_stages(subjects, plan, space)
+    except ValueError as problem:
+        terminal.out(f"as one pipeline, a stage on each island: {problem}\n")
+        return None
+    terminal.out(island_stages_text(found, plan))
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
     flags_text = set_xla_flags(arguments)
@@ -233,11 +258,21 @@ def main(arguments: Sequence[str]) -> int:
     with TemporaryDirectory() as folder:
         subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
     space = space_of(run, parse_mesh(options.fixed))
-    plan = plan_cluster(subjects, cluster, space, options.most)
+    synchronisation = run.strategy.synchronisation
+    plan = plan_cluster(subjects, cluster, space, options.most, synchronisation)
+    if len(plan.shares) == 1 and synchronisation.on_deltas:
+        terminal.out(
+            "synchronisation: a plan of one island adds up gradients over data in every step, whatever"
+            " --synchronisation says; give a cluster of several islands to plan how these are joined\n"
+        )
     terminal.out(plan_text(plan, subjects, options.most))
-    if options.output is not None and plan.fits:
+    stages = _stages(plan, subjects, space, synchronisation)
+    if options.output is not None and (plan.fits or stages is not None):
         # first, so that no analysis that cannot be done keeps it from being written
-        replace_file(options.output, strategy_text(planned_strategy(run, plan)).encode())
+        best = planned_strategy(run, plan)
+        if stages is not None and (not plan.fits or stages.seconds < plan.seconds):
+            best = staged_strategy(run, stages)
+        replace_file(options.output, strategy_text(best).encode())
         terminal.out(f"strategy: {options.output}\n")
     if options.explain:
         for each in (one for one in plan.kinds if one.plan.ranked and one.rows):
@@ -258,4 +293,4 @@ def main(arguments: Sequence[str]) -> int:
     if options.compile is not None:
         with compiling(flags_text):
             terminal.out(compile_plan(run, plan, subjects, options.compile))
-    return DONE if plan.fits else FAILED
+    return DONE if plan.fits or stages is not None else FAILED

@@ -83,7 +83,7 @@ def row_of_run(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[s
             f"{folder / METRICS} has fewer than two measured lines; train on, or use --log-every 1"
         )
     step_seconds = sum(seconds for phase, seconds in phases.seconds.items() if phase != "save")
-    device, devices = _devices(folder)
+    device, devices = devices_of(folder)
     found: dict[str, float] = {"step_seconds": step_seconds}
     saves = [line["seconds/save"] for line in lines if line.get("seconds/save", 0.0) > 0]
     if saves:
@@ -111,7 +111,7 @@ def row_of_run(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[s
     return MeasuredRow(model=model, device=device, devices=devices, **found), notes
 
 
-def _devices(folder: Path) -> tuple[str, int]:
+def devices_of(folder: Path) -> tuple[str, int]:
     """Return the kinds of the devices of a run's newest start, and their number."""
     path = folder / ENVIRONMENT
     try:

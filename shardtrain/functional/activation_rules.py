@@ -148,6 +148,7 @@ def activation_rules(
     context_attention: str = "ring",
     *,
     attention: Any = None,
+    experts: Any = None,
 ) -> Iterator[None]:
     """Within this, `nn.with_logical_constraint` of traced functions follows these rules, strictly.
 
@@ -157,6 +158,7 @@ def activation_rules(
       unnamed: "refuse" dims without a rule, or "replicate" them.
       context_attention: how attention is computed where sequences are sharded, see `ContextAttention`.
       attention: what models get as attention instead, called alike.
+      experts: what mixtures of experts get as their exchange instead, called as `ExpertExchange`.
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -168,10 +170,10 @@ def activation_rules(
     strict.one_device = is_one_device(mesh.shape)
     of_run = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
     strict.attention = of_run if attention is None else attention
-    strict.experts = None if strict.one_device else ExpertExchange()
+    strict.experts = experts or (None if strict.one_device else ExpertExchange())
     strict.note = _NOTE.get()
     # who asks hears of a block that was traced before, too
-    key = (pairs, unnamed, strict.one_device, strict.attention, strict.note)
+    key = (pairs, unnamed, strict.one_device, strict.attention, experts, strict.note)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.functional.score_blocks import Keys, Queries, add_keys, score_gradients
+from shardtrain.functional.score_sizes import window_reach
 
 Order = Literal["any", "balanced", "window", "gathered"]
 """Which keys a device has, and when. "any": queries see keys of all positions. The others are causal:
@@ -81,10 +82,8 @@ def windowed_ring(axis: str, num: int, num_queries: int, window: int) -> Ring | 
     >>> windowed_ring("context", 4, 8, window=21) is None
     True
     """
-    # the first query of a part, d parts behind, is (d - 1) * size + 1 places from the nearest key
-    reach = min(2 * num - 1, 1 + (window - 2) // (num_queries // 2)) if window > 1 else 0
-    # of each two parts of queries, reach + 1 of keys; the balanced ring computes 2 num + 1 of these blocks
-    return Ring(axis, num, "window", reach) if 2 * (reach + 1) < 2 * num + 1 else None
+    reach = window_reach(num, num_queries, window)
+    return None if reach is None else Ring(axis, num, "window", reach)
 
 
 def balanced_exchange(x: jax.Array, axis: str, num: int, *, inverse: bool = False) -> jax.Array:

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-KEYS_AT_ONCE = 1024
-"""Scores exist for this many keys at a time."""
+from shardtrain.functional.score_sizes import KEYS_AT_ONCE, num_key_blocks
 
 HIDDEN = int(jnp.iinfo(jnp.int32).min)
 """The label of a key that no query sees."""
@@ -143,7 +142,7 @@ def _scores(queries: Queries, keys: Keys, start: Any) -> tuple[jax.Array, jax.Ar
 def _over_keys(visit: Callable[..., Any], carry: Any, keys: Keys) -> tuple[Any, Any]:
     """Scan visit(carry, (some keys, the number of the first)) over the keys."""
     num_keys = keys.k.shape[1]
-    num_blocks = next(n for n in range(-(-num_keys // KEYS_AT_ONCE), num_keys + 1) if num_keys % n == 0)
+    num_blocks = num_key_blocks(num_keys, KEYS_AT_ONCE)
     size = num_keys // num_blocks
     if num_blocks == 1:
         return visit(carry, (keys, 0))

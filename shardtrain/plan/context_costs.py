@@ -1,37 +1,29 @@
-"""What attention over the mesh axis context sends and computes, by its kind. No jax.
+"""What attention over the mesh axis context sends, computes and keeps, by its kind. No jax.
 
-The formulas are those of `docs/context.md`: ring attention (Liu et al. 2023), all-gather, and all-to-all
-(Jacobs et al. 2023). Next: `stage_runs.py`.
+The formulas are those of `docs/context.md`: ring attention (Liu et al. 2023) and all-gather; all-to-all
+(Jacobs et al. 2023) is the attention of the model between two exchanges. Next: `program_cost.py`.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardtrain import axes
-from shardtrain.plan.cost import Cost, Sent
+from shardtrain.functional.score_sizes import KEYS_AT_ONCE, LOOPED_KEYS, window_reach
+from shardtrain.plan.cost import Sent
 from shardtrain.plan.hlo.collectives import PERMUTE
-from shardtrain.plan.prediction import Choice
+from shardtrain.plan.program import CallCost, CallSizes
 
-RECOMPUTED = 0.9
-"""The part of the flops of attention from which on a program is taken to compute it again."""
+FLOAT = 4
+"""Bytes of an element of scores, of their sums and of gradients that travel."""
 
+PASSES = (4, 10)
+"""How often scores are written to memory or read from it: forward scores and their weights, written and read;
+backward the gradients of both too, and three products read what one of them has written."""
 
-class ContextCost(NamedTuple):
-    """What attention over context costs a device, for each microbatch.
-
-    Args:
-      forward_bytes, backward_bytes: sent.
-      again_bytes: sent where the backward computes attention again.
-      messages: of a forward.
-      flops: computed beside those of the traced program, forward and backward; negative where a ring leaves
-        out what a causal mask hides.
-    """
-
-    forward_bytes: float
-    backward_bytes: float
-    again_bytes: float
-    messages: float
-    flops: float
+ARRAYS = {"ring": (2, 4), "all-gather": (3, 6)}
+"""How many arrays like the scores of a block are there at once, forward and backward: those four, and beside
+gathered keys copies of two of them, as compiled programs for H100 GPUs have them."""
 
 
 def moved_part(num: int) -> float:
@@ -46,63 +38,83 @@ def moved_part(num: int) -> float:
     return sum(half // 2 != device for half, device in enumerate(balanced)) / (2 * num)
 
 
-def context_cost(found: Cost, alone: Cost, sizes: Mapping[str, int], kind: str) -> ContextCost:
-    """Return what the attention of a microbatch costs beside the traced program.
+class AttentionCall(NamedTuple):
+    """Attention of a device's queries to the keys of all, forward or backward, by ring or all-gather.
 
-    Windows, which a ring may stop at, are not known here.
+    It reads queries, keys and values; backward also its output, the sums of its softmax, and a cotangent.
 
     Args:
-      found: the cost of loss and gradient.
-      alone: of the loss alone, with its attention.
-      sizes: axis -> size.
-      kind: as `Layout.context_attention`.
+      kind: "ring" or "all-gather".
+      queries, keys: positions of the whole sequences.
+      head_dim: features of a head.
+      item_bytes: of an element of queries and keys.
+      causal: whether queries see keys up to their own position alone.
+      window: how many keys a query sees at most; None: any number, or not known.
+      backward: whether it is the gradient.
     """
-    num, total = sizes[axes.CONTEXT], ContextCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    flops = sum(each.flops for each in alone.attended)
-    # a backward costs twice its forward: what is more is computed again
-    again = found.flops - 3 * alone.flops >= RECOMPUTED * flops
-    for each in alone.attended:
-        whole, keys = 2 * each.q_bytes + each.kv_bytes, (num - 1) * each.kv_bytes
-        # the scores are computed again in the backward: 5 products beside the 2 of the forward
-        products, part = 3.5 + 0.5 * again, 1.0
-        if kind == "all-to-all":
-            moved = (num - 1) / num * whole
-            one = ContextCost(moved, moved, moved, 4 * each.calls, 0.0)
-        elif kind == "all-gather":
-            one = ContextCost(keys, 2 * keys, 0.0, 2 * (num - 1) * each.calls, 0.0)
+
+    kind: str
+    queries: int
+    keys: int
+    head_dim: int
+    item_bytes: int
+    causal: bool
+    window: int | None = None
+    backward: bool = False
+
+    linear = completes = False
+
+    def cost(self, sizes: CallSizes) -> CallCost:
+        """Return what one call costs; see `DeviceCall`."""
+        nums = np.broadcast_to(sizes.axis_sizes(axes.CONTEXT), np.shape(sizes.reads[0]))
+        found = np.zeros((5, len(nums)))
+        for num in np.unique(nums):
+            here = nums == num
+            for row, figures in zip(found, self._of(int(num), sizes, here), strict=True):
+                row[here] = figures
+        flops, moved, temporary, num_bytes, messages = found
+        sent = Sent(PERMUTE, (axes.CONTEXT,), num_bytes, messages)  # pyright: ignore
+        return CallCost(flops=flops, moved_bytes=moved, temporary_bytes=temporary, sent=(sent,))
+
+    def _of(self, num: int, sizes: CallSizes, here: Any) -> tuple[Any, ...]:
+        """Return flops, bytes moved and temporary, bytes and messages sent, of so many devices."""
+        queries, keys = self.queries // num, self.keys
+        q, kv = sizes.reads[0][here], (sizes.reads[1] + sizes.reads[2])[here]
+        q_float, kv_float = (x * FLOAT / self.item_bytes for x in (q, kv))
+        # bytes of the scores of all of a device's queries to one key
+        of_key = q_float / self.head_dim
+        if self.kind == "all-gather":
+            steps, of_four, part, moved, at_once = num, 0, 1.0, 0.0, keys * of_key
+            visiting, travelling, gradients = num * kv, 2 * kv, num * kv_float
         else:
-            moved = moved_part(num) * whole * each.causal
-            part = (2 * num + 1) / (4 * num) if each.causal else 1.0
-            messages = (2 * (num - 1) + 4 * each.causal) * each.calls
-            one = ContextCost(keys + moved, 2 * keys + moved, moved, messages, 0.0)
-        if kind != "all-to-all":
-            one = one._replace(flops=each.flops * (products * part - 3 - again))
-        total = ContextCost(*(a + b for a, b in zip(total, one, strict=True)))
-    return total if again else total._replace(again_bytes=0.0)
-
-
-def more_flops(found: Cost, alone: Cost | None, sizes: Mapping[str, int], choice: Choice) -> float:
-    """Return the flops of attention over context beside those of the traced program, of a microbatch."""
-    if alone is None or sizes.get(axes.CONTEXT, 1) == 1:
-        return 0.0
-    return context_cost(found, alone, sizes, choice.layout.context_attention).flops
-
-
-def sent_by_attention(
-    found: Cost, alone: Cost | None, sizes: Mapping[str, int], choice: Choice, backwards: int
-) -> tuple[Sent, ...]:
-    """Return what attention over context sends in a step, of a stage on average; () without the axis.
-
-    Args:
-      found, alone, sizes: as in `context_cost`, of a microbatch of a chunk.
-      choice: the layout and the rest.
-      backwards: kinds of backward tasks of a pipeline, each of which computes the forward again.
-    """
-    if alone is None or sizes.get(axes.CONTEXT, 1) == 1:
-        return ()
-    cost = context_cost(found, alone, sizes, choice.layout.context_attention)
-    runs, parts = choice.accumulate * choice.virtual_stages, sizes[axes.PIPELINE] * choice.virtual_stages
-    forwards = 1.0 if sizes[axes.PIPELINE] == 1 else (parts - 1) / parts + backwards
-    num_bytes = forwards * cost.forward_bytes + cost.again_bytes + cost.backward_bytes
-    times = (forwards + 2) * cost.messages
-    return (Sent(PERMUTE, (axes.CONTEXT,), runs * num_bytes, runs * times),)
+            reach = window_reach(num, queries, self.window) if self.causal and self.window else None
+            steps = num if reach is None else 1 + (reach + 1) // 2
+            # of blocks of (queries / 2)² scores, as a part of all
+            of_four = 2 * num + 1 if reach is None else 2 * (reach + 1)
+            part = of_four / (4 * num) if self.causal else 1.0
+            moved = moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
+            at_once = keys // num * of_key / (4 if self.causal else 1)
+            # what is here, and what arrives; gradients travel in float32
+            visiting, travelling, gradients = 2 * kv, kv + kv_float, 3 * kv_float
+        products, back = (5, 1) if self.backward else (2, 0)
+        of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
+        arrays = ARRAYS[self.kind][back]
+        if of_pair < LOOPED_KEYS and self.kind == "ring":
+            # without loops the scores of all steps are there at once
+            arrays = (2 + back) * (of_four if self.causal else steps)
+        scores = part * keys * of_key
+        temporary = (
+            q_float * (2 + back)
+            + visiting
+            + gradients * back
+            + at_once * min(1.0, KEYS_AT_ONCE / of_pair) * arrays
+        )
+        sent = (steps - 1) * (travelling if self.backward else kv) + moved
+        messages = (2 * (steps - 1) + 4 * bool(np.any(moved))) * (1 + back)
+        return (
+            products * 2 * part * keys * q_float / FLOAT,
+            scores * PASSES[back],
+            temporary,
+            sent,
+            messages,
+        )

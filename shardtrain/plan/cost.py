@@ -38,24 +38,6 @@ class Loop(NamedTuple):
     stacking_seconds: float = 0.0
 
 
-class Attended(NamedTuple):
-    """The attention of one run of a program, on one device, all calls together.
-
-    Args:
-      causal: whether queries see keys up to their own position alone.
-      q_bytes: of queries.
-      kv_bytes: of keys and values.
-      flops: of the two products, over whole sequences.
-      calls: number of calls.
-    """
-
-    causal: bool
-    q_bytes: float
-    kv_bytes: float
-    flops: float
-    calls: float
-
-
 class Segment(NamedTuple):
     """A part of a program: a loop over the blocks of a model, or what is before, between or behind them.
 
@@ -80,7 +62,6 @@ class Cost(NamedTuple):
       sent: collectives of activations.
       loops: those over a named dim, in order.
       segments: of which the program consists; the loops over blocks are every second one.
-      attended: attention, where the program has marks of it.
     """
 
     flops: float
@@ -89,4 +70,3 @@ class Cost(NamedTuple):
     sent: tuple[Sent, ...]
     loops: tuple[Loop, ...]
     segments: tuple[Segment, ...] = ()
-    attended: tuple[Attended, ...] = ()

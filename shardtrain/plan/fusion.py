@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from shardtrain.plan.named_dims import REDUCTIONS
-from shardtrain.plan.program import Array, Kernel, Program, Resharded
+from shardtrain.plan.program import Array, DeviceCall, Kernel, Program, Resharded
 
 ALIASES = frozenset(
     (
@@ -23,7 +23,7 @@ MATERIAL = frozenset(
     (
         *("cholesky", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
         *("custom_call", "dot_general", "ffi_call", "fft", "gather", "ragged_dot_general", "random_bits"),
-        *("pallas_call", "reduce", "reduce_window", "reduce_window_max", "reduce_window_min"),
+        *("device_call", "pallas_call", "reduce", "reduce_window", "reduce_window_max", "reduce_window_min"),
         *("reduce_window_sum", "scatter", "scatter-add", "select_and_gather_add", "select_and_scatter_add"),
         *("sort", "threefry2x32", "top_k", "triangular_solve"),
     )
@@ -49,6 +49,8 @@ class Step:
       flops: of a matrix product or a convolution.
       summed: the names of the dims that it sums over.
       body, trips, over: of a loop, as in `Kernel`.
+      call: of a call that is left closed, as in `Kernel`.
+      grouped: the names of dims of its arrays that its work is not over.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Step:
     body: Program | None = None
     trips: int = 1
     over: str | None = None
+    call: DeviceCall | None = None
+    grouped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,17 +129,19 @@ def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
         sources.update((i, tuple(reads)) for i in step.writes if i not in written)
         results = tuple(i for i in step.writes if i in written)
         if results or step.body is not None:
+            operands = roots if step.call is not None else ()
             names = {name for i in (*step.reads, *step.writes) for name in given.arrays[i].dims if name}
             yield Kernel(
                 name=step.name,
                 reads=tuple(reads),
                 writes=results,
                 flops=step.flops,
-                dims=frozenset(names | set(step.summed)),
+                dims=frozenset((names | set(step.summed)) - set(step.grouped)),
                 body=step.body,
                 trips=step.trips,
                 over=step.over,
-                operands=tuple(roots[-len(step.body.inputs) :]) if step.body is not None else (),
+                operands=tuple(roots[-len(step.body.inputs) :] if step.body is not None else operands),
+                call=step.call,
             )
 
 

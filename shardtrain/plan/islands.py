@@ -1,11 +1,13 @@
 """Plan unequal islands: the rows of each, and the layout that suits its devices. Next: `report/plan.py`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.plan.devices import GB
-from shardtrain.plan.hlo.collectives import ALL_REDUCE
+from shardtrain.plan.join import Join, join, own_copies
 from shardtrain.plan.machine import Machine, machine_of
 from shardtrain.plan.named_layouts import named_layouts
 from shardtrain.plan.nearest import nearest_text
@@ -15,7 +17,6 @@ from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.shares import shares
 
 ROUNDS = 4
@@ -48,12 +49,18 @@ class ClusterPlan:
     Args:
       kinds: of each kind of islands.
       shares: rows of each island.
-      join_seconds: to add up the gradients of all islands.
+      join_seconds: that a step waits, on average, until islands are joined.
+      synchronisation: how they are joined.
+      link_bytes_per_second: that an island sends to others; inf: no link is given.
+      num_parameters: elements of all parameters.
     """
 
     kinds: tuple[KindPlan, ...]
     shares: tuple[int, ...]
     join_seconds: float
+    synchronisation: Synchronisation = Synchronisation()
+    link_bytes_per_second: float = math.inf
+    num_parameters: int = 0
 
     @property
     def fits(self) -> bool:
@@ -62,13 +69,31 @@ class ClusterPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: of the slowest island, and to add up gradients."""
-        of_kinds = [each.plan.ranked[0].prediction.seconds.total for each in self.kinds if each.rows]
-        return max(of_kinds) + self.join_seconds
+        """Seconds of a step: of the slowest island, and until islands are joined."""
+        return self.island_seconds + self.join_seconds
+
+    @property
+    def island_seconds(self) -> float:
+        """Seconds of a step of the slowest island alone."""
+        return max(each.plan.ranked[0].prediction.seconds.total for each in self.kinds if each.rows)
+
+    def joined_by(self, synchronisation: Synchronisation) -> Join:
+        """Return what another way of joining the islands would cost; layouts stay."""
+        return join(
+            synchronisation,
+            len(self.shares),
+            self.num_parameters,
+            self.link_bytes_per_second,
+            self.island_seconds,
+        )
 
 
 def plan_cluster(
-    subjects: Sequence[Subject], cluster: Cluster, space: Space | None = None, most: int = 20
+    subjects: Sequence[Subject],
+    cluster: Cluster,
+    space: Space | None = None,
+    most: int = 20,
+    synchronisation: Synchronisation = Synchronisation(),
 ) -> ClusterPlan:
     """Plan the islands of a cluster, each a replica with its share of the batch.
 
@@ -77,6 +102,7 @@ def plan_cluster(
       cluster: the islands; each kind says its devices.
       space: what may be chosen; None: everything.
       most: how many ways of each kind to return.
+      synchronisation: how islands are joined.
 
     Raises:
       ValueError: a kind does not say its devices, they are not known, or nothing can run on one.
@@ -87,7 +113,7 @@ def plan_cluster(
     space = space or Space()
     if len(cluster.of_islands) > 1:
         # sections of a strategy have no schedule of their own
-        space = replace(space, schedules=space.schedules[:1])
+        space = replace(space, schedules=space.schedules[:1], own_copies=own_copies(synchronisation))
     subject, islands = subjects[0], cluster.of_islands
     if len(islands) == 1:
         devices = islands[0].devices or 1
@@ -103,7 +129,7 @@ def plan_cluster(
     ]
     best: ClusterPlan | None = None
     for _ in range(ROUNDS):
-        found = _with_speeds(subjects, cluster, machines, speeds, space, most)
+        found = _with_speeds(subjects, cluster, machines, speeds, space, most, synchronisation)
         if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
             best = found
         speeds = _speeds(found, speeds)
@@ -169,6 +195,7 @@ def _with_speeds(
     speeds: Sequence[float],
     space: Space,
     most: int,
+    synchronisation: Synchronisation,
 ) -> ClusterPlan:
     """Give rows in proportion to speeds, and plan each kind for its rows."""
     weights = [speed for kind, speed in zip(cluster.islands, speeds, strict=True) for _ in range(kind.count)]
@@ -186,8 +213,13 @@ def _with_speeds(
                 + nearest_text(subject.share(most_rows), kind.devices or 1, space)
             )
         kinds.append(KindPlan(kind=kind, machine=machine, rows=most_rows, plan=plan))
-    sent = sent_bytes(ALL_REDUCE, len(rows), 4 * subjects[0].num_parameters)
     link = cluster.link_gb_per_second
-    return ClusterPlan(
-        kinds=tuple(kinds), shares=tuple(rows), join_seconds=0.0 if link is None else sent / (link * GB)
+    found = ClusterPlan(
+        kinds=tuple(kinds),
+        shares=tuple(rows),
+        join_seconds=0.0,
+        synchronisation=synchronisation,
+        link_bytes_per_second=math.inf if link is None else link * GB,
+        num_parameters=subjects[0].num_parameters,
     )
+    return replace(found, join_seconds=found.joined_by(synchronisation).seconds)

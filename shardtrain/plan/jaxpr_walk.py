@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+
 from shardtrain import axes
-from shardtrain.plan.attention_marks import MARKS
+from shardtrain.plan.device_calls import NAME
 from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fused, root
 from shardtrain.plan.named_dims import Operands, merged, names_of
 from shardtrain.plan.partial_sums import LINEAR, LOOKUPS, Partial
-from shardtrain.plan.program import Array, Attention, Dims, Program, Resharded
+from shardtrain.plan.program import ARRIVED, Array, Dims, Program, Resharded
 
 CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters that hold the computation that an operation stands for."""
+
+OF_EXAMPLES = (axes.BATCH, ARRIVED)
+"""Dims of examples: sums over them are gradients of parameters, whose collectives are those of theory."""
 
 OPAQUE = ("pallas_call", "reduce", "reduce_window", "custom_linear_solve")
 """Operations that hold a computation of single elements or of a kernel instead."""
@@ -34,7 +39,6 @@ class Walk:
       constants: numbers of the arrays that are computed from constants alone.
       moves: number of an array -> the change of sharding that made it.
       resharded: sums that were completed.
-      attentions: calls of attention found so far.
       of: variable of jax -> number of its array.
     """
 
@@ -46,7 +50,6 @@ class Walk:
     constants: set[int] = field(default_factory=set)
     moves: dict[int, Resharded] = field(default_factory=dict)
     resharded: list[Resharded] = field(default_factory=list)
-    attentions: list[Attention] = field(default_factory=list)
     of: dict[Any, int] = field(default_factory=dict)
 
     def add(self, aval: Any, dims: Dims | None = None) -> int:
@@ -93,16 +96,31 @@ class Walk:
             return self._scan(equation, reads)
         if primitive == "while":
             return self._while(equation, reads)
+        if primitive == NAME:
+            return self._closed(params, reads)
         if primitive == "cond":
             # the branch with the most operations stands for all
             branch = max(params["branches"], key=lambda each: len(each.jaxpr.eqns))
             return self._inlined(branch, reads[1:])
         inner = next((params[key] for key in CALLED if key in params), None)
         if inner is not None and primitive not in OPAQUE:
-            if (causal := MARKS.get(params.get("name", ""))) is not None:
-                self.attentions.append(Attention(self.root(reads[0]), self.root(reads[1]), causal))
             return self._inlined(inner, reads)
         return self._operation(equation, reads)
+
+    def _closed(self, params: Any, reads: list[int]) -> list[int]:
+        """Add a call that devices compute by hand, whose results have names of their own."""
+        call, results = params["call"], params["results"]
+        writes = [self.add(jax.ShapeDtypeStruct(shape, dtype), dims) for shape, dtype, dims in results]
+        waiting = self.partial.pop(reads[0], None) if call.linear else None
+        self._sums(NAME, reads, writes, ())
+        if waiting is not None:
+            passed = waiting._replace(dims=self.arrays[writes[0]].dims, rows=None)
+            if call.completes:
+                self._complete(writes[0], passed)
+            else:
+                self.partial[writes[0]] = passed
+        self.steps.append(Step(name=NAME, reads=reads, writes=writes, call=call))
+        return writes
 
     def _inlined(self, inner: Any, reads: list[int]) -> list[int]:
         jaxpr = getattr(inner, "jaxpr", inner)
@@ -133,7 +151,14 @@ class Walk:
             if primitive not in MATERIAL and all(self.root(i) in self.constants for i in reads):
                 self.constants.update(writes)
         self.steps.append(
-            Step(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
+            Step(
+                name=primitive,
+                reads=reads,
+                writes=writes,
+                flops=found.flops,
+                summed=found.summed,
+                grouped=found.grouped,
+            )
         )
         return writes
 
@@ -141,7 +166,7 @@ class Walk:
         self, primitive: str, reads: Sequence[int], writes: Sequence[int], summed: Sequence[str]
     ) -> None:
         """Note which arrays are parts of a sum until all devices have added theirs."""
-        summed = tuple(name for name in summed if name != axes.BATCH)
+        summed = tuple(name for name in summed if name not in OF_EXAMPLES)
         waiting = {self.partial[i].summed for i in reads if i in self.partial}
         rows = reads[LOOKUPS[primitive]] if primitive in LOOKUPS else None
         kept = primitive in LINEAR and len(waiting) == 1 and all(i in self.partial for i in reads)
@@ -256,4 +281,4 @@ class Walk:
             self._complete(i, self.partial.pop(i))
         changes = [*self.resharded, *self.moves.values()]
         found = Unfused(self.arrays, self.steps, self.same, self.constants, changes)
-        return replace(fused(found, inputs, outputs), attentions=tuple(self.attentions))
+        return fused(found, inputs, outputs)

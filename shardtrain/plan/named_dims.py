@@ -8,7 +8,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Dims = tuple[str | None, ...]
+from shardtrain.axes import EXPERTS
+from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims
+
+SLOTS = (EXPERTS, ARRIVED)
+"""The dims that `EXPERT_SLOTS` is of."""
 
 
 class Operands(NamedTuple):
@@ -34,11 +38,13 @@ class Found(NamedTuple):
       outputs: names of each output's dims.
       summed: the names that it sums over.
       flops: of a matrix product or a convolution.
+      grouped: names of dims that its work is not over, as each row is of one group alone.
     """
 
     outputs: tuple[Dims, ...]
     summed: tuple[str, ...] = ()
     flops: float = 0.0
+    grouped: tuple[str, ...] = ()
 
 
 REDUCTIONS = frozenset(
@@ -139,7 +145,15 @@ def _reshaped(operands: Operands) -> Found:
                 left, i = left * given[i], i + 1
             else:
                 right, j = right * shape[j], j + 1
-        name = next((names[k] for k in range(first_in, i) if names[k] and given[k] > 1), None)
+        inside = [k for k in range(first_in, i) if given[k] > 1]
+        results = [k for k in range(first_out, j) if shape[k] > 1]
+        if tuple(names[k] for k in inside) == SLOTS and len(results) == 1:
+            found[results[0]] = EXPERT_SLOTS
+            continue
+        if [names[k] for k in inside] == [EXPERT_SLOTS] and len(results) == 2:
+            found[results[0]], found[results[1]] = SLOTS
+            continue
+        name = next((names[k] for k in inside if names[k]), None)
         to = next((k for k in range(first_out, j) if shape[k] > 1), first_out)
         found[to] = name
     return Found((tuple(found),))
@@ -176,8 +190,11 @@ def _ragged(operands: Operands) -> Found:
         # the rows' features are the kernel's second dim; or its third, for the gradient of the rows
         ((_, (contracted,)), _) = operands.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
         free = right[3 - contracted]
-        return Found(((left[0], free),), tuple(name for name in (left[1],) if name), flops)
-    return Found(((None, left[1], right[1]),), tuple(name for name in (left[0],) if name), flops)
+        groups = tuple(name for name in right[:1] if name)
+        return Found(((left[0], free),), tuple(name for name in (left[1],) if name), flops, groups)
+    of_groups = operands.dims[2][0]
+    summed, groups = (tuple(name for name in (each,) if name) for each in (left[0], of_groups))
+    return Found(((of_groups, left[1], right[1]),), summed, flops, groups)
 
 
 def _convolution(operands: Operands) -> Found:

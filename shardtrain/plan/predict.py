@@ -17,10 +17,10 @@ from shardtrain import axes
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import Table
 from shardtrain.pipeline.tick_arrays import make_ticks
-from shardtrain.plan.context_costs import more_flops
 from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds, StateFigures
+from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.stage_runs import stage_runs
 from shardtrain.plan.step_times import StepTimes, step_times, stream_bytes
@@ -28,9 +28,9 @@ from shardtrain.plan.traffic import Weight, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import Specs
 
-ROWS, PARTS = "rows", "parts"
+ROWS, PARTS, ARRIVED_ROWS = "rows", "parts", "arrived rows"
 """Splits of a step that are not one mesh axis: of its rows into microbatches on devices, of the blocks into
-parts of a pipeline."""
+parts of a pipeline, of the rows into those that devices of the axis expert have of each other."""
 
 
 def state_figures(
@@ -52,6 +52,7 @@ def state_figures(
         optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
         gradients=tree_bytes(in_float32, specs.params, sizes),
         updated=tree_bytes(params, specs.sharded, sizes),
+        updated_float32=tree_bytes(in_float32, specs.sharded, sizes),
         gathered=_gathered_bytes(specs, sizes, item_bytes),
         weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
         num_blocks=max(blocks, default=1),
@@ -98,8 +99,15 @@ def sharding_of(
       fraction: the part of the program's rows that this island has.
     """
     rows = math.prod(sizes[axis] for axis in layout.batch_axes) * accumulate / fraction
-    all_sizes = {**sizes, ROWS: rows, PARTS: sizes[axes.PIPELINE] * chunks}
-    activations = {**layout.activation_rules, axes.BATCH: (ROWS,), axes.LAYERS: (PARTS,)}
+    of_stages = sizes[axes.PIPELINE] * chunks
+    all_sizes = {**sizes, ROWS: rows, PARTS: of_stages, ARRIVED_ROWS: rows / sizes[axes.EXPERT]}
+    activations = {
+        **layout.activation_rules,
+        axes.BATCH: (ROWS,),
+        axes.LAYERS: (PARTS,),
+        ARRIVED: (ARRIVED_ROWS,),
+        EXPERT_SLOTS: (axes.EXPERT, ARRIVED_ROWS),
+    }
 
     def split(rules: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
         present = {dim: tuple(axis for axis in over if all_sizes[axis] != 1) for dim, over in rules.items()}
@@ -142,8 +150,7 @@ def predict(
     return Prediction(
         memory=_memory(state, choice, found, batch_bytes / rows, table),
         seconds=_seconds(times, waits, idle_costs=not machine.simulated),
-        flops=sum(runs * each.flops for runs, each in stage_runs(found, forward, sizes, choice))
-        + choice.accumulate * choice.virtual_stages * more_flops(found, forward, sizes, choice),
+        flops=sum(runs * each.flops for runs, each in stage_runs(found, forward, sizes, choice)),
     )
 
 
@@ -174,6 +181,7 @@ def _memory(
         activations=max(backward, update) - state.gradients,
         pipeline=live * stream_bytes(found),
         batch=batch_bytes,
+        local=choice.own_copies * state.updated_float32,
     )
 
 

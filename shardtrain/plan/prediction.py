@@ -17,6 +17,7 @@ class Choice:
       remat: what the backward computes again; None: what the model says.
       schedule: of a pipeline.
       virtual_stages: parts of the model on each stage.
+      own_copies: float32 arrays like the parameters that an island has because of how islands are joined.
     """
 
     layout: Layout
@@ -24,6 +25,7 @@ class Choice:
     remat: str | None = None
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    own_copies: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class StateFigures:
       optimizer: bytes of its optimizer state.
       gradients: bytes of its sums of gradients over microbatches, float32.
       updated: bytes of the parameters that it updates.
+      updated_float32: the same in float32.
       gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others.
       weights: the parameters, for the theory of their traffic.
       num_blocks: number of blocks.
@@ -45,6 +48,7 @@ class StateFigures:
     optimizer: float
     gradients: float
     updated: float
+    updated_float32: float
     gathered: float
     weights: tuple[Weight, ...]
     num_blocks: int
@@ -62,6 +66,7 @@ class Memory:
       activations: what lies between, at the worst moment: kept and temporary arrays, gathered weights.
       pipeline: activations and cotangents of the microbatches in flight.
       batch: this device's rows.
+      local: what an island changed since it was joined with others, and the outer optimizer's state.
     """
 
     parameters: float
@@ -70,13 +75,13 @@ class Memory:
     activations: float
     pipeline: float
     batch: float
+    local: float = 0.0
 
     @property
     def total(self) -> float:
         """Bytes of all components."""
-        return (
-            self.parameters + self.optimizer + self.gradients + self.activations + self.pipeline + self.batch
-        )
+        of_state = self.parameters + self.optimizer + self.local
+        return of_state + self.gradients + self.activations + self.pipeline + self.batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,19 @@
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 Dims = tuple[str | None, ...]
 """The name of each dim; None for a dim that is not sharded."""
+
+
+ARRIVED = "arrived"
+"""A dim of rows as they are on the devices of their experts, from all devices of the axis expert."""
+
+EXPERT_SLOTS = "expert_slots"
+"""A dim of experts and of the rows that arrived for each, in one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,9 @@ class Kernel:
       body: the program of a loop; then reads and writes are those of the whole loop.
       trips: how often the loop runs.
       over: the name of the dim that the loop runs over, such as `layers`; None: it has none.
-      operands: of a loop, for each input of its body the number of the array that it is a part of.
+      operands: of a loop, for each input of its body the number of the array that it is a part of; of a
+        call, the number of each input.
+      call: of a call that is left closed, what it costs.
     """
 
     name: str
@@ -80,19 +90,54 @@ class Kernel:
     trips: int = 1
     over: str | None = None
     operands: tuple[int, ...] = ()
+    call: "DeviceCall | None" = None
 
 
-class Attention(NamedTuple):
-    """A call of attention by a model that lets a run compute it.
+class CallSizes(NamedTuple):
+    """The arrays of a call on a device, with a number for each of several shardings.
 
     Args:
-      q, k: the numbers of its queries (batch, seq, heads, head_dim) and keys; values are like keys.
-      causal: whether queries see keys up to their own position alone.
+      reads, writes: bytes of each on one device.
+      axis_sizes: mesh axis -> its size; of an axis that is not there 1.
     """
 
-    q: int
-    k: int
-    causal: bool
+    reads: Sequence[Any]
+    writes: Sequence[Any]
+    axis_sizes: Callable[[str], Any]
+
+
+class CallCost(NamedTuple):
+    """What a call costs a device, with a number for each of several shardings.
+
+    Args:
+      flops: of matrix products.
+      moved_bytes: to memory and from it, beside what is read and written once.
+      temporary_bytes: the most that it has at once beside its inputs and results.
+      sent: its collectives, as values of `cost.Sent`.
+    """
+
+    flops: Any
+    moved_bytes: Any
+    temporary_bytes: Any
+    sent: Sequence[Any]
+
+
+class DeviceCall(Protocol):
+    """What devices compute by hand in a call that a trace leaves closed; a hashable value."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether parts of a sum may pass it before they are added; of its first input alone."""
+        ...
+
+    @property
+    def completes(self) -> bool:
+        """Whether such parts are added in its result."""
+        ...
+
+    def cost(self, sizes: CallSizes) -> CallCost:
+        """Return what one call costs."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +152,6 @@ class Program:
       resharded: activations that may be sent between devices.
       num_terms: of each result how many others it is the sum of; of the gradient of a parameter that is used
         twice 2.
-      attentions: calls of attention, where they are looked for.
     """
 
     arrays: tuple[Array, ...]
@@ -116,4 +160,3 @@ class Program:
     kernels: tuple[Kernel, ...]
     resharded: tuple[Resharded, ...] = ()
     num_terms: tuple[int, ...] = ()
-    attentions: tuple[Attention, ...] = ()

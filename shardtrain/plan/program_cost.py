@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain import axes
-from shardtrain.plan.cost import Attended, Cost, Loop, Segment, Sent
+from shardtrain.plan.cost import Cost, Loop, Segment, Sent
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from shardtrain.plan.program import Array, Kernel, Program, Resharded
+from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharded
 from shardtrain.plan.splits import Sharding, Splits
 
 Seconds = Callable[[Any, Any], Any]
@@ -79,7 +79,6 @@ def _cost(total: "_Total", at: int) -> Cost:
             Segment(float(each.flops[at]), float(each.seconds[at]), _sent(each.sent, at))
             for each in total.segments
         ),
-        attended=tuple(Attended(causal, *map(float, sums[:, at])) for causal, sums in total.attended.items()),
     )
 
 
@@ -106,7 +105,6 @@ class _Total:
 
     peak_bytes: np.ndarray
     segments: list[_Segment]
-    attended: dict[bool, np.ndarray]
     loops: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]
 
     @cached_property
@@ -134,10 +132,13 @@ def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
     sizes = [array.num_bytes / splits.parts(array.dims, array.of_parameter) for array in program.arrays]
     kernels = _placed(program, splits)
     zeros = np.zeros(len(splits.sizes))
-    total = _Total(peak_bytes=zeros, segments=[_Segment(zeros, zeros)], attended={}, loops=[])
+    total = _Total(peak_bytes=zeros, segments=[_Segment(zeros, zeros)], loops=[])
     inside, behind = [], []
     for kernel in kernels:
         segment = total.segments[-1]
+        if kernel.call is not None:
+            inside.append(_add_call(segment, kernel, sizes, splits, seconds))
+            continue
         if kernel.body is None:
             flops = kernel.flops / splits.parts(kernel.dims)
             segment.flops = segment.flops + flops
@@ -169,16 +170,9 @@ def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
             total.loops.append((kernel.over, trips * body.seconds, carried, stacking))
         for key, (num_bytes, times) in body.sent.items():
             _add(segment.sent, key, trips * num_bytes, trips * times)
-        for causal, sums in body.attended.items():
-            total.attended[causal] = total.attended.get(causal, 0.0) + trips * sums
         # what one trip makes is its part of what the loop makes, and is there once
         made = np.where(trips <= 1, sum((sizes[i] for i in kernel.writes), zeros), 0.0)
         inside.append(np.maximum(body.peak_bytes - made, 0.0))
-    for q, k, causal in program.attentions:
-        # each query with each key: rows and heads are those of queries
-        flops = 4 * program.arrays[k].shape[1] * sizes[q] / program.arrays[q].item_bytes
-        sums = np.stack([sizes[q], 2 * sizes[k], flops, zeros + 1.0])
-        total.attended[causal] = total.attended.get(causal, 0.0) + sums
     total.peak_bytes = _peak_bytes(program, kernels, sizes, inside)
     for each in program.resharded:
         rows = None if each.rows is None else program.arrays[each.rows]
@@ -186,6 +180,24 @@ def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
         segment = total.segments[2 * bisect(behind, each.array)]
         _add_sent(segment.sent, each, program.arrays[each.array], rows, splits)
     return total
+
+
+def _add_call(
+    segment: _Segment,
+    kernel: Kernel,
+    sizes: Sequence[np.ndarray],
+    splits: Splits,
+    seconds: Durations,
+) -> np.ndarray:
+    """Add what a call costs that a trace left closed; return the bytes that it has beside its arrays."""
+    assert kernel.call is not None
+    reads, writes = ([sizes[i] for i in each] for each in (kernel.operands, kernel.writes))
+    found = kernel.call.cost(CallSizes(reads, writes, splits.axis_sizes))
+    segment.flops = segment.flops + found.flops
+    segment.seconds = segment.seconds + seconds.kernel(found.flops, sum(reads + writes) + found.moved_bytes)
+    for each in found.sent:
+        _add(segment.sent, (each.kind, each.axes), each.num_bytes, each.times * np.ones(len(splits.sizes)))
+    return found.temporary_bytes
 
 
 def _placed(program: Program, splits: Splits) -> list[Kernel]:

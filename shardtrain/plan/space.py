@@ -4,8 +4,9 @@ Next: `search.py`, which compares the choices.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from shardtrain import axes
 from shardtrain.data.row_split import RowSplit
@@ -15,7 +16,7 @@ from shardtrain.pipeline.schedule import SCHEDULES
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
-from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.layout import ContextAttentions, Layout
 
 REMATS = ("none", *(policy for policy in REMAT_POLICIES if policy != OFFLOAD))
 """From no recomputation to all of it. What a device exchanges with its host is not predicted."""
@@ -24,10 +25,15 @@ MOST_MICROBATCHES = 64
 """The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""
 
 MESH_AXES: tuple[str, ...] = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
-"""Axes whose sizes are always searched."""
+"""Axes whose sizes are always searched; of the others see `searched_axes`."""
 
-ON_REQUEST: tuple[str, ...] = (axes.CONTEXT,)
-"""Axes that are searched where a plan names them: each makes several times as many layouts."""
+LONG_SEQUENCE = 8192
+"""Positions of a sequence from which on context is searched without being named."""
+
+PART_OF_SEQUENCE = 1024
+"""The least positions that a device has of a sequence where context is not named."""
+
+CONTEXT_ATTENTIONS: tuple[ContextAttentions, ...] = ("ring", "all-gather", "all-to-all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Space:
       accumulates: numbers of microbatches; (): every power of 2 that the batch allows.
       remats: ways to recompute, from the least to the most; (): all that the model has.
       schedules: of pipelines.
+      own_copies: see `Choice`.
 
     Raises:
       ValueError: an unknown schedule or way to recompute.
@@ -48,6 +55,7 @@ class Space:
     accumulates: tuple[int, ...] = ()
     remats: tuple[str | None, ...] = REMATS
     schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
+    own_copies: int = 0
 
     def __post_init__(self) -> None:
         problems = [near(name, SCHEDULES) for name in self.schedules if name not in SCHEDULES]
@@ -70,7 +78,17 @@ def allowed_choices(subject: Subject, num_devices: int, space: Space) -> tuple[l
     _check_fixed(space.layout, num_devices)
     choices: list[Choice] = []
     refused: dict[str, str] = {}
-    for layout in layouts(num_devices, space.layout):
+    searched = searched_axes(subject, space.layout)
+    most_context = (
+        num_devices
+        if axes.CONTEXT in space.layout.mesh
+        else max(subject.sequence // PART_OF_SEQUENCE, 1)
+        if axes.CONTEXT in searched
+        else 1
+    )
+    for layout in layouts(num_devices, space.layout, searched):
+        if layout.mesh.get(axes.CONTEXT, 1) > most_context:
+            continue
         sizes = axis_sizes(layout.mesh, num_devices)
         try:
             subject.state(Choice(layout=layout), num_devices)
@@ -99,10 +117,6 @@ def _has(subject: Subject, remat: str | None) -> bool:
 
 def _check_fixed(layout: Layout, num_devices: int) -> None:
     fixed = {axis: size for axis, size in layout.mesh.items() if size != -1}
-    known = (*MESH_AXES, *ON_REQUEST)
-    unknown = [near(axis, known) for axis in layout.mesh if axis not in known]
-    if unknown:
-        raise ValueError(f"this axis cannot be fixed in a plan: {'; '.join(unknown)}")
     product = math.prod(fixed.values())
     if num_devices % product:
         text = ",".join(f"{axis}={size}" for axis, size in fixed.items())
@@ -113,21 +127,43 @@ def _check_fixed(layout: Layout, num_devices: int) -> None:
         )
 
 
-def layouts(num_devices: int, given: Layout) -> Iterator[Layout]:
+def searched_axes(subject: Subject, given: Layout) -> tuple[str, ...]:
+    """Return the axes whose sizes are searched.
+
+    Those of `MESH_AXES`, those that the mesh names, expert for a model with experts, and context for one
+    without whose attention the run may compute, of `LONG_SEQUENCE` positions or more.
+    """
+    used = set(MESH_AXES) | set(given.mesh)
+    if subject.num_experts:
+        used.add(axes.EXPERT)
+    elif subject.sequence >= LONG_SEQUENCE:
+        used.add(axes.CONTEXT)
+    return tuple(axis for axis in axes.AXES if axis in used)
+
+
+def layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES) -> Iterator[Layout]:
     """Return every layout whose axis sizes multiply to the number of devices.
 
-    Axes of `ON_REQUEST` have size 1 unless the mesh names them, with a size or with -1.
+    Args:
+      num_devices: how many.
+      given: rules, and sizes that are fixed. Where it has ring attention over context, which is what a run
+        has unless it says otherwise, the other kinds are tried too.
+      searched: the axes whose sizes may be more than 1, beside those that the mesh names.
     """
     fixed = {axis: size for axis, size in given.mesh.items() if size != -1}
-    searched = [axis for axis in axes.AXES if axis in MESH_AXES or axis in given.mesh]
+    searched = [axis for axis in axes.AXES if axis in searched or axis in given.mesh]
     for sizes in _factors(num_devices, len(searched)):
         mesh: dict[str, int] = dict(zip(searched, sizes, strict=True))
         if any(mesh.get(axis, 1) != size for axis, size in fixed.items()):
             continue
         mesh = {axis: size for axis, size in mesh.items() if size > 1} or {str(axes.DATA): 1}
-        for zero in (3, 1) if axes.FSDP in mesh else (3,):
-            for sequence_sharded in (False, True) if axes.TENSOR in mesh else (False,):
-                yield replace(given, mesh=mesh, zero=zero, sequence_sharded=sequence_sharded)
+        kinds = [given.context_attention]
+        if axes.CONTEXT in mesh and kinds == ["ring"]:
+            kinds = list(CONTEXT_ATTENTIONS)
+        zeros = (3, 1) if axes.FSDP in mesh else (3,)
+        sequences = (False, True) if axes.TENSOR in mesh else (False,)
+        for zero, sequence, kind in product(zeros, sequences, kinds):
+            yield replace(given, mesh=mesh, zero=zero, sequence_sharded=sequence, context_attention=kind)
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -151,7 +187,7 @@ def choices_of_layout(
         except ValueError:
             continue
         for schedule in space.schedules if stages > 1 else ("1f1b",):
-            yield Choice(layout=layout, accumulate=accumulate, schedule=schedule)
+            yield Choice(layout=layout, accumulate=accumulate, schedule=schedule, own_copies=space.own_copies)
 
 
 def _no_microbatches(subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space) -> str:
@@ -174,4 +210,6 @@ def mesh_text(layout: Layout) -> str:
     """
     mesh = ",".join(f"{axis}={size}" for axis, size in layout.mesh.items())
     zero = f" --zero {layout.zero}" if layout.zero != 3 else ""
-    return f"--mesh {mesh}{zero}{' --sequence-sharded' if layout.sequence_sharded else ''}"
+    kind = layout.context_attention
+    attention = f" --context-attention {kind}" if kind != "ring" and axes.CONTEXT in layout.mesh else ""
+    return f"--mesh {mesh}{zero}{' --sequence-sharded' if layout.sequence_sharded else ''}{attention}"

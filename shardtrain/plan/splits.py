@@ -78,6 +78,10 @@ class Splits:
             self._parts[key] = self.product(self.mask(*key))
         return self._parts[key]
 
+    def axis_sizes(self, axis: str) -> np.ndarray:
+        """Return, for each sharding, the size of an axis; 1 where it splits nothing."""
+        return self.sizes[:, self.names.index(axis)] if axis in self.names else np.ones(len(self.sizes))
+
     def product(self, mask: np.ndarray) -> np.ndarray:
         """Return, for each sharding, the product of the sizes of the axes of a mask."""
         return np.where(mask, self.sizes, 1.0).prod(axis=1)

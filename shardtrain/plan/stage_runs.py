@@ -9,7 +9,6 @@ from functools import cache
 from shardtrain import axes
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
-from shardtrain.plan.context_costs import sent_by_attention
 from shardtrain.plan.cost import Cost, Segment, Sent
 from shardtrain.plan.prediction import Choice
 
@@ -50,12 +49,11 @@ def sent_activations(
     found: Cost, alone: Cost | None, sizes: Mapping[str, int], choice: Choice
 ) -> tuple[Sent, ...]:
     """Return the collectives of activations of a step; the arguments are those of `stage_runs`."""
-    of_segments = tuple(
+    return tuple(
         each._replace(num_bytes=times * each.num_bytes, times=times * each.times)
         for times, segment in stage_runs(found, alone, sizes, choice)
         for each in segment.sent
     )
-    return of_segments + sent_by_attention(found, alone, sizes, choice, num_backwards(choice))
 
 
 def num_backwards(choice: Choice) -> int:

@@ -11,7 +11,6 @@ from itertools import product
 
 from shardtrain import axes
 from shardtrain.pipeline.table import Table
-from shardtrain.plan.context_costs import more_flops
 from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, StateFigures
@@ -158,7 +157,6 @@ def step_times(
         if alone is None or stages == 1
         else _of_parts(found, alone, state, layout, sizes, machine)
     )
-    computed["backward"] += more_flops(found, alone, sizes, choice) / rates.flops_per_second
     return StepTimes(
         num_stages=stages,
         choice=choice,

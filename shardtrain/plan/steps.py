@@ -12,9 +12,8 @@ from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.splits import Sharding
 from shardtrain.plan.step_times import StepTimes, step_times
-from shardtrain.plan.subject import StateOf, Subject
+from shardtrain.plan.subject import Exchange, StateOf, Subject, exchange_of
 from shardtrain.sharding.axis_sizes import axis_sizes
 
 
@@ -74,30 +73,25 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
         )
         for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
     ]
-    found: dict[tuple[str | None, Sharding], Cost] = {}
-    for remat in dict.fromkeys(choice.remat for choice in choices):
-        alike = [each for each, choice in zip(shardings, choices, strict=True) if choice.remat == remat]
-        of_all = subject.costs(remat, alike, machine.rates)
-        found |= {(remat, each): one for each, one in zip(alike, of_all, strict=True)}
+    exchanges = [exchange_of(choice.layout, each) for choice, each in zip(choices, sizes, strict=True)]
+    # what is traced alike is costed together
+    alike: dict[tuple[str | None, Exchange], list[int]] = {}
+    for i, key in enumerate(zip((choice.remat for choice in choices), exchanges, strict=True)):
+        alike.setdefault(key, []).append(i)
+    found: dict[int, Cost] = {}
+    for (remat, exchange), numbers in alike.items():
+        of_all = subject.costs(remat, [shardings[i] for i in numbers], machine.rates, exchange=exchange)
+        found.update(zip(numbers, of_all, strict=True))
     # the forward tasks of a pipeline keep nothing for the backward, whatever that computes again
-    # and attention over context is found in the program of the loss
-    staged = [
-        each
-        for each, of in zip(shardings, sizes, strict=True)
-        if max(of[axes.PIPELINE], of[axes.CONTEXT]) > 1
-    ]
-    alone = subject.costs(None, staged, machine.rates, gradient=False) if staged else []
-    forward = dict(zip(staged, alone, strict=True))
+    forward: dict[int, Cost] = {}
+    for exchange in dict.fromkeys(exchanges):
+        staged = [i for i, of in enumerate(sizes) if of[axes.PIPELINE] > 1 and exchanges[i] == exchange]
+        if staged:
+            alone = subject.costs(
+                None, [shardings[i] for i in staged], machine.rates, exchange=exchange, gradient=False
+            )
+            forward.update(zip(staged, alone, strict=True))
     return [
-        Step(
-            found[choice.remat, sharding],
-            state,
-            each,
-            choice,
-            num_rows * subject.row_bytes,
-            forward.get(sharding),
-        )
-        for choice, sharding, state, each, num_rows in zip(
-            choices, shardings, states, sizes, rows, strict=True
-        )
+        Step(found[i], state, sizes[i], choice, rows[i] * subject.row_bytes, forward.get(i))
+        for i, (choice, state) in enumerate(zip(choices, states, strict=True))
     ]

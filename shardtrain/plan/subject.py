@@ -5,7 +5,7 @@ Next: `search.py`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import optax
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.row_split import RowSplit
+from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
@@ -31,11 +32,35 @@ from shardtrain.plan.program import Program
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.trace import trace
+from shardtrain.plan.traced_attention import Attended, TracedAttention
+from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import state_specs
 from shardtrain.train_step.placement_checks import check_stages
 from shardtrain.train_step.replica_sums import BoundModel
+
+
+class Exchange(NamedTuple):
+    """What devices compute by hand in a layout, so that it is another program.
+
+    Args:
+      attention: over context, as `Layout.context_attention`; None: sequences are whole.
+      experts: size of the axis expert.
+    """
+
+    attention: str | None = None
+    experts: int = 1
+
+
+NO_EXCHANGE = Exchange()
+
+
+def exchange_of(layout: Layout, sizes: Mapping[str, int]) -> Exchange:
+    """Return what devices compute by hand in a layout."""
+    return Exchange(
+        layout.context_attention if sizes.get(axes.CONTEXT, 1) > 1 else None, sizes.get(axes.EXPERT, 1)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +85,7 @@ class Subject:
     unit: str = "examples"
     row_units: float | None = 1.0
     _programs: dict[Any, Program] = field(default_factory=dict, init=False, repr=False)
+    _attentions: dict[Any, Sequence[Attended]] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
     _states: dict[Any, "StateOf"] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
@@ -99,6 +125,31 @@ class Subject:
         return len(jax.tree.leaves(params))
 
     @cached_property
+    def num_experts(self) -> int:
+        """Experts of a block; 0: the model has no parameters with the dim experts."""
+        model = self.model_of(None)
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        dims = jax.tree.leaves(model.dims, is_leaf=_is_dims)
+        return max(
+            (
+                x.shape[named.index(axes.EXPERTS)]
+                for x, named in zip(jax.tree.leaves(params), dims, strict=True)
+                if axes.EXPERTS in (named or ())
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def sequence(self) -> int:
+        """The most positions that the model asks the run's attention for; 0: it computes its own."""
+        try:
+            found = self.attentions(Exchange(attention="all-gather"))
+        except (ValueError, UserCodeFailed):
+            # relative positions, and what else attention over a mesh does not have
+            return 0
+        return max((q[1] for q, *_ in found), default=0)
+
+    @cached_property
     def in_float32(self) -> bool:
         """Whether most of the flops of the model are in float32."""
         flops: Counter[int] = Counter()
@@ -108,7 +159,7 @@ class Subject:
     def share(self, rows: int) -> "Subject":
         """Return the same for an island with so many rows of the batch; traced programs are shared."""
         found = replace(self, rows=rows)
-        for name in ("_programs", "_models", "_states", "_costs"):
+        for name in ("_programs", "_attentions", "_models", "_states", "_costs"):
             object.__setattr__(found, name, getattr(self, name))
         return found
 
@@ -132,22 +183,40 @@ class Subject:
             self._models[remat] = self.model(remat)
         return self._models[remat]
 
-    def program(self, remat: str | None, *, gradient: bool = True) -> Program:
+    def program(
+        self, remat: str | None, *, gradient: bool = True, exchange: Exchange = NO_EXCHANGE
+    ) -> Program:
         """Return the program of loss and gradient, or of the loss alone, of the whole batch, traced once."""
-        key = remat, gradient
+        key = remat, gradient, exchange
         if key not in self._programs:
-            self._programs[key] = _traced(self.model_of(remat), self.loss, self.batch, gradient)
+            attention = None if exchange.attention is None else TracedAttention(exchange.attention)
+            experts = TracedExperts(exchange.experts)
+            self._programs[key] = _traced(
+                self.model_of(remat), self.loss, self.batch, gradient, attention, experts
+            )
+            self._attentions[key] = () if attention is None else tuple(dict.fromkeys(attention.found))
         return self._programs[key]
 
+    def attentions(self, exchange: Exchange) -> Sequence[Attended]:
+        """Return what the model asks the run's attention for; () if it computes its own."""
+        self.program(None, gradient=False, exchange=exchange)
+        return self._attentions[None, False, exchange]
+
     def costs(
-        self, remat: str | None, shardings: Sequence[Sharding], rates: Rates, *, gradient: bool = True
+        self,
+        remat: str | None,
+        shardings: Sequence[Sharding],
+        rates: Rates,
+        *,
+        gradient: bool = True,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> list[Cost]:
         """Return what one run of a program costs a device, for each of several shardings, found once."""
-        keys = [(remat, each, rates, gradient) for each in shardings]
+        keys = [(remat, each, rates, gradient, exchange) for each in shardings]
         missing = list(dict.fromkeys(key for key in keys if key not in self._costs))
         if missing:
             durations = Durations(rates.seconds, rates.stacking_seconds)
-            program = self.program(remat, gradient=gradient)
+            program = self.program(remat, gradient=gradient, exchange=exchange)
             found = costs(program, [each for _, each, *_ in missing], durations)
             self._costs.update(zip(missing, found, strict=True))
         return [self._costs[key] for key in keys]
@@ -181,8 +250,12 @@ class Subject:
         self, layout: Layout, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
     ) -> None:
         """Refuse what a run refuses of attention over context."""
-        program = self.program(None, gradient=False)
-        found = list(attentions_of(program))
+        if self.num_experts:
+            raise ValueError(
+                f"context={sizes[axes.CONTEXT]} is not planned for models with experts, whose sums over"
+                " positions a plan does not know; use context=1"
+            )
+        found = self.attentions(exchange_of(layout, sizes))
         if not found:
             raise ValueError(
                 f"context={sizes[axes.CONTEXT]} is planned for models that let the run compute attention"
@@ -192,7 +265,7 @@ class Subject:
             check_stages(
                 self.model_of(None), layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1)
             )
-        for q, k, causal in dict.fromkeys(found):
+        for q, k, causal in found:
             check_layout(layout.context_attention, q, k, causal, rules, sizes)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
@@ -222,17 +295,6 @@ class Subject:
             num_chunks=chunks,
             counts=tuple(counts("equal", chain.num_blocks, num_stages * chunks)),
         )
-
-
-def attentions_of(
-    program: Program,
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bool]]:
-    """Yield the shapes of queries and keys of each call of attention, and whether it is causal."""
-    for q, k, causal in program.attentions:
-        yield program.arrays[q].shape, program.arrays[k].shape, causal
-    for kernel in program.kernels:
-        if kernel.body is not None:
-            yield from attentions_of(kernel.body)
 
 
 class StateOf(NamedTuple):
@@ -269,7 +331,14 @@ def loss_of(model: Model, loss: Loss, rows: int) -> Callable[..., Any]:
     return loss_sum
 
 
-def _traced(model: Model, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct], gradient: bool) -> Program:
+def _traced(
+    model: Model,
+    loss: Loss,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    gradient: bool,
+    attention: TracedAttention | None,
+    experts: TracedExperts,
+) -> Program:
     params, model_state = jax.eval_shape(model.init, jax.random.key(0))
     loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
     differentiated = jax.value_and_grad(loss_sum, has_aux=True)
@@ -282,10 +351,10 @@ def _traced(model: Model, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct],
     others = jax.tree.leaves(jax.eval_shape(loss_sum, *inputs))
     if not gradient:
         no_names, no_parameters = [None] * len(others), [False] * len(others)
-        return trace(loss_sum, inputs, names, no_names, no_parameters, marks_attention=True)
+        return trace(loss_sum, inputs, names, no_names, no_parameters, attention=attention, experts=experts)
     results = [*(None for _ in others), *jax.tree.leaves(model.dims, is_leaf=_is_dims)]
     of_parameters = [False] * len(others) + [True] * len(jax.tree.leaves(params))
-    return trace(differentiated, inputs, names, results, of_parameters)
+    return trace(differentiated, inputs, names, results, of_parameters, attention=attention, experts=experts)
 
 
 def _is_dims(leaf: object) -> bool:

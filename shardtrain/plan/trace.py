@@ -13,10 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.plan.attention_marks import marked_attention
 from shardtrain.plan.jaxpr_walk import Walk
 from shardtrain.plan.partial_sums import num_terms
-from shardtrain.plan.program import Dims, Program
+from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims, Program
 
 
 def trace(
@@ -26,7 +25,8 @@ def trace(
     results: Sequence[Dims | None],
     of_parameters: Sequence[bool],
     *,
-    marks_attention: bool = False,
+    attention: Any = None,
+    experts: Any = None,
 ) -> Program:
     """Trace a function into a program.
 
@@ -36,19 +36,20 @@ def trace(
       names: for each array of its arguments the names of its dims; None if it has none.
       results: the same for each array of its results.
       of_parameters: for each array of its results whether it is the gradient of a parameter.
-      marks_attention: whether to find the calls of attention.
+      attention: what models get as attention, see `TracedAttention`; None: each computes its own.
+      experts: what mixtures of experts get as their exchange, see `TracedExperts`; likewise.
 
     Returns:
       The program of unsharded arrays.
     """
     # a mesh with an axis for each dim, all of size 1: then a constraint's spec is the names of the dims
     known = {name for dims in (*names, *results) for name in dims or () if name}
-    every = sorted(known | set(axes.DIMS))
+    every = sorted(known | set(axes.DIMS) | {ARRIVED, EXPERT_SLOTS})
     # for a device of no kind, whose program is not fitted to one
     device = AbstractDevice(device_kind="any", num_cores=None, platform="any")
     mesh = AbstractMesh((1,) * len(every), tuple(every), abstract_device=device)
-    attention = marked_attention if marks_attention else None
-    with activation_rules({name: (name,) for name in every}, mesh, "replicate", attention=attention):
+    rules = {name: (name,) for name in every}
+    with activation_rules(rules, mesh, "replicate", attention=attention, experts=experts):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk()
     of_inputs = [

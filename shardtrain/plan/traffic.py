@@ -168,8 +168,8 @@ def parameter_traffic(
       layout, sizes: as in `step_traffic`.
       microbatches: number of microbatches that a step accumulates.
       compute_bytes, block_gathers: as in `StepSizes`.
-      sums_apart: whether gradients that are added to one over fsdp are all-reduced one by one and then cut,
-        as programs of XLA for CPU do; others reduce-scatter their sum.
+      sums_apart: whether gradients that are added to one over fsdp or expert are all-reduced one by one (and
+        then cut), as programs of XLA for CPU do; others reduce their sum.
 
     Returns:
       Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
@@ -231,9 +231,10 @@ def _parameters(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> _Flows:
         used = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
         used_bytes = work.microbatches * used * work.compute_bytes
         yield ALL_REDUCE, (axes.CONTEXT,), weight.in_blocks, used_bytes
-        # and each device of expert from examples of its own, but of experts, which it has for all
-        if axes.EXPERT not in weight.axes:
-            yield ALL_REDUCE, (axes.EXPERT,), weight.in_blocks, used_bytes
+        # and each device of expert from examples of its own, but of experts, which it has for all; where fsdp
+        # has examples too, one collective is over both
+        if axes.EXPERT not in weight.axes and not _with_expert(weight, zero, sizes):
+            yield ALL_REDUCE, (axes.EXPERT,), weight.in_blocks, _apart(weight, work, sizes) * used_bytes
         if not weight.in_blocks:  # replicated over pipeline stages, each of which adds to its gradient
             stored = weight.num_elements / _total(sizes, weight.axes)
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
@@ -249,15 +250,31 @@ def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) 
     if axes.FSDP in weight.axes:
         gathers = work.block_gathers if weight.in_blocks else 1
         yield ALL_GATHER, (axes.FSDP,), weight.in_blocks, gathers * used_bytes
-        if work.sums_apart and weight.num_gradients > 1 and sizes.get(axes.PIPELINE, 1) == 1:
-            yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, weight.num_gradients * used_bytes
+        if _with_expert(weight, 3, sizes):
+            over = (axes.FSDP, axes.EXPERT)
+            yield ALL_REDUCE, over, weight.in_blocks, _apart(weight, work, sizes) * used_bytes
+        elif _apart(weight, work, sizes) > 1:
+            yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, _apart(weight, work, sizes) * used_bytes
         else:
             yield REDUCE_SCATTER, (axes.FSDP,), weight.in_blocks, used_bytes
     else:
-        yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, used_bytes
+        over = (axes.FSDP, axes.EXPERT) if _with_expert(weight, 3, sizes) else (axes.FSDP,)
+        yield ALL_REDUCE, over, weight.in_blocks, used_bytes
     # once a step the shards of the gradient are summed over data
     stored = weight.num_elements / _total(sizes, weight.axes)
     yield ALL_REDUCE, (axes.DATA,), False, stored * GRADIENT_BYTES
+
+
+def _with_expert(weight: Weight, zero: int, sizes: Mapping[str, int]) -> bool:
+    """Whether one collective sums a gradient over the examples of fsdp and expert: it does at ZeRO-3."""
+    is_both = sizes.get(axes.FSDP, 1) > 1 and sizes.get(axes.EXPERT, 1) > 1
+    return zero == 3 and is_both and axes.EXPERT not in weight.axes
+
+
+def _apart(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> int:
+    """Return how many gradients of a weight are reduced one by one."""
+    apart = work.sums_apart and sizes.get(axes.PIPELINE, 1) == 1
+    return weight.num_gradients if apart else 1
 
 
 def _replicated_weight(weight: Weight, sizes: Mapping[str, int]) -> _Flows:

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan, KindPlan
+from shardtrain.plan.join import candidates, own_copies
 from shardtrain.plan.search import Ranked
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
@@ -33,6 +35,7 @@ MEMORY_TERMS = {
     " optimizer state if that is more",
     "pipeline": "inputs and cotangents of parts, for the microbatches that the schedule has in flight",
     "batch": "rows of this device",
+    "local": "what an island changed since the last merge, and the outer optimizer's state, float32",
 }
 SECONDS_TERMS = {
     "compute": "microbatches x sum over kernels: time of a kernel + max(flops / rate, bytes / memory rate)",
@@ -65,16 +68,58 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
     if units_per_second:
         line += f", {count_text(units_per_second)} {subject.unit}/s"
     if len(plan.shares) > 1:
-        line += (
-            f"; rows of islands {','.join(map(str, plan.shares))}; gradients of islands joined in"
-            f" {seconds_text(plan.join_seconds) if plan.join_seconds else 'no time, as no link is given'}"
-        )
+        line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {_joined_text(plan)}"
     price = _price_per_second(plan)
     if price is not None:
         line += f"; {3600 * price:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
         if units_per_second:
             line += f", {price / units_per_second * 1e9:.3g} for 1e9 {subject.unit}"
-    return "".join(parts) + line + "\n"
+    return "".join(parts) + line + "\n" + _synchronisations_text(plan)
+
+
+def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
+    """Say how one pipeline over all islands compares with islands as replicas."""
+    limits = [each.machine.rates.memory_bytes for each in plan.kinds for _ in range(each.kind.count)]
+    needed = ", ".join(map(bytes_text, stages.memory_bytes))
+    free = "" if math.isinf(min(limits)) else f" of {', '.join(map(bytes_text, limits))}"
+    beside = "replicas do not fit"
+    if plan.fits:
+        beside = f"{stages.seconds / plan.seconds:.2f} times that of replicas"
+    return (
+        f"as one pipeline, a stage on each island (--across pipeline --stages"
+        f" {','.join(map(str, stages.counts))} --accumulate {stages.accumulate}):"
+        f" {seconds_text(stages.seconds)} a step, {beside}; of it the slowest stage computes"
+        f" {seconds_text(stages.compute_seconds)} and waits {seconds_text(stages.bubble_seconds)}; memory of"
+        f" a device {needed}{free}\n"
+    )
+
+
+def _joined_text(plan: ClusterPlan) -> str:
+    if math.isinf(plan.link_bytes_per_second):
+        return "no time, as no link is given"
+    return f"{seconds_text(plan.join_seconds)} of it"
+
+
+def _synchronisations_text(plan: ClusterPlan) -> str:
+    """Compare ways to join islands, by what they send and how long a step waits for it."""
+    if len(plan.shares) == 1 or math.isinf(plan.link_bytes_per_second):
+        return ""
+    rows = []
+    for name, each in candidates(plan.synchronisation).items():
+        found = plan.joined_by(each)
+        rows.append(
+            (
+                f"{name}{' (planned)' * (each == plan.synchronisation)}",
+                str(found.steps),
+                bytes_text(found.bytes_per_step),
+                seconds_text(found.seconds),
+                seconds_text(plan.island_seconds + found.seconds),
+                f"{own_copies(each)} x parameters" if own_copies(each) else "none",
+            )
+        )
+    header = ("--synchronisation", "steps a merge", "sent a step", "waited a step", "step", "more memory")
+    title = "ways to join islands, which train differently: losses are not compared (docs/synchronisation.md)"
+    return table_text(header, rows, title=title)
 
 
 def _price_per_second(plan: ClusterPlan) -> float | None:

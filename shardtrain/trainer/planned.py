@@ -15,6 +15,7 @@ from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.sections import range_text
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.plan.advice.bottleneck import PARTS
+from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.space import REMATS, Space
@@ -99,6 +100,29 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
         sections[numbers] = {**kind.kind.strategy, **_section(run, choice)}
     across = replace(strategy.across, shares=tuple(float(rows) for rows in plan.shares))
     return replace(strategy, across=across, islands=sections)
+
+
+def staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
+    """Return a run's strategy with each island a stage of one pipeline, which `train --strategy` takes."""
+    pipeline = replace(
+        run.strategy.pipeline, schedule="1f1b", virtual_stages=1, stages=",".join(map(str, stages.counts))
+    )
+    seconds = (
+        stages.compute_seconds,
+        stages.bubble_seconds,
+        stages.collectives_seconds,
+        stages.update_seconds,
+        0.0,
+    )
+    return replace(
+        run.strategy,
+        layout=replace(run.strategy.layout, mesh={axes.DATA: -1}, sequence_sharded=False),
+        accumulate=stages.accumulate,
+        across=replace(run.strategy.across, axis="pipeline", partitions=None, shares=None),
+        pipeline=pipeline,
+        islands={},
+        predicted={name: float(value) for name, value in zip(PARTS, seconds, strict=True)},
+    )
 
 
 def choices_of(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
@@ -199,4 +223,5 @@ def _section(run: Run, choice: Choice) -> dict[str, Any]:
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
-    return {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}
+    found = {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}
+    return {**found, "context_attention": layout.context_attention} if axes.CONTEXT in layout.mesh else found

@@ -1,11 +1,13 @@
 """Constants of a machine are found again from the times that it predicts; probes differ."""
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from fine_tuning import Numbers, run_of
+from saved_decoder import save
 from tiny_language_model import TinyConfig
 
 from shardtrain import cli
@@ -89,3 +91,37 @@ def test_calibrate_measures_steps_of_a_run_and_prints_a_device_for_a_cluster_fil
     assert out.endswith("\nsimulated = true\n")
     assert cli.main(["calibrate", f"{tmp_path}/run.py", "--probes", "1"]) == 2
     assert "--probes is 1; use 2 or more" in capsys.readouterr().err
+
+
+def past_run(folder, seconds, devices=DEVICES, embed=8, **options):
+    """The folder of a run whose steps took so long: a checkpoint, metrics of five lines, its devices."""
+    save(folder, TinyConfig(num_layers=2, embed=embed), batch=8, **options)
+    lines = [{"step": 10 * (i + 1), "seconds/step": seconds, "seconds/input": 0.5} for i in range(5)]
+    lines = [{**line, "updates_per_second": 1 / (seconds + 0.5)} for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = {"ranks": [{"devices": [{"platform": "cpu", "kind": "cpu", "number": devices}]}]}
+    (folder / "environment.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def test_calibrate_takes_the_steps_of_past_runs(tmp_path, capsys):
+    (tmp_path / "run.py").write_text(RUN)
+    mesh = "strategy.layout.mesh."
+    past_run(tmp_path / "data", 0.004, **{f"{mesh}data": 8})
+    past_run(tmp_path / "mixed", 0.007, **{f"{mesh}data": 2, f"{mesh}fsdp": 4, "strategy.accumulate": 1})
+    folders = [str(tmp_path / name) for name in ("data", "mixed")]
+    command = ["calibrate", f"{tmp_path}/run.py", "--probes", "0", "--past"]
+    assert cli.main([*command, *folders]) == 0
+    out = capsys.readouterr().out
+    (step,) = [line for line in out.splitlines() if "--mesh data=2,fsdp=4" in line]
+    assert str(tmp_path / "mixed") in step
+    ratios = [float(x) for x in step.rpartition(" ms; ")[2].split(", ")]
+    # what the metrics say was fitted: the prediction is nearer than it was
+    assert abs(math.log(ratios[1])) < abs(math.log(ratios[0]))
+    assert "teraflops = " in out
+    past_run(tmp_path / "other", 0.1, devices=4, **{f"{mesh}data": 4})
+    past_run(tmp_path / "wide", 0.1, embed=16, **{f"{mesh}data": 8})
+    assert cli.main([*command, str(tmp_path / "other"), str(tmp_path / "wide"), str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "it ran on 4 devices of kind cpu, and here are 8 of kind cpu" in err
+    assert "model.embed was 16, and is 8; give runs of this model and batch" in err
+    assert "there is no metrics.jsonl" in err

@@ -15,6 +15,7 @@ import pytest
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain import Text, next_token_loss
+from shardtrain.combine.synchronisation import PRESETS
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind, read_cluster
@@ -351,6 +352,17 @@ def test_unequal_islands_get_rows_by_their_speed(subject):
     assert plan.join_seconds == pytest.approx(sent / 1e9)
     slowest = max(each.plan.ranked[0].prediction.seconds.total for each in plan.kinds)
     assert plan.seconds == slowest + plan.join_seconds
+    diloco = PRESETS["diloco"]
+    rare = plan_cluster([subject, subject], cluster, Space(remats=("none",)), synchronisation=diloco)
+    assert rare.join_seconds == pytest.approx(plan.join_seconds / diloco.every)
+    # what an island changed, and the momentum of the outer optimizer
+    # of the island with one device, which has whole parameters
+    (first, second) = (each.kinds[1].plan.ranked[0].prediction.memory for each in (rare, plan))
+    assert (first.local, second.local) == (2 * 4 * subject.num_parameters, 0)
+    text = plan_text(rare, [subject, subject], 1)
+    assert "diloco (planned)" in text
+    assert "losses are not compared" in text
+    assert plan.joined_by(diloco).seconds == pytest.approx(rare.join_seconds)
     with pytest.raises(ValueError, match="islands of kind 'b' do not say their devices"):
         plan_cluster([subject], Cluster(islands=(IslandKind(kind="b"),)))
 

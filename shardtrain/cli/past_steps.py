@@ -1,0 +1,111 @@
+"""Steps that a run's past folders measured, as what a machine's constants are fitted to; no step is run.
+
+Next: `calibrate.py`, which fits them; `run_rows.py`, rows for predictions without a model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardtrain import axes
+from shardtrain.cli.checkpoint_files import MODEL
+from shardtrain.cli.checkpoint_path import find_checkpoint_path
+from shardtrain.cli.run_rows import devices_of
+from shardtrain.errors.messages import problems_error
+from shardtrain.plan.advice.bottleneck import step_phases
+from shardtrain.plan.prediction import Choice
+from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run
+
+MESH = "strategy.layout.mesh."
+
+
+class PastStep(NamedTuple):
+    """A step that was measured.
+
+    Args:
+      choice: the way it was run.
+      seconds: of the compiled step, without input, saves and evaluations.
+    """
+
+    choice: Choice
+    seconds: float
+
+
+def past_steps(run: Run, folders: Sequence[Path], kind: str, num_devices: int) -> list[PastStep]:
+    """Return the steps of past runs of the same model and batch, on as many devices of one kind.
+
+    Args:
+      run: the run.
+      folders: of runs.
+      kind: of the devices that are here.
+      num_devices: of them.
+
+    Raises:
+      ValueError: lists every folder of which the step is not known, or is another one.
+    """
+    found, problems = [], []
+    for folder in folders:
+        try:
+            found.append(_past_step(run, folder, kind, num_devices))
+        except (ValueError, OSError) as error:
+            problems.append(f"{folder}: {error}")
+    if problems:
+        raise problems_error("past runs cannot be compared with this one", problems)
+    return found
+
+
+def _past_step(run: Run, folder: Path, kind: str, num_devices: int) -> PastStep:
+    if not (folder / METRICS).is_file():
+        raise ValueError(f"there is no {METRICS}; give the folder of a run, such as runs/gpt_text")
+    phases = step_phases(read_jsonl(folder / METRICS))
+    if phases is None:
+        raise ValueError(f"{METRICS} has fewer than two measured lines; train on, or use --log-every 1")
+    if any(phases.seconds.get(phase) for phase in ("islands", "stages")):
+        raise ValueError("it ran on several islands; give runs of one island")
+    options = dict(find_checkpoint_path(str(folder)).reader().extra.get("run") or {})
+    own_kind, own_devices = devices_of(folder)
+    if (own_kind, own_devices) != (kind, num_devices):
+        raise ValueError(
+            f"it ran on {own_devices} devices of kind {own_kind}, and here are {num_devices} of kind {kind};"
+            " calibrate there, or with as many devices (--cpu-devices)"
+        )
+    if other := _other_options(run, options):
+        raise ValueError(f"it is another step: {'; '.join(other)}; give runs of this model and batch")
+    return PastStep(_choice(options, num_devices), phases.seconds["step"])
+
+
+def _other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
+    """List what of the batch and of the model's options differs from those of a run."""
+    here: dict[str, Any] = {"batch": run.batch}
+    if is_dataclass(run.model):
+        here |= {f"{MODEL}{field.name}": getattr(run.model, field.name) for field in fields(run.model)}
+    return [
+        f"{name} was {options[name]!r}, and is {value!r}"
+        for name, value in here.items()
+        if name in options and isinstance(value, int | float | str | None) and options[name] != value
+    ]
+
+
+def _choice(options: Mapping[str, Any], num_devices: int) -> Choice:
+    """Return the way that options say to run a step."""
+    mesh = {name.removeprefix(MESH): size for name, size in options.items() if name.startswith(MESH)}
+    layout = {
+        name: options[f"strategy.layout.{name}"]
+        for name in ("zero", "sequence_sharded", "context_attention", "unnamed")
+        if f"strategy.layout.{name}" in options
+    }
+    sizes = axis_sizes(mesh or {axes.DATA: -1}, num_devices)
+    has_stages = sizes[axes.PIPELINE] > 1
+    return Choice(
+        layout=Layout(
+            mesh={axis: size for axis, size in sizes.items() if size > 1} or {axes.DATA: 1}, **layout
+        ),
+        accumulate=options.get("strategy.accumulate", 1),
+        remat=options.get("strategy.remat"),
+        schedule=options.get("strategy.pipeline.schedule", "1f1b") if has_stages else "1f1b",
+        virtual_stages=options.get("strategy.pipeline.virtual_stages", 1) if has_stages else 1,
+    )

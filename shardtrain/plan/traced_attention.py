@@ -1,0 +1,89 @@
+"""Attention over the mesh axis context in a traced program, in calls that the devices of a mesh compute.
+
+Models ask Flax's rules for their attention (`models/attention.py`). Next: `context_costs.py`, what it costs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain import axes
+from shardtrain.plan.context_costs import AttentionCall
+from shardtrain.plan.device_calls import device_call, linear_call
+from shardtrain.plan.hlo.collectives import ALL_TO_ALL
+from shardtrain.plan.moved import Moved
+
+QUERIES = (axes.BATCH, axes.SEQ, axes.HEADS, axes.HEAD_DIM)
+KEYS = (axes.BATCH, axes.SEQ, axes.KV_HEADS, axes.HEAD_DIM)
+
+
+Attended = tuple[tuple[int, ...], tuple[int, ...], bool]
+"""Shapes of queries and keys of a call of attention, and whether it is causal."""
+
+
+class TracedAttention:
+    """What models get as attention while they are traced; it keeps the shapes of all calls.
+
+    Args:
+      kind: as `Layout.context_attention`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.found: list[Attended] = []
+
+    def __call__(
+        self,
+        whole: Callable[..., jax.Array],
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        causal: bool,
+        **seen: Any,
+    ) -> jax.Array:
+        """Return attention; the arguments are those of `ContextAttention`."""
+        self.found.append((q.shape, k.shape, causal))
+        seen = {name: fact for name, fact in seen.items() if fact is not None}
+        if self.kind == "all-to-all":
+            q, k, v = _exchanged(q, QUERIES), _exchanged(k, KEYS), _exchanged(v, KEYS)
+            return _exchanged(whole(q, k, v, causal=causal, **seen), QUERIES)
+        window = seen.get("window")
+        call = AttentionCall(
+            kind=self.kind,
+            queries=q.shape[1],
+            keys=k.shape[1],
+            head_dim=q.shape[3],
+            item_bytes=q.dtype.itemsize,
+            causal=causal,
+            window=window if isinstance(window, int) and "mask_BS" not in seen else None,
+        )
+        return _of_devices(call, q, k, v)
+
+
+def _exchanged(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
+    """Exchange sequences for heads, or back: a device has as many bytes as before."""
+    moved = Moved(kind=ALL_TO_ALL, axis=axes.CONTEXT)
+    return linear_call(moved, moved, [x], named, (x.shape, x.dtype, named))
+
+
+def _of_devices(call: AttentionCall, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Compute attention that keeps its inputs, its output and the sums of its softmax for the backward."""
+    of_q, of_k = (q.shape, q.dtype, QUERIES), (k.shape, k.dtype, KEYS)
+    of_sums = (q.shape[:3], jnp.float32, QUERIES[:3])
+
+    @jax.custom_vjp
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return forward(q, k, v)[0]
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out, sums = device_call(call, (q, k, v), [of_q, of_sums])
+        return out, (q, k, v, out, sums)
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        return tuple(device_call(call._replace(backward=True), (*kept, cotangent), [of_q, of_k, of_k]))
+
+    attention.defvjp(forward, backward)
+    return attention(q, k, v)

@@ -1,0 +1,163 @@
+"""Mixtures of experts in a traced program: tokens go to the devices of their experts, and come back.
+
+A model asks Flax's rules for the exchange (`models/experts.py`), and `functional/expert_exchange.py` is that
+of a mesh. This one says the same with names of dims: what moves tokens are calls that are left closed, and
+the products of experts are traced. Next: `moved.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.linen.spmd import with_logical_constraint
+from jax import lax
+
+from shardtrain import axes
+from shardtrain.plan.device_calls import device_call, linear_call
+from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from shardtrain.plan.moved import Moved
+from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims
+
+HERE: Dims = (axes.BATCH, axes.SEQ, axes.EMBED)
+LOCAL = Moved()
+
+
+class TracedExperts:
+    """What mixtures of experts get as their exchange while they are traced, called as `ExpertExchange`.
+
+    Args:
+      num: devices of the axis expert.
+    """
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __call__(self, experts: Any, x: jax.Array, choice: Any, kernels: tuple[Any, Any]) -> jax.Array:
+        """Return the weighted sums of the outputs of each token's experts, float32."""
+        compute = self._gathered if experts.is_dropless else self._exchanged
+        return with_logical_constraint(compute(experts, x, choice, kernels), HERE)
+
+    def _exchanged(self, experts: Any, x: jax.Array, choice: Any, kernels: Any) -> jax.Array:
+        """Experts with a capacity: slots go to the devices of their experts, and back."""
+        slots = experts.slots(choice)
+        at, features = slots.of_choice_NK, x.shape[-1]
+        arrived = EXPERT_SLOTS, axes.EMBED
+        before = (axes.BATCH, axes.EMBED) if self.num > 1 else arrived
+        buffer = (slots.num, features), x.dtype
+        filled = linear_call(LOCAL, LOCAL, [x, at], HERE, (*buffer, before))
+        if self.num > 1:
+            there = Moved(kind=ALL_TO_ALL, axis=axes.EXPERT)
+            filled = linear_call(there, there, [filled], before, (*buffer, arrived))
+        out = experts.outputs(_Slots(kernels, None), filled, kernels)
+        if self.num > 1:
+            out = linear_call(there, there, [out], arrived, (*buffer, before))
+        return _combined(out, choice.weights_BTK, at, before, HERE, x.shape)
+
+    def _gathered(self, experts: Any, x: jax.Array, choice: Any, kernels: Any) -> jax.Array:
+        """Experts that take all tokens: tokens are gathered, and the sums of each device are scattered."""
+        numbers, weights, gathered = choice.experts_BTK, choice.weights_BTK, HERE
+        if self.num > 1:
+            gathered = (ARRIVED, *HERE[1:])
+            x, numbers, weights = (
+                _gather(each, (*gathered[:2], name))
+                for each, name in ((x, axes.EMBED), (numbers, None), (weights, None))
+            )
+        num_experts, top = len(kernels[0]), numbers.shape[-1]
+        # of the experts of a device a token may choose no more than there are
+        most = min(top, num_experts // self.num) * x.shape[0] * x.shape[1]
+        at, counts = device_call(
+            LOCAL,
+            [numbers],
+            [
+                ((x.shape[0] * x.shape[1], top), jnp.int32, (gathered[0], None)),
+                ((num_experts,), jnp.int32, (axes.EXPERTS,)),
+            ],
+        )
+        rows: Dims = (ARRIVED, axes.EMBED)
+        filled = linear_call(LOCAL, LOCAL, [x, at], gathered, ((most, x.shape[-1]), x.dtype, rows))
+        out = experts.outputs(_Slots(kernels, counts), filled, kernels)
+        total = _combined(out, weights, at, rows, gathered, x.shape, completes=self.num == 1)
+        if self.num == 1:
+            return total
+        back = Moved(kind=REDUCE_SCATTER, axis=axes.EXPERT, completes=True)
+        result = x.shape, x.dtype, HERE
+        there = Moved(kind=ALL_GATHER, axis=axes.EXPERT)
+        return linear_call(back, there, [total.astype(x.dtype)], gathered, result).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The products of experts with the tokens in their slots; see `models.experts_products.Slots`.
+
+    Args:
+      kernels: of all experts, named.
+      counts: tokens of each expert, whose rows are sorted; None: each has equally many.
+    """
+
+    kernels: tuple[jax.Array, jax.Array]
+    counts: jax.Array | None
+
+    def product(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        up = self.kernels[0]
+        is_up = up.shape[2] > 1 and kernel.size == up.size
+        if self.counts is None:
+            # with the dim of both kernels for itself, as the hidden features are sharded
+            kernel = up if is_up else kernel
+            y = jnp.einsum("ESD,ED...->ES...", x.reshape(len(kernel), -1, x.shape[-1]), kernel)
+            return y.reshape(-1, *y.shape[2:])
+        y = lax.ragged_dot(x, kernel, self.counts)
+        if not is_up:
+            return y
+        return with_logical_constraint(y.reshape(len(y), up.shape[2], -1), (ARRIVED, None, axes.MLP))
+
+
+def _gather(x: jax.Array, named: Dims) -> jax.Array:
+    """Gather the tokens of all devices of the axis expert; gradients are added and scattered."""
+    there, back = (Moved(kind=kind, axis=axes.EXPERT) for kind in (ALL_GATHER, REDUCE_SCATTER))
+    result = x.shape, x.dtype, named
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return device_call(there, [x], [result])[0]
+    return linear_call(there, back, [x], (axes.BATCH, *named[1:]), result)
+
+
+def _combined(
+    out: jax.Array,
+    weights: jax.Array,
+    at: jax.Array,
+    of_out: Dims,
+    named: Dims,
+    shape: tuple[int, ...],
+    *,
+    completes: bool = True,
+) -> jax.Array:
+    """Return the weighted sums of each token's slots, float32, with the sums of hidden features completed.
+
+    Args:
+      out: (slots, D).
+      weights: (B, T, choices).
+      at: slots of each token.
+      of_out: the dims of `out`.
+      named: those of the result.
+      shape: of the result.
+      completes: see `Moved`.
+    """
+
+    @jax.custom_vjp
+    def combined(out: Any, weights: Any, at: Any) -> Any:
+        call = LOCAL._replace(completes=completes)
+        return device_call(call, [out, weights, at], [(shape, jnp.float32, named)])[0]
+
+    def forward(out: Any, weights: Any, at: Any) -> Any:
+        return combined(out, weights, at), (out, weights, at)
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        out, weights, at = kept
+        results = [
+            (out.shape, out.dtype, of_out),
+            (weights.shape, weights.dtype, (*named[:2], None)),
+        ]
+        return *device_call(LOCAL._replace(linear=False), [cotangent, out, weights, at], results), None
+
+    combined.defvjp(forward, backward)
+    return combined(out, weights, at)

@@ -1,0 +1,119 @@
+"""Plans over the axis expert: bytes, flops and memory against compiled steps, the search, what is refused."""
+
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from shardtrain import next_token_loss
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.remat import with_remat
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.search import predictions, search
+from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.space import Space
+from shardtrain.plan.steps import steps
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.placement import make_placement
+
+MACHINE = Machine(
+    rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6),
+    device_link=Link(bytes_per_second=1e9, latency_seconds=1e-6),
+)
+
+
+def subject_of(experts, heads=4):
+    config = DecoderConfig(
+        vocab=64,
+        seq=64,
+        embed=32,
+        num_layers=2,
+        num_heads=heads,
+        mlp=64,
+        activation="swiglu",
+        experts=experts,
+    )
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((16, config.seq + 1), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((16,), jnp.float32),
+    }
+    return Subject(
+        model=lambda remat: as_model(with_remat(config, remat)),
+        loss=next_token_loss,
+        optimizer=optax.adamw(1e-3),
+        batch=batch,
+    )
+
+
+BOUNDED, DROPLESS = "num=8,top=2,capacity=1.5", "num=8,top=2"
+
+
+@pytest.fixture(scope="module")
+def bounded():
+    return subject_of(BOUNDED)
+
+
+@pytest.mark.parametrize(
+    ("experts", "mesh", "accumulate", "remat"),
+    [
+        (BOUNDED, {"expert": 2, "tensor": 2}, 1, "weights"),
+        (BOUNDED, {"fsdp": 2, "expert": 2}, 2, "none"),
+        (DROPLESS, {"data": 2, "expert": 2}, 1, "dots"),
+    ],
+)
+def test_a_plan_is_the_compiled_step(bounded, experts, mesh, accumulate, remat):
+    subject = bounded if experts == BOUNDED else subject_of(experts)
+    layout, sizes = Layout(mesh=mesh), axis_sizes(mesh, 4)
+    choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
+    model = subject.model_of(remat)
+    placement = make_placement(model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:4]))
+    found = figures(
+        compile_step(
+            model, subject.loss, subject.optimizer, placement, subject.batch, microbatches=accumulate
+        ),
+        sizes,
+    )
+    (predicted,) = predictions(subject, MACHINE, 4, [choice])
+    (step,) = steps(subject, MACHINE, 4, [choice])
+    sums = defaultdict(float)
+    for each in found.collectives:
+        sums[each.axes] += each.wire_bytes_per_device
+    sent = sent_by_axes(step, simulated=True)
+    for over, num_bytes in sums.items():
+        if num_bytes > 1000:  # not scalars
+            assert sent[over] == pytest.approx(num_bytes, rel=0.02), over
+    assert set(sent) <= set(sums)
+    state = predicted.memory.parameters + predicted.memory.optimizer + predicted.memory.batch
+    assert state == pytest.approx(found.argument_bytes, rel=0.01)
+    if experts == BOUNDED:
+        # without a capacity XLA for CPU has up to 1.5 times the slots of other compilers
+        assert predicted.flops == pytest.approx(found.flops, rel=1e-3)
+        assert predicted.memory.total == pytest.approx(found.device_bytes, rel=0.15)
+
+
+def test_expert_is_searched_for_models_with_experts(bounded):
+    space = Space(accumulates=(1,), remats=("weights",))
+    plan = search(bounded, MACHINE, 4, space, most=10**6)
+    assert {each.choice.layout.mesh.get("expert", 1) for each in plan.ranked} == {1, 2, 4}
+    # 4 heads are not split by 3, nor 8 experts
+    refused = search(bounded, MACHINE, 3, space).refused["--mesh expert=3"]
+    assert "dim 'experts' of size 8 cannot be split over axes ['expert'] of total size 3" in refused
+    with pytest.raises(ValueError, match="context=2 is not planned for models with experts"):
+        predictions(bounded, MACHINE, 2, [Choice(layout=Layout(mesh={"context": 2}))])
+
+
+def test_a_model_without_experts_has_no_axis_for_them():
+    plain = subject_of("")
+    space = Space(layout=Layout(mesh={"expert": 2}), accumulates=(1,), remats=("weights",))
+    refused = search(plain, MACHINE, 2, space).refused["--mesh expert=2"]
+    assert "the mesh has expert=2, and the model has no experts to shard; use data=2" in refused
+    found = search(plain, MACHINE, 4, Space(accumulates=(1,), remats=("weights",)), most=10**6)
+    assert all("expert" not in each.choice.layout.mesh for each in found.ranked)
