@@ -160,7 +160,8 @@ def export_model(
       options: of the model's configuration, name -> value.
       shapes: path -> shape of every parameter, blocks stacked, and, below "model_state/", of what changes
         without being trained, which is left out where files of the family do not have it.
-      read: path -> array.
+      read: path -> array, or what `families.tensors` takes in its place, of which one layer, or one expert of
+        a layer, is in memory.
       dtype: of what is written: float32, float16 or bfloat16.
       max_shard_bytes: a new file begins above that.
       tokenizer: a folder whose tokenizer files are copied, and whose config.json, if it has one, tells

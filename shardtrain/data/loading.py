@@ -14,7 +14,8 @@ class Loading:
       prefetch: number of batches that are loaded ahead, each on a thread of its own; 0 loads each when it is
         asked for.
       workers: number of processes that load batches, for data in Python that holds its lock; 0: threads of
-        the run's own process do. Each keeps the data's objects in its memory.
+        the run's own process do. Each keeps the data's objects in its memory. Held-out data is loaded by
+        threads in any case.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.

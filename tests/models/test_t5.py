@@ -21,9 +21,11 @@ from shardtrain.functional.loss import translation_loss
 from shardtrain.functional.rng import step_key
 from shardtrain.models import huggingface
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.generate import generate
 from shardtrain.models.huggingface.families import left_out, read_config, write_config
 from shardtrain.models.huggingface.files import config_of
 from shardtrain.models.relative_positions import bucket_of
+from shardtrain.models.sampling import Sampling
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -121,15 +123,20 @@ def test_what_padding_holds_changes_nothing(golden, logits_of):
     )
 
 
-def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, logits_of):
-    wanted = golden["generated"]
-    found = np.zeros((2, 10), np.int32)
-    for number in range(1, 10):
-        logits = logits_of(golden["tokens"], found, golden["mask"])[:, number - 1]
-        # a target does not end here, as it was asked of transformers
-        logits[:, 1] = -np.inf
-        found[:, number] = logits.argmax(-1)
-    np.testing.assert_array_equal(found, wanted)
+@pytest.mark.parametrize("cached", [True, False])
+def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, imported, apply, cached):
+    def without_end(params, *inputs):
+        """A target does not end here, as it was asked of transformers."""
+        found = apply(params, *inputs)
+        logits, *cache = found if cached else (found,)
+        logits = logits.at[..., 1].set(-jnp.inf)
+        return (logits, *cache) if cached else logits
+
+    model = jax.tree_util.Partial(without_end, imported[1])
+    sources = [row[kept > 0] for row, kept in zip(golden["tokens"], golden["mask"], strict=True)]
+    greedy = Sampling(temperature=0.0)
+    found = generate(model, sources, 9, jax.random.key(0), seq=512, begin=0, sampling=greedy, cached=cached)
+    np.testing.assert_array_equal(found, golden["generated"][:, 1:])
 
 
 def test_files_come_back_bitwise(golden, imported):
