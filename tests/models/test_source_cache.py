@@ -83,22 +83,24 @@ def test_a_mesh_shards_rows_and_heads_of_both_caches(pure, quick_jit):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=0.0), Sampling(temperature=2.0, top_k=9)], ids=["greedy", "drawn"]
+    ("config", "sampling"),
+    [
+        (replace(LEARNED, tied=False), Sampling(temperature=0.0)),
+        (RELATIVE, Sampling(temperature=2.0, top_k=9)),
+    ],
+    ids=["greedy", "drawn"],
 )
-def test_targets_with_a_cache_are_those_without_one(sampling, pure):
-    model = jax.tree_util.Partial(pure(RELATIVE).apply, pure(RELATIVE).params)
+def test_targets_with_a_cache_are_those_without_one(config, sampling, pure):
+    model = jax.tree_util.Partial(pure(config).apply, pure(config).params)
     sources = [[1, 4, 1, 4, 9, 3], [2], [2, 7]]
+    options = {"seq": 12, "begin": 3, "sampling": sampling, "end": [9]}
     with_cache, without, by_two = (
-        [
-            tokens.tolist()
-            for tokens in generate(
-                model, sources, 8, KEY, seq=12, begin=3, sampling=sampling, cached=cached, rows=rows, end=[9]
-            )
-        ]
+        [tokens.tolist() for tokens in generate(model, sources, 8, KEY, **options, cached=cached, rows=rows)]
         for cached, rows in ((True, None), (False, None), (True, 2))
     )
     assert with_cache == without == by_two
     assert len({tuple(tokens) for tokens in with_cache}) == 3
+    assert len({token for tokens in with_cache for token in tokens}) > 3
 
 
 def test_what_does_not_fit_is_refused(pure):
