@@ -127,7 +127,8 @@ class CheckpointReader:
         if leaf.num_bytes > saved_bytes:
             raise ValueError(f"{path} of step {self.step}: {too_large_text(leaf.num_bytes, saved_bytes)}")
         index = tuple(slice(n, n + 1) for n in numbers) + tuple(slice(n) for n in leaf.shape[len(numbers) :])
-        return self.start(path, leaf, index).result()[(0,) * len(numbers)]
+        found = self.start(path, leaf, index).result()
+        return found[(0,) * len(numbers)] if numbers else found
 
     def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
         """Start to read a slice of an array, in any layout of blocks and replicas.
