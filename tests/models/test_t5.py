@@ -1,5 +1,6 @@
 """T5: relative positions, padding, logits, gradients and continuations of transformers, files in and out."""
 
+import functools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models import huggingface
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
+from shardtrain.models.huggingface.adapters import with_adapters_merged
 from shardtrain.models.huggingface.families import left_out, read_config, write_config
 from shardtrain.models.huggingface.files import config_of
 from shardtrain.models.relative_positions import bucket_of
@@ -157,6 +159,28 @@ def test_files_come_back_bitwise(golden, imported):
     assert again[0] == config
     jax.tree.map(np.testing.assert_array_equal, again[1], params)
     assert left_out(config_json(golden), {**state, **older}) == [extra]
+
+
+def test_adapters_are_merged_into_blocks_that_stand_in_a_list(golden, pure, quick_jit):
+    """On export: of a decoder, whose blocks are stacked, layer by layer; here each kernel by itself."""
+    config = replace(SMALL, lora="rank=2,alpha=3,on=q+v+up")
+    params = pure(config).params
+    flat = {"/".join(key.key for key in path): x for path, x in jax.tree.leaves_with_path(params)}
+    plain, shapes, read = with_adapters_merged(
+        config, {path: x.shape for path, x in flat.items()}, flat.__getitem__
+    )
+    assert plain == SMALL
+    merged = {}
+    for path in shapes:
+        *parents, name = path.split("/")
+        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, merged)[name] = np.asarray(
+            read(path)
+        )
+    inputs = golden["tokens"], golden["target"][:, :-1], golden["mask"]
+    expected = quick_jit(pure(config).apply)(params, *inputs)
+    found = quick_jit(pure(SMALL).apply)(merged, *inputs)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(merged["blocks"]["1"]["mlp"]["up"]["kernel"], flat["blocks/1/mlp/up/kernel"])
 
 
 def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_path):
