@@ -8,7 +8,7 @@ from shardtrain.errors.messages import problems_error
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How batches to train on are loaded ahead. It changes no batch and no position.
+    """How batches are loaded ahead. It changes no batch and no position.
 
     Args:
       prefetch: number of batches that are loaded ahead, each on a thread of its own; 0 loads each when it is

@@ -185,7 +185,7 @@ def gpt_neox() -> transformers.PreTrainedModel:
     config = transformers.GPTNeoXConfig(
         vocab_size=SIZES["vocab"], max_position_embeddings=SIZES["seq"], hidden_size=32, intermediate_size=24,
         num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"], rope_parameters=rope,
-        hidden_dropout=0.0, attention_dropout=0.0,
+        hidden_dropout=0.0, attention_dropout=0.0, eos_token_id=None,
     )  # fmt: skip
     return transformers.GPTNeoXForCausalLM(config)
 

@@ -165,14 +165,14 @@ def test_adapters_are_merged_into_blocks_that_stand_in_a_list(golden, pure, quic
     """On export: of a decoder, whose blocks are stacked, layer by layer; here each kernel by itself."""
     config = replace(SMALL, lora="rank=2,alpha=3,on=q+v+up")
     params = pure(config).params
-    flat = {"/".join(key.key for key in path): x for path, x in jax.tree.leaves_with_path(params)}
+    flat = {"/".join(str(key.key) for key in path): x for path, x in jax.tree.leaves_with_path(params)}
     plain, shapes, read = with_adapters_merged(
         config, {path: x.shape for path, x in flat.items()}, flat.__getitem__
     )
     assert plain == SMALL
     merged = {}
     for path in shapes:
-        *parents, name = path.split("/")
+        *parents, name = (int(key) if key.isdigit() else key for key in path.split("/"))
         functools.reduce(lambda node, key: node.setdefault(key, {}), parents, merged)[name] = np.asarray(
             read(path)
         )
@@ -180,7 +180,7 @@ def test_adapters_are_merged_into_blocks_that_stand_in_a_list(golden, pure, quic
     expected = quick_jit(pure(config).apply)(params, *inputs)
     found = quick_jit(pure(SMALL).apply)(merged, *inputs)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    assert not np.allclose(merged["blocks"]["1"]["mlp"]["up"]["kernel"], flat["blocks/1/mlp/up/kernel"])
+    assert not np.allclose(merged["blocks"][1]["mlp"]["up"]["kernel"], flat["blocks/1/mlp/up/kernel"])
 
 
 def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_path):
