@@ -50,20 +50,18 @@ def with_adapters_merged(
             return read(path)
         # the dims of the kernel are those of both maps but for the rank; what is left counts layers
         num_stacked = len(shapes[names[0]]) + len(shapes[names[1]]) - 2 - len(shapes[path])
-        parts = read(path), *map(read, names)
-        return LazyArray(lambda numbers: _sum(lora, *parts, num_stacked, numbers))
+        parts = read(path), read(names[0]), read(names[1])
+        return LazyArray(lambda numbers: _sum(lora, parts, num_stacked, numbers))
 
     return replace(config, lora=""), kept, merged
 
 
-def _sum(
-    lora: Lora, kernel: Any, first: Any, second: Any, num_stacked: int, numbers: tuple[int, ...]
-) -> np.ndarray:
-    """Return a kernel with its adapter: of these layers, or of all, layer by layer."""
+def _sum(lora: Lora, parts: tuple[Any, Any, Any], num_stacked: int, numbers: tuple[int, ...]) -> np.ndarray:
+    """Return a kernel with its adapter, of these three: of one layer, or of all, layer by layer."""
     if num_stacked and not numbers:
-        layers = range(len(np.asarray(kernel)))
-        return np.stack([_sum(lora, kernel, first, second, num_stacked, (i,)) for i in layers])
-    w, a, b = (np.asarray(x[numbers] if numbers else x) for x in (kernel, first, second))
+        layers = range(len(np.asarray(parts[0])))
+        return np.stack([_sum(lora, parts, num_stacked, (i,)) for i in layers])
+    w, a, b = (np.asarray(x[numbers] if numbers else x) for x in parts)
     return w + np.float32(lora.scale) * np.tensordot(a, b, 1)
 
 

@@ -143,7 +143,7 @@ def export_model(
     folder: Path,
     options: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], Any],
     *,
     dtype: str = "float32",
     max_shard_bytes: int = 5_000_000_000,

@@ -237,6 +237,6 @@ class AudioFiles:
         own = int(facts.samplerate)
         if own != self.rate and not self.resample:
             raise BadData(
-                path, f"its rate is {own}, and {self.rate} is asked for; convert it, or use --data.resample"
+                path, f"its rate is {own}, and {self.rate} is asked for; convert it, or use resample=True"
             )
         return -(-facts.frames * self.rate // own), own

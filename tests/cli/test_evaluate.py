@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ TEXTS = {"prose.txt": "The sky is blue; naïve √2.\n" * 12, "code.txt": "def f
 QUESTION = {"context": "The sky is", "choices": ["blue", "made of stones", "é"], "answer": 1}
 RUN_FILE = """
 from pathlib import Path
+from typing import Any
 from shardtrain import Run, Text
 from shardtrain.models.decoder import DecoderConfig
 
@@ -151,7 +153,7 @@ def test_questions_are_answered_as_without_a_mesh(command, folder, params):
 
 
 def test_an_encoder_decoder_needs_the_pairs_of_its_run(command, folder):
-    sizes = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
+    sizes: Any = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
     save(folder / "pairs", EncoderDecoderConfig(vocab=256, seq=16, embed=16, **sizes))
     code, _, err = command("pairs", "--data", "prose.txt")
     assert code == 2

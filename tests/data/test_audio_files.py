@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_named_or_weighs_nothing(folder):
     left = audio(folder, on_error="skip").train(folder)
     assert (len(left), left.num_skipped) == (4, 1)
     whole.unlink()
-    with pytest.raises(ValueError, match=r"8000, and 16000 is asked for; convert it, or use --data\.res"):
+    with pytest.raises(ValueError, match=r"8000, and 16000 is asked for; convert it, or use resample=True"):
         audio(folder, rate=16_000).train(folder)
 
 
