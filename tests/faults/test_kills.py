@@ -164,8 +164,8 @@ class OtherWorkers(Killer):
 
 
 def test_kills_of_packed_documents_in_a_mixture_with_other_workers_each_time(lives, cheap, pytestconfig):
-    """With `--full` 20 kills: no sample is lost or repeated, or parameters and losses would be others."""
-    kills = int(os.environ.get("KILLS", 20 if pytestconfig.getoption("--full") else 4))
+    """20 kills: no sample is lost or repeated, or parameters and losses would be others."""
+    kills = number_of(pytestconfig, "KILLS", 20)
     write_run(cheap)
     source = (cheap / RUN).read_text()
     for old, new in MIXED.items():
