@@ -26,7 +26,8 @@ from shardtrain.models.encoder_decoder_blocks import (
 )
 from shardtrain.models.float8 import Products
 from shardtrain.models.key_value_cache import NewCache
-from shardtrain.models.layers import Norms, at_use, coming_keys, normal, parameter, positions_of
+from shardtrain.models.layers import Norms, at_use, coming_keys, normal, positions_of
+from shardtrain.models.relative_positions import relative_table
 from shardtrain.models.source_cache import SourceCache, read_target
 from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
 from shardtrain.models.transformer_options import (
@@ -183,8 +184,9 @@ class EncoderDecoder(nnx.Module):
         self.target_positions = table((SEQ, EMBED)) if learned else None
         # a table of distances for all blocks of a kind
         relative = config.positions == "relative"
-        self.source_relative = _distances(config, rngs) if relative else None
-        self.target_relative = _distances(config, rngs) if relative else None
+        shape = config.distances[0], config.sizes[HEADS]
+        self.source_relative = relative_table(*shape, rngs) if relative else None
+        self.target_relative = relative_table(*shape, rngs) if relative else None
         # the last block of each kind differs: the encoder's norms the source, the decoder's drops it
         self.blocks = nnx.List(
             [
@@ -297,8 +299,3 @@ class EncoderDecoder(nnx.Module):
             table_SD = at_use(table, (SEQ, EMBED), self.config.dtype)
             x_BTD += positions_of(table_SD, tokens_BT.shape[1], None, positions_BT)
         return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
-
-
-def _distances(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> nnx.Param:
-    shape = (config.distances[0], config.sizes[HEADS])
-    return parameter(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32), (None, HEADS))

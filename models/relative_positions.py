@@ -11,9 +11,17 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, HEADS
+from shardtrain.models.layers import parameter
+
+
+def relative_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Param:
+    """Make the table of a number for each bucket and head, small at first."""
+    values = 0.02 * jax.random.normal(rngs.params(), (num_buckets, num_heads), jnp.float32)
+    return parameter(values, (None, HEADS))
 
 
 def bucket_of(distances: np.ndarray, *, num_buckets: int, max_distance: int, causal: bool) -> np.ndarray:
