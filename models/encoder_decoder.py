@@ -183,8 +183,7 @@ class EncoderDecoder(nnx.Module):
         self.source_positions = table((SEQ, EMBED)) if learned else None
         self.target_positions = table((SEQ, EMBED)) if learned else None
         # a table of distances for all blocks of a kind
-        relative = config.positions == "relative"
-        shape = config.distances[0], config.sizes[HEADS]
+        shape, relative = (config.distances[0], config.sizes[HEADS]), config.positions == "relative"
         self.source_relative = relative_table(*shape, rngs) if relative else None
         self.target_relative = relative_table(*shape, rngs) if relative else None
         # the last block of each kind differs: the encoder's norms the source, the decoder's drops it
