@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
 from shardtrain import TokenPairs, build, from_nnx, load
@@ -249,19 +248,24 @@ def test_what_the_family_has_not_is_refused(changes, problem):
         read_config({**write_config(SMALL), "feed_forward_proj": "gated-relu"})
 
 
-def test_sequences_over_a_mesh_axis_are_refused():
+@pytest.mark.parametrize("kind", ["ring", "all-gather"])
+def test_rings_over_a_mesh_axis_are_refused(kind):
     """With the change to make, while the step is traced."""
     model, tokens = build(replace(SMALL, seq=8)), np.zeros((2, 8), np.int32)
-    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    rules = activation_rules({}, mesh)
-    with rules, pytest.raises(ValueError, match="no relative positions; use a mesh with context=1"):
+    layout = Layout(mesh={"context": 2}, context_attention=kind)
+    rules = activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:2]), *layout.tracing)
+    text = f"attention by {kind} over context=2 has no relative positions; use --context-attention all-to-all"
+    with rules, pytest.raises(ValueError, match=text):
         jax.eval_shape(lambda: model(tokens, tokens))
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}]
+)
 def test_gradients_on_a_mesh_are_those_of_one_device(mesh, plain):
+    """Over context heads are exchanged for sequences, and a device has the distances of its heads."""
     batch, expected = plain
-    found = gradients(batch, Layout(mesh=mesh), 8)
+    found = gradients(batch, Layout(mesh=mesh, context_attention="all-to-all"), 8)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
