@@ -118,7 +118,8 @@ def attend(
       The context, shaped and typed as `q_BTHK`.
 
     Raises:
-      ValueError: a mesh shards sequences, and there is a mask for each query, or a bias.
+      ValueError: a mesh shards sequences, and there is a mask for each query; or a bias, which "ring" and
+        "all-gather" have not.
     """
     of_run = getattr(get_logical_axis_rules(), "attention", None)
     whole = partial(whole_attention, kind)
@@ -127,7 +128,7 @@ def attend(
     if of_run is None:
         return whole(q_BTHK, k_BSHK, v_BSHK, **seen, bias_BHTS=bias_BHTS)
     if bias_BHTS is not None:
-        raise ValueError("attention over a mesh axis has no relative positions; use a mesh with context=1")
+        seen["bias_BHTS"] = bias_BHTS
     if mask_BS is not None and mask_BS.ndim == 3:
         raise ValueError(
             "attention over a mesh axis takes no cache of keys and values; use a mesh with context=1"

@@ -19,7 +19,7 @@ from shardtrain.models import checks
 from shardtrain.models.attention import Attentions
 from shardtrain.models.decoder_block import Block, OfBlock, Stream
 from shardtrain.models.experts_options import read_experts
-from shardtrain.models.experts_routing import REPLICAS, no_counts, routing_of, with_block
+from shardtrain.models.experts_routing import REPLICAS, move_bias, no_counts, routing_of, with_block
 from shardtrain.models.float8 import Products
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
 from shardtrain.models.layers import Norms, at_use, coming_keys, normal, positions_of
@@ -66,7 +66,11 @@ class DecoderConfig:
       rotary_dims: features of each head that are rotated, the first ones. None: all.
       norm: kind of norm before the halves of a block and the head; "rmsnorm_plus_one" adds 1 to its scale.
       post_norm: whether each half of a block also has a norm behind it, before it is added.
+      only_post_norm: whether the norms before the halves are left out (as OLMo 2).
+      parallel: whether both halves of a block read what enters it (as GPT-NeoX), in place of one after the
+        other.
       qk_norm: whether each head of queries and keys is normed, before positions.
+      qk_norm_joint: whether that norm is over all heads together.
       eps: added to the variance in the norms.
       activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT), "relu", or with a
         second, gating projection "swiglu" or "geglu" (the same tanh approximation, as Gemma).
@@ -124,7 +128,10 @@ class DecoderConfig:
     norm: Norms = "layernorm"
     eps: float = 1e-5
     post_norm: bool = False
+    only_post_norm: bool = False
+    parallel: bool = False
     qk_norm: bool = False
+    qk_norm_joint: bool = False
     activation: Activations = "gelu"
     bias: bool = True
     qkv_bias: bool | None = None
@@ -215,7 +222,8 @@ class Decoder(nnx.Module):
             return (found, None) if auxiliary else found
         stream = self.run(self.blocks, self.first(tokens_BT, segments_BT), self.block_keys())
         outputs = self.last(stream, auxiliary=auxiliary)
-        self._move_bias(stream)
+        if not self.dropout.deterministic:
+            move_bias(self.config.experts, self.blocks.mlp, stream)
         if self._keys() is not None and self.rngs is not None:
             self.rngs()  # the next call has masks of its own
         return outputs
@@ -275,13 +283,6 @@ class Decoder(nnx.Module):
         x_BTD = stream["x"] if isinstance(stream, dict) else stream
         logits_BTV = logits_of(self.config, whole_seq(self.final_norm(x_BTD)), self.head, self.embedding)
         return (logits_BTV, routing_of(self.config.experts, stream)) if auxiliary else logits_BTV
-
-    def _move_bias(self, stream: Stream) -> None:
-        """Move the biases of routers towards equal loads, in training."""
-        routing = routing_of(self.config.experts, stream)
-        if routing is not None and routing.options.bias and not self.dropout.deterministic:
-            bias = self.blocks.mlp.router_bias
-            bias[...] = routing.moved_bias(bias[...])
 
 
 def gpt2(**changes: Any) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""The pre-norm block: attention and feed-forward, each normed and added to the residual stream."""
+"""The block: attention and feed-forward, each normed, before or behind, and added to the residual stream."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,12 +32,13 @@ class OfBlock(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block. It has parameters only: the key of its dropout is an argument."""
+    """Residual block. It has parameters only: the key of its dropout is an argument."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
-        self.attention_norm = norm_of(config)
+        self.parallel = config.parallel
+        self.attention_norm = None if config.only_post_norm else norm_of(config)
         self.attention = Attention(config, causal=causal, rngs=rngs)
-        self.mlp_norm = norm_of(config)
+        self.mlp_norm = None if config.only_post_norm else norm_of(config)
         kind: Any = MixtureOfExperts if getattr(config, "experts", "") else FeedForward
         self.mlp = kind(config, rngs=rngs)
         self.attention_post_norm = norm_of(config) if config.post_norm else None
@@ -64,8 +65,10 @@ class Block(nnx.Module):
             (self.attention_norm, attention, self.attention_post_norm),
             (self.mlp_norm, mlp, self.mlp_post_norm),
         )
+        entering_BTD = x_BTD
         for (norm, layer, post_norm), dropout_key in zip(halves, keys, strict=True):
-            h_BTD = layer(whole_seq(norm(x_BTD)))
+            read_BTD = entering_BTD if self.parallel else x_BTD
+            h_BTD = layer(whole_seq(read_BTD if norm is None else norm(read_BTD)))
             if is_mixture and layer is mlp:
                 h_BTD, counts = h_BTD
             h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)

@@ -25,7 +25,10 @@ from shardtrain.models.encoder_decoder_blocks import (
     split_key,
 )
 from shardtrain.models.float8 import Products
-from shardtrain.models.layers import Norms, at_use, coming_keys, normal, parameter
+from shardtrain.models.key_value_cache import NewCache
+from shardtrain.models.layers import Norms, at_use, coming_keys, normal, positions_of
+from shardtrain.models.relative_positions import relative_table
+from shardtrain.models.source_cache import SourceCache, read_target
 from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
 from shardtrain.models.transformer_options import (
     Activations,
@@ -180,9 +183,9 @@ class EncoderDecoder(nnx.Module):
         self.source_positions = table((SEQ, EMBED)) if learned else None
         self.target_positions = table((SEQ, EMBED)) if learned else None
         # a table of distances for all blocks of a kind
-        relative = config.positions == "relative"
-        self.source_relative = _distances(config, rngs) if relative else None
-        self.target_relative = _distances(config, rngs) if relative else None
+        shape, relative = (config.distances[0], config.sizes[HEADS]), config.positions == "relative"
+        self.source_relative = relative_table(*shape, rngs) if relative else None
+        self.target_relative = relative_table(*shape, rngs) if relative else None
         # the last block of each kind differs: the encoder's norms the source, the decoder's drops it
         self.blocks = nnx.List(
             [
@@ -200,22 +203,34 @@ class EncoderDecoder(nnx.Module):
         self.rngs = rngs["dropout"].fork() if config.dropout else None
 
     def __call__(
-        self, source_BS: jax.Array, target_BT: jax.Array, source_mask_BS: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        source_BS: Any,
+        target_BT: jax.Array,
+        source_mask_BS: jax.Array | None = None,
+        cache: SourceCache | NewCache | None = None,
+        counts_B: jax.Array | None = None,
+    ) -> Any:
         """Predict the next token at every position of the target.
 
         Args:
-          source_BS: int token ids below `vocab`; S is at most `seq`. An id out of range gives NaN.
+          source_BS: int token ids below `vocab`; S is at most `seq`. An id out of range gives NaN. None with
+            a cache that has the source.
           target_BT: int token ids, the same; a position is predicted from the source and the target before
             it and at it.
           source_mask_BS: 0 for padding of the source, which no position sees; by default there is none.
+          cache: of the source and the target's tokens before these, see `source_cache.read_target`;
+            `NewCache` begins one.
+          counts_B: with a cache, how many of the target's tokens each row has.
 
         Returns:
-          Logits (batch, target's seq, vocab), float32.
+          Logits (batch, target's seq, vocab), float32. With a cache: logits of each target's last token,
+          (batch, vocab), and the cache.
 
         Raises:
-          ValueError: if S or T is above `seq`.
+          ValueError: if S or T is above `seq`, or a source is missing, or given again.
         """
+        if cache is not None:
+            return read_target(self, source_BS, target_BT, source_mask_BS, cache, counts_B)
         stream = self.first(source_BS, target_BT, source_mask_BS)
         logits_BTV = self.last(self.run(self.blocks, stream, self.block_keys()))
         if self._keys() is not None and self.rngs is not None:
@@ -230,18 +245,23 @@ class EncoderDecoder(nnx.Module):
         keys = self._keys()
         source_key, target_key = split_key(None if keys is None else keys[0], 2)
         stream = {
-            "source": self._embedded(source_BS, self.source_positions, source_key),
-            "target": self._embedded(target_BT, self.target_positions, target_key),
+            "source": self.embedded(source_BS, self.source_positions, source_key),
+            "target": self.embedded(target_BT, self.target_positions, target_key),
         }
         if source_mask_BS is not None:
             stream["source_mask"] = source_mask_BS
         for name, table in (("source_bias", self.source_relative), ("target_bias", self.target_relative)):
-            if table is not None:
-                # a row for each example: so every part of a pipeline has it
-                table_NH = at_use(table, (None, HEADS), "float32")
-                table_BNH = jnp.broadcast_to(table_NH, (source_BS.shape[0], *table_NH.shape))
-                stream[name] = with_logical_constraint(table_BNH, (BATCH, None, HEADS))
+            if (table_BNH := self.distances_of(table, source_BS.shape[0])) is not None:
+                stream[name] = table_BNH
         return stream
+
+    def distances_of(self, table: nnx.Param | None, rows: int) -> jax.Array | None:
+        """Return a table of relative positions for each example: so every part of a pipeline has it."""
+        if table is None:
+            return None
+        table_NH = at_use(table, (None, HEADS), "float32")
+        table_BNH = jnp.broadcast_to(table_NH, (rows, *table_NH.shape))
+        return with_logical_constraint(table_BNH, (BATCH, None, HEADS))
 
     def block_keys(self) -> jax.Array | None:
         """The keys of the blocks' dropout, (num_blocks,); None where it is off."""
@@ -267,17 +287,14 @@ class EncoderDecoder(nnx.Module):
             return None
         return coming_keys(self.rngs, self.config.num_blocks + 1)
 
-    def _embedded(
-        self, tokens_BT: jax.Array, positions: nnx.Param | None, key: jax.Array | None
+    def embedded(
+        self, tokens_BT: jax.Array, table: nnx.Param | None, key: jax.Array | None, positions_BT: Any = None
     ) -> jax.Array:
+        """Look up tokens, and their positions in a table, from 0 on or those given."""
         if tokens_BT.shape[1] > self.config.seq:
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
         x_BTD = jnp.take(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT, axis=0)
-        if positions is not None:
-            x_BTD += at_use(positions, (SEQ, EMBED), self.config.dtype)[: tokens_BT.shape[1]]
+        if table is not None:
+            table_SD = at_use(table, (SEQ, EMBED), self.config.dtype)
+            x_BTD += positions_of(table_SD, tokens_BT.shape[1], None, positions_BT)
         return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
-
-
-def _distances(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> nnx.Param:
-    shape = (config.distances[0], config.sizes[HEADS])
-    return parameter(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32), (None, HEADS))

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, as_block_input
 from shardtrain.models.attention import attend
-from shardtrain.models.relative_positions import relative_bias
+from shardtrain.models.key_value_cache import LayerCache
+from shardtrain.models.relative_positions import cached_relative_bias, relative_bias
 from shardtrain.models.transformer import (
     STREAM,
     Attention,
@@ -45,8 +46,20 @@ class CrossAttention(nnx.Module):
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
 
     def __call__(
-        self, x_BTD: jax.Array, source_BSD: jax.Array, mask_BS: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        source_BSD: jax.Array | None,
+        mask_BS: jax.Array | None = None,
+        kept: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
+        """Attend to the source.
+
+        Args:
+          x_BTD: the normed stream of the target.
+          source_BSD: the encoded source; not read where there is `kept`.
+          mask_BS: 0 for padding of the source.
+          kept: keys and values of the source, of `of_source`, that were computed before.
+        """
         # queries come from the target, keys and values from the source
         q_BTHK = self.q(x_BTD)
         if self.config.query_scale is not None:
@@ -54,6 +67,13 @@ class CrossAttention(nnx.Module):
             scale = self.config.query_scale * self.config.sizes[HEAD_DIM] ** 0.5
             q_BTHK *= jnp.asarray(scale, q_BTHK.dtype)
         q_BTHK = with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
+        k_BSHK, v_BSHK = self.of_source(source_BSD) if kept is None else kept
+        # every target position sees the whole source but for padding: no causal mask
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
+        return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
+
+    def of_source(self, source_BSD: Any) -> tuple[jax.Array, jax.Array]:
+        """Compute the keys and values of the encoded source, (batch, source's seq, kv_heads, head_dim)."""
         # one product for keys and values, whose gradient is then reduced over devices once
         kernel = jnp.stack([self.k.cast(), self.v.cast()], 1)
         kernel = with_logical_constraint(kernel, (EMBED, None, KV_HEADS, HEAD_DIM))
@@ -63,9 +83,7 @@ class CrossAttention(nnx.Module):
             linear.shifted(linear.adapted(y[:, :, i], source_BSD))
             for i, linear in enumerate((self.k, self.v))
         )
-        # every target position sees the whole source but for padding: no causal mask
-        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
-        return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
+        return k_BSHK, v_BSHK
 
 
 class EncoderBlock(nnx.Module):
@@ -137,27 +155,47 @@ class DecoderBlock(nnx.Module):
     def decoded(
         self,
         x_BTD: jax.Array,
-        source_BSD: jax.Array,
+        source_BSD: jax.Array | None,
         mask_BS: jax.Array | None,
         table_BNH: jax.Array | None,
         key: jax.Array | None,
+        cache: LayerCache | None = None,
+        kept: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """The target's stream after this block."""
+        """The target's stream after this block.
+
+        Args:
+          x_BTD: before it.
+          source_BSD: the encoded source; None: keys and values of it are `kept`.
+          mask_BS: 0 for padding of the source.
+          table_BNH: numbers of relative positions.
+          key: of dropout.
+          cache: keys and values of the target's tokens before these.
+          kept: see `CrossAttention`.
+        """
         # earlier target positions, then the source, then the feed-forward
         keys = split_key(key, 3)
-        bias_BHTT = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True)
-        h_BTD = self.attention(whole_seq(self.attention_norm(x_BTD)), bias_BHTS=bias_BHTT)
+        bias_BHTS = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
+        h_BTD = self.attention(whole_seq(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
         x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[0])
-        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), whole_seq(source_BSD), mask_BS)
+        source_BSD = None if source_BSD is None else whole_seq(source_BSD)
+        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), source_BSD, mask_BS, kept)
         x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[1])
         return _added(x_BTD, self.mlp(whole_seq(self.mlp_norm(x_BTD))), self.dropout, keys[2])
 
 
 def _bias(
-    table_BNH: jax.Array | None, num: int, max_distance: int | None, *, causal: bool
+    table_BNH: jax.Array | None,
+    num: int,
+    max_distance: int | None,
+    *,
+    causal: bool,
+    cache: LayerCache | None = None,
 ) -> jax.Array | None:
     if table_BNH is None or max_distance is None:
         return None
+    if cache is not None:
+        return cached_relative_bias(table_BNH, cache.positions_BT, cache.num_slots, max_distance=max_distance)
     return relative_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
 
 

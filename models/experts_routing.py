@@ -223,3 +223,10 @@ def _over_replicas(x: jax.Array) -> jax.Array:
         return lax.psum(x, REPLICAS)
     except NameError:
         return x
+
+
+def move_bias(experts: str, mlp: Any, stream: Any) -> None:
+    """Move the biases of routers towards equal loads, if the experts have some: after a step of training."""
+    routing = routing_of(experts, stream)
+    if routing is not None and routing.options.bias:
+        mlp.router_bias[...] = routing.moved_bias(mlp.router_bias[...])

@@ -1,11 +1,10 @@
 """Batched generation: prompts are read in one program, then tokens are added in a loop of another.
 
-A decoder with a cache (`key_value_cache.py`) computes one position for each token; any other causal model of
-tokens reads its whole window again. `sampling.py` draws the tokens.
+A model with a cache (`key_value_cache.py`) computes one position for each token; any other causal model of
+tokens reads its whole window again (`token_readers.py`). `sampling.py` draws the tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.models import checks
-from shardtrain.models.key_value_cache import NewCache, written
 from shardtrain.models.sampling import Sampling, sample
+from shardtrain.models.token_readers import reader_of
 
 NO_TOKEN = -1
 """In place of the tokens after the end of a row."""
@@ -32,13 +31,15 @@ def generate(
     end: Sequence[int] = (),
     rows: int | None = None,
     cached: bool = False,
+    begin: int | None = None,
 ) -> list[np.ndarray]:
-    """Continue prompts of any lengths.
+    """Continue prompts of any lengths, or let an encoder-decoder write targets of them.
 
     Args:
       model: int32 tokens (B, T) -> logits (B, T, V), causal and without dropout. Give an nnx model, or
         `jax.tree_util.Partial` with the parameters bound: their arrays are then arguments of the compiled
-        programs. Those that a plain function closes over become constants of it.
+        programs. Those that a plain function closes over become constants of it. With `begin`, of an
+        encoder-decoder: (source (B, S), target (B, T), source_mask (B, S)) -> logits (B, T, V).
       prompts: integers (length,) each, the tokens of a prompt, one or more.
       num_tokens: how many tokens to add to each, at most.
       key: a key of `jax.random`; the same key gives the same tokens, whatever `rows` is.
@@ -49,7 +50,10 @@ def generate(
         program. None: all.
       cached: the model takes a cache, as `Decoder` does: (tokens, None, cache, counts) -> (logits of each
         row's last token, cache). Prompt and continuation must fit `seq`. False: the model is applied to the
-        last `seq` tokens for each token, and a text may grow longer than that.
+        last `seq` tokens for each token, and a text may grow longer than that. With `begin` as
+        `EncoderDecoder` does: (source or None, target, mask, cache), and the source is read once.
+      begin: the token that the targets of an encoder-decoder begin with, of T5 that of padding, 0; a source
+        and a target must each fit `seq`. None: the model is a decoder.
 
     Returns:
       The continuation of each prompt, int32 (at most num_tokens,), with the token of `end` that finished it.
@@ -65,10 +69,12 @@ def generate(
     """
     tokens = [np.asarray(prompt, np.int32) for prompt in prompts]
     rows = max(len(tokens), 1) if rows is None else rows
-    checks.refuse("generate", _problems(tokens, num_tokens, rows, seq if cached else None))
+    pairs = begin is not None
+    problems = _pair_problems if pairs else _problems
+    checks.refuse("generate", problems(tokens, num_tokens, rows, seq if cached or pairs else None))
     if not tokens or num_tokens == 0:
         return [np.zeros(0, np.int32) for _ in tokens]
-    reader = _Cached(_as_pytree(model)) if cached else _Windowed(_as_pytree(model), seq)
+    reader = reader_of(_as_pytree(model), seq=seq, cached=cached, begin=begin)
     longest = max(map(len, tokens))
     ends = np.asarray(end, np.int32)
     found: list[np.ndarray] = []
@@ -78,7 +84,7 @@ def generate(
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         tokens_BT = np.stack([np.pad(tokens[n], (0, longest - len(tokens[n]))) for n in numbers])
         counts_B = np.array([len(tokens[n]) for n in numbers], np.int32)
-        token_B, memory = _prefill(reader, tokens_BT, counts_B, keys_B, longest + num_tokens, sampling)
+        token_B, memory = _prefill(reader, tokens_BT, counts_B, keys_B, num_tokens, sampling)
         tokens_BN, _ = _decode(reader, memory, token_B, keys_B, ends, num_tokens, sampling)
         found += [row[row != NO_TOKEN] for row in np.asarray(tokens_BN)]
     return found[: len(tokens)]
@@ -86,10 +92,10 @@ def generate(
 
 @partial(jax.jit, static_argnums=(4, 5))
 def _prefill(
-    reader: Any, tokens_BT: Any, counts_B: Any, keys_B: Any, size: int, sampling: Sampling
+    reader: Any, tokens_BT: Any, counts_B: Any, keys_B: Any, num_tokens: int, sampling: Sampling
 ) -> tuple[jax.Array, Any]:
     """Read the prompts and draw the first token of each."""
-    logits_BV, memory = reader.start(tokens_BT, counts_B, size)
+    logits_BV, memory = reader.start(tokens_BT, counts_B, num_tokens)
     return _drawn(logits_BV, keys_B, 0, sampling), memory
 
 
@@ -124,60 +130,6 @@ def _drawn(logits_BV: jax.Array, keys_B: jax.Array, number: Any, sampling: Sampl
     return sample(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(keys_B, number), sampling)
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class _Cached:
-    """Reads tokens with a cache; its memory is that."""
-
-    model: Any
-
-    def start(self, tokens_BT: jax.Array, counts_B: jax.Array, size: int) -> tuple[jax.Array, Any]:
-        return self.model(tokens_BT, None, NewCache(size), counts_B)
-
-    def extend(self, token_B: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
-        return self.model(token_B[:, None], None, memory, None)
-
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        return (self.model,), None
-
-    @classmethod
-    def tree_unflatten(cls, about: None, children: tuple[Any]) -> "_Cached":
-        return cls(*children)
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class _Windowed:
-    """Reads the last tokens of each row again; its memory is all tokens, and how many each row has."""
-
-    model: Any
-    seq: int
-
-    def start(self, tokens_BT: jax.Array, counts_B: jax.Array, size: int) -> tuple[jax.Array, Any]:
-        room = max(size, self.seq) - tokens_BT.shape[1]
-        return self._read(jnp.pad(tokens_BT, ((0, 0), (0, room))), counts_B)
-
-    def extend(self, token_B: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
-        tokens_BS, lengths_B = memory
-        return self._read(written(tokens_BS, token_B[:, None], lengths_B), lengths_B + 1)
-
-    def _read(self, tokens_BS: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, Any]:
-        # the window has one shape, so there is one program: it is filled up behind, and later moves along
-        starts_B = jnp.maximum(lengths_B - self.seq, 0)
-        window_BT = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, self.seq))(
-            tokens_BS, starts_B
-        )
-        logits_BV = self.model(window_BT)[jnp.arange(len(lengths_B)), lengths_B - 1 - starts_B]
-        return logits_BV, (tokens_BS, lengths_B)
-
-    def tree_flatten(self) -> tuple[tuple[Any], int]:
-        return (self.model,), self.seq
-
-    @classmethod
-    def tree_unflatten(cls, seq: int, children: tuple[Any]) -> "_Windowed":
-        return cls(*children, seq)
-
-
 def _as_pytree(model: Any) -> Any:
     """Return a module or pytree as it is, to be an argument of programs; a plain function as a constant."""
     leaves = jax.tree.leaves(model)
@@ -186,15 +138,7 @@ def _as_pytree(model: Any) -> Any:
 
 def _problems(prompts: Sequence[np.ndarray], num_tokens: int, rows: int, most: int | None) -> list[str]:
     """Return what is out of range; `most` is the most tokens of a prompt and its continuation."""
-    found = [
-        f"prompt {i} has shape {prompt.shape}; give one token or more, such as the one that begins a text."
-        for i, prompt in enumerate(prompts)
-        if prompt.ndim != 1 or not prompt.size
-    ]
-    if num_tokens < 0:
-        found.append(f"num_tokens is {num_tokens}; it must be 0 or above.")
-    if rows < 1:
-        found.append(f"rows is {rows}; it must be at least 1. Use rows=None for all prompts at once.")
+    found = _number_problems(prompts, num_tokens, rows)
     if not found and prompts and most is not None:
         longest = max(map(len, prompts))
         if longest + num_tokens > most:
@@ -204,4 +148,34 @@ def _problems(prompts: Sequence[np.ndarray], num_tokens: int, rows: int, most: i
                 f"the longest prompt has {longest} tokens, and {num_tokens} are added, but the model has"
                 f" seq={most} positions. {use}, or cached=False, which reads the last {most} tokens for each."
             )
+    return found
+
+
+def _pair_problems(sources: Sequence[np.ndarray], num_tokens: int, rows: int, most: int | None) -> list[str]:
+    """Return what is out of range; `most` is the most tokens of a source, and of a target."""
+    found = _number_problems(sources, num_tokens, rows)
+    if not found and sources and most is not None:
+        longest = max(map(len, sources))
+        if longest > most:
+            found.append(
+                f"the longest source has {longest} tokens, but the model has seq={most} positions. Give"
+                f" sources of at most {most} tokens."
+            )
+        if num_tokens > most:
+            found.append(
+                f"num_tokens is {num_tokens}, but targets have seq={most} positions. Use num_tokens={most}."
+            )
+    return found
+
+
+def _number_problems(prompts: Sequence[np.ndarray], num_tokens: int, rows: int) -> list[str]:
+    found = [
+        f"prompt {i} has shape {prompt.shape}; give one token or more, such as the one that begins a text."
+        for i, prompt in enumerate(prompts)
+        if prompt.ndim != 1 or not prompt.size
+    ]
+    if num_tokens < 0:
+        found.append(f"num_tokens is {num_tokens}; it must be 0 or above.")
+    if rows < 1:
+        found.append(f"rows is {rows}; it must be at least 1. Use rows=None for all prompts at once.")
     return found

@@ -134,16 +134,25 @@ def read(
     stream = decoder.first(tokens_BT, positions_BT=positions_BT)
     x_BTD = stream["x"] if isinstance(stream, dict) else stream
     x_BTD, added = _walk(decoder, x_BTD, cache, positions_BT)
+    logits_BV = with_logical_constraint(decoder.last(last_of(x_BTD, counts_B))[:, 0], (BATCH, VOCAB))
+    return logits_BV, extended(cache, added, counts_B)
+
+
+def extended(cache: KeyValueCache, added: tuple[jax.Array, jax.Array], counts_B: jax.Array) -> KeyValueCache:
+    """Return a cache with the keys and values that all layers add, (layers, batch, T, kv_heads, head_dim)."""
     write = jax.vmap(written, (0, 0, None))
     keys, values = (
         with_logical_constraint(write(slots, new, cache.lengths_B), SLOTS)
         for slots, new in zip((cache.keys_LBSHK, cache.values_LBSHK), added, strict=True)
     )
-    # only the last token of each row needs logits: a sum with one term, which keeps rows on their devices
-    is_last_BT = jnp.arange(num_tokens) == counts_B[:, None] - 1
-    last_B1D = jnp.where(is_last_BT[:, :, None], x_BTD, 0).sum(1, keepdims=True)
-    logits_BV = with_logical_constraint(decoder.last(last_B1D)[:, 0], (BATCH, VOCAB))
-    return logits_BV, KeyValueCache(keys, values, cache.lengths_B + counts_B)
+    return KeyValueCache(keys, values, cache.lengths_B + counts_B)
+
+
+def last_of(x_BTD: jax.Array, counts_B: jax.Array) -> jax.Array:
+    """Return the activations of each row's last token, (batch, 1, embed): only they need logits."""
+    # a sum with one term, which keeps rows on their devices
+    is_last_BT = jnp.arange(x_BTD.shape[1]) == counts_B[:, None] - 1
+    return jnp.where(is_last_BT[:, :, None], x_BTD, 0).sum(1, keepdims=True)
 
 
 def _walk(

@@ -103,29 +103,35 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Layer or root-mean-square norm over the last dim, in float32; only a layer norm can have a bias.
+    """Layer or root-mean-square norm over the last dims, in float32; only a layer norm can have a bias.
 
     "rmsnorm_plus_one" multiplies by 1 + its scale, which begins at 0.
     """
 
     def __init__(
-        self, kind: Norms, size: int, *, eps: float, bias: bool, dtype: str, dim: str = EMBED
+        self,
+        kind: Norms,
+        *sizes: int,
+        eps: float,
+        bias: bool,
+        dtype: str,
+        dims: Dims = (EMBED,),
     ) -> None:
-        self.kind, self.eps, self.dtype, self.dim = kind, eps, dtype, dim
-        self.scale = parameter((jnp.zeros if kind == "rmsnorm_plus_one" else jnp.ones)(size), (dim,))
+        self.kind, self.eps, self.dtype, self.dims = kind, eps, dtype, dims
+        self.scale = parameter((jnp.zeros if kind == "rmsnorm_plus_one" else jnp.ones)(sizes), dims)
         has_bias = bias and kind == "layernorm"
-        self.bias = parameter(jnp.zeros(size), (dim,)) if has_bias else None
+        self.bias = parameter(jnp.zeros(sizes), dims) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
+        x, axes = x.astype(jnp.float32), tuple(range(-len(self.dims), 0))
         # a root-mean-square norm leaves the mean where it is
         if self.kind == "layernorm":
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        scale = at_use(self.scale, (self.dim,), "float32")
+            x = x - jnp.mean(x, axis=axes, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + self.eps)
+        scale = at_use(self.scale, self.dims, "float32")
         x = x * (1 + scale if self.kind == "rmsnorm_plus_one" else scale)
         if self.bias is not None:
-            x = x + at_use(self.bias, (self.dim,), "float32")
+            x = x + at_use(self.bias, self.dims, "float32")
         return x.astype(self.dtype)
 
 

@@ -50,6 +50,7 @@ SAME = {
     "rope_scaling": "",
     "rotary_dims": None,
     "post_norm": False,
+    "parallel": False,
     "qk_norm": False,
     "query_scale": None,
     "soft_cap": None,

@@ -11,9 +11,17 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, HEADS
+from shardtrain.models.layers import parameter
+
+
+def relative_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Param:
+    """Make the table of a number for each bucket and head, small at first."""
+    values = 0.02 * jax.random.normal(rngs.params(), (num_buckets, num_heads), jnp.float32)
+    return parameter(values, (None, HEADS))
 
 
 def bucket_of(distances: np.ndarray, *, num_buckets: int, max_distance: int, causal: bool) -> np.ndarray:
@@ -67,4 +75,23 @@ def relative_bias(
     by_distance = jnp.take(table_BNH, buckets, axis=1)
     places = np.arange(num_keys)[None] - np.arange(num_queries)[:, None] + num_queries - 1
     bias_BHTS = jnp.take(by_distance.swapaxes(1, 2), places, axis=2)
+    return with_logical_constraint(bias_BHTS, (BATCH, HEADS, None, None))
+
+
+def cached_relative_bias(
+    table_BNH: jax.Array, positions_BT: jax.Array, num_keys: int, *, max_distance: int
+) -> jax.Array:
+    """Return what is added to the scores of causal attention with a cache, (batch, heads, T, num_keys).
+
+    Args:
+      table_BNH: as for `relative_bias`.
+      positions_BT: the position of each query, which may differ from row to row.
+      num_keys: slots of the cache; the slot of a key is its position.
+      max_distance: see `bucket_of`.
+    """
+    distances = np.arange(1 - num_keys, num_keys)
+    buckets = bucket_of(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=True)
+    by_distance_BHS = jnp.take(table_BNH, buckets, axis=1).swapaxes(1, 2)
+    places_BTS = jnp.arange(num_keys) - positions_BT[:, :, None] + num_keys - 1
+    bias_BHTS = jax.vmap(lambda row, places: jnp.take(row, places, axis=1))(by_distance_BHS, places_BTS)
     return with_logical_constraint(bias_BHTS, (BATCH, HEADS, None, None))

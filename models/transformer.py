@@ -59,8 +59,9 @@ class Attention(nnx.Module):
         self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="k")
         self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="v")
         self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
-        self.q_norm = norm_of(config, HEAD_DIM) if config.qk_norm else None
-        self.k_norm = norm_of(config, HEAD_DIM) if config.qk_norm else None
+        # over each head, or over all together
+        of_heads = ((dim,) * config.qk_norm_joint + (HEAD_DIM,) for dim in (HEADS, KV_HEADS))
+        self.q_norm, self.k_norm = (norm_of(config, *dims) if config.qk_norm else None for dims in of_heads)
 
     def __call__(
         self,
@@ -99,7 +100,7 @@ class Attention(nnx.Module):
         seen = {"causal": self.causal, "mask_BS": mask_BS, "segments_BT": segments_BT, "window": window}
         seen["bias_BHTS"] = bias_BHTS
         if cache is not None:
-            seen = {"causal": False, "mask_BS": cache.mask_BTS(window)}
+            seen = {"causal": False, "mask_BS": cache.mask_BTS(window), "bias_BHTS": bias_BHTS}
         soft_cap = self.config.soft_cap
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, soft_cap=soft_cap, **seen)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
@@ -234,8 +235,11 @@ def linear_of(
     )  # fmt: skip
 
 
-def norm_of(config: BlockOptions, dim: str = EMBED) -> Norm:
-    return Norm(config.norm, config.sizes[dim], eps=config.eps, bias=config.bias, dtype=config.dtype, dim=dim)
+def norm_of(config: BlockOptions, *dims: str) -> Norm:
+    """Make the norm over the last dims, by default over embed."""
+    dims = dims or (EMBED,)
+    sizes = [config.sizes[dim] for dim in dims]
+    return Norm(config.norm, *sizes, eps=config.eps, bias=config.bias, dtype=config.dtype, dims=dims)
 
 
 def stacked_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:

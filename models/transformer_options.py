@@ -78,7 +78,16 @@ class BlockOptions(Protocol):
     def post_norm(self) -> bool: ...
 
     @property
+    def only_post_norm(self) -> bool: ...
+
+    @property
+    def parallel(self) -> bool: ...
+
+    @property
     def qk_norm(self) -> bool: ...
+
+    @property
+    def qk_norm_joint(self) -> bool: ...
 
     @property
     def qkv_bias(self) -> bool | None: ...
@@ -196,6 +205,12 @@ def decoder_problems(config: Any) -> list[str]:
         found.append(f"experts compute in dtype, and products is {config.products!r}. Leave out one of them.")
     if config.full_every == 1:
         found.append("full_every is 1, so that no block has the window; use 2 or more, or window=None")
+    needs = {"only_post_norm": "post_norm", "qk_norm_joint": "qk_norm"}
+    found += [
+        f"{name} is True; it needs {other}=True"
+        for name, other in needs.items()
+        if getattr(config, name) and not getattr(config, other)
+    ]
     if config.qk_norm and config.norm == "layernorm":
         found.append("qk_norm needs norm='rmsnorm' or 'rmsnorm_plus_one', and norm is 'layernorm'")
     if config.attention == "cudnn":

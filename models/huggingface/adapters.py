@@ -18,13 +18,14 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.families import family_of
 from shardtrain.models.huggingface.place import Place
 from shardtrain.models.lora import LORA_A, LORA_B, Lora, read_lora
+from shardtrain.system.lazy_array import LazyArray
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 KERNEL = "/kernel"
 
-Read = Callable[[str], np.ndarray]
-"""Path of a parameter -> its values."""
+Read = Callable[[str], Any]
+"""Path of a parameter -> its values, or what gives them as `tensors` asks for them."""
 
 
 def with_adapters_merged(
@@ -42,19 +43,26 @@ def with_adapters_merged(
         return config, dict(shapes), read
     kept = {path: shape for path, shape in shapes.items() if path.rpartition("/")[2] not in (LORA_A, LORA_B)}
 
-    def merged(path: str) -> np.ndarray:
+    def merged(path: str) -> Any:
         parent, _, name = path.rpartition("/")
-        if name != "kernel" or f"{parent}/{LORA_A}" not in shapes:
+        names = f"{parent}/{LORA_A}", f"{parent}/{LORA_B}"
+        if name != "kernel" or names[0] not in shapes:
             return read(path)
-        return _sum(lora, read(path), read(f"{parent}/{LORA_A}"), read(f"{parent}/{LORA_B}"))
+        # the dims of the kernel are those of both maps but for the rank; what is left counts layers
+        num_stacked = len(shapes[names[0]]) + len(shapes[names[1]]) - 2 - len(shapes[path])
+        parts = read(path), read(names[0]), read(names[1])
+        return LazyArray(lambda numbers: _sum(lora, parts, num_stacked, numbers))
 
     return replace(config, lora=""), kept, merged
 
 
-def _sum(lora: Lora, kernel: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return a stacked kernel with its adapter, layer by layer."""
-    pairs = zip(kernel, first, second, strict=True)
-    return np.stack([w + np.float32(lora.scale) * np.tensordot(a, b, 1) for w, a, b in pairs])
+def _sum(lora: Lora, parts: tuple[Any, Any, Any], num_stacked: int, numbers: tuple[int, ...]) -> np.ndarray:
+    """Return a kernel with its adapter, of these three: of one layer, or of all, layer by layer."""
+    if num_stacked and not numbers:
+        layers = range(len(np.asarray(parts[0])))
+        return np.stack([_sum(lora, parts, num_stacked, (i,)) for i in layers])
+    w, a, b = (np.asarray(x[numbers] if numbers else x) for x in parts)
+    return w + np.float32(lora.scale) * np.tensordot(a, b, 1)
 
 
 def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]:

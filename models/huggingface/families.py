@@ -13,6 +13,7 @@ import numpy as np
 from shardtrain.models import checks
 from shardtrain.models.huggingface.bert import BERT
 from shardtrain.models.huggingface.gpt2 import GPT2
+from shardtrain.models.huggingface.gpt_neox import GPT_NEOX
 from shardtrain.models.huggingface.place import STATE, Family, num_blocks, value_problems
 from shardtrain.models.huggingface.relatives import RELATIVES
 from shardtrain.models.huggingface.resnet import RESNET
@@ -36,7 +37,7 @@ from shardtrain.system.excerpts import short
 
 Params = dict[str, Any]
 
-ALL = (GPT2, *RELATIVES, *SPARSE_RELATIVES, BERT, VIT, RESNET, T5, MT5)
+ALL = (GPT2, *RELATIVES, GPT_NEOX, *SPARSE_RELATIVES, BERT, VIT, RESNET, T5, MT5)
 FAMILIES = {family.model_type: family for family in ALL}
 """The first that has all options of a model is the one that it is written as."""
 
@@ -156,7 +157,8 @@ def tensors(
     Args:
       config: of the model.
       shapes: path -> shape of every parameter.
-      read: path -> array; asked once each, when its turn comes.
+      read: path -> array, or what gives one for `array[layer]`, `array[layer, expert]` and by `np.asarray`;
+        asked once each, when its turn comes.
       family: see `family_of`.
 
     Raises:

@@ -143,7 +143,7 @@ def export_model(
     folder: Path,
     options: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], Any],
     *,
     dtype: str = "float32",
     max_shard_bytes: int = 5_000_000_000,
@@ -160,7 +160,8 @@ def export_model(
       options: of the model's configuration, name -> value.
       shapes: path -> shape of every parameter, blocks stacked, and, below "model_state/", of what changes
         without being trained, which is left out where files of the family do not have it.
-      read: path -> array.
+      read: path -> array, or what `families.tensors` takes in its place, of which one layer, or one expert of
+        a layer, is in memory.
       dtype: of what is written: float32, float16 or bfloat16.
       max_shard_bytes: a new file begins above that.
       tokenizer: a folder whose tokenizer files are copied, and whose config.json, if it has one, tells

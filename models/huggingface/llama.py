@@ -89,10 +89,7 @@ def _places(relative: Relative, config: DecoderConfig) -> Iterator[Place]:
     if relative.experts is not None:
         yield from expert_places(relative.experts, config, f"{PREFIX}layers.{{}}.")
     for path, name in _norms(config).items():
-        of_head = path.endswith(("q_norm", "k_norm"))
-        yield Place(
-            path=f"{path}/scale", name=f"{PREFIX}{name}.weight", dims=(HEAD_DIM if of_head else EMBED,)
-        )
+        yield Place(path=f"{path}/scale", name=f"{PREFIX}{name}.weight", dims=_normed(config, path))
         if config.norm == "layernorm" and config.bias:
             yield Place(path=f"{path}/bias", name=f"{PREFIX}{name}.bias", dims=(EMBED,))
     yield from head_places(config)
@@ -112,7 +109,10 @@ def _norms(config: DecoderConfig) -> dict[str, str]:
     """Return the names of the norms; behind the attention there is one, or another that comes before."""
     before, behind = "layers.{}.post_attention_layernorm", "layers.{}.pre_feedforward_layernorm"
     names = {"blocks/attention_norm": "layers.{}.input_layernorm", "blocks/mlp_norm": before}
-    if config.post_norm:
+    if config.only_post_norm:
+        names = {"blocks/attention_post_norm": before}
+        names |= {"blocks/mlp_post_norm": "layers.{}.post_feedforward_layernorm"}
+    elif config.post_norm:
         names |= {
             "blocks/attention_post_norm": before,
             "blocks/mlp_norm": behind,
@@ -121,6 +121,14 @@ def _norms(config: DecoderConfig) -> dict[str, str]:
     if config.qk_norm:
         names |= {f"blocks/attention/{which}_norm": f"layers.{{}}.self_attn.{which}_norm" for which in "qk"}
     return names | {"final_norm": "norm"}
+
+
+def _normed(config: DecoderConfig, path: str) -> tuple[str, ...]:
+    """Return the dims that a norm is over."""
+    if not path.endswith(("q_norm", "k_norm")):
+        return (EMBED,)
+    heads = HEADS if path.endswith("q_norm") else KV_HEADS
+    return (heads, HEAD_DIM) if config.qk_norm_joint else (HEAD_DIM,)
 
 
 def _copies(config: DecoderConfig) -> Iterator[Copy]:

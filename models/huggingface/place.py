@@ -1,7 +1,8 @@
 """The mapping between parameters of this package and a Hugging Face state dict, as a table for each family.
 
 Each family is a table of places, read in both directions, and two functions for its config.json; they stand
-in `gpt2.py`, `llama.py`, `relatives.py`, `bert.py`, `vit.py`, `resnet.py` and `t5.py`. Next: `families.py`.
+in `gpt2.py`, `gpt_neox.py`, `llama.py`, `relatives.py`, `bert.py`, `vit.py`, `resnet.py` and `t5.py`. Next:
+`families.py`.
 """
 
 import math
@@ -24,6 +25,10 @@ def num_blocks(config: Any) -> int:
     return config.num_layers if hasattr(config, "num_layers") else config.num_blocks
 
 
+FLAT = ("kernel", "bias", "q_norm/scale", "k_norm/scale")
+"""Endings of the paths of parameters whose dims are fewer over there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The mapping of one parameter of this package to arrays of a state dict.
@@ -36,6 +41,7 @@ class Place:
       transposed: whether the matrix over there is (out, in).
       part: which slice of the last dim it is.
       parts: the dims that each slice writes, of queries, keys and values in one matrix; empty: it is all.
+      by_head: whether these slices are of each head, one head after the other, in place of all heads.
       num_ones: dims of size 1 over there, before all others.
       num_experts: how many arrays of each layer are stacked behind the layers; 0: one, which is not stacked.
       is_window: whether it is a kernel of a convolution with a square window: over there (out, in, height,
@@ -49,6 +55,7 @@ class Place:
     transposed: bool = False
     part: int = 0
     parts: tuple[tuple[str, ...], ...] = ()
+    by_head: bool = False
     num_ones: int = 0
     num_experts: int = 0
     is_window: bool = False
@@ -76,7 +83,7 @@ class Place:
         if self.is_window:
             height, *rest, out = shape
             return (out, math.prod(rest) // height, height, height)
-        if self.path.endswith(("kernel", "bias")):
+        if self.path.endswith(FLAT):
             matrix = _matrix(shape, self.num_in)
             shape = (*matrix[:-1], sum(self._widths(sizes)) or matrix[-1])
         return (1,) * self.num_ones + (shape[::-1] if self.transposed else shape)
@@ -86,8 +93,22 @@ class Place:
         if self.is_window:
             return theirs.transpose(2, 3, 1, 0).reshape(self.shape(sizes))
         theirs = theirs.T if self.transposed else theirs
+        if self.by_head:
+            heads, head_dim = (sizes[dim] for dim in self.parts[0])
+            by_head = theirs.reshape(*theirs.shape[:-1], heads, len(self.parts), head_dim)
+            return by_head[..., self.part, :].reshape(self.shape(sizes))
         ends = np.cumsum(self._widths(sizes))[:-1]
         return np.split(theirs, ends, axis=-1)[self.part].reshape(self.shape(sizes))
+
+    def joined(self, slices: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+        """Return their array, untransposed, of the slices that the places of it gave."""
+        if len(slices) == 1:
+            return slices[0]
+        if not self.by_head:
+            return np.concatenate(slices, axis=-1)
+        heads, head_dim = (sizes[dim] for dim in self.parts[0])
+        each = [x.reshape(*x.shape[:-1], heads, head_dim) for x in slices]
+        return np.stack(each, axis=-2).reshape(*slices[0].shape[:-1], -1)
 
     def _widths(self, sizes: Mapping[str, int]) -> list[int]:
         """The size of each slice of the last dim."""
@@ -98,7 +119,7 @@ class Place:
         if self.is_window:
             height, out = ours.shape[0], ours.shape[-1]
             return ours.reshape(height, height, -1, out).transpose(3, 2, 0, 1)
-        if self.path.endswith(("kernel", "bias")):
+        if self.path.endswith(FLAT):
             return ours.reshape(_matrix(ours.shape, self.num_in))
         return ours.reshape((1,) * self.num_ones + ours.shape)
 
@@ -203,14 +224,16 @@ OPTIONAL = (
 )  # fmt: skip
 RANGES = {
     **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "norm_epsilon"), (1e-30, 1.0)),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "factor"), (1.0, 1e15)),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base", "factor"), (1.0, 1e15)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1e-6, 1e15)),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-6, 1e15)),
     **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "query_pre_attn_scalar"), (1e-6, 1e15)),
-    "partial_rotary_factor": (1e-6, 1.0),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-6, 1.0)),
 }
 FACTORS = ("short_factor", "long_factor")
-SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "scale_decoder_outputs")
+SWITCHES = (
+    "tie_word_embeddings", "norm_topk_prob", "scale_decoder_outputs", "use_parallel_residual",
+)  # fmt: skip
 TABLES = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 MOST_SIZE = 2**31 - 1
 

@@ -69,6 +69,18 @@ QWEN3 = Relative(
 )
 
 
+OLMO2 = Relative(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    fixed={
+        **LIKE_LLAMA, "post_norm": True, "only_post_norm": True, "qk_norm": True, "qk_norm_joint": True,
+    },
+    only={**SILU, **NO_BIAS},
+    defaults={"rms_norm_eps": 1e-5},
+    foreign=_derived_head_dim,
+)  # fmt: skip
+
+
 def _rotary_dims(config: Mapping[str, Any]) -> dict[str, Any]:
     part = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -253,5 +265,5 @@ GEMMA3 = Relative(
     foreign=_unlike_gemma3,
 )
 
-RELATIVES = tuple(map(family, (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STARCODER2, GEMMA, GEMMA2, GEMMA3)))
+RELATIVES = tuple(map(family, (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STARCODER2, OLMO2, GEMMA, GEMMA2, GEMMA3)))
 """In the order in which a model is given the first that has all its options."""

@@ -15,8 +15,8 @@ State = Mapping[str, Any]
 
 MOST_PROBLEMS = 100
 BUFFERS = (
-    ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".embeddings.position_ids",
-    ".num_batches_tracked",
+    ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq",
+    ".embeddings.position_ids", ".num_batches_tracked",
 )  # fmt: skip
 """Endings of names of arrays beside the weights that ours have not."""
 
@@ -66,13 +66,20 @@ def one_parameter(place: Place, names: list[str], known: State, config: Any, num
 def state_arrays(
     family: Family, places: list[Place], config: Any, read: Callable[[str], Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and array of a whole state dict, made of the parameters that `read` returns."""
+    """Yield name and array of a whole state dict, made of the parameters that `read` returns.
+
+    Of a parameter that is stacked only what the next array needs is asked for, by the numbers of its layer
+    and expert.
+    """
     for group in by_array(places):
-        arrays = [np.asarray(read(place.path)) for place in group]
-        arrays = [x.reshape(-1, *place.shape(config.sizes)) for place, x in zip(group, arrays, strict=True)]
-        for i, name in enumerate(group[0].names(num_blocks(config))):
-            slices = [place.theirs(array[i]) for place, array in zip(group, arrays, strict=True)]
-            joined = np.concatenate(slices, axis=-1) if len(slices) > 1 else slices[0]
+        stack = group[0].stack(num_blocks(config))
+        arrays = [read(place.path) for place in group]
+        for numbers, name in zip(np.ndindex(*stack), group[0].names(num_blocks(config)), strict=True):
+            slices = [
+                place.theirs(np.asarray(array[numbers] if stack else array))
+                for place, array in zip(group, arrays, strict=True)
+            ]
+            joined = group[0].joined(slices, config.sizes)
             joined = np.ascontiguousarray(joined.T if group[0].transposed else joined)
             for each in (name, *copies_of(name, family, config)):
                 yield each, joined

@@ -9,20 +9,22 @@ import numpy as np
 
 
 def exported_params(
-    how: str | None, paths: Iterable[str], read: Callable[[str], np.ndarray]
-) -> Callable[[str], np.ndarray]:
+    how: str | None, paths: Iterable[str], read: Callable[..., np.ndarray]
+) -> Callable[..., np.ndarray]:
     """path of a parameter -> the array to export: what the run evaluates.
+
+    After the path may come numbers of its first dims, to read what is there alone.
 
     Args:
       how: `Run.evaluate_with` as the checkpoint describes it.
       paths: the paths of all arrays of the checkpoint.
-      read: path -> array.
+      read: path -> array; or, with such numbers behind the path, what is there.
 
     Raises:
       ValueError: it is a function, which no checkpoint holds; or (when called) what it names is not there.
     """
     if how is None:
-        return lambda path: read(f"params/{path}")
+        return lambda path, *numbers: read(f"params/{path}", *numbers)
     if how not in ("ema", "schedule_free"):
         raise ValueError(
             f"the run evaluates with {how}, a function that a checkpoint does not hold; load what it trains"
@@ -44,11 +46,11 @@ def exported_params(
             )
         return found[0]
 
-    def exported(path: str) -> np.ndarray:
-        own, place = read(f"params/{path}"), beside(path)
+    def exported(path: str, *numbers: tuple[int, ...]) -> np.ndarray:
+        own, place = read(f"params/{path}", *numbers), beside(path)
         if place is None:
             return own
-        other = read(place)
+        other = read(place, *numbers)
         if how == "schedule_free":
             # as optax.contrib.schedule_free_eval_params
             b1 = read(place.removesuffix(f"z/{path}") + "b1")

@@ -111,11 +111,12 @@ class CheckpointReader:
         """Path -> shape and dtype of each array in the first replica of the whole model."""
         return {path: self.leaf(path) for path in self.stored_arrays}
 
-    def read(self, path: str) -> np.ndarray:
+    def read(self, path: str, numbers: tuple[int, ...] = ()) -> np.ndarray:
         """Read an array of the whole model with its blocks in order; the first replica's if replicas differ.
 
         Args:
             path: the path, such as `params/embedding/table`.
+            numbers: of the first dims, to read what is there alone.
 
         Raises:
             KeyError: there is no such array.
@@ -125,7 +126,9 @@ class CheckpointReader:
         saved_bytes = sum(piece.leaf.num_bytes for piece in self.stored_arrays[path])
         if leaf.num_bytes > saved_bytes:
             raise ValueError(f"{path} of step {self.step}: {too_large_text(leaf.num_bytes, saved_bytes)}")
-        return self.start(path, leaf).result()
+        index = tuple(slice(n, n + 1) for n in numbers) + tuple(slice(n) for n in leaf.shape[len(numbers) :])
+        found = self.start(path, leaf, index).result()
+        return found[(0,) * len(numbers)] if numbers else found
 
     def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
         """Start to read a slice of an array, in any layout of blocks and replicas.

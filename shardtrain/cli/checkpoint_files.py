@@ -8,6 +8,7 @@ import importlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from shardtrain.imported import MODEL_FILE, write_about
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import new_folder, refuse_filled
+from shardtrain.system.lazy_array import LazyArray
 from shardtrain.system.untrusted_files import read_bytes, read_json, read_text, whole_number
 
 CONVERTER = "shardtrain.models.huggingface.files"
@@ -105,7 +107,7 @@ def export_checkpoint(options: Export) -> int:
         options.out,
         model,
         {path: tuple(leaf.shape) for path, leaf in leaves.items()},
-        lambda path: reader.read(path) if path.startswith(STATE) else exported(path),
+        lambda path: LazyArray(partial(reader.read if path.startswith(STATE) else exported, path)),
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=options.tokenizer or (kept if kept.is_dir() else None),

@@ -102,6 +102,11 @@ def _print_values(options: EvaluateOptions) -> None:
     # everything that can be refused is, before parameters are read
     questions = {name: read_questions(Path(path)) for name, (path,) in _single(options.choices).items()}
     saved = open_run(options)
+    if saved.is_encoder_decoder and (options.data or options.choices or options.run_file is None):
+        raise ValueError(
+            f"the model of {options.run} is an encoder-decoder, which is evaluated on pairs that its run"
+            " holds out; give its run file alone: --run-file my_run.py"
+        )
     requests = {}
     if questions:
         tokenizer = open_tokenizer(tokenizer_name(saved, options.tokenizer))

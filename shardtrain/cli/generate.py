@@ -41,6 +41,9 @@ class GenerateOptions(SavedOptions):
       top_k: number of likeliest tokens to draw from; None: all.
       top_p: draw from the fewest likeliest tokens that together have this probability.
       seed: seed of the draws.
+      begin: number of the token that targets of an encoder-decoder begin with, whose sources the prompts are
+        then; None: of those of this library the padding of the run's data, or 0; of other models, they are
+        decoders.
       end: the token that ends a text, as text; None: that which ends documents in the tokenizer. The word
         none: no token does.
       batch: prompts that are continued at the same time.
@@ -54,6 +57,7 @@ class GenerateOptions(SavedOptions):
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
+    begin: int | None = None
     end: str | None = None
     batch: int = 16
     json: bool = False
@@ -81,8 +85,8 @@ class Continued(NamedTuple):
     """A prompt and its continuation.
 
     Args:
-      prompt: the text to continue.
-      text: the text that was added.
+      prompt: the text to continue, or a source.
+      text: the text that was added, or the target of the source.
       num_tokens: number of tokens that were added.
       ended: whether the last one is the token that ends a text, which `text` is without.
     """
@@ -113,12 +117,13 @@ def _print_continued(options: GenerateOptions) -> None:
         tokenizer_name(saved, options.tokenizer), None if options.end == "none" else options.end
     )
     prompts = read_prompts(options)
-    tokens = encoded(prompts, tokenizer, saved, options.tokens or 1)
+    tokens = encoded(prompts, tokenizer, saved, options)
     for number, found in enumerate(continued(saved, tokenizer, prompts, tokens, sampling, options)):
         if options.json:
             terminal.out(json.dumps(found._asdict()) + "\n")
         else:
-            terminal.out(("-" * 20 + "\n") * (number > 0) + f"{found.prompt}{found.text}\n")
+            before = "" if begin_of(saved, options) is not None else found.prompt
+            terminal.out(("-" * 20 + "\n") * (number > 0) + f"{before}{found.text}\n")
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
@@ -160,17 +165,27 @@ def _prompt_of(line: str, where: str) -> str:
 
 
 def encoded(
-    prompts: Sequence[str], tokenizer: Tokenizer, saved: SavedRun, num_tokens: int
+    prompts: Sequence[str], tokenizer: Tokenizer, saved: SavedRun, options: GenerateOptions
 ) -> list[np.ndarray]:
     """Return the tokens of prompts.
 
     Raises:
-      ValueError: lists the prompts that the model cannot continue.
+      ValueError: lists the prompts that the model cannot continue, and other options that do not fit it.
     """
     found = tokenizer.encode(list(prompts))
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
-    most = seq_of(saved) - num_tokens if saved.takes_cache else math.inf
+    num_tokens, seq, begin = options.tokens or 1, seq_of(saved), begin_of(saved, options)
+    is_pair = begin is not None
+    most = (seq if is_pair else seq - num_tokens) if saved.takes_cache or is_pair else math.inf
     problems = []
+    if saved.is_decoder and is_pair:
+        problems.append(f"--begin is {begin}, and the model is a decoder, which has no targets; leave it out")
+    elif begin is not None and not 0 <= begin < vocab:
+        problems.append(f"--begin is {begin}; use a token from 0 to {vocab - 1}")
+    if is_pair and num_tokens > seq:
+        problems.append(
+            f"--tokens is {num_tokens}, but targets have {seq} positions; use --tokens {seq} or fewer"
+        )
     for number, tokens in enumerate(found):
         where = f"prompt {number + 1}" if len(found) > 1 else "the prompt"
         if not len(tokens):
@@ -181,14 +196,10 @@ def encoded(
                 " tokenizer of the run: --tokenizer PATH"
             )
         elif len(tokens) > most:
-            fits = (
-                f"--tokens {seq_of(saved) - len(tokens)}"
-                if len(tokens) < seq_of(saved)
-                else "a shorter prompt"
-            )
+            added = "" if is_pair else f" and {num_tokens} are added,"
+            fits = f"--tokens {seq - len(tokens)}" if len(tokens) < seq else "a shorter prompt"
             problems.append(
-                f"{where} has {len(tokens)} tokens, and {num_tokens} are added, but the model has"
-                f" {seq_of(saved)} positions; use {fits}"
+                f"{where} has {len(tokens)} tokens,{added} but the model has {seq} positions; use {fits}"
             )
     if problems:
         raise problems_error("these prompts cannot be continued", problems)
@@ -207,8 +218,10 @@ def continued(
     restored = saved.restored(evaluated=options.evaluated)
     sizes = restored.placement.mesh.shape
     shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
-    room = seq_of(saved) - max(map(len, tokens))
-    num_tokens = options.tokens or (min(MOST_TOKENS, room) if saved.takes_cache else MOST_TOKENS)
+    begin = begin_of(saved, options)
+    room = seq_of(saved) - (0 if begin is not None else max(map(len, tokens)))
+    is_bound = saved.takes_cache or begin is not None
+    num_tokens = options.tokens or (min(MOST_TOKENS, room) if is_bound else MOST_TOKENS)
     # every device has as many rows
     rows = -(-min(options.batch, len(prompts)) // shards) * shards
     end = None if options.end == "none" else tokenizer.separator
@@ -222,11 +235,23 @@ def continued(
         end=() if end is None else (end,),
         rows=rows,
         cached=saved.takes_cache,
+        begin=begin,
     )
     for prompt, before, added in zip(prompts, tokens, found, strict=True):
         ended = end is not None and bool(len(added)) and int(added[-1]) == end
         shown = (added[:-1] if ended else added).tolist()
+        if begin is not None:
+            yield Continued(prompt, tokenizer.decode(shown), len(added), ended)
+            continue
         # decoded together: some tokenizers write a first token otherwise
         whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
         text = whole[len(start) :] if whole.startswith(start) else tokenizer.decode(shown)
         yield Continued(prompt, text, len(added), ended)
+
+
+def begin_of(saved: SavedRun, options: GenerateOptions) -> int | None:
+    """Return the token that targets begin with; None for a decoder."""
+    if options.begin is not None or not saved.is_encoder_decoder:
+        return options.begin
+    padding = saved.options.get("data.padding")
+    return padding if isinstance(padding, int) else 0

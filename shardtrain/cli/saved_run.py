@@ -1,7 +1,7 @@
 """A run from its folder, to use what it trained: the checkpoint, the model, the layout, the tokenizer.
 
-A folder has no code. The decoders of `shardtrain.models` are made from the options that a checkpoint holds;
-the run file gives any other model. Next: `generate.py`, `evaluate.py`.
+A folder has no code. Decoders and encoder-decoders of `shardtrain.models` are made from the options that a
+checkpoint holds; the run file gives any other model. Next: `generate.py`, `evaluate.py`.
 """
 
 import math
@@ -38,6 +38,7 @@ from shardtrain.trainer.resume import find_parameters
 from shardtrain.trainer.strategy import Strategy
 
 DECODERS, DECODER = "shardtrain.models.decoder", "DecoderConfig"
+PAIRED, PAIR = "shardtrain.models.encoder_decoder", "EncoderDecoderConfig"
 LAYOUT = "strategy.layout."
 
 
@@ -51,7 +52,8 @@ class SavedOptions(DeviceOptions, CompileOptions):
       step: the number of the step; None: the newest.
       mesh: sizes of the mesh axes, such as data=2,tensor=4, or a layout file; None: those of the run if
         they fit the devices, else all devices along data.
-      run_file: the run file that trained the model; needed for models that are no decoders of this library.
+      run_file: the run file that trained the model; needed for models that are no decoders or
+        encoder-decoders of this library.
       tokenizer: bytes, or the path of a tokenizer.json or of a folder with one; None: that of the run.
       evaluated: use the parameters that the run evaluates, such as their average; otherwise those that it
         trains.
@@ -79,6 +81,7 @@ class SavedRun:
       run: the run, with the model and the layout on this machine. Its data, unless it is of a run file, is
         none that it was trained with.
       is_decoder: whether the model is a decoder of this library.
+      is_encoder_decoder: whether it is an encoder-decoder of this library.
     """
 
     reader: CheckpointReader
@@ -86,11 +89,12 @@ class SavedRun:
     options: Mapping[str, Any]
     run: Run
     is_decoder: bool
+    is_encoder_decoder: bool
 
     @property
     def takes_cache(self) -> bool:
-        """Whether the model keeps keys and values between tokens: a decoder."""
-        return self.is_decoder
+        """Whether the model keeps keys and values between tokens: those of this library do."""
+        return self.is_decoder or self.is_encoder_decoder
 
     def restored(self, *, evaluated: bool) -> RestoredModel:
         """Restore the model on the mesh, see `restore_model`."""
@@ -103,7 +107,8 @@ def open_run(given: SavedOptions) -> SavedRun:
 
     Raises:
       FileNotFoundError: there is no such folder, or no such run file.
-      ValueError: the checkpoint is broken; or its model is no decoder, and there is no run file.
+      ValueError: the checkpoint is broken; or its model is neither a decoder nor an encoder-decoder of this
+        library, and there is no run file.
     """
     path = find_checkpoint_path(given.run, given.step)
     reader = path.reader()
@@ -114,20 +119,21 @@ def open_run(given: SavedOptions) -> SavedRun:
     layout = _layout(options, given.mesh)
     strategy = Strategy(layout=layout, compute_dtype=options.get("strategy.compute_dtype"))
     own = {name.removeprefix(MODEL): value for name, value in options.items() if name.startswith(MODEL)}
-    decoder = getattr(import_module(DECODERS), DECODER)
+    decoder, pair = getattr(import_module(DECODERS), DECODER), getattr(import_module(PAIRED), PAIR)
     if given.run_file is None:
         if not own:
             raise ValueError(
                 "the checkpoint lacks its model's options; give the run file that it was trained with:"
                 " --run-file examples/linen_text.py"
             )
-        if problems := option_problems(decoder, own):
+        is_pair = not option_problems(pair, own)
+        if not is_pair and (problems := option_problems(decoder, own)):
             raise problems_error(
                 f"the model of {given.run} is no decoder of this library; give the run file that it was"
                 " trained with: --run-file my_run.py",
                 problems,
             )
-        model = decoder(**own)
+        model = (pair if is_pair else decoder)(**own)
         run = Run(model=model, data=Text(seq=model.seq), strategy=strategy, run_dir=path.folder.parent)
     else:
         run = replace(load_run(given.run_file), strategy=strategy, run_dir=path.folder.parent)
@@ -144,6 +150,7 @@ def open_run(given: SavedOptions) -> SavedRun:
         options=options,
         run=run,
         is_decoder=isinstance(run.model, decoder),
+        is_encoder_decoder=isinstance(run.model, pair),
     )
 
 

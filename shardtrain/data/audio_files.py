@@ -1,6 +1,6 @@
 """Audio with labels as the data of a run: folders of WAV, FLAC or Ogg files; all that imports soundfile.
 
-Next: `image_files.py`, the same for images; `batches.py`.
+Next: `resampling.py`, for files of other rates; `image_files.py`, the same for images; `batches.py`.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain.data.documents import OnError
+from shardtrain.data.resampling import resampled, span_of
 from shardtrain.data.sources.format import BadData
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
@@ -24,11 +25,12 @@ SUFFIXES = (".wav", ".flac", ".ogg")
 
 
 class AudioFile(NamedTuple):
-    """A file, the number of its class, and its number of windows."""
+    """A file, the number of its class, its number of windows, and the frames of a second of it."""
 
     path: Path
     label: int
     num_windows: int
+    rate: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +89,18 @@ class AudioSource:
         return {**sample, "weights": weight} if self.on_error == "skip" else sample
 
     def _decoded(self, file: AudioFile, place: int) -> np.ndarray:
-        soundfile, start = import_module("soundfile"), place * self.window
+        span = span_of(place * self.window, self.window, file.rate, self.rate)
+        num_frames = span.stop - span.start
         try:
-            found, _ = soundfile.read(file.path, self.window, start=start, dtype="float32", always_2d=True)
+            found, _ = import_module("soundfile").read(
+                file.path, num_frames, start=span.start, dtype="float32", always_2d=True
+            )
         except Exception as error:
             raise BadData(file.path, f"its audio cannot be decoded ({error})") from None
-        if file.num_windows > 1 and len(found) < self.window:
+        audio = resampled(found.mean(1), span, self.window)
+        if file.num_windows > 1 and len(audio) < self.window:
             raise BadData(file.path, f"it was cut off: it ends in window {place:,} of {file.num_windows:,}")
-        return found.mean(1)
+        return audio
 
     def add_skipped(self, rows: set[tuple[str, int]]) -> None:
         """Count windows that another process has left out."""
@@ -108,7 +114,11 @@ class AudioSource:
     @property
     def fingerprint(self) -> str:
         """A hash of the names, classes and lengths of all files, and of the options."""
-        files = [(file.path.name, file.label, file.num_windows) for file in self.files]
+        # files of another rate are other samples; those of one rate have the hash that they always had
+        files = [
+            (file.path.name, file.label, file.num_windows, *([file.rate] if file.rate != self.rate else []))
+            for file in self.files
+        ]
         return hashlib.sha256(repr((files, self.window, self.rate)).encode()).hexdigest()[:16]
 
 
@@ -122,7 +132,8 @@ class AudioFiles:
     Args:
       paths: folders, each with one folder for each class.
       window: frames of a sample; a second has `rate` of them.
-      rate: frames in a second, of all files.
+      rate: frames in a second, of samples and of all files.
+      resample: take files of other rates too, and resample them to `rate` when they are read.
       heldout_fraction: fraction of the files, drawn at random once, that is held out of training.
       on_error: what to do with audio that cannot be read: stop, or skip it: a window gets weight 0, so the
         position of all others stays, and is counted, as is a file whose beginning cannot be read.
@@ -134,6 +145,7 @@ class AudioFiles:
     paths: tuple[Path, ...] = ()
     window: int
     rate: int = 16_000
+    resample: bool = False
     heldout_fraction: float = 0.05
     on_error: OnError = "stop"
 
@@ -153,7 +165,7 @@ class AudioFiles:
         """Return the windows to train on; nothing is written into `folder`.
 
         Raises:
-          BadData: the beginning of a file cannot be read, or it has another rate.
+          BadData: the beginning of a file cannot be read, or it has another rate, without `resample`.
           ValueError: there are too few files, or soundfile is missing.
         """
         return self._parts()[0]
@@ -207,19 +219,24 @@ class AudioFiles:
         damaged: list[str] = []
         for path in paths:
             try:
-                num_windows = max(1, self._num_frames(path) // self.window)
-                files.append(AudioFile(path, labels[names[path]], num_windows))
+                num_frames, rate = self._facts(path)
+                num_windows = max(1, num_frames // self.window)
+                files.append(AudioFile(path, labels[names[path]], num_windows, rate))
             except BadData as error:
                 if self.on_error == "stop":
                     raise
                 damaged.append(f"{error.place}: {error.why}")
         return files, tuple(damaged)
 
-    def _num_frames(self, path: Path) -> int:
+    def _facts(self, path: Path) -> tuple[int, int]:
+        """Return the frames of a file at the rate of samples, and its own rate."""
         try:
             facts = import_module("soundfile").info(path)
         except Exception as error:
             raise BadData(path, f"it is no audio file ({error})") from None
-        if facts.samplerate != self.rate:
-            raise BadData(path, f"its rate is {facts.samplerate}, and {self.rate} is asked for; convert it")
-        return facts.frames
+        own = int(facts.samplerate)
+        if own != self.rate and not self.resample:
+            raise BadData(
+                path, f"its rate is {own}, and {self.rate} is asked for; convert it, or use resample=True"
+            )
+        return -(-facts.frames * self.rate // own), own

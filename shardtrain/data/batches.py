@@ -110,6 +110,7 @@ class Batches:
         ]
         if len(self.source) == 0:
             problems.append("source has no samples; give one with 1 or more")
+        problems += stream_problems(self.source, self.workers)
         if self.rows is not None:
             wrong = [int(row) for row in self.rows if not 0 <= row < self.batch]
             if wrong or len(self.rows) == 0:
@@ -196,6 +197,16 @@ class Batches:
 
     def _num_batches(self, num_samples: int) -> int:
         return -(-num_samples // self.batch)
+
+
+def stream_problems(source: Any, workers: int) -> list[str]:
+    """Return why worker processes cannot load these samples: each would read a whole stream."""
+    if not (workers and getattr(source, "is_stream", False)):
+        return []
+    return [
+        f"workers is {workers}, and the samples are of a stream, which each worker would read as a whole; use"
+        " --loading.workers 0, and read in parallel in the function that yields the samples"
+    ]
 
 
 def normalised(position: Position, num_samples: int) -> Position:

@@ -8,13 +8,15 @@ from shardtrain.errors.messages import problems_error
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How batches to train on are loaded ahead. It changes no batch and no position.
+    """How batches are loaded ahead. It changes no batch and no position.
 
     Args:
       prefetch: number of batches that are loaded ahead, each on a thread of its own; 0 loads each when it is
         asked for.
       workers: number of processes that load batches, for data in Python that holds its lock; 0: threads of
         the run's own process do. Each keeps the data's objects in its memory.
+      heldout_workers: number of processes that load held-out batches, which start at each evaluation, in a
+        second or two; 0: threads do.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -22,12 +24,13 @@ class Loading:
 
     prefetch: int = 2
     workers: int = 0
+    heldout_workers: int = 0
 
     def __post_init__(self) -> None:
         problems = wrong_types(self)
         problems += [
             f"{name} is {value}; use 0 or more"
-            for name in ("prefetch", "workers")
+            for name in ("prefetch", "workers", "heldout_workers")
             if isinstance(value := getattr(self, name), int) and value < 0
         ]
         if problems:

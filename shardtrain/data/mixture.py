@@ -43,6 +43,7 @@ class MixedSource:
     """Samples of several sources by draw: draw n is the same whatever was drawn before.
 
     Each source is read in its own random order, epoch after epoch: every sample once before any comes again.
+    A stream is read in its own order.
 
     Args:
       sources: the sources.
@@ -56,6 +57,11 @@ class MixedSource:
 
     ordered = True
     """Batches take these samples in sequence, and shuffle nothing."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether a source is a stream, which each process reads from its beginning."""
+        return any(getattr(source, "is_stream", False) for source in self.sources)
 
     def __len__(self) -> int:
         return NUM_DRAWS
@@ -93,6 +99,8 @@ class MixedSource:
         if not 0 <= index < NUM_DRAWS:
             raise IndexError(f"draw {index} of {NUM_DRAWS}")
         source, count = self._count(index)
+        if getattr(self.sources[source], "is_stream", False):
+            return source, count, 0
         epoch, position = divmod(count, len(self.sources[source]))
         # each source has a seed of its own, or sources of equal length would be read in the same order
         seed = int(np.random.SeedSequence((self.seed, source)).generate_state(1)[0])
@@ -159,8 +167,8 @@ class Mixture:
     """The data of a run: samples of several data in given proportions, whatever their sizes.
 
     All give samples of the same shapes, so proportions of samples are those of tokens. A source that is
-    smaller than its proportion is read again, in another order, each sample once before any comes again.
-    Each is evaluated by its name.
+    smaller than its proportion is read again, in another order, each sample once before any comes again; a
+    stream is read in its own order. Each is evaluated by its name.
 
     Args:
       parts: name -> data, such as a corpus.
@@ -263,11 +271,6 @@ class Mixture:
             raise ValueError(
                 f"parts {', '.join(bucketed)} of the mixture have packing 'bucketed', whose samples differ in"
                 " length; mix windows, by packing 'joined' or 'separate'"
-            )
-        if streams := [name for name, source in sources.items() if getattr(source, "is_stream", False)]:
-            raise ValueError(
-                f"parts {', '.join(streams)} of the mixture are streams, and parts are read in random order;"
-                " mix them in the function that yields the samples"
             )
         return MixedSource(sources=tuple(sources.values()), weights=self.stages(), seed=self.seed)
 

@@ -32,6 +32,10 @@ Whole = Callable[..., jax.Array]
 """(q, k, v, causal=, mask_BS=) -> attention over whole sequences, as the model computes it."""
 
 
+BIAS = "bias_BHTS"
+"""What is added to the scores, which no device has by positions."""
+
+
 @dataclass(frozen=True)
 class ContextAttention:
     """Attention whose queries, keys and values are sharded over context along the sequence.
@@ -54,6 +58,7 @@ class ContextAttention:
         segments_BT: Any = None,
         window: Any = None,
         soft_cap: float | None = None,
+        bias_BHTS: Any = None,
     ) -> jax.Array:
         """Compute the attention of arrays that are named (batch, seq, heads, head_dim).
 
@@ -68,12 +73,13 @@ class ContextAttention:
           window: of causal attention, how many keys a query sees at most, its own and those just before it:
             a number, or an int scalar. None: any number.
           soft_cap: scores x become soft_cap * tanh(x / soft_cap). None: they stay.
+          bias_BHTS: added to the scores, of "all-to-all". None: nothing.
 
         Returns:
           Shaped and typed as q.
 
         Raises:
-          ValueError: lists every size that cannot be split.
+          ValueError: lists every size that cannot be split; or another kind has a bias.
         """
         mesh = jax.sharding.get_abstract_mesh()
         rows, seq, heads = mesh_axes_of(axes.BATCH, axes.SEQ, axes.HEADS)
@@ -83,11 +89,16 @@ class ContextAttention:
             partial(whole, causal=causal, soft_cap=soft_cap) if soft_cap else partial(whole, causal=causal)
         )
         mask = None if mask_BS is None else mask_BS != 0
-        facts = {"mask_BS": mask, "segments_BT": segments_BT, "window": window}
+        facts = {"mask_BS": mask, "segments_BT": segments_BT, "window": window, BIAS: bias_BHTS}
         facts = {name: fact for name, fact in facts.items() if fact is not None}
         # a layout may leave sequences whole
         if num == 1 or seq != (axes.CONTEXT,):
             return whole(q, k, v, **facts)
+        if bias_BHTS is not None and self.kind != "all-to-all":
+            raise ValueError(
+                f"attention by {self.kind} over context={num} has no relative positions; use"
+                " --context-attention all-to-all, or a mesh with context=1"
+            )
         own = key_heads(heads, kv_heads, mesh.shape)
         kv_heads = own.axes_of_k
         check_split(self.kind, q.shape, k.shape, num, own, causal)
@@ -114,6 +125,9 @@ class ContextAttention:
 
         by_position = PartitionSpec(rows or None, seq)
         of_facts = {name: PartitionSpec() if name == "window" else by_position for name in facts}
+        if BIAS in facts:
+            # of the heads that a device has once sequences are exchanged for them
+            of_facts[BIAS] = PartitionSpec(rows or None, (*heads, axes.CONTEXT))
         return jax.shard_map(
             of_device,
             in_specs=(split, of_keys, of_keys, of_facts),
@@ -175,7 +189,8 @@ def _all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> A
 def _all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Exchange sequences for heads: each device computes whole sequences of some heads."""
     q, k, v = (lax.all_to_all(x, axes.CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
-    facts = {name: fact if name == "window" else _gathered(fact) for name, fact in facts.items()}
+    not_by_position = ("window", BIAS)
+    facts = {name: fact if name in not_by_position else _gathered(fact) for name, fact in facts.items()}
     if call.window is not None:
         facts["window"] = call.window
     return lax.all_to_all(call.whole(q, k, v, **facts), axes.CONTEXT, 1, 2, tiled=True)

@@ -47,14 +47,15 @@ def make_batches(
 ) -> Batches | TokenBatches:
     """Return the batches of a source, counted as the run counts them.
 
-    Held-out batches, which are not shuffled, are loaded by threads: workers would start at each evaluation.
+    Held-out batches, which are not shuffled, have workers of their own, which start at each evaluation.
 
     Raises:
       ValueError: they are counted in tokens, and the source does not know the lengths of its samples, or one
         is longer than a batch; or they are counted in examples, and the source has buckets of lengths.
     """
     options: dict[str, Any] = {"seed": run.seed, "epochs": epochs, "shuffle": shuffle}
-    options |= {"prefetch": run.loading.prefetch, "workers": run.loading.workers if shuffle else 0}
+    workers = run.loading.workers if shuffle else run.loading.heldout_workers
+    options |= {"prefetch": run.loading.prefetch, "workers": workers}
     if run.batch_unit == "examples" and getattr(source, "bucketed", False):
         raise ValueError(
             f"packing is 'bucketed', whose batches differ in number of documents, and batch is {run.batch}"

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from shardtrain.data import Text
 from shardtrain.data.tokenizer import Bytes
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.trainer.choices import accuracy_of, log_likelihoods, read_questions, requests_of
 
 CONFIG = DecoderConfig(vocab=256, seq=16, embed=16, num_layers=2, num_heads=4)
@@ -22,6 +24,7 @@ TEXTS = {"prose.txt": "The sky is blue; naïve √2.\n" * 12, "code.txt": "def f
 QUESTION = {"context": "The sky is", "choices": ["blue", "made of stones", "é"], "answer": 1}
 RUN_FILE = """
 from pathlib import Path
+from typing import Any
 from shardtrain import Run, Text
 from shardtrain.models.decoder import DecoderConfig
 
@@ -147,6 +150,17 @@ def test_questions_are_answered_as_without_a_mesh(command, folder, params):
     code, out, _ = command(*words)
     assert code == 0
     assert json.loads(out)["results"] == {"sky": expected, "again": expected}
+
+
+def test_an_encoder_decoder_needs_the_pairs_of_its_run(command, folder):
+    sizes: Any = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
+    save(folder / "pairs", EncoderDecoderConfig(vocab=256, seq=16, embed=16, **sizes))
+    code, _, err = command("pairs", "--data", "prose.txt")
+    assert code == 2
+    assert (
+        "the model of pairs is an encoder-decoder, which is evaluated on pairs that its run holds out" in err
+    )
+    assert "give its run file alone: --run-file my_run.py" in err
 
 
 def test_only_tokens_with_weight_are_counted():

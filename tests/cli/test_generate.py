@@ -14,6 +14,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
 from shardtrain.models.sampling import Sampling
 
@@ -147,6 +148,40 @@ def run():
     assert "the model of own is no decoder of this library; give the run file that it was trained with" in err
 
 
+PAIRS = EncoderDecoderConfig(
+    vocab=256, seq=24, embed=16, num_encoder_layers=1, num_decoder_layers=2, num_heads=4, tied=False
+)
+
+
+def test_an_encoder_decoder_writes_targets_of_prompts(command, folder):
+    """On one device and on a mesh; they begin with the padding of the data, or as an option says."""
+    params, _ = save(folder / "pairs", PAIRS, **{"data.padding": 7})
+    apply = jax.tree_util.Partial(
+        lambda params, *x: as_model(PAIRS).apply(params, {}, KEY, False, *x)[0], params
+    )
+    sources = [list(prompt.encode()) for prompt in PROMPTS]
+    words = [*WORDS, "--temperature", "0"]
+    seen = set()
+    for begin, more in ((7, ["--mesh", "data=8"]), (3, ["--begin", "3", "--mesh", "data=2,tensor=4"])):
+        found = generate(
+            apply, sources, 6, KEY, seq=24, end=[0], begin=begin, sampling=Sampling(temperature=0.0)
+        )
+        seen |= {tuple(tokens.tolist()) for tokens in found}
+        expected = [bytes(tokens.tolist()).decode(errors="replace").rstrip("\0") for tokens in found]
+        code, out, _ = command("pairs", *words, *more)
+        assert (code, [json.loads(line)["text"] for line in out.splitlines()]) == (0, expected)
+    assert len(seen) > 2
+    # the targets alone are printed, and all positions are for them
+    text = command("pairs", "--prompt", "abc", "--temperature", "0", "--end", "none", "--mesh", "data=8")[1]
+    assert not text.startswith("abc")
+    wrong = ["--prompt", "a" * 25, "--tokens", "25", "--begin", "256"]
+    code, out, err = command("pairs", *wrong)
+    assert (code, out) == (2, "")
+    assert "--begin is 256; use a token from 0 to 255" in err
+    assert "--tokens is 25, but targets have 24 positions; use --tokens 24 or fewer" in err
+    assert "the prompt has 25 tokens, but the model has 24 positions; use a shorter prompt" in err
+
+
 def test_refuses_another_model_and_unknown_tokenizers(command, folder):
     save(folder / "bert", EncoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2))
     code, _, err = command("bert", "--prompt", "a")
@@ -186,6 +221,10 @@ def test_refuses_another_model_and_unknown_tokenizers(command, folder):
             "this command has neither stages nor parts",
         ),
         (["run", "--prompt", "a", "--tokenizer", "byte"], "there is no tokenizer 'byte'"),
+        (
+            ["run", "--prompt", "a", "--begin", "1"],
+            "--begin is 1, and the model is a decoder, which has no targets; leave it out",
+        ),
         (["run", "--prompts", "bad.jsonl"], 'bad.jsonl:1 is no object with a text "prompt"'),
         (["run", "--prompts", "none.txt"], "none.txt"),
         (["run", "--prompts", "empty.txt"], "empty.txt has no prompts; write one in each line"),

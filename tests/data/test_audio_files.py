@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import soundfile
+from scipy.signal import resample_poly
 
 from shardtrain.data import AudioFiles, Batches
 
@@ -76,8 +77,43 @@ def test_what_cannot_be_read_is_named_or_weighs_nothing(folder):
     left = audio(folder, on_error="skip").train(folder)
     assert (len(left), left.num_skipped) == (4, 1)
     whole.unlink()
-    with pytest.raises(ValueError, match=r"its rate is 8000, and 16000 is asked for; convert it"):
+    with pytest.raises(ValueError, match=r"8000, and 16000 is asked for; convert it, or use resample=True"):
         audio(folder, rate=16_000).train(folder)
+
+
+@pytest.mark.parametrize("rate", [4000, 11_025, 16_000, RATE])
+def test_files_of_another_rate_are_resampled_window_by_window(folder, rate):
+    """Each window is that of the whole file resampled at once."""
+    random = np.random.default_rng(0)
+    soundfile.write(folder / "rain/a.wav", random.uniform(-1, 1, 1250), RATE, subtype="FLOAT")
+    source = audio(folder, rate=rate, resample=True).train(folder)
+    whole, _ = soundfile.read(folder / "rain/a.wav", dtype="float32")
+    common = np.gcd(rate, RATE)
+    expected = resample_poly(whole, rate // common, RATE // common)
+    num_windows = len(expected) // WINDOW
+    assert source.files[0].num_windows == num_windows > 3
+    found = np.concatenate([source[i]["audio"] for i in range(num_windows)])
+    np.testing.assert_allclose(found, expected[: len(found)], atol=1e-6)
+    # a file that is shorter than a window is filled with zeros
+    short = source[len(source) - 1]["audio"]
+    assert not short[-(-40 * rate // RATE) :].any()
+    assert short.any()
+
+
+def test_the_option_changes_nothing_of_files_of_the_rate(folder):
+    plain, other = audio(folder).train(folder), audio(folder, resample=True).train(folder)
+    assert plain.fingerprint == other.fingerprint
+    np.testing.assert_array_equal(plain[1]["audio"], other[1]["audio"])
+
+
+def test_a_tone_keeps_its_pitch(tmp_path):
+    times = np.arange(16_000) / 16_000
+    (tmp_path / "a").mkdir()
+    soundfile.write(tmp_path / "a/tone.wav", 0.5 * np.sin(2 * np.pi * 440 * times), 16_000)
+    data = AudioFiles(paths=(tmp_path,), window=8000, rate=8000, resample=True, heldout_fraction=0)
+    found = data.train(tmp_path)[0]["audio"]
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
+    np.testing.assert_allclose(found[100:-100], expected[100:-100], atol=2e-3)
 
 
 def test_options_that_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import math
 from pathlib import Path
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from shardtrain.cli.run_file import load_run
+from shardtrain.optim.optimizer import Optimizer
+from shardtrain.optim.schedules import Schedule
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.mesh import make_mesh
@@ -39,3 +42,21 @@ def test_a_vision_transformer_learns_the_shapes(tmp_path, one_device):
     assert [
         (name, len(list(group))) for name, group in itertools.groupby(files, lambda path: path.parent.name)
     ] == [(name, 200) for name in ("circle", "cross", "ring", "square", "triangle")]
+
+
+def test_a_resnet_50_trains_on_the_same_files(tmp_path, one_device):
+    """Mixed labels and a group norm, as the example has them; few steps, for it is deep."""
+    run = load_run(f"{EXAMPLE}:resnet")
+    assert run.model.depth == 50
+    optimizer = Optimizer(learning_rate=Schedule(name="constant", peak=1e-3, warmup=0))
+    run = dataclasses.replace(
+        run, data=dataclasses.replace(run.data, num_each=8), optimizer=optimizer, batch=8, steps=4,
+        log_every=1, evaluate_every=4, run_dir=tmp_path / "run",
+    )  # fmt: skip
+    train(run, Console(file=io.StringIO()))
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert len(losses) == 4
+    assert all(map(math.isfinite, losses))
+    assert len(set(losses)) == 4
+    assert 0 <= lines[-1]["heldout/accuracy"] <= lines[-1]["heldout/top2"] <= 1

@@ -96,8 +96,11 @@ def test_stages_change_the_proportions_and_lose_no_sample():
         assert sorted(mine[:size]) == sorted(mine[size : 2 * size]) == list(range(size))
 
 
-def test_after_kills_on_any_number_of_processes_no_sample_is_lost_or_repeated(tmp_path):
-    """20 kills of packed windows in a mixture; each start has other processes, rows and threads."""
+def test_after_kills_on_any_number_of_processes_no_sample_is_lost_or_repeated(tmp_path, pytestconfig):
+    """20 kills of packed windows in a mixture; each start has other processes, rows, threads and workers.
+
+    Workers, which take a second to start, in every start with `--full`, else in two.
+    """
     parts = {}
     for name, size in (("web", 90), ("code", 40)):
         texts = [f"{name} {i} says {'more ' * (i % 5)}" for i in range(size)]
@@ -108,13 +111,17 @@ def test_after_kills_on_any_number_of_processes_no_sample_is_lost_or_repeated(tm
     mixed = mixture.train(tmp_path / "run")
     random = np.random.default_rng(0)
     seen, position = [], {"epoch": 0, "index": 0}
-    for _ in range(20):
+    for life in range(20):
         batch, num_processes = int(random.integers(1, 9)), int(random.integers(1, 4))
         rows = np.array_split(np.arange(batch), min(num_processes, batch))
+        workers = (life + 1) % 3 if life in (4, 12) or pytestconfig.getoption("--full") else 0
         shards = [
-            Batches(source=mixed, batch=batch, seed=9, rows=part, prefetch=int(random.integers(0, 3)))
-            for part in rows
-        ]
+            Batches(
+                source=mixed, batch=batch, seed=9, rows=part, prefetch=int(random.integers(0, 3)),
+                workers=0 if number else workers,
+            )
+            for number, part in enumerate(rows)
+        ]  # fmt: skip
         steps = int(random.integers(1, 12))
         streams = [shard.iterate(position) for shard in shards]  # type: ignore[arg-type]
         for _ in range(steps):

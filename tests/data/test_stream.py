@@ -10,7 +10,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.data import Batches, Mixture, Stream
+from shardtrain.data import Batches, Mixture, Stream, Text
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.hooks import Hook
@@ -123,5 +123,37 @@ def test_what_is_no_stream_is_refused():
         Stream(samples=all_texts, keep=0)
     with pytest.raises(ValueError, match="the stream has no samples"):
         Stream(samples=lambda: []).train(None)[3]  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="parts a of the mixture are streams"):
-        Mixture(parts={"a": Stream(samples=all_texts)}, weights="a 1").train(None)  # type: ignore[arg-type]
+    source = Stream(samples=all_texts).train(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"workers is 2, and the samples are of a stream, .*workers 0"):
+        Batches(source=source, batch=2, workers=2)
+    mixed = Mixture(parts={"a": Stream(samples=all_texts)}, weights="a 1").train(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"workers is 1, and the samples are of a stream"):
+        Batches(source=mixed, batch=2, workers=1)
+
+
+@pytest.mark.parametrize("samples", [texts, all_texts])
+def test_a_stream_in_a_mixture_is_read_in_its_own_order_from_any_position(samples, tmp_path):
+    """Beside a source that is shuffled, which is as it would be beside another one."""
+    (tmp_path / "a.txt").write_text("some text that is cut into windows " * 9)
+    parts = {"stream": Stream(samples=samples, held_out=[{"tokens": TEXTS[0]}])}
+    parts |= {"text": Text(paths=(tmp_path / "a.txt",), seq=8)}  # type: ignore[dict-item]
+    mixture = Mixture(parts=parts, weights="stream 2 text 1", later="90: stream 1 text 2", seed=3)
+    mixed = mixture.train(tmp_path)
+    drawn = [mixed.draw(i) for i in range(400)]
+    of_stream = [sample for source, sample in drawn if source == 0]
+    assert of_stream == list(range(len(of_stream)))
+    assert abs(sum(source == 0 for source, _ in drawn[:90]) - 60) <= 3
+    assert sorted(sample for source, sample in drawn if source == 1)[:2] == [0, 0]
+    whole = [next_batch["tokens"] for next_batch, _ in first(mixed, 12, {"epoch": 0, "index": 0})]
+    assert any((row == TEXTS[7]).all() for batch in whole for row in batch)
+    # as after a kill: nothing of the stream was read yet
+    later = [batch["tokens"] for batch, _ in first(mixture.train(tmp_path), 5, {"epoch": 0, "index": 7 * 8})]
+    np.testing.assert_array_equal(later, whole[7:])
+    assert sorted(mixture.heldout(tmp_path) or {}) == ["stream", "text"]
+
+
+def first(source, number, position):
+    stream = Batches(source=source, batch=8).iterate(position)
+    found = [next(stream) for _ in range(number)]
+    stream.close()
+    return found

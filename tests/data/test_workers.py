@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.train import train
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -94,6 +96,18 @@ def test_losses_of_a_run_are_the_same_when_it_resumes_with_workers(tmp_path):
     whole = losses("whole", 6, Loading())
     losses("parts", 3, Loading(prefetch=0))
     assert losses("parts", 6, Loading(workers=1)) == whole
+
+
+def test_held_out_batches_have_workers_of_their_own():
+    loading = Loading(workers=0, heldout_workers=1)
+    run = Run(model=TinyConfig(), data=Text(seq=8), batch=21, batch_unit="tokens", loading=loading)
+    heldout = make_batches(run, Words(), epochs=1, shuffle=False)
+    number = heldout.num_batches()
+    _, processes = loaded(heldout, number)
+    assert len(processes) == 1
+    assert os.getpid() not in processes
+    assert loaded(make_batches(run, Words(), epochs=1), number)[1] == {os.getpid()}
+    assert make_batches(replace(run, loading=Loading(workers=2)), Words(), shuffle=False).workers == 0
 
 
 def test_every_source_is_copied_and_images_that_are_left_out_are_counted(tmp_path):

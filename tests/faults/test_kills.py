@@ -142,6 +142,52 @@ def test_a_run_that_is_killed_at_random_moments_is_as_if_it_never_was(lives, che
     judge_end(killer, lives, cheap)
 
 
+MIXED = {
+    "from shardtrain.data import Text": "from shardtrain.data import Corpus, Mixture\n"
+    "from shardtrain.data.loading import Loading",
+    "(self, tokens):\n        return self.table[tokens]": "(self, tokens, segments):\n"
+    "        return self.table[tokens] * (1 + 0.1 * segments[..., None])",
+    'Text(paths=(Path("text.txt"),), seq=8, heldout_fraction=0.1)': "Mixture(parts={name: Corpus("
+    'paths=(Path(f"{name}.jsonl"),), seq=8, packing="separate", heldout_fraction=0.1)'
+    ' for name in ("web", "code")}, weights="web 2 code 1", later="50: web 1 code 1")',
+    "log_every=1,": 'log_every=1,\n        loading=Loading(workers=int(Path("workers").read_text())),',
+}
+"""What a run of packed documents in a mixture has in the place of what other lives here have."""
+
+
+class OtherWorkers(Killer):
+    """Each life has another number of worker processes than the one before."""
+
+    def life(self):
+        (self.lives.folder / "workers").write_text(str((2, 0, 1, 0)[self.codes.total() % 4]))
+        super().life()
+
+
+def test_kills_of_packed_documents_in_a_mixture_with_other_workers_each_time(lives, cheap, pytestconfig):
+    """20 kills: no sample is lost or repeated, or parameters and losses would be others."""
+    kills = number_of(pytestconfig, "KILLS", 20)
+    write_run(cheap)
+    source = (cheap / RUN).read_text()
+    for old, new in MIXED.items():
+        assert old in source
+        source = source.replace(old, new)
+    (cheap / RUN).write_text(source)
+    for name in ("web", "code"):
+        texts = [f"{name} {i} says {'more ' * (i % 5)}" for i in range(60)]
+        (cheap / f"{name}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    for name in ("run", "whole"):
+        shutil.rmtree(cheap / name, ignore_errors=True)
+    killer = OtherWorkers(
+        lives, random.Random(SEED), {"pid": 10, "began": 20, "saving": 50, "evaluating": 20}
+    )
+    for _ in range(kills):
+        killer.life()
+    print(f"killed during {dict(killer.fell)}, at last after step {killer.promised}")  # noqa: T201
+    assert killer.promised >= kills // 4
+    (cheap / "workers").write_text("0")
+    judge_end(killer, lives, cheap)
+
+
 def test_signals_at_random_phases_end_as_documented(lives, cheap, pytestconfig):
     """Through the command line, the start included; each code is that of the signal, and no line is lost."""
     num_signals = number_of(pytestconfig, "SIGNALS", 4)

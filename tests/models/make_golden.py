@@ -21,7 +21,7 @@ from transformers.core_model_loading import (  # pyright: ignore[reportMissingIm
 GOLDEN = Path(__file__).parent / "golden"
 GENERATING = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "starcoder2",
-    "mixtral",
+    "mixtral", "olmo2", "gpt_neox",
 )  # fmt: skip
 """Models whose continuations of prompts are written too."""
 BUFFERS = ("e_score_correction_bias", "running_mean", "running_var")
@@ -172,6 +172,22 @@ def glm4_moe() -> transformers.PreTrainedModel:
 def starcoder2() -> transformers.PreTrainedModel:
     """A StarCoder 2: layer norms, biases everywhere, rotary positions."""
     return relative("Starcoder2", hidden_size=32, head_dim=None, sliding_window=4, tie_word_embeddings=True)
+
+
+def olmo2() -> transformers.PreTrainedModel:
+    """An OLMo 2: norms behind the halves alone, and of all heads of queries and of keys together."""
+    return relative("Olmo2", hidden_size=32, head_dim=None)
+
+
+def gpt_neox() -> transformers.PreTrainedModel:
+    """A GPT-NeoX: halves that read the same stream, a quarter of each head rotated, biases."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
+    config = transformers.GPTNeoXConfig(
+        vocab_size=SIZES["vocab"], max_position_embeddings=SIZES["seq"], hidden_size=32, intermediate_size=24,
+        num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"], rope_parameters=rope,
+        hidden_dropout=0.0, attention_dropout=0.0, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.GPTNeoXForCausalLM(config)
 
 
 def bert() -> transformers.PreTrainedModel:
@@ -393,6 +409,8 @@ if __name__ == "__main__":
         *of_images,
         (103, t5),
         (104, t5_v1_1),
+        (105, olmo2),
+        (106, gpt_neox),
         *of_experts,
     ]
     for seed, make in seeded:

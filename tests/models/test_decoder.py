@@ -254,7 +254,10 @@ def test_options_change_the_numbers(logits_of):
         {"rope_scaling": "yarn:factor=8,original_seq=8,fast=3,slow=0.5"},
         {"rotary_dims": 2},
         {"post_norm": True},
+        {"post_norm": True, "only_post_norm": True},
+        {"parallel": True},
         {"qk_norm": True},
+        {"qk_norm": True, "qk_norm_joint": True},
         {"qkv_bias": True},
         {"query_scale": 2.0},
         {"soft_cap": 0.2},
@@ -438,6 +441,13 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
                 "rotary_dims is 7; it is even and at most head_dim, 4. Use rotary_dims=4.",
                 "full_every is 1, so that no block has the window; use 2 or more, or window=None",
                 "attention 'cudnn' has no full_every; use attention='auto' or 'xla'",
+            ],
+        ),
+        (
+            {"only_post_norm": True, "qk_norm_joint": True},
+            [
+                "only_post_norm is True; it needs post_norm=True",
+                "qk_norm_joint is True; it needs qk_norm=True",
             ],
         ),
         (

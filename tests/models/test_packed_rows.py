@@ -35,6 +35,8 @@ EVERYTHING = replace(
     rope_scaling="yarn:factor=4,original_seq=8,fast=2,slow=0.5", soft_cap=2.0, logits_soft_cap=3.0,
     embed_scale=4.0, tied=True, loss_chunk=8,
 )  # fmt: skip
+BESIDE = replace(ROTARY, parallel=True, post_norm=True, only_post_norm=True, qk_norm=True, qk_norm_joint=True)
+"""Halves beside each other, norms behind them alone, and of all heads together."""
 LENGTHS = [(12,), (5, 7), (1, 4, 7), (6, 1, 5), (3, 3, 3, 3), (11, 1), (2, 10), (4, 8)]
 """Inputs of the documents of each row; the last row counts for nothing."""
 
@@ -128,8 +130,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("config", "layout"),
-    [*((ROTARY, name) for name in LAYOUTS), *((EVERYTHING, name) for name in ("mesh", "pipeline", "ring"))],
-    ids=[*LAYOUTS, "everything-mesh", "everything-pipeline", "everything-ring"],
+    [
+        *((ROTARY, name) for name in LAYOUTS),
+        *((EVERYTHING, name) for name in ("mesh", "pipeline", "ring")),
+        *((BESIDE, name) for name in ("mesh", "pipeline")),
+    ],
+    ids=[
+        *LAYOUTS,
+        *(f"everything-{name}" for name in ("mesh", "pipeline", "ring")),
+        *(f"beside-{name}" for name in ("mesh", "pipeline")),
+    ],
 )
 def test_they_do_on_any_layout(config, layout, assert_same):
     mesh, options, microbatches = LAYOUTS[layout]

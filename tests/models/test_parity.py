@@ -101,6 +101,13 @@ EXPECTED = {
     "starcoder2": replace(
         LLAMA, embed=32, head_dim=None, norm="layernorm", activation="gelu", bias=True, tied=True, window=4
     ),
+    "olmo2": replace(
+        LLAMA, embed=32, head_dim=None, post_norm=True, only_post_norm=True, qk_norm=True, qk_norm_joint=True
+    ),
+    "gpt_neox": replace(
+        LLAMA, embed=32, head_dim=None, num_kv_heads=None, norm="layernorm", activation="gelu_erf", bias=True,
+        rotary_dims=2, parallel=True,
+    ),
     "gemma": GEMMA,
     "gemma2": replace(
         GEMMA_2, num_layers=3, full_every=2, soft_cap=2.0, logits_soft_cap=3.0, query_scale=5**-0.5

@@ -1,5 +1,6 @@
 """T5: relative positions, padding, logits, gradients and continuations of transformers, files in and out."""
 
+import functools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
 from shardtrain import TokenPairs, build, from_nnx, load
@@ -21,9 +21,12 @@ from shardtrain.functional.loss import translation_loss
 from shardtrain.functional.rng import step_key
 from shardtrain.models import huggingface
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.generate import generate
+from shardtrain.models.huggingface.adapters import with_adapters_merged
 from shardtrain.models.huggingface.families import left_out, read_config, write_config
 from shardtrain.models.huggingface.files import config_of
 from shardtrain.models.relative_positions import bucket_of
+from shardtrain.models.sampling import Sampling
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -121,15 +124,20 @@ def test_what_padding_holds_changes_nothing(golden, logits_of):
     )
 
 
-def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, logits_of):
-    wanted = golden["generated"]
-    found = np.zeros((2, 10), np.int32)
-    for number in range(1, 10):
-        logits = logits_of(golden["tokens"], found, golden["mask"])[:, number - 1]
-        # a target does not end here, as it was asked of transformers
-        logits[:, 1] = -np.inf
-        found[:, number] = logits.argmax(-1)
-    np.testing.assert_array_equal(found, wanted)
+@pytest.mark.parametrize("cached", [True, False])
+def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, imported, apply, cached):
+    def without_end(params, *inputs):
+        """A target does not end here, as it was asked of transformers."""
+        found = apply(params, *inputs)
+        logits, *cache = found if cached else (found,)
+        logits = logits.at[..., 1].set(-jnp.inf)
+        return (logits, *cache) if cached else logits
+
+    model = jax.tree_util.Partial(without_end, imported[1])
+    sources = [row[kept > 0] for row, kept in zip(golden["tokens"], golden["mask"], strict=True)]
+    greedy = Sampling(temperature=0.0)
+    found = generate(model, sources, 9, jax.random.key(0), seq=512, begin=0, sampling=greedy, cached=cached)
+    np.testing.assert_array_equal(found, golden["generated"][:, 1:])
 
 
 def test_files_come_back_bitwise(golden, imported):
@@ -150,6 +158,28 @@ def test_files_come_back_bitwise(golden, imported):
     assert again[0] == config
     jax.tree.map(np.testing.assert_array_equal, again[1], params)
     assert left_out(config_json(golden), {**state, **older}) == [extra]
+
+
+def test_adapters_are_merged_into_blocks_that_stand_in_a_list(golden, pure, quick_jit):
+    """On export: of a decoder, whose blocks are stacked, layer by layer; here each kernel by itself."""
+    config = replace(SMALL, lora="rank=2,alpha=3,on=q+v+up")
+    params = pure(config).params
+    flat = {"/".join(str(key.key) for key in path): x for path, x in jax.tree.leaves_with_path(params)}
+    plain, shapes, read = with_adapters_merged(
+        config, {path: x.shape for path, x in flat.items()}, flat.__getitem__
+    )
+    assert plain == SMALL
+    merged = {}
+    for path in shapes:
+        *parents, name = (int(key) if key.isdigit() else key for key in path.split("/"))
+        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, merged)[name] = np.asarray(
+            read(path)
+        )
+    inputs = golden["tokens"], golden["target"][:, :-1], golden["mask"]
+    expected = quick_jit(pure(config).apply)(params, *inputs)
+    found = quick_jit(pure(SMALL).apply)(merged, *inputs)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(merged["blocks"][1]["mlp"]["up"]["kernel"], flat["blocks/1/mlp/up/kernel"])
 
 
 def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_path):
@@ -218,19 +248,22 @@ def test_what_the_family_has_not_is_refused(changes, problem):
         read_config({**write_config(SMALL), "feed_forward_proj": "gated-relu"})
 
 
-def test_sequences_over_a_mesh_axis_are_refused():
+@pytest.mark.parametrize("kind", ["ring", "all-gather"])
+def test_rings_over_a_mesh_axis_are_refused(kind):
     """With the change to make, while the step is traced."""
     model, tokens = build(replace(SMALL, seq=8)), np.zeros((2, 8), np.int32)
-    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    rules = activation_rules({}, mesh)
-    with rules, pytest.raises(ValueError, match="no relative positions; use a mesh with context=1"):
+    layout = Layout(mesh={"context": 2}, context_attention=kind)
+    rules = activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:2]), *layout.tracing)
+    text = f"attention by {kind} over context=2 has no relative positions; use --context-attention all-to-all"
+    with rules, pytest.raises(ValueError, match=text):
         jax.eval_shape(lambda: model(tokens, tokens))
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("mesh", [{"data": 2, other: 2, "tensor": 2} for other in ("fsdp", "context")])
 def test_gradients_on_a_mesh_are_those_of_one_device(mesh, plain):
+    """Over context heads are exchanged for sequences, and a device has the distances of its heads."""
     batch, expected = plain
-    found = gradients(batch, Layout(mesh=mesh), 8)
+    found = gradients(batch, Layout(mesh=mesh, context_attention="all-to-all"), 8)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 

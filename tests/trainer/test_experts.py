@@ -3,19 +3,24 @@
 import json
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from fine_tuning import CONSTANT, initial, run_of
+from safetensors.numpy import load_file
+from saved_decoder import save
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.reader import find_readers
 from shardtrain.functional.model import path_text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.sharding.layout import Layout
+from shardtrain.system.lazy_array import LazyArray
 from shardtrain.trainer import pretrained
 from shardtrain.trainer.start_from import StartFrom
 from shardtrain.trainer.strategy import Strategy
@@ -100,6 +105,33 @@ def test_one_array_of_the_files_is_in_memory_beside_a_parameter(tmp_path, monkey
     assert values.shape == (2, 16, 64, 1024)
     # 32 arrays of experts, of which three are there at a time at most
     assert peak < values.nbytes * (1 + 3 / 32) + 100_000
+
+
+def test_an_export_has_one_file_in_memory_and_no_parameter_with_all_its_experts(tmp_path):
+    wide = DecoderConfig(**{**vars(MIXTRAL), "mlp": 1024, "embed": 64, "experts": "num=16"})
+    params, _ = save(tmp_path / "run", wide)
+    (reader,) = find_readers(tmp_path / "run/checkpoints")
+    shapes = {
+        path.removeprefix("params/"): leaf.shape
+        for path, leaf in reader.leaves.items()
+        if path.startswith("params/")
+    }
+    # as the command reads it, which compares checksums before that
+    tracemalloc.start()
+    export_model(
+        tmp_path / "out", vars(wide), shapes,
+        lambda path: LazyArray(partial(reader.read, f"params/{path}")), max_shard_bytes=1 << 20,
+    )  # fmt: skip
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    experts = np.asarray(params["blocks"]["mlp"]["up"])
+    # arrays of a file, and the bytes that are written of them
+    assert peak < 3 * (1 << 20) < experts.nbytes / 2
+    files = [load_file(path) for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(files) > 20
+    name = "model.layers.1.block_sparse_moe.experts.7.w3.weight"
+    (found,) = (file[name] for file in files if name in file)
+    np.testing.assert_array_equal(found, experts[1, 7].T)
 
 
 DENSE = replace(MIXTRAL, experts="")
