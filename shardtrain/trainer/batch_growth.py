@@ -45,13 +45,15 @@ def parse_growth(text: str) -> tuple[Change, ...]:
     ['step 500', 'step 1000']
     >>> parse_growth("2 epochs:2")
     (Change(after=2, in_epochs=True, batches=2),)
+    >>> parse_growth("1 epoch:2")[0].time
+    'epoch 1'
     """
     found: list[Change] = []
     problems = []
     for pair in filter(None, map(str.strip, text.split(","))):
         when, _, batches = (part.strip() for part in pair.partition(":"))
-        in_epochs = when.endswith("epochs")
-        number = when.removesuffix("epochs").strip()
+        in_epochs = when.endswith(("epoch", "epochs"))
+        number = when.removesuffix("s").removesuffix("epoch").strip() if in_epochs else when
         if not (number.isdecimal() and batches.isdecimal() and int(number) > 0 and int(batches) > 0):
             problems.append(f"{pair!r} is no two numbers from 1; {FORM}")
         elif found and in_epochs != found[0].in_epochs:

@@ -61,3 +61,24 @@ def check_options(
                 refused.append(f"{line}; put it back, or allow it: --allow.changed {name}")
     if refused:
         raise problems_error(f"the checkpoint in {run.run_dir} is of another run", refused)
+
+
+def check_synchronous_steps(saved: Mapping[str, Any], run: Run, step: int) -> None:
+    """Refuse synchronous steps after local ones: replicas have optimizer states of their own by then.
+
+    Args:
+      saved: description of the run that saved.
+      run: this run.
+      step: the step of the checkpoint.
+
+    Raises:
+      ValueError: the run would go back from local steps to synchronous ones.
+    """
+    names = ("strategy.synchronisation.on", "strategy.synchronisation.synchronous_steps")
+    before, asked = saved.get(names[1]) or 0, run.strategy.synchronisation.synchronous_steps
+    if saved.get(names[0]) == "deltas" and before < step < asked:
+        raise ValueError(
+            f"synchronous_steps is {asked}, but the run in {run.run_dir} is at step {step} and its steps"
+            f" after {before} were local: each replica has its own state of the optimizer. Use --synchronous-steps"
+            f" {step} or fewer, or another --run-dir"
+        )

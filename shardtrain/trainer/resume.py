@@ -21,7 +21,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.system.untrusted_files import whole_number
 from shardtrain.train_step.state import State
 from shardtrain.trainer.base_parameters import BASE, with_base
-from shardtrain.trainer.changed_options import SEED, check_options
+from shardtrain.trainer.changed_options import SEED, check_options, check_synchronous_steps
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.loop import UNLOGGED, WALL_SECONDS
 from shardtrain.trainer.pretrained import CONFIG, is_pretrained, open_pretrained, upcycled, with_adapters
@@ -108,6 +108,7 @@ def find_start_point(
     if found.step is not None:
         _refuse_imported(run, found.extra)
         check_options(found.extra["run"], description, run, note)
+        check_synchronous_steps(found.extra["run"], run, found.step)
         reader = with_base(found.reader(store.folders), base, "give --start-from.checkpoint FOLDER as before")
     elif run.start_from.checkpoint is not None:
         reader = find_parameters(run.start_from.checkpoint, run.start_from.step)

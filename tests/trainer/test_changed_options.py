@@ -1,8 +1,11 @@
-"""Options that may differ from those of the checkpoint, because no number depends on them."""
+"""Options that may differ from those of the checkpoint, and one that may not go back."""
+
+import pytest
 
 import shardtrain as st
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.trainer.changed_options import check_options
+from shardtrain.trainer.changed_options import check_options, check_synchronous_steps
 from shardtrain.trainer.config import Run, describe
 
 
@@ -14,3 +17,23 @@ def test_the_size_of_chunks_of_logits_may_change():
     assert notes == []
     check_options({**now, "model.loss_chunk": 64}, now, run, notes.append)
     assert [note.split(": ")[1] for note in notes] == ["model.loss_chunk"]
+
+
+def test_synchronous_steps_do_not_come_back_after_local_ones():
+    """Each replica has a state of its own optimizer by then, so that one gradient is not one update."""
+
+    def run(number, on="deltas"):
+        every = 4 if on == "deltas" else 1
+        way = Synchronisation(on=on, every=every, synchronous_steps=number)
+        return Run(
+            model=DecoderConfig(vocab=8, seq=8, embed=8, num_layers=1, num_heads=2),
+            data=st.Text(seq=8),
+            strategy=st.Strategy(synchronisation=way),
+        )
+
+    text = r"synchronous_steps is 20, .* step 3 and its steps after 1 were local: .* Use --synchronous-steps 3 "
+    with pytest.raises(ValueError, match=text):
+        check_synchronous_steps(describe(run(1)), run(20), 3)
+    for before, asked, step in ((1, 3, 3), (5, 20, 3), (3, 20, 3), (20, 0, 3)):
+        check_synchronous_steps(describe(run(before)), run(asked), step)
+    check_synchronous_steps(describe(run(0, on="gradients")), run(20), 3)
