@@ -79,6 +79,6 @@ def check_synchronous_steps(saved: Mapping[str, Any], run: Run, step: int) -> No
     if saved.get(names[0]) == "deltas" and before < step < asked:
         raise ValueError(
             f"synchronous_steps is {asked}, but the run in {run.run_dir} is at step {step} and its steps"
-            f" after {before} were local: each replica has its own state of the optimizer. Use --synchronous-steps"
-            f" {step} or fewer, or another --run-dir"
+            f" after {before} were local: each replica has its own state of the optimizer. Use"
+            f" --synchronous-steps {step} or fewer, or another --run-dir"
         )
