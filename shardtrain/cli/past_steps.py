@@ -18,9 +18,12 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import Run
+from shardtrain.trainer.config import Run, describe
 
 MESH = "strategy.layout.mesh."
+
+LENGTHS = ("seq", "window")
+"""Options of data that say how long a sample is."""
 
 
 class PastStep(NamedTuple):
@@ -79,8 +82,10 @@ def _past_step(run: Run, folder: Path, kind: str, num_devices: int) -> PastStep:
 
 
 def _other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
-    """List what of the batch and of the model's options differs from those of a run."""
-    here: dict[str, Any] = {"batch": run.batch}
+    """List what of the batch, its length, its dtype and the model's options differs from those of a run."""
+    here: dict[str, Any] = {"batch": run.batch, "strategy.compute_dtype": run.strategy.compute_dtype}
+    of_data = describe(run.data, "data")
+    here |= {name: value for name, value in of_data.items() if name.rpartition(".")[2] in LENGTHS}
     if is_dataclass(run.model):
         here |= {f"{MODEL}{field.name}": getattr(run.model, field.name) for field in fields(run.model)}
     return [

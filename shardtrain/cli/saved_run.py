@@ -129,8 +129,8 @@ def open_run(given: SavedOptions) -> SavedRun:
         is_pair = not option_problems(pair, own)
         if not is_pair and (problems := option_problems(decoder, own)):
             raise problems_error(
-                f"the model of {given.run} is no decoder of this library; give the run file that it was"
-                " trained with: --run-file my_run.py",
+                f"the model of {given.run} is no decoder or encoder-decoder of this library; give the run"
+                " file that it was trained with: --run-file my_run.py",
                 problems,
             )
         model = (pair if is_pair else decoder)(**own)

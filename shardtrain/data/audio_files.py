@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain.data.documents import OnError
-from shardtrain.data.resampling import resampled, span_of
+from shardtrain.data.resampling import MOST_RATE, resampled, span_of
 from shardtrain.data.sources.format import BadData
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
@@ -239,4 +239,6 @@ class AudioFiles:
             raise BadData(
                 path, f"its rate is {own}, and {self.rate} is asked for; convert it, or use resample=True"
             )
+        if own != self.rate and own > MOST_RATE:
+            raise BadData(path, f"its rate is {own}, and at most {MOST_RATE} can be resampled; convert it")
         return -(-facts.frames * self.rate // own), own

@@ -12,6 +12,9 @@ import numpy as np
 REACH = 10
 """A frame is made of so many frames on each side of it, of the lower of the two rates."""
 
+MOST_RATE = 768_000
+"""The highest rate of files that are resampled: the filter is as long as the rate, and headers name any."""
+
 
 class Span(NamedTuple):
     """The frames of a file of which a window is made.

@@ -10,15 +10,24 @@ LOOPED_KEYS = 256
 """From this many keys on there are at least two such blocks, computed by a loop: compilers give the scores of
 all steps of a ring memory of their own, at once, but those of loops the same."""
 
+LEAST_KEYS = 32
+"""Keys that fit one block stay in one where a loop would have fewer at a time, as of a prime number."""
+
 
 def num_key_blocks(num_keys: int, at_once: int = KEYS_AT_ONCE) -> int:
     """Return the number of equal blocks of keys whose scores exist one after the other.
 
     >>> num_key_blocks(128), num_key_blocks(1024), num_key_blocks(1025), num_key_blocks(4096)
     (1, 2, 5, 4)
+
+    A loop over a few keys at a time takes longer than the memory that it saves is worth:
+
+    >>> num_key_blocks(257), num_key_blocks(301)
+    (1, 7)
     """
     least = max(-(-num_keys // at_once), 2 if num_keys >= LOOPED_KEYS else 1)
-    return next(n for n in range(least, num_keys + 1) if num_keys % n == 0)
+    found = next(n for n in range(least, num_keys + 1) if num_keys % n == 0)
+    return 1 if num_keys <= at_once and num_keys // found < LEAST_KEYS else found
 
 
 def window_reach(num: int, num_queries: int, window: int) -> int | None:

@@ -145,7 +145,7 @@ def run():
     assert (code, out) == (0, "acegikmoqs\n")
     code, _, err = command("own", *words)
     assert code == 2
-    assert "the model of own is no decoder of this library; give the run file that it was trained with" in err
+    assert "the model of own is no decoder or encoder-decoder of this library; give the run file" in err
 
 
 PAIRS = EncoderDecoderConfig(
@@ -186,7 +186,7 @@ def test_refuses_another_model_and_unknown_tokenizers(command, folder):
     save(folder / "bert", EncoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2))
     code, _, err = command("bert", "--prompt", "a")
     assert code == 2
-    assert "the model of bert is no decoder of this library" in err
+    assert "the model of bert is no decoder or encoder-decoder of this library" in err
     assert "is no option of DecoderConfig" in err
     save(folder / "words", DecoderConfig(vocab=50, seq=8, embed=16, num_layers=1, num_heads=2))
     code, _, err = command("words", "--prompt", "a")

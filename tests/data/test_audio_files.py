@@ -116,6 +116,19 @@ def test_a_tone_keeps_its_pitch(tmp_path):
     np.testing.assert_allclose(found[100:-100], expected[100:-100], atol=2e-3)
 
 
+def test_a_header_with_an_absurd_rate_makes_no_filter_as_long(folder):
+    path = folder / "rain/a.wav"
+    header = bytearray(path.read_bytes())
+    header[24:28] = (1_999_999_973).to_bytes(4, "little")
+    path.write_bytes(header)
+    with pytest.raises(
+        ValueError, match=r"a\.wav: its rate is 1999999973, and at most 768000 can be resampled"
+    ):
+        audio(folder, resample=True).train(folder)
+    left = audio(folder, resample=True, on_error="skip").train(folder)
+    assert left.num_skipped == 1
+
+
 def test_options_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="window is 0; use 1 or more"):
         audio(tmp_path, window=0)
