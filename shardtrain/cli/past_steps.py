@@ -23,7 +23,7 @@ from shardtrain.trainer.config import Run, describe
 MESH = "strategy.layout.mesh."
 
 LENGTHS = ("seq", "window")
-"""Options of data that say how long a sample is."""
+"""Ends of the names of options of data that say how long a sample is."""
 
 
 class PastStep(NamedTuple):
@@ -85,7 +85,7 @@ def _other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
     """List what of the batch, its length, its dtype and the model's options differs from those of a run."""
     here: dict[str, Any] = {"batch": run.batch, "strategy.compute_dtype": run.strategy.compute_dtype}
     of_data = describe(run.data, "data")
-    here |= {name: value for name, value in of_data.items() if name.rpartition(".")[2] in LENGTHS}
+    here |= {name: value for name, value in of_data.items() if name.endswith(LENGTHS)}
     if is_dataclass(run.model):
         here |= {f"{MODEL}{field.name}": getattr(run.model, field.name) for field in fields(run.model)}
     return [

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain import axes
+from shardtrain.functional.context_attention import BIAS
 from shardtrain.plan.context_costs import AttentionCall
 from shardtrain.plan.device_calls import device_call, linear_call
 from shardtrain.plan.hlo.collectives import ALL_TO_ALL
@@ -44,9 +45,18 @@ class TracedAttention:
         causal: bool,
         **seen: Any,
     ) -> jax.Array:
-        """Return attention; the arguments are those of `ContextAttention`."""
+        """Return attention; the arguments are those of `ContextAttention`.
+
+        Raises:
+          ValueError: another kind than "all-to-all" has a bias, which a run refuses too.
+        """
         self.found.append((q.shape, k.shape, causal))
         seen = {name: fact for name, fact in seen.items() if fact is not None}
+        if BIAS in seen and self.kind != "all-to-all":
+            raise ValueError(
+                f"attention by {self.kind} over context has no relative positions; use --context-attention"
+                " all-to-all, or context=1"
+            )
         if self.kind == "all-to-all":
             q, k, v = _exchanged(q, QUERIES), _exchanged(k, KEYS), _exchanged(v, KEYS)
             return _exchanged(whole(q, k, v, causal=causal, **seen), QUERIES)

@@ -10,16 +10,18 @@ import optax
 import pytest
 
 from shardtrain import next_token_loss
+from shardtrain.functional.loss import translation_loss
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions, search
 from shardtrain.plan.sent import sent_by_axes
-from shardtrain.plan.space import Space
+from shardtrain.plan.space import Space, allowed_choices
 from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -173,3 +175,20 @@ def test_a_model_without_attention_of_the_run_is_refused():
     other = Subject(model=lambda remat: model, loss=loss, optimizer=optax.sgd(1e-2), batch=batch)
     with pytest.raises(ValueError, match="context=2 is planned for models that let the run compute"):
         predictions(other, MACHINE, 2, [Choice(layout=layout_of("ring", context=2))])
+
+
+def test_relative_positions_are_planned_as_a_run_computes_them():
+    config = EncoderDecoderConfig(
+        vocab=64, seq=8, embed=16, num_encoder_layers=1, num_decoder_layers=1, num_heads=4,
+        positions="relative", norm="rmsnorm", relative_buckets=8, relative_distance=10,
+    )  # fmt: skip
+    batch = {name: jax.ShapeDtypeStruct((4, n), jnp.int32) for name, n in (("source", 8), ("target", 9))}
+    subject = Subject(
+        model=lambda remat: as_model(with_remat(config, remat)),
+        loss=translation_loss,
+        optimizer=optax.adamw(1e-3),
+        batch={**batch, "weights": jax.ShapeDtypeStruct((4,), jnp.float32)},
+    )
+    choices, refused = allowed_choices(subject, 2, Space(layout=Layout(mesh={"context": 2})))
+    assert {choice.layout.context_attention for choice in choices} == {"all-to-all"}
+    assert "attention by ring over context has no relative positions" in refused["--mesh context=2"]
