@@ -67,6 +67,10 @@ def parse_growth(text: str) -> tuple[Change, ...]:
     return tuple(found)
 
 
+ENDLESS = 1 << 40
+"""The number of samples of a stream or a mixture, which has no epochs."""
+
+
 def growth_by_step(text: str, num_samples: int, batch: int) -> dict[int, int]:
     """Return number of steps done -> number of batches that each step takes from then on.
 
@@ -75,6 +79,9 @@ def growth_by_step(text: str, num_samples: int, batch: int) -> dict[int, int]:
       num_samples: of an epoch.
       batch: samples of a step before all changes; the last step of an epoch has what is left.
 
+    Raises:
+      ValueError: changes are in epochs, and the samples have none.
+
     >>> growth_by_step("500:2,1000:4", 37, 8)
     {500: 2, 1000: 4}
     >>> growth_by_step("1 epochs:2,3 epochs:4", 37, 8)  # epochs of 5 steps, then of 3
@@ -82,7 +89,13 @@ def growth_by_step(text: str, num_samples: int, batch: int) -> dict[int, int]:
     """
     found: dict[int, int] = {}
     step, epoch, batches = 0, 0, 1
-    for change in parse_growth(text):
+    changes = parse_growth(text)
+    if num_samples >= ENDLESS and any(change.in_epochs for change in changes):
+        raise ValueError(
+            f"batch_growth is {text!r}, and the samples are of a stream or a mixture, which has no epochs;"
+            " give steps, such as --batch-growth 500:2,1000:4"
+        )
+    for change in changes:
         if change.in_epochs:
             step += (change.after - epoch) * -(-num_samples // (batch * batches))
             epoch, batches = change.after, change.batches

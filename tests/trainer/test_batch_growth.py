@@ -13,6 +13,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
+from shardtrain.data.stream import NO_END
 from shardtrain.islands.options import Across
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
@@ -80,6 +81,9 @@ def test_a_batch_grows_as_if_the_run_were_resumed_with_a_larger_one(run, mesh, t
 def test_the_text_is_read_by_value():
     assert growth_by_step("", 37, 8) == {}
     assert growth_by_step("500:2, 1000:4", 37, 8) == {500: 2, 1000: 4}
+    assert growth_by_step("500:2", NO_END, 8) == {500: 2}
+    with pytest.raises(ValueError, match="a stream or a mixture, which has no epochs; give steps"):
+        growth_by_step("2 epochs:2", NO_END, 8)
     with pytest.raises(ValueError) as error:
         parse_growth("500:2,400:3,0:1,half:2,600 epochs:3")
     form = (
