@@ -22,6 +22,8 @@ from shardtrain.trainer.config import Run, describe
 
 MESH = "strategy.layout.mesh."
 
+NUMBERS = ("strategy.accumulate", "strategy.pipeline.virtual_stages")
+
 LENGTHS = ("seq", "window")
 """Ends of the names of options of data that say how long a sample is."""
 
@@ -96,7 +98,14 @@ def _other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
 
 
 def _choice(options: Mapping[str, Any], num_devices: int) -> Choice:
-    """Return the way that options say to run a step."""
+    """Return the way that options say to run a step.
+
+    Raises:
+      ValueError: a checkpoint, which others may have written, has a size that is no whole number.
+    """
+    sizes_of = [name for name in options if name.startswith(MESH) or name in NUMBERS]
+    if odd := [f"{name} is {options[name]!r}" for name in sizes_of if type(options[name]) is not int]:
+        raise ValueError(f"its checkpoint has no whole numbers: {', '.join(odd)}; give a run of this library")
     mesh = {name.removeprefix(MESH): size for name, size in options.items() if name.startswith(MESH)}
     layout = {
         name: options[f"strategy.layout.{name}"]

@@ -121,10 +121,12 @@ def test_calibrate_takes_the_steps_of_past_runs(tmp_path, capsys):
     past_run(tmp_path / "other", 0.1, devices=4, **{f"{mesh}data": 4})
     past_run(tmp_path / "wide", 0.1, embed=16, **{f"{mesh}data": 8})
     past_run(tmp_path / "narrow", 0.1, **{f"{mesh}data": 8, "strategy.compute_dtype": "bfloat16"})
-    others = [str(tmp_path / name) for name in ("other", "wide", "narrow")]
+    past_run(tmp_path / "odd", 0.1, **{f"{mesh}data": "8"})
+    others = [str(tmp_path / name) for name in ("other", "wide", "narrow", "odd")]
     assert cli.main([*command, *others, str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "it ran on 4 devices of kind cpu, and here are 8 of kind cpu" in err
     assert "model.embed was 16, and is 8; give runs of this model and batch" in err
     assert "strategy.compute_dtype was 'bfloat16', and is None; give runs of this model and batch" in err
+    assert "its checkpoint has no whole numbers: strategy.layout.mesh.data is '8'" in err
     assert "there is no metrics.jsonl" in err
