@@ -1,7 +1,7 @@
 """`shardtrain plan RUN`: which strategy to use on devices one may not have, if it fits, how fast it is."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,6 @@ from shardtrain.cli.option_files import cluster_of, strategy_of
 from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_pictures import draw_frontiers
 from shardtrain.cli.run_options import parse_run
-from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster, IslandKind
@@ -45,6 +44,7 @@ from shardtrain.trainer.planned import (
     subjects_of,
     with_shares,
 )
+from shardtrain.trainer.stage_checks import stage_problems
 from shardtrain.trainer.strategy import read_strategy, strategy_text
 
 
@@ -227,14 +227,16 @@ def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float 
     return f"\n{text}{stages}"
 
 
-def _stages(
-    plan: ClusterPlan, subjects: Sequence[Subject], space: Space, synchronisation: Synchronisation
-) -> StagesPlan | None:
+def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> StagesPlan | None:
     """Print and return the best pipeline over several islands, or why there is none."""
-    if len(plan.shares) == 1 or not synchronisation.is_mean:
+    if len(plan.shares) == 1 or not run.strategy.synchronisation.is_mean:
         return None
     try:
+        if problems := stage_problems(run.strategy):
+            raise ValueError("; ".join(problems))
         found = plan_stages(subjects, plan, space)
+        # the run refuses what it cannot have beside such a strategy
+        replace(run, strategy=staged_strategy(run, found))
     except ValueError as problem:
         terminal.out(f"as one pipeline, a stage on each island: {problem}\n")
         return None
@@ -266,7 +268,7 @@ def main(arguments: Sequence[str]) -> int:
             " --synchronisation says; give a cluster of several islands to plan how these are joined\n"
         )
     terminal.out(plan_text(plan, subjects, options.most))
-    stages = _stages(plan, subjects, space, synchronisation)
+    stages = _stages(run, plan, subjects, space)
     if options.output is not None and (plan.fits or stages is not None):
         # first, so that no analysis that cannot be done keeps it from being written
         best = planned_strategy(run, plan)

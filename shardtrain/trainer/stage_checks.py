@@ -14,6 +14,7 @@ from shardtrain.pipeline.cuts import Parts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
 
 SCALED_PIPELINE = (
     "compute_dtype is 'float16', which needs a scaled loss, and a pipeline does not scale it; use bfloat16 or"
@@ -50,6 +51,14 @@ def check_stage_islands(run: Run, mesh: Mesh) -> None:
         problems.append(f"the mesh has pipeline={mesh.shape[PIPELINE]}; use pipeline=1 inside each island")
     if jax.process_count() > 1:
         problems.append(f"an island has {jax.process_count()} processes; use one each")
+    problems += stage_problems(strategy)
+    if problems:
+        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+
+
+def stage_problems(strategy: Strategy) -> list[str]:
+    """Return the options of a strategy that islands which hold the stages of a pipeline cannot have."""
+    problems = []
     if (inside := strategy.synchronisation.inside) != "mean":
         problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
     if strategy.scales_loss:
@@ -66,8 +75,7 @@ def check_stage_islands(run: Run, mesh: Mesh) -> None:
             f"in_flight is {in_flight} batches, each a step of a pipeline's own optimizer, and there are no"
             f" waves; use --synchronisation wsp --local-steps {in_flight}, or in_flight 1"
         )
-    if problems:
-        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+    return problems
 
 
 def check_cuts(run: Run, traced: Parts, cuts: Sequence[Partition], mesh: Mesh, *, has_blocks: bool) -> None:

@@ -74,6 +74,15 @@ def test_what_does_not_fit_is_said(planned, tmp_path):
     assert not strategy.exists()
 
 
+def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(planned, tmp_path):
+    cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
+    cluster.write_text(CLUSTER)
+    words = ("--accumulate-dtype", "bfloat16", "--remat", "none", "--most", "1")
+    text = planned("--cluster", str(cluster), "--output", str(strategy), *words)
+    assert "a stage on each island: accumulate_dtype is 'bfloat16', and a pipeline adds up" in text
+    assert read_strategy(strategy).across.axis == "data"
+
+
 def test_a_known_device_needs_no_file(planned):
     words = ("--devices", "4", "--device", "NVIDIA L4", "--fixed", "tensor=2")
     text = planned(*words, "--most", "3", "--advise")
