@@ -91,7 +91,7 @@ class CountingGroup:
         self.sent_bytes += x.nbytes * (self.size - 1)
         return self._group.all_gather(x)
 
-    def whole(self, x: jax.Array, op: Any = "sum") -> jax.Array:
+    def whole(self, x: jax.Array, op: Any = "sum", *, stages: bool = False) -> jax.Array:
         return self._group.whole(x, op)
 
 

@@ -62,7 +62,7 @@ def names_of(primitive: str, operands: Operands) -> Found:
     >>> of_dot = Operands([("batch", "embed"), ("embed", "mlp")], [(8, 4), (4, 16)],
     ...                   {"dimension_numbers": (((1,), (0,)), ((), ()))}, [(8, 16)])
     >>> names_of("dot_general", of_dot)
-    Found(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024)
+    Found(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024, grouped=())
     """
     rule = _reduced if primitive in REDUCTIONS else RULES.get(primitive, _like_inputs)
     return rule(operands)

@@ -216,7 +216,7 @@ def test_all_fields_of_a_run_are_facts_but_those_that_are_free():
     left_out = [name for name in description if f"run/{name}" not in found]
     layout = [name for name in description if name.startswith("strategy.layout.")]
     of_strategy = ["strategy.accumulate", "strategy.compute_dtype", "strategy.remat", *layout]
-    loading = ["loading.prefetch", "loading.workers"]
+    loading = ["loading.heldout_workers", "loading.prefetch", "loading.workers"]
     assert sorted(left_out) == sorted(["replay", "run_dir", *loading, *of_strategy])
     other = Strategy(layout=Layout(mesh={"fsdp": 2}, zero=1), accumulate=4)
     assert run_facts(describe(replace(RUN, strategy=other)), None) == found

@@ -453,7 +453,8 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
         (
             {"remat": "ful", "dtype": "bf16"},
             [
-                "remat is 'ful'; allowed are 'none', 'weights', 'dots', 'outputs', 'full'. Use remat='full'.",
+                "remat is 'ful'; allowed are 'none', 'weights', 'dots', 'outputs', 'full', 'offload'."
+                " Use remat='full'.",
                 "dtype is 'bf16'; allowed are 'float32', 'bfloat16', 'float16'. Use dtype='bfloat16'.",
             ],
         ),

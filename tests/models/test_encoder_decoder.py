@@ -317,7 +317,8 @@ def test_sequences_longer_than_seq_are_refused(source, target, length, pure):
             {"num_heads": 5, "remat": "ful"},
             [
                 "embed 16 is not a multiple of num_heads 5: 16 % 5 = 1. Use embed=15 or embed=20.",
-                "remat is 'ful'; allowed are 'none', 'weights', 'dots', 'outputs', 'full'. Use remat='full'.",
+                "remat is 'ful'; allowed are 'none', 'weights', 'dots', 'outputs', 'full', 'offload'."
+                " Use remat='full'.",
             ],
         ),
     ],

@@ -1,5 +1,7 @@
 """Options that may differ from those of the checkpoint, and one that may not go back."""
 
+from typing import Literal
+
 import pytest
 
 import shardtrain as st
@@ -22,7 +24,7 @@ def test_the_size_of_chunks_of_logits_may_change():
 def test_synchronous_steps_do_not_come_back_after_local_ones():
     """Each replica has a state of its own optimizer by then, so that one gradient is not one update."""
 
-    def run(number, on="deltas"):
+    def run(number, on: Literal["gradients", "deltas"] = "deltas"):
         every = 4 if on == "deltas" else 1
         way = Synchronisation(on=on, every=every, synchronous_steps=number)
         return Run(
