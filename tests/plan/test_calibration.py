@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_calibrate_measures_steps_of_a_run_and_prints_a_device_for_a_cluster_fil
     assert "--probes is 1; use 2 or more" in capsys.readouterr().err
 
 
-def past_run(folder, seconds, devices=DEVICES, embed=8, **options):
+def past_run(folder, seconds, devices: Any = DEVICES, embed: Any = 8, **options):
     """The folder of a run whose steps took so long: a checkpoint, metrics of five lines, its devices."""
     save(folder, TinyConfig(num_layers=2, embed=embed), batch=8, **options)
     lines = [{"step": 10 * (i + 1), "seconds/step": seconds, "seconds/input": 0.5} for i in range(5)]
