@@ -29,7 +29,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what a template marks as generated: characters that Unicode keeps for such use within a program."""
 
 TODAY = datetime(2024, 7, 26)
-"""The date that templates are told, always the same: tokens must not depend on the day they are made on."""
+"""The date given to templates, always the same: tokens must not depend on the day they are made on."""
 
 NAMED = {
     "chatml": (

@@ -1,7 +1,7 @@
 """The data that a run in waves skipped after rollbacks, in `waves/` of its folder: a replay skips it too.
 
-A rollback restores the state of a step, and goes on with later data; the events of `wave_log.py` after that
-step are dropped. So a replay needs only the step and where the data goes on.
+A rollback restores the state of a step, and continues with later data; the events of `wave_log.py` after that
+step are dropped. So a replay needs only the step and the position where the data continues.
 """
 
 from collections.abc import Callable
@@ -47,12 +47,12 @@ class SkippedData:
         self._repeated = [] if replay is None else _read(skips_file(replay, island))
 
     def begin(self, step: int) -> None:
-        """Drop what was written for a step and later ones: the run goes on from its checkpoint."""
+        """Drop the lines of a step and later ones: the run resumes from its checkpoint."""
         if self._path.is_file():
             JsonLines(self._path, resume_after=step - 1 if step else None, report=self._report).close()
 
     def add(self, step: int, position: Position) -> None:
-        """Write where the data goes on after a step, in place of what followed it before."""
+        """Write the position where the data continues after a step, in place of later lines."""
         lines = JsonLines(self._path, resume_after=step - 1 if step else None, report=self._report)
         lines.write(step, {"epoch": position["epoch"], "index": position["index"]})
         lines.close()
