@@ -141,9 +141,17 @@ def make_lives(cheap):
 
 
 @pytest.fixture(scope="module")
-def lives(make_lives):
+def program(make_lives):
     with make_lives() as lives:
         yield lives
+
+
+@pytest.fixture
+def lives(program):
+    """The program, with nothing printed yet; a life that a failed test left ends."""
+    program.outputs.clear()
+    yield program
+    program.end()
 
 
 @pytest.fixture

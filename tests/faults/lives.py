@@ -3,6 +3,7 @@
 A life tells through a pipe where it is, and may be killed at any moment. `Lives` is the program for a test.
 """
 
+import itertools
 import json
 import os
 import queue
@@ -122,13 +123,14 @@ class Lives:
     """The program while this is entered.
 
     Args:
-      folder: where it runs; what its lives print goes to `output` there.
+      folder: where it runs; what its lives print goes to files there, one each: a process that a killed life
+        left may still write while the next one does.
       before: words that start it, such as those of unshare.
     """
 
     def __init__(self, folder, *before):
-        self.folder, self.output, self._before = folder, folder / "output", before
-        self._told, self.life = queue.Queue(), None
+        self.folder, self._before, self.outputs = folder, before, []
+        self._told, self.life, self._number = queue.Queue(), None, itertools.count()
 
     def __enter__(self):
         read, write = os.pipe()
@@ -169,16 +171,16 @@ class Lives:
     def begin(self, **request):
         """Begin a life: `words=`, or `run=` and `changes=`; returns its process."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"output": str(self.output), **request}) + "\n")
+        self.outputs.append(self.folder / f"output.{next(self._number)}")
+        self._process.stdin.write(json.dumps({"output": str(self.outputs[-1]), **request}) + "\n")
         self._process.stdin.flush()
         self.life = int(self.until("pid")[0])
         return self.life
 
     def run(self, *words):
         """A life to its end; its exit code, and what it printed."""
-        already = self.printed()
         self.begin(words=[str(word) for word in words])
-        return self.ended(), self.printed().removeprefix(already)
+        return self.ended(), self.outputs[-1].read_text()
 
     def ended(self):
         """The exit code of a life, once it has ended by itself."""
@@ -195,7 +197,8 @@ class Lives:
             self.ended()
 
     def printed(self):
-        return self.output.read_text() if self.output.exists() else ""
+        """What the lives of this test printed."""
+        return "".join(output.read_text() for output in self.outputs if output.exists())
 
     def told(self, seconds=TOLD_SECONDS):
         """The next words that a life, or the program, tells.
