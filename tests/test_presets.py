@@ -50,7 +50,9 @@ def trained(warm_shardtrain, tmp_path, monkeypatch):
     return train
 
 
-@pytest.mark.parametrize("example", HETSEQ)
+@pytest.mark.parametrize(
+    "example", ["digits_resnet", pytest.param("bert_text", marks=pytest.mark.full), "translation_text"]
+)
 def test_hetseq_is_one_device_on_islands_and_learns(example, trained):
     options = [*HETSEQ[example], "--steps", "12", "--evaluate-every", "12"]
     one, _ = trained(example, 1, *options)

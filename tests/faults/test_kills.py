@@ -1,4 +1,4 @@
-"""One run, killed 10 times and stopped by signals 4 times, at random moments: nothing is lost.
+"""Runs, killed 10 times and stopped by signals 4 times, at random moments: nothing is lost.
 
 With `--full` it is 100 times each; KILLS and SIGNALS set other numbers. The moments are drawn from the seed
 KILLS_SEED; what the program does at these moments depends on the machine.
@@ -165,8 +165,8 @@ class OtherWorkers(Killer):
 
 
 def test_kills_of_packed_documents_in_a_mixture_with_other_workers_each_time(lives, cheap, pytestconfig):
-    """20 kills: no sample is lost or repeated, or parameters and losses would be others."""
-    kills = number_of(pytestconfig, "KILLS", 20)
+    """No sample is lost or repeated, or parameters and losses would be others."""
+    kills = number_of(pytestconfig, "KILLS", 10)
     write_run(cheap)
     source = (cheap / RUN).read_text()
     for old, new in MIXED.items():
