@@ -1,9 +1,9 @@
-"""Steps of GPT-2 124M, a Llama of 1.2B and a slice of an 8B, compiled for an H100 that is not here.
+"""Steps of GPT-2 124M, a Llama of 1.2B and a slice of an 8B, compiled for an H100 and TPUs that are not here.
 
 In bfloat16, the last at 8,192 tokens. Nothing runs: the compiler says memory and flops. On a GPU
 `overhead.py` measures GPT-2. Figures: docs/benchmarks/gpu.md.
 
-uv run --extra ahead-of-time python benchmarks/gpu.py
+uv run --extra ahead-of-time --extra ahead-of-time-tpu python benchmarks/gpu.py
 """
 
 import time
@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[DecoderConfig, int]] = {
 }
 """Name -> the model, and rows of each device."""
 
-TARGETS = {"h100": 1, "a100": 1}
+TARGETS = {"h100": 1, "a100": 1, "v5p:2x2x1": 4, "v6e:2x2": 4}
 """Kind of absent devices -> their number; their mesh is fsdp over all."""
 
 
@@ -57,7 +57,7 @@ class Options:
     """
 
     models: tuple[str, ...] = tuple(MODELS)
-    targets: tuple[str, ...] = ("h100",)
+    targets: tuple[str, ...] = ("h100", "v5p:2x2x1", "v6e:2x2")
 
 
 def compiled_row(name: str, kind: str) -> tuple[str, ...]:

@@ -68,9 +68,6 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         own = replace(run, strategy=replace(strategy, compute_dtype=dtype))
         rows = round(step.batch_bytes / subject.row_bytes)
         found = compiled_figures(own, kind, step.sizes, rows)
-        if ":" in kind:
-            # XLA writes products for TPUs as convolutions over padded windows, whose flops mean nothing
-            found = replace(found, flops=0.0)
         predicted = predict(
             step.cost,
             step.state.figures,

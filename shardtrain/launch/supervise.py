@@ -25,7 +25,7 @@ from shardtrain.launch.rank import LOST, guard, step_file_path
 from shardtrain.launch.rank_end import any_failed, read_ranks
 from shardtrain.launch.restarts import Ended
 from shardtrain.system import terminal
-from shardtrain.system.stop_signals import asking
+from shardtrain.system.stop_signals import Repeats, asking
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY_SECONDS = 0.1
@@ -102,6 +102,7 @@ class _Run:
         self._next_look_seconds = 0.0
         self._failed_seconds: float | None = None
         self._grace_seconds = GRACE_SECONDS
+        self._repeats = Repeats()
         self.killed = self.failed = self.asked = False
 
     def __enter__(self) -> "_Run":
@@ -180,6 +181,8 @@ class _Run:
             self._kill()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._repeats(number):
+            return
         if self.asked:
             self._kill()
         else:

@@ -5,6 +5,7 @@ on: it is raised wherever the main thread is, and jax's garbage-collection callb
 """
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -20,6 +21,23 @@ TIME_OVER = 1000
 """Used in place of a signal's number: the time limit is near."""
 
 UNWIND_SECONDS = 3.0
+
+REPEAT_SECONDS = 0.5
+"""A SIGINT so soon after another is the same one: uv passes on, 0.2 s later, what the whole group has got."""
+
+
+class Repeats:
+    """Recognises a SIGINT that arrives twice, as below `uv run` if a program interrupts the group of both."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def __call__(self, number: int) -> bool:
+        """Return whether a signal that arrives now is a repeated SIGINT."""
+        if number != signal.SIGINT:
+            return False
+        before, self._last = self._last, time.monotonic()
+        return self._last - before < REPEAT_SECONDS
 
 
 class StopSignals:
@@ -51,7 +69,7 @@ class StopSignals:
         self.until_seconds = until_seconds
         self._end, self._listens, self._unwinds = end, listens and end is not None, unwinds
         self._before: dict[signal.Signals, Any] = {}
-        self._pipe, self._ending = -1, threading.Lock()
+        self._pipe, self._ending, self._repeats = -1, threading.Lock(), Repeats()
         # in a forked data worker, SIGTERM must end the worker only
         os.register_at_fork(after_in_child=self._restore)
 
@@ -91,6 +109,8 @@ class StopSignals:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread."""
+        if self._repeats(number):
+            return
         again = self.received is not None and number == signal.SIGINT
         if (again and self._end is None) or self._unwinds:
             self.received = signal.Signals(number)
@@ -103,9 +123,9 @@ class StopSignals:
 
     def _listen(self, pipe: int) -> None:
         """End the process from a thread, as the main thread may not reach `_ask`."""
-        asked = False
+        asked, repeats = False, Repeats()
         while data := os.read(pipe, 1):
-            if data[0] not in STOPPING:
+            if data[0] not in STOPPING or repeats(data[0]):
                 continue
             if not self.can_save or (asked and data[0] == signal.SIGINT):
                 time.sleep(UNWIND_SECONDS if self._unwinds else 0)

@@ -76,7 +76,7 @@ class Killer:
         number = self.signals[self.codes.total() % len(self.signals)]
         os.kill(self.pid, number)
         if number == signal.SIGINT and self.random.random() < 0.5:
-            time.sleep(0.01 * self.random.random())
+            time.sleep(self.random.random())
             with suppress(ProcessLookupError):  # the first may have ended it
                 os.kill(self.pid, number)
         return 128 + number

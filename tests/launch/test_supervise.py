@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_kills(signals, tmp_path):
     everybody = pids(tmp_path)
     for number in signals:
         process.send_signal(number)
-        time.sleep(0.3)
+        time.sleep(0.7)  # sooner it would be the same Ctrl-C
     _, err = process.communicate(timeout=300)
     assert process.returncode == 137
     assert "killed; what was saved before is still there" in err

@@ -32,7 +32,22 @@ def test_flops_of_a_convolution():
     def image(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    assert flops_of(image, (4, 8, 8, 3), (3, 3, 3, 16)) == 2 * 4 * 8 * 8 * 16 * 3 * 3 * 3
+    # of 8 positions, 3 outputs each, the first and the last have one product with padding
+    assert flops_of(image, (4, 8, 8, 3), (3, 3, 3, 16)) == 2 * 4 * (3 * 8 - 2) ** 2 * 3 * 16
+
+
+def test_a_batched_product_that_a_tpu_runs_as_a_convolution_has_the_flops_of_the_product():
+    """An instruction of a program for v6e: the 24 batches are a window of which one element is real."""
+    text = """HloModule jit_f
+
+ENTRY %main (a: bf16[24,64,32], b: bf16[24,32,64]) -> f32[24,64,64] {
+  %a = bf16[24,64,32]{2,1,0} parameter(0)
+  %b = bf16[24,32,64]{2,1,0} parameter(1)
+  ROOT %c = f32[24,64,64]{2,1,0} convolution(%a, %b), WINDOW
+}
+"""
+    text = text.replace("WINDOW", "window={size=24 stride=23 lhs_dilate=24}, dim_labels=0bf_0io->0bf")
+    assert matrix_flops(text) == 2 * 24 * 64 * 64 * 32
 
 
 def row(path, shape, spec, copies):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from shardtrain.system import stop_signals
 from shardtrain.system.stop_signals import STOPPING, StopSignals, asking
 
 
@@ -48,7 +49,8 @@ def test_once_a_step_is_done_it_is_asked_and_ended_by_a_second_ctrl_c(stop, ende
 
 
 @pytest.mark.parametrize(("can_save", "signals"), [(False, 1), (True, 2)])
-def test_while_the_main_thread_is_in_a_library_another_ends_the_process(can_save, signals):
+def test_while_the_main_thread_is_in_a_library_another_ends_the_process(can_save, signals, monkeypatch):
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.1)
     read, write = os.pipe()
     ended = []
 
@@ -77,7 +79,20 @@ def test_while_the_main_thread_is_in_a_library_another_ends_the_process(can_save
     assert ended == [(signal.SIGINT, "stop signals")]
 
 
-def test_in_a_program_of_ones_own_the_second_ctrl_c_is_pythons():
+def test_a_ctrl_c_that_arrives_twice_is_one(stop, ended, monkeypatch):
+    """As below `uv run`, when a program interrupts the process group: uv passes on what the run has too."""
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 60)
+    stop.can_save = True
+    send(signal.SIGINT)
+    send(signal.SIGINT)
+    assert (stop.asked(), ended) == (signal.SIGINT, [])
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0)
+    send(signal.SIGINT)
+    assert [each for each, _ in ended] == [signal.SIGINT]
+
+
+def test_in_a_program_of_ones_own_the_second_ctrl_c_is_pythons(monkeypatch):
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0)
     with StopSignals() as stop:
         send(signal.SIGINT)
         assert stop.received == signal.SIGINT

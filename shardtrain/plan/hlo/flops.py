@@ -6,6 +6,8 @@ XLA's own `cost_analysis` counts the body of a loop once.
 import math
 import re
 
+import numpy as np
+
 from shardtrain.plan.hlo.dataflow import Frame
 from shardtrain.plan.hlo.text import Instruction, parse
 from shardtrain.plan.hlo.trip_count import trip_count
@@ -59,8 +61,29 @@ def _of_dot(frame: Frame, instruction: Instruction) -> float:
 
 
 def _of_convolution(frame: Frame, instruction: Instruction) -> float:
-    kernel = frame.computation.instructions[instruction.operands[1]].arrays[0]
-    # as in dim_labels=b01f_01io->b01f, where o are the output features
-    labels = re.search(r"dim_labels=\w+?_(\w+)->", instruction.attributes)
-    features = kernel.sizes[labels[1].index("o")] if labels else 1
-    return 2.0 * instruction.arrays[0].num_elements * kernel.num_elements / features
+    """Count the products of real elements: those with padding, or between dilated elements, are none.
+
+    The compiler of TPUs writes batched matrix products as convolutions that are mostly padding.
+    """
+    operands = [frame.computation.instructions[name].arrays[0].sizes for name in instruction.operands[:2]]
+    # as in dim_labels=b01f_01io->b01f: batch, features, and numbers for the dims of the window
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    assert labels is not None
+    arrays = zip(labels.groups(), (*operands, instruction.arrays[0].sizes), strict=True)
+    left, kernel, out = (dict(zip(names, sizes, strict=True)) for names, sizes in arrays)
+    window = dict(re.findall(r"(\w+)=(\S+)", instruction.braced("window") or ""))
+    total = 2.0 * out["b"] * out["f"] * kernel["i"]
+    for dim in filter(str.isdigit, out):
+        along = {key: values.split("x")[int(dim)] for key, values in window.items()}
+        total *= _num_products(left[dim], kernel[dim], out[dim], along)
+    return total
+
+
+def _num_products(left: int, kernel: int, out: int, window: dict[str, str]) -> int:
+    """Count the pairs of an output and a kernel element, along one dim, whose input element is a real one."""
+    stride, spread, kernel_spread = (
+        int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    before = int(window.get("pad", "0_0").split("_")[0])
+    at = stride * np.arange(out)[:, None] + kernel_spread * np.arange(kernel) - before
+    return int(((at >= 0) & (at <= spread * (left - 1)) & (at % spread == 0)).sum())
