@@ -16,7 +16,7 @@ from shardtrain.plan.simulator.placed_task import NEVER, PlacedTask, Queues, Slo
 from shardtrain.plan.simulator.task_graph import MOST_PROBLEMS, Key, Task, TaskGraph, task_problems
 from shardtrain.plan.simulator.timeline import Timeline
 
-FIRST_LOOK = 64
+FIRST_LOOK = 32
 """After so many tasks, and each time twice as many, it is asked whether following the change is worth it."""
 
 MOST_FOLLOWED = 0.4
@@ -112,6 +112,8 @@ class DeltaSimulation:
             placed = self._placed.pop(key)
             self._take_out(placed)
             placed.unlink()
+            # one removed before may have asked for it
+            placed.asked = NEVER
         linked = [self._replace(task) for task in new.values()]
         for placed in linked:
             if placed is not None:
@@ -141,8 +143,8 @@ class DeltaSimulation:
         """Undo the last change; a second call does nothing."""
         for queue, position, tail in self._rest:
             queue[position:] = tail
-        for placed, placed.ready, placed.start, placed.end in self._rest_before:
-            pass
+        for placed, ready, start, end in self._rest_before:
+            placed.ready, placed.start, placed.end = ready, start, end
         moved = []
         for before in self._before:
             placed, task, _, queue, ready, *_ = before

@@ -1,7 +1,7 @@
 """Tasks as objects that know their neighbours, and the simulation of some or all of them by events. No jax.
 
 Each device and link does one task at a time, in the order in which they become ready (Jia et al. 2019,
-"Beyond Data and Model Parallelism for Deep Neural Networks", section 5.2 and algorithm 1). Next: `timeline.py`.
+"Beyond Data and Model Parallelism for Deep Neural Networks", section 5.2 and algorithm 1). Next: `delta.py`.
 """
 
 import heapq
