@@ -189,6 +189,8 @@ def test_relative_positions_are_planned_as_a_run_computes_them():
         optimizer=optax.adamw(1e-3),
         batch={**batch, "weights": jax.ShapeDtypeStruct((4,), jnp.float32)},
     )
+    # its sequences count where axes are chosen to be searched
+    assert subject.sequence == 8
     choices, refused = allowed_choices(subject, 2, Space(layout=Layout(mesh={"context": 2})))
     assert {choice.layout.context_attention for choice in choices} == {"all-to-all"}
     assert "attention by ring over context has no relative positions" in refused["--mesh context=2"]
