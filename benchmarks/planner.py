@@ -190,7 +190,7 @@ LONG: Sequence[tuple[int, int, dict[str, int], Any, str]] = (
 
 def long_memory(kind: str) -> None:
     """Print predicted over compiled bytes of a device that has a part of long sequences."""
-    machine = Machine(rates=Rates(flops_per_second=1e11))
+    machine = Machine(rates=Rates(flops_per_second=1e11, copies_stacked=kind == "cpu"))
     for seq, rows, mesh, attention, remat in LONG:
         config = DecoderConfig(vocab=256, seq=seq, embed=256, num_layers=1, num_heads=4, mlp=256)
         subject = subject_of(config, rows)

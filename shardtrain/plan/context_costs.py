@@ -21,9 +21,10 @@ PASSES = (4, 10)
 """How often scores are written to memory or read from it: forward scores and their weights, written and read;
 backward the gradients of both too, and three products read what one of them has written."""
 
-ARRAYS = 2
-"""How many arrays like the scores of a block of keys are there at once where a loop computes them: scores,
-whose weights take their place, and backward the weights and the gradient of the scores, in that of theirs."""
+ARRAYS = {True: 2, False: 5}
+"""How many arrays like the scores of a block of keys a loop has at once, by whether programs compute in the
+place of others: weights in that of scores, and their gradients; else the masked scores, and both gradients,
+are apart. As compiled programs for H100 GPUs and by XLA for CPU have them."""
 
 
 def moved_part(num: int) -> float:
@@ -94,12 +95,13 @@ class AttentionCall(NamedTuple):
             part = of_four / (4 * num) if self.causal else 1.0
             moved = moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
             at_once = keys // num * of_key / (4 if self.causal else 1)
-            # what is here, and what arrives; gradients travel in float32
-            visiting, travelling, gradients = 2 * kv, kv + kv_float, 3 * kv_float
+            # a send waits for the one before it alone, so keys of all steps may be there before their use;
+            # gradients travel in float32
+            visiting, travelling, gradients = steps * kv, kv + kv_float, 3 * kv_float
         products, back = (5, 1) if self.backward else (2, 0)
         of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
         num_blocks = num_key_blocks(of_pair)
-        arrays, results = ARRAYS, 0.0
+        arrays, results = ARRAYS[sizes.fuses], 0.0
         if self.kind == "ring":
             pairs = of_four if self.causal else steps
             if num_blocks == 1:

@@ -190,7 +190,7 @@ class Subject:
         keys = [(remat, each, rates, gradient, exchange) for each in shardings]
         missing = list(dict.fromkeys(key for key in keys if key not in self._costs))
         if missing:
-            durations = Durations(rates.seconds, rates.stacking_seconds)
+            durations = Durations(rates.seconds, rates.stacking_seconds, not rates.copies_stacked)
             program = self.program(remat, gradient=gradient, exchange=exchange)
             found = costs(program, [each for _, each, *_ in missing], durations)
             self._costs.update(zip(missing, found, strict=True))
