@@ -235,7 +235,9 @@ class DeltaSimulation:
         the same time with a larger number. So what was ready before the event is as it will stay.
         """
         events, pop = self._events, heapq.heappop
-        first, followed, look = events[0] if events else None, 0, FIRST_LOOK
+        if not events:
+            return
+        first, followed, look = events[0], 0, FIRST_LOOK
         while events:
             slot = pop(events)
             at, _, placed = slot
