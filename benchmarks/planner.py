@@ -216,7 +216,8 @@ def long_memory(kind: str) -> None:
         total = predicted.memory.total
         axes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
         print(
-            f"| {num_layers} | {seq} x {rows} | --mesh {axes} --context-attention {attention} | {remat} | {real / 1e6:.0f} | {total / 1e6:.0f} |"
+            f"| {num_layers} | {seq} x {rows} | --mesh {axes} --context-attention {attention} | {remat} |"
+            f" {real / 1e6:.0f} | {total / 1e6:.0f} |"
             f" {total / real:.2f} |",
             flush=True,
         )
