@@ -168,9 +168,9 @@ class Measured(NamedTuple):
     probes: np.ndarray
 
 
-LONG: Sequence[tuple[int, int, dict[str, int], Any, str]] = (
+LONG: Sequence[tuple[int, int, int, dict[str, int], Any, str]] = (
     *(
-        (seq, 1, {"context": num}, kind, "full")
+        (1, seq, 1, {"context": num}, kind, "full")
         for seq, num, kind in (
             (16384, 2, "ring"),
             (16384, 4, "ring"),
@@ -181,18 +181,27 @@ LONG: Sequence[tuple[int, int, dict[str, int], Any, str]] = (
             (8192, 4, "all-to-all"),
         )
     ),
-    (4096, 4, {"context": 4}, "ring", "none"),
-    (4096, 4, {"data": 2, "context": 2}, "ring", "none"),
-    (4096, 4, {"context": 4}, "all-gather", "none"),
+    *(
+        (num_layers, 4096, 4, mesh, kind, "none")
+        for num_layers in (1, 4)
+        for mesh, kind in (
+            ({"context": 4}, "ring"),
+            ({"data": 2, "context": 2}, "ring"),
+            ({"context": 4}, "all-gather"),
+        )
+    ),
+    (4, 8192, 1, {"context": 8}, "ring", "full"),
+    (4, 8192, 1, {"context": 4}, "all-gather", "full"),
+    (4, 8192, 2, {"data": 2, "context": 4}, "ring", "weights"),
 )
-"""Positions, rows, mesh, attention and remat."""
+"""Blocks, positions, rows, mesh, attention and remat."""
 
 
 def long_memory(kind: str) -> None:
     """Print predicted over compiled bytes of a device that has a part of long sequences."""
-    machine = Machine(rates=Rates(flops_per_second=1e11))
-    for seq, rows, mesh, attention, remat in LONG:
-        config = DecoderConfig(vocab=256, seq=seq, embed=256, num_layers=1, num_heads=4, mlp=256)
+    machine = Machine(rates=Rates(flops_per_second=1e11, copies_stacked=kind == "cpu"))
+    for num_layers, seq, rows, mesh, attention, remat in LONG:
+        config = DecoderConfig(vocab=256, seq=seq, embed=256, num_layers=num_layers, num_heads=4, mlp=256)
         subject = subject_of(config, rows)
         choice = Choice(layout=Layout(mesh=mesh, context_attention=attention), remat=remat)
         compiled = compile_step(
@@ -205,9 +214,10 @@ def long_memory(kind: str) -> None:
         real = figures(compiled, axis_sizes(mesh, math.prod(mesh.values()))).device_bytes
         (predicted,) = predictions(subject, machine, math.prod(mesh.values()), [choice])
         total = predicted.memory.total
+        axes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
         print(
-            f"| {seq} x {rows} | --mesh {','.join(f'{axis}={size}' for axis, size in mesh.items())}"
-            f" --context-attention {attention} | {remat} | {real / 1e6:.0f} | {total / 1e6:.0f} |"
+            f"| {num_layers} | {seq} x {rows} | --mesh {axes} --context-attention {attention} | {remat} |"
+            f" {real / 1e6:.0f} | {total / 1e6:.0f} |"
             f" {total / real:.2f} |",
             flush=True,
         )

@@ -22,7 +22,8 @@ from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.compile import Figures
-from shardtrain.plan.traffic import parameter_traffic, weights
+from shardtrain.plan.traffic import parameter_traffic
+from shardtrain.plan.weights import weights
 from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.functional.score_blocks import Keys, Queries, add_keys, score_gradients
+from shardtrain.functional.score_blocks import Keys, Queries, add_gradients, add_keys
 from shardtrain.functional.score_sizes import window_reach
 
 Order = Literal["any", "balanced", "window", "gathered"]
@@ -182,11 +182,10 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
         keys = keys if step == 0 else _sent(keys, ring)
         for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
             block = _block(queries, mine, distance, seen, ring)
-            of_q, *of_keys = score_gradients(
-                block, _at(keys, theirs), of_out[mine], delta[mine], logsumexp[mine]
-            )
-            of_queries = of_queries.at[mine].add(of_q)
-            found = tuple(x.at[theirs].add(more) for x, more in zip(found, of_keys, strict=True))
+            sums = (of_queries[mine], *_at(found, theirs))
+            of_block = (of_out[mine], delta[mine], logsumexp[mine])
+            of_q, *of_keys = add_gradients(block, _at(keys, theirs), *of_block, sums)
+            of_queries, found = of_queries.at[mine].set(of_q), _put(found, theirs, tuple(of_keys))
         if step == 0:
             own = found
         else:

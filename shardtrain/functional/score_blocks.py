@@ -64,8 +64,7 @@ def add_keys(queries: Queries, keys: Keys, sums: Any) -> Any:
       The new sums.
     """
 
-    def visit(sums: Any, block: Any) -> tuple[Any, None]:
-        keys, start = block
+    def visit(sums: Any, keys: Keys, start: Any) -> Any:
         out, highest, total = sums
         scores, seen = _scores(queries, keys, start)
         scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
@@ -77,15 +76,17 @@ def add_keys(queries: Queries, keys: Keys, sums: Any) -> Any:
         more = jnp.einsum(
             "BTHGS,BSHK->BTHGK", weights.astype(keys.v.dtype), keys.v, preferred_element_type=jnp.float32
         )
-        return (out * kept[..., None] + more, new, total * kept + weights.sum(-1)), None
+        return out * kept[..., None] + more, new, total * kept + weights.sum(-1)
 
-    return _over_keys(visit, sums, keys)[0]
+    return _over_keys(visit, sums, keys)
 
 
-def score_gradients(
-    queries: Queries, keys: Keys, of_out: jax.Array, delta: jax.Array, logsumexp: jax.Array
+def add_gradients(
+    queries: Queries, keys: Keys, of_out: jax.Array, delta: jax.Array, logsumexp: jax.Array, sums: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of queries, keys and values from one block of scores, float32.
+    """Add the gradients of queries, keys and values from one block of scores.
+
+    Added to what is there already, as zeros of each block would all be there from the start of a program.
 
     Args:
       queries: see there.
@@ -93,24 +94,34 @@ def score_gradients(
       of_out: the gradient of what the queries get, float32 (B, T, kv_heads, group, K).
       delta: its product with that, summed over K.
       logsumexp: of all scores of a query, float32 (B, T, kv_heads, group).
+      sums: the gradients so far, float32, shaped as queries, keys and values.
+
+    Returns:
+      The new sums.
     """
 
-    def visit(of_q: Any, block: Any) -> tuple[Any, Any]:
-        keys, start = block
+    def visit(sums: Any, keys: Keys, start: Any) -> Any:
+        of_q, of_k, of_v = sums
         scores, seen = _scores(queries, keys, start)
         weights = jnp.exp(
             (scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - logsumexp[..., None]
         )
-        of_v = jnp.einsum("BTHGS,BTHGK->BSHK", weights, of_out)
+        of_v = _added(of_v, jnp.einsum("BTHGS,BTHGK->BSHK", weights, of_out), start)
         of_weights = jnp.einsum("BTHGK,BSHK->BTHGS", of_out, keys.v.astype(jnp.float32))
         of_scores = weights * (of_weights - delta[..., None])
         if queries.soft_cap is not None:
             of_scores *= 1 - jnp.square(scores / queries.soft_cap)
         of_q += jnp.einsum("BTHGS,BSHK->BTHGK", of_scores, keys.k.astype(jnp.float32))
-        return of_q, (jnp.einsum("BTHGS,BTHGK->BSHK", of_scores, queries.q.astype(jnp.float32)), of_v)
+        more = jnp.einsum("BTHGS,BTHGK->BSHK", of_scores, queries.q.astype(jnp.float32))
+        return of_q, _added(of_k, more, start), of_v
 
-    of_q, (of_k, of_v) = _over_keys(visit, jnp.zeros(queries.q.shape, jnp.float32), keys)
-    return of_q, of_k, of_v
+    return _over_keys(visit, sums, keys)
+
+
+def _added(x: jax.Array, more: jax.Array, start: Any) -> jax.Array:
+    """Add to some of the keys from a number on."""
+    before = lax.dynamic_slice_in_dim(x, start, more.shape[1], 1)
+    return lax.dynamic_update_slice_in_dim(x, before + more, start, 1)
 
 
 def _scores(queries: Queries, keys: Keys, start: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -139,19 +150,20 @@ def _scores(queries: Queries, keys: Keys, start: Any) -> tuple[jax.Array, jax.Ar
     return scores, reduce(and_, seen)[:, :, None, None, :] if seen else None
 
 
-def _over_keys(visit: Callable[..., Any], carry: Any, keys: Keys) -> tuple[Any, Any]:
-    """Scan visit(carry, (some keys, the number of the first)) over the keys."""
+def _over_keys(visit: Callable[..., Any], sums: Any, keys: Keys) -> Any:
+    """Go through blocks of the keys by sums = visit(sums, some keys, the number of the first)."""
     num_keys = keys.k.shape[1]
     num_blocks = num_key_blocks(num_keys, KEYS_AT_ONCE)
     size = num_keys // num_blocks
     if num_blocks == 1:
-        return visit(carry, (keys, 0))
+        return visit(sums, keys, 0)
 
-    def split(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], num_blocks, size, *x.shape[2:]), 1, 0)
+    # keys are sliced where they are: stacked blocks would be a copy of them for each loop. And a while loop,
+    # since of a scan jax takes what depends on positions alone, the masks, and keeps those of all blocks
+    def block(state: Any) -> Any:
+        number, sums = state
+        start = number * size
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, 1), keys)
+        return number + 1, visit(sums, some, start)
 
-    def joined(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
-    carry, found = lax.scan(visit, carry, (jax.tree.map(split, keys), size * jnp.arange(num_blocks)))
-    return carry, jax.tree.map(joined, found)
+    return lax.while_loop(lambda state: state[0] < num_blocks, block, (jnp.int32(0), sums))[1]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain import axes
-from shardtrain.functional.score_sizes import KEYS_AT_ONCE, LOOPED_KEYS, window_reach
+from shardtrain.functional.score_sizes import num_key_blocks, window_reach
 from shardtrain.plan.cost import Sent
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.program import CallCost, CallSizes
@@ -21,9 +21,10 @@ PASSES = (4, 10)
 """How often scores are written to memory or read from it: forward scores and their weights, written and read;
 backward the gradients of both too, and three products read what one of them has written."""
 
-ARRAYS = {"ring": (2, 4), "all-gather": (3, 6)}
-"""How many arrays like the scores of a block are there at once, forward and backward: those four, and beside
-gathered keys copies of two of them, as compiled programs for H100 GPUs have them."""
+ARRAYS = {True: 2, False: 5}
+"""How many arrays like the scores of a block of keys a loop has at once, by whether programs compute in the
+place of others: weights in that of scores, and their gradients; else the masked scores, and both gradients,
+are apart. As compiled programs for H100 GPUs and by XLA for CPU have them."""
 
 
 def moved_part(num: int) -> float:
@@ -94,20 +95,24 @@ class AttentionCall(NamedTuple):
             part = of_four / (4 * num) if self.causal else 1.0
             moved = moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
             at_once = keys // num * of_key / (4 if self.causal else 1)
-            # what is here, and what arrives; gradients travel in float32
-            visiting, travelling, gradients = 2 * kv, kv + kv_float, 3 * kv_float
+            # a send waits for the one before it alone, so keys of all steps may be there before their use;
+            # gradients travel in float32
+            visiting, travelling, gradients = steps * kv, kv + kv_float, 3 * kv_float
         products, back = (5, 1) if self.backward else (2, 0)
         of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
-        arrays = ARRAYS[self.kind][back]
-        if of_pair < LOOPED_KEYS and self.kind == "ring":
-            # without loops the scores of all steps are there at once
-            arrays = (2 + back) * (of_four if self.causal else steps)
+        num_blocks = num_key_blocks(of_pair)
+        arrays, results = ARRAYS[sizes.fuses], 0.0
+        if self.kind == "ring":
+            pairs = of_four if self.causal else steps
+            if num_blocks == 1:
+                # without loops the scores of all steps are there at once
+                arrays = (2 + back) * pairs
+            else:
+                # compilers put what all loops have added to the gradient of the queries together at the end
+                results = back * pairs * q_float / (1 + self.causal)
         scores = part * keys * of_key
         temporary = (
-            q_float * (2 + back)
-            + visiting
-            + gradients * back
-            + at_once * min(1.0, KEYS_AT_ONCE / of_pair) * arrays
+            q_float * (2 + back) + visiting + gradients * back + at_once / num_blocks * arrays + results
         )
         sent = (steps - 1) * (travelling if self.backward else kv) + moved
         messages = (2 * (steps - 1) + 4 * bool(np.any(moved))) * (1 + back)

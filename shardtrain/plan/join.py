@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from shardtrain.combine.synchronisation import PRESETS, Synchronisation
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
-from shardtrain.plan.traffic import GRADIENT_BYTES, sent_bytes
+from shardtrain.plan.traffic import sent_bytes
+from shardtrain.plan.weights import GRADIENT_BYTES
 
 
 class Join(NamedTuple):

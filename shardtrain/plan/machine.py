@@ -42,7 +42,7 @@ class Rates:
       kernel_seconds: of a kernel that does next to nothing.
       memory_bytes: device memory; inf: not known.
       copies_stacked: whether loops copy what their trips read from stacked arrays and write to them, as
-        programs of XLA for CPU do.
+        programs of XLA for CPU do; they also have more arrays at once (`CallSizes.fuses`).
     """
 
     flops_per_second: float

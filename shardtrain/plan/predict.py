@@ -24,7 +24,7 @@ from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.stage_runs import stage_runs
 from shardtrain.plan.step_times import StepTimes, step_times, stream_bytes
-from shardtrain.plan.traffic import Weight, weights
+from shardtrain.plan.weights import Weight, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import Specs
 

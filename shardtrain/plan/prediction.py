@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardtrain.plan.traffic import Weight
+from shardtrain.plan.weights import Weight
 from shardtrain.sharding.layout import Layout
 
 

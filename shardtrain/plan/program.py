@@ -99,11 +99,13 @@ class CallSizes(NamedTuple):
     Args:
       reads, writes: bytes of each on one device.
       axis_sizes: mesh axis -> its size; of an axis that is not there 1.
+      fuses: whether programs compute arrays elementwise in the place of others, as on GPUs.
     """
 
     reads: Sequence[Any]
     writes: Sequence[Any]
     axis_sizes: Callable[[str], Any]
+    fuses: bool = True
 
 
 class CallCost(NamedTuple):

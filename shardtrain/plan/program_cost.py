@@ -29,10 +29,12 @@ class Durations(NamedTuple):
     Args:
       kernel: of one kernel on a device.
       stacking: of what a loop writes to stacked arrays and reads from them.
+      fuses: see `CallSizes`.
     """
 
     kernel: Seconds
     stacking: Seconds = lambda written, read: 0.0 * written
+    fuses: bool = True
 
 
 def costs(program: Program, shardings: Sequence[Sharding], seconds: Durations) -> list[Cost]:
@@ -192,7 +194,7 @@ def _add_call(
     """Add what a call costs that a trace left closed; return the bytes that it has beside its arrays."""
     assert kernel.call is not None
     reads, writes = ([sizes[i] for i in each] for each in (kernel.operands, kernel.writes))
-    found = kernel.call.cost(CallSizes(reads, writes, splits.axis_sizes))
+    found = kernel.call.cost(CallSizes(reads, writes, splits.axis_sizes, seconds.fuses))
     segment.flops = segment.flops + found.flops
     segment.seconds = segment.seconds + seconds.kernel(found.flops, sum(reads + writes) + found.moved_bytes)
     for each in found.sent:

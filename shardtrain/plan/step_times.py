@@ -22,7 +22,7 @@ from shardtrain.plan.step_collectives import (
     of_activations,
     of_parameters,
 )
-from shardtrain.plan.traffic import GRADIENT_BYTES
+from shardtrain.plan.weights import GRADIENT_BYTES
 from shardtrain.sharding.layout import Layout
 
 TICK_COPIES = 5

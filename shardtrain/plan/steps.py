@@ -9,11 +9,12 @@ from typing import NamedTuple
 from shardtrain import axes
 from shardtrain.data.row_split import RowSplit
 from shardtrain.plan.cost import Cost
+from shardtrain.plan.exchange import Exchange, exchange_of
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.step_times import StepTimes, step_times
-from shardtrain.plan.subject import Exchange, StateOf, Subject, exchange_of
+from shardtrain.plan.subject import StateOf, Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
 
 

@@ -4,7 +4,6 @@ Next: `search.py`.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,50 +16,26 @@ from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.user_code import UserCodeFailed
-from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.cost import Cost
+from shardtrain.plan.exchange import NO_EXCHANGE, Exchange, exchange_of
+from shardtrain.plan.loss_program import flops_by_item_bytes, is_dims, loss_program
 from shardtrain.plan.machine import Rates
 from shardtrain.plan.predict import state_figures
 from shardtrain.plan.prediction import Choice, StateFigures
 from shardtrain.plan.program import Program
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.splits import Sharding
-from shardtrain.plan.trace import trace
 from shardtrain.plan.traced_attention import Attended, TracedAttention
 from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import state_specs
 from shardtrain.train_step.placement_checks import check_stages
-from shardtrain.train_step.replica_sums import BoundModel
-
-
-class Exchange(NamedTuple):
-    """What devices compute by hand in a layout, so that it is another program.
-
-    Args:
-      attention: over context, as `Layout.context_attention`; None: sequences are whole.
-      experts: size of the axis expert.
-    """
-
-    attention: str | None = None
-    experts: int = 1
-
-
-NO_EXCHANGE = Exchange()
-
-
-def exchange_of(layout: Layout, sizes: Mapping[str, int]) -> Exchange:
-    """Return what devices compute by hand in a layout."""
-    return Exchange(
-        layout.context_attention if sizes.get(axes.CONTEXT, 1) > 1 else None, sizes.get(axes.EXPERT, 1)
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +104,7 @@ class Subject:
         """Experts of a block; 0: the model has no parameters with the dim experts."""
         model = self.model_of(None)
         params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        dims = jax.tree.leaves(model.dims, is_leaf=_is_dims)
+        dims = jax.tree.leaves(model.dims, is_leaf=is_dims)
         return max(
             (
                 x.shape[named.index(axes.EXPERTS)]
@@ -143,17 +118,17 @@ class Subject:
     def sequence(self) -> int:
         """The most positions that the model asks the run's attention for; 0: it computes its own."""
         try:
-            found = self.attentions(Exchange(attention="all-gather"))
+            # the kind that has relative positions too
+            found = self.attentions(Exchange(attention="all-to-all"))
         except (ValueError, UserCodeFailed):
-            # relative positions, and what else attention over a mesh does not have
+            # what attention over a mesh does not have
             return 0
         return max((q[1] for q, *_ in found), default=0)
 
     @cached_property
     def in_float32(self) -> bool:
         """Whether most of the flops of the model are in float32."""
-        flops: Counter[int] = Counter()
-        _count_flops(self.program(None), flops)
+        flops = flops_by_item_bytes(self.program(None))
         return not flops or flops.most_common(1)[0][0] >= 4
 
     def share(self, rows: int) -> "Subject":
@@ -191,7 +166,7 @@ class Subject:
         if key not in self._programs:
             attention = None if exchange.attention is None else TracedAttention(exchange.attention)
             experts = TracedExperts(exchange.experts)
-            self._programs[key] = _traced(
+            self._programs[key] = loss_program(
                 self.model_of(remat), self.loss, self.batch, gradient, attention, experts
             )
             self._attentions[key] = () if attention is None else tuple(dict.fromkeys(attention.found))
@@ -215,7 +190,7 @@ class Subject:
         keys = [(remat, each, rates, gradient, exchange) for each in shardings]
         missing = list(dict.fromkeys(key for key in keys if key not in self._costs))
         if missing:
-            durations = Durations(rates.seconds, rates.stacking_seconds)
+            durations = Durations(rates.seconds, rates.stacking_seconds, not rates.copies_stacked)
             program = self.program(remat, gradient=gradient, exchange=exchange)
             found = costs(program, [each for _, each, *_ in missing], durations)
             self._costs.update(zip(missing, found, strict=True))
@@ -307,55 +282,3 @@ class StateOf(NamedTuple):
 
     layout: Layout
     figures: StateFigures
-
-
-def _count_flops(program: Program, flops: Counter[int]) -> None:
-    """Add up the flops of a program by the bytes of the elements that they are computed from."""
-    for kernel in program.kernels:
-        if kernel.body is not None:
-            inside: Counter[int] = Counter()
-            _count_flops(kernel.body, inside)
-            flops.update({size: kernel.trips * number for size, number in inside.items()})
-        elif kernel.flops:
-            flops[max(program.arrays[number].item_bytes for number in kernel.reads)] += round(kernel.flops)
-
-
-def loss_of(model: Model, loss: Loss, rows: int) -> Callable[..., Any]:
-    """Return (parameters, model state, key, batch) -> (loss sum, (count, metrics, model state))."""
-
-    def loss_sum(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
-        bound = BoundModel(model, params, model_state, row_key(key, 0, rows))
-        total, count, metrics = summed_loss(loss, bound, batch)
-        return total, (count, metrics, bound.model_state)
-
-    return loss_sum
-
-
-def _traced(
-    model: Model,
-    loss: Loss,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    gradient: bool,
-    attention: TracedAttention | None,
-    experts: TracedExperts,
-) -> Program:
-    params, model_state = jax.eval_shape(model.init, jax.random.key(0))
-    loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
-    differentiated = jax.value_and_grad(loss_sum, has_aux=True)
-    inputs = (params, model_state, jax.eval_shape(lambda: jax.random.key(0)), dict(batch))
-    names = [
-        *jax.tree.leaves(model.dims, is_leaf=_is_dims),
-        *(None for _ in jax.tree.leaves((model_state, inputs[2]))),
-        *((axes.BATCH, *(None for _ in x.shape[1:])) for x in jax.tree.leaves(inputs[3])),
-    ]
-    others = jax.tree.leaves(jax.eval_shape(loss_sum, *inputs))
-    if not gradient:
-        no_names, no_parameters = [None] * len(others), [False] * len(others)
-        return trace(loss_sum, inputs, names, no_names, no_parameters, attention=attention, experts=experts)
-    results = [*(None for _ in others), *jax.tree.leaves(model.dims, is_leaf=_is_dims)]
-    of_parameters = [False] * len(others) + [True] * len(jax.tree.leaves(params))
-    return trace(differentiated, inputs, names, results, of_parameters, attention=attention, experts=experts)
-
-
-def _is_dims(leaf: object) -> bool:
-    return leaf is None or isinstance(leaf, tuple)

@@ -17,7 +17,9 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.plan.compile import compile_step, described_devices, figures
-from shardtrain.plan.traffic import Key, StepSizes, step_traffic, weights
+from shardtrain.plan.flows import StepSizes
+from shardtrain.plan.traffic import Key, step_traffic
+from shardtrain.plan.weights import weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.specs import sharding_rows

@@ -8,17 +8,32 @@ task follows the rules there is the only one, and a change is followed in the or
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from shardtrain.errors.messages import problems_error
+from shardtrain.plan.simulator.placed_task import NEVER, PlacedTask, Queues, Slot, placed_tasks, simulate
 from shardtrain.plan.simulator.task_graph import MOST_PROBLEMS, Key, Task, TaskGraph, task_problems
-from shardtrain.plan.simulator.timeline import Timeline, run
+from shardtrain.plan.simulator.timeline import Timeline
 
-MOST_FOLLOWED = 0.15
-"""The part of all tasks up to which a change is followed; beyond it simulating all is as fast."""
+FIRST_LOOK = 32
+"""After so many tasks, and each time twice as many, it is asked whether following the change is worth it."""
 
-Slot = tuple[float, Key]
-"""The seconds at which a task becomes ready, and its number: its place in a queue."""
+MOST_FOLLOWED = 0.4
+"""The part of the tasks behind a change up to which it is followed: following one takes as long as simulating
+2.5 (docs/benchmarks/simulator.md)."""
+
+
+class _Before(NamedTuple):
+    """A task before a change; `task` is None if it was not there."""
+
+    placed: PlacedTask
+    task: Task | None
+    needs: tuple[PlacedTask, ...]
+    queue: list[Slot]
+    ready: float
+    start: float
+    end: float
 
 
 class DeltaSimulation:
@@ -28,7 +43,6 @@ class DeltaSimulation:
       graph: as it is at first; it is simulated in full.
 
     Attributes:
-      tasks: the tasks now, by number.
       num_simulated: how many times a task was placed on the timeline: each once at first, then those that a
         change may change.
 
@@ -43,37 +57,41 @@ class DeltaSimulation:
     """
 
     def __init__(self, graph: TaskGraph) -> None:
-        self.tasks: dict[Key, Task] = dict(graph.by_key)
-        self.num_simulated = 0
-        self._users: defaultdict[Key, set[Key]] = defaultdict(set)
-        for key, users in graph.users.items():
-            self._users[key].update(users)
+        self._queues: Queues = defaultdict(list)
+        self._placed = placed_tasks(graph.by_key, self._queues)
         self._events: list[Slot] = []
-        self._pushed: set[Slot] = set()
-        # what the last change replaced: task -> (the task, ready, start, end), None if it was not there
-        self._before: dict[Key, tuple[Task, float, float, float] | None] = {}
-        self._run()
+        self._num_changes = 0
+        # what the last change replaced, and what it then simulated anew
+        self._before: list[_Before] = []
+        self._rest: list[tuple[list[Slot], int, list[Slot]]] = []
+        self._rest_before: list[tuple[PlacedTask, float, float, float]] = []
+        self.num_simulated = len(simulate(self._placed.values()))
 
-    def _run(self) -> None:
-        """Simulate everything."""
-        found = run(self.tasks, self._users)
-        self._ready, self._start, self._end = dict(found.ready), dict(found.start), dict(found.end)
-        # for each device and link its tasks in their order, which is that of the events
-        self._queues: defaultdict[str, list[Slot]] = defaultdict(list)
-        for key in self._start:
-            self._queues[self.tasks[key].queue].append((self._ready[key], key))
-        self.num_simulated += len(self.tasks)
+    @property
+    def tasks(self) -> Mapping[Key, Task]:
+        """The tasks now, by number."""
+        return {key: each.task for key, each in self._placed.items()}
+
+    def task(self, key: Key) -> Task | None:
+        """Return the task with a number; None if there is none."""
+        found = self._placed.get(key)
+        return None if found is None else found.task
 
     @property
     def timeline(self) -> Timeline:
         """When each task runs now."""
-        return Timeline(dict(self._ready), dict(self._start), dict(self._end))
+        each = self._placed.items()
+        return Timeline(
+            {key: placed.ready for key, placed in each},
+            {key: placed.start for key, placed in each},
+            {key: placed.end for key, placed in each},
+        )
 
     @property
     def makespan(self) -> float:
         """Seconds at which all tasks are done."""
         # of a queue the last task ends last
-        return max((self._end[queue[-1][1]] for queue in self._queues.values() if queue), default=0.0)
+        return max((queue[-1][2].end for queue in self._queues.values() if queue), default=0.0)
 
     def change(self, *, remove: Iterable[Key] = (), put: Iterable[Task] = ()) -> None:
         """Remove tasks, and put others in: new ones, or in the place of those with the same number.
@@ -88,87 +106,126 @@ class DeltaSimulation:
         """
         removed, new = set(remove), {task.key: task for task in put}
         self._check(removed, new)
-        self._before = {}
-        for key in (*removed, *new):
-            self._note(key)
-            if key in self.tasks:
-                self._take_out(key)
-                for need in self.tasks[key].needs:
-                    self._users[need].discard(key)
+        self._before, self._rest, self._rest_before = [], [], []
+        self._num_changes += 1
         for key in removed:
-            del self.tasks[key], self._ready[key]
-            self._users.pop(key, None)
-        for key, task in new.items():
-            self.tasks[key] = task
-            for need in task.needs:
-                self._users[need].add(key)
+            placed = self._placed.pop(key)
+            self._take_out(placed)
+            placed.unlink()
+            # one removed before may have asked for it
+            placed.asked = NEVER
+        linked = [self._replace(task) for task in new.values()]
+        for placed in linked:
+            if placed is not None:
+                placed.link(self._placed)
         for key in new:
-            self._examine(key)
+            self._ask(self._placed[key])
         self._follow()
+
+    def _replace(self, task: Task) -> PlacedTask | None:
+        """Put a task in; return it if what it needs has to be linked."""
+        queue, placed = self._queues[task.queue], self._placed.get(task.key)
+        if placed is None:
+            placed = self._placed[task.key] = PlacedTask(task, queue)
+            placed.changed_in = self._num_changes
+            self._before.append(_Before(placed, None, (), queue, 0.0, 0.0, NEVER))
+            return placed
+        is_alike = placed.queue is queue and placed.task.needs == task.needs
+        if is_alike:
+            self._note(placed)
+        else:
+            self._take_out(placed)
+            placed.unlink()
+        placed.set_task(task, queue)
+        return None if is_alike else placed
 
     def undo(self) -> None:
         """Undo the last change; a second call does nothing."""
-        for key in self._before:
-            if key in self.tasks:
-                self._leave_queue(key)
-                for need in self.tasks[key].needs:
-                    self._users[need].discard(key)
-                for of_task in (self.tasks, self._ready, self._start, self._end):
-                    del of_task[key]
-        for key, before in self._before.items():
-            if before is None:
-                self._users.pop(key, None)
-                continue
-            self.tasks[key], self._ready[key], self._start[key], self._end[key] = before
-            insort(self._queues[before[0].queue], (before[1], key))
-            for need in before[0].needs:
-                self._users[need].add(key)
-        self._before = {}
+        for queue, position, tail in self._rest:
+            queue[position:] = tail
+        for placed, ready, start, end in self._rest_before:
+            placed.ready, placed.start, placed.end = ready, start, end
+        moved = []
+        for before in self._before:
+            placed, task, _, queue, ready, *_ = before
+            if placed.end != NEVER:
+                if task is not None and placed.queue is queue and placed.ready == ready:
+                    continue
+                del placed.queue[bisect_left(placed.queue, (placed.ready, placed.key))]
+            moved.append(before)
+        for placed, task, needs, *_ in self._before:
+            if placed.needs is not needs or task is None:
+                placed.unlink()
+            if task is None:
+                del self._placed[placed.key]
+        for before in self._before:
+            self._restore(before)
+        for placed, task, _, queue, ready, *_ in moved:
+            if task is not None:
+                insort(queue, (ready, placed.key, placed))
+        self._before, self._rest, self._rest_before = [], [], []
+
+    def _restore(self, before: _Before) -> None:
+        """Give a task what it had before a change, but its place in the queue."""
+        placed, task, needs, queue, placed.ready, placed.start, placed.end = before
+        if task is None or (placed.task is task and placed.key in self._placed):
+            return
+        placed.set_task(task, queue)
+        placed.needs = needs
+        self._placed[task.key] = placed
+        for need in needs:
+            need.users[placed] = None
 
     def _check(self, removed: set[Key], new: dict[Key, Task]) -> None:
+        placed = self._placed
         both = [key for key in removed if key in new]
         problems = [f"task {key} is both removed and put; leave one of the two out" for key in both]
-        problems += [f"task {key} is not there to remove" for key in removed if key not in self.tasks]
+        problems += [f"task {key} is not there to remove" for key in removed if key not in placed]
         problems += [
-            f"task {key} is removed, and task {user} needs it; change that one too"
+            f"task {key} is removed, and task {user.key} needs it; change that one too"
             for key in removed
-            for user in self._users.get(key, ())
-            if user not in removed and user not in new
+            if key in placed
+            for user in placed[key].users
+            if user.key not in removed and user.key not in new
         ]
         others = {
-            need: new.get(need) or self.tasks[need]
+            need: new.get(need) or placed[need].task
             for task in new.values()
             for need in task.needs
-            if need in new or (need in self.tasks and need not in removed)
+            if need in new or (need in placed and need not in removed)
         }
         problems += [text for task in new.values() for text in task_problems(task, others)]
         if problems:
             raise problems_error("the tasks cannot be changed like this", problems[:MOST_PROBLEMS])
 
-    def _note(self, key: Key) -> None:
+    def _note(self, placed: PlacedTask) -> None:
         """Keep what a task was before this change, for `undo`."""
-        if key not in self._before:
-            known = key in self.tasks
-            self._before[key] = (
-                (self.tasks[key], self._ready[key], self._start[key], self._end[key]) if known else None
+        if placed.changed_in != self._num_changes:
+            placed.changed_in = self._num_changes
+            self._before.append(
+                _Before(
+                    placed,
+                    placed.task,
+                    placed.needs,
+                    placed.queue,
+                    placed.ready,
+                    placed.start,
+                    placed.end,
+                )
             )
 
-    def _ready_at(self, task: Task) -> float:
-        return max([self._end[need] for need in task.needs], default=0.0)
-
-    def _examine(self, key: Key) -> None:
+    def _ask(self, placed: PlacedTask) -> None:
         """Have a task looked at, at the earliest event by which its place could change."""
-        slots = [(self._ready[key], key)] if key in self._end else []
         # a need without an end is placed later, and then asks again
-        if all(need in self._end for need in self.tasks[key].needs):
-            slots.append((self._ready_at(self.tasks[key]), key))
-        if slots:
-            self._push(min(slots))
+        at = _ready_at(placed)
+        if placed.end != NEVER:
+            at = min(at, placed.ready)
+        self._push((at, placed.key, placed))
 
     def _push(self, slot: Slot) -> None:
-        # nothing asks for an event again that is over, so each is there once
-        if slot not in self._pushed:
-            self._pushed.add(slot)
+        # an event that finds its task ready later asks for one at that time: no later one is needed now
+        if slot[0] < slot[2].asked:
+            slot[2].asked = slot[0]
             heapq.heappush(self._events, slot)
 
     def _follow(self) -> None:
@@ -177,64 +234,114 @@ class DeltaSimulation:
         An event causes only later ones: what a task does has an effect on tasks that are ready later, or at
         the same time with a larger number. So what was ready before the event is as it will stay.
         """
-        most = self.num_simulated + len(self.tasks) * MOST_FOLLOWED
-        while self._events:
-            if self.num_simulated > most:
-                self._events, self._pushed = [], set()
-                for key in self.tasks:
-                    self._note(key)
-                self._run()
-                return
-            at, key = heapq.heappop(self._events)
-            task = self.tasks.get(key)
-            if task is None:  # removed by this change
+        events, pop = self._events, heapq.heappop
+        if not events:
+            return
+        first, followed, look = events[0], 0, FIRST_LOOK
+        while events:
+            slot = pop(events)
+            at, _, placed = slot
+            if placed.asked != at:  # an earlier event has been here
                 continue
-            if any(need not in self._end for need in task.needs):
-                # it was ready by now, and what it needs has become later
-                self._take_out(key)
+            placed.asked = NEVER
+            ready = _ready_at(placed)
+            if ready != at:
+                if placed.end != NEVER and placed.ready != ready:
+                    self._take_out(placed)
+                if ready != NEVER:
+                    self._push((ready, placed.key, placed))
                 continue
-            ready = self._ready_at(task)
-            if key in self._end and self._ready[key] != ready:
-                self._take_out(key)
-            if ready > at:
-                self._push((ready, key))
-                continue
-            self._place(task, ready)
-        self._pushed = set()
+            self._place(placed, slot)
+            followed += 1
+            if followed == look:
+                look *= 2
+                behind, all_behind = self._num_from(slot), self._num_from(first)
+                if followed > MOST_FOLLOWED * (all_behind - behind):
+                    self._simulate_from(slot)
+                    break
+        self.num_simulated += followed
 
-    def _place(self, task: Task, ready: float) -> None:
+    def _num_from(self, slot: Slot) -> int:
+        """Count the tasks on the timeline from a slot on."""
+        return sum(len(queue) - bisect_left(queue, slot) for queue in self._queues.values())
+
+    def _simulate_from(self, slot: Slot) -> None:
+        """Simulate all tasks that are ready later than an event, and those that wait for a place."""
+        for _, _, placed in self._events:
+            placed.asked = NEVER
+        self._events.clear()
+        for queue in self._queues.values():
+            position = bisect_left(queue, slot)
+            self._rest.append((queue, position, queue[position:]))
+            del queue[position:]
+        rest = [placed for _, _, tail in self._rest for _, _, placed in tail]
+        rest += [
+            placed
+            for placed, *_ in self._before
+            if placed.end == NEVER and self._placed.get(placed.key) is placed
+        ]
+        self._rest_before = [(each, each.ready, each.start, each.end) for each in rest]
+        self.num_simulated += len(simulate(rest))
+
+    def _place(self, placed: PlacedTask, slot: Slot) -> None:
         """Give a task its place in its queue; what it needs, and what is before it there, is final."""
-        key, queue = task.key, self._queues[task.queue]
-        position = bisect_left(queue, (ready, key))
-        start = max(ready, self._end[queue[position - 1][1]]) if position else ready
-        end = start + task.seconds
-        self.num_simulated += 1
-        if key in self._end and (start, end) == (self._start[key], self._end[key]):
+        ready, queue, position = slot[0], placed.queue, placed.position
+        is_there = placed.end != NEVER and placed.ready == ready
+        if not (is_there and position < len(queue) and queue[position] is slot):
+            if placed.end != NEVER and not is_there:
+                self._note(placed)
+                self._leave_queue(placed)
+            position = bisect_left(queue, slot)
+        start = ready
+        if position and queue[position - 1][2].end > start:
+            start = queue[position - 1][2].end
+        end = start + placed.seconds
+        if is_there and start == placed.start and end == placed.end:
             return
-        self._note(key)
-        if key not in self._end:
-            queue.insert(position, (ready, key))
-        self._ready[key], self._start[key], self._end[key] = ready, start, end
-        self._examine_after(queue, position + 1, key)
+        self._note(placed)
+        if not is_there:
+            queue.insert(position, slot)
+        placed.ready, placed.start, placed.end = ready, start, end
+        self._ask_behind(queue, position + 1, end)
+        for user in placed.users:
+            ready = _ready_at(user)
+            if user.end == NEVER:
+                if ready != NEVER:
+                    self._push((ready, user.key, user))
+            elif ready != user.ready:
+                self._push((min(ready, user.ready), user.key, user))
 
-    def _examine_after(self, queue: list[Slot], position: int, key: Key) -> None:
-        """Have the next task of the queue and the users of a changed task looked at."""
+    def _ask_behind(self, queue: list[Slot], position: int, free: float) -> None:
+        """Have the next task of a queue looked at if it no longer begins when it can."""
         if position < len(queue):
-            self._push(queue[position])
-        for user in self._users.get(key, ()):
-            self._examine(user)
+            slot = queue[position]
+            after = slot[2]
+            if after.start != (free if free > after.ready else after.ready):
+                after.position = position
+                self._push(slot)
 
-    def _take_out(self, key: Key) -> None:
+    def _take_out(self, placed: PlacedTask) -> None:
         """Take a task from the timeline, until it is placed again."""
-        if key not in self._end:
+        if placed.end == NEVER:
             return
-        self._note(key)
-        position = self._leave_queue(key)
-        del self._start[key], self._end[key]
-        self._examine_after(self._queues[self.tasks[key].queue], position, key)
+        self._note(placed)
+        self._leave_queue(placed)
+        placed.end = NEVER
+        for user in placed.users:
+            if user.end != NEVER:
+                self._push((user.ready, user.key, user))
 
-    def _leave_queue(self, key: Key) -> int:
-        queue = self._queues[self.tasks[key].queue]
-        position = bisect_left(queue, (self._ready[key], key))
+    def _leave_queue(self, placed: PlacedTask) -> None:
+        queue = placed.queue
+        position = bisect_left(queue, (placed.ready, placed.key))
         del queue[position]
-        return position
+        self._ask_behind(queue, position, queue[position - 1][2].end if position else 0.0)
+
+
+def _ready_at(placed: PlacedTask) -> float:
+    """Return the seconds at which all that a task needs is done; `NEVER` if some of it has no place."""
+    ready = 0.0
+    for need in placed.needs:
+        if need.end > ready:
+            ready = need.end
+    return ready

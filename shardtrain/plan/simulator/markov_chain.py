@@ -104,7 +104,7 @@ class ShardedStep:
         users = {use.operator for value in values for use in space.graph.values[value].uses}
         tasks = [space.compute_task(each, self.shardings[each], self._sent) for each in {*users, *new}]
         tasks += [task for value in values for sent in self._sent[value].values() for task in sent]
-        put: list[Task] = [task for task in tasks if self.simulation.tasks.get(task.key) != task]
+        put: list[Task] = [task for task in tasks if self.simulation.task(task.key) != task]
         removed: set[Key] = old - {task.key for task in tasks}
         self.simulation.change(remove=removed, put=put)
 

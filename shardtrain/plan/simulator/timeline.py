@@ -1,15 +1,14 @@
-"""When each task of a graph runs: the full simulation, by events. No jax.
+"""When each task of a graph runs: the full simulation. No jax.
 
-Each device and link does one task at a time, in the order in which they become ready (Jia et al. 2019,
-"Beyond Data and Model Parallelism for Deep Neural Networks", section 5.2 and algorithm 1).
+Next: `placed_task.py`, the simulation itself; `delta.py`, the same after a few tasks have changed.
 """
 
-import heapq
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardtrain.plan.simulator.task_graph import Key, Task, TaskGraph
+from shardtrain.plan.simulator.placed_task import placed_tasks, simulate
+from shardtrain.plan.simulator.task_graph import Key, TaskGraph
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,9 @@ def timeline(graph: TaskGraph) -> Timeline:
     >>> found.start[2,], found.start[3,], found.makespan
     (1.0, 6.0, 7.0)
     """
-    return run(graph.by_key, graph.users)
-
-
-def run(tasks: Mapping[Key, Task], users: Mapping[Key, Collection[Key]]) -> Timeline:
-    """Simulate tasks that are known to be a graph.
-
-    Args:
-      tasks: by number.
-      users: task -> the tasks that need it; those without any may be left out.
-    """
-    waiting = {key: len(task.needs) for key, task in tasks.items()}
-    ready = dict.fromkeys(waiting, 0.0)
-    free: defaultdict[str, float] = defaultdict(float)
-    start: dict[Key, float] = {}
-    end: dict[Key, float] = {}
-    # tasks whose needs are done: those taken out later are ready later, or have a larger number
-    events = [(0.0, key) for key, number in waiting.items() if not number]
-    heapq.heapify(events)
-    while events:
-        at, key = heapq.heappop(events)
-        task = tasks[key]
-        start[key] = max(at, free[task.queue])
-        end[key] = free[task.queue] = start[key] + task.seconds
-        for user in users.get(key, ()):
-            ready[user] = max(ready[user], end[key])
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(events, (ready[user], user))
-    return Timeline(ready, start, end)
+    order = simulate(placed_tasks(graph.by_key, defaultdict(list)).values())
+    return Timeline(
+        {each.key: each.ready for each in order},
+        {each.key: each.start for each in order},
+        {each.key: each.end for each in order},
+    )

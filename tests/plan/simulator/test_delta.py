@@ -1,11 +1,13 @@
 """Task graphs: queues in time, and the same timeline after any change by simulating only what changes."""
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtrain.plan.simulator import delta
 from shardtrain.plan.simulator.delta import DeltaSimulation
 from shardtrain.plan.simulator.task_graph import Task, TaskGraph
 from shardtrain.plan.simulator.timeline import timeline
@@ -46,9 +48,17 @@ def changes(draw, tasks):
     return removed, new
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_delta_simulation_is_full_simulation(data):
+    with pytest.MonkeyPatch.context() as patch:
+        # after how many tasks all that is ready later is simulated anew; with 64 never in graphs this small
+        patch.setattr(delta, "FIRST_LOOK", data.draw(st.sampled_from([1, 2, 4, 64])))
+        patch.setattr(delta, "MOST_FOLLOWED", 0.0)
+        change_and_compare(data)
+
+
+def change_and_compare(data):
     tasks = data.draw(graphs())
     simulation = DeltaSimulation(TaskGraph(tasks.values()))
     for _ in range(4):
@@ -64,6 +74,42 @@ def test_delta_simulation_is_full_simulation(data):
             simulation.undo()
             assert simulation.tasks == kept
             assert simulation.timeline == before
+
+
+def random_task(rng, key, others):
+    """A task of a random duration, often 0, that needs up to 3 of the others."""
+    needs = tuple(rng.sample(others, min(len(others), rng.randrange(4))))
+    return Task(key, "work", "forward", f"device {rng.randrange(3)}", rng.choice([0.0, 0.1, 1.0, 2.5]), needs)
+
+
+@pytest.mark.parametrize("first_look", [1, 8, 64])
+def test_many_changes_of_a_larger_graph_are_each_full_simulation(first_look, monkeypatch):
+    # where a change is followed, where the rest is simulated anew after a few tasks, and where both happen
+    monkeypatch.setattr(delta, "FIRST_LOOK", first_look)
+    rng = random.Random(first_look)
+    tasks = {(i,): random_task(rng, (i,), [(j,) for j in range(max(0, i - 9), i)]) for i in range(60)}
+    simulation = DeltaSimulation(TaskGraph(tasks.values()))
+    for _ in range(60):
+        some = set(rng.sample(range(60), rng.randrange(1, 9)))
+        removed = {(i,) for i in some if (i,) in tasks and rng.random() < 0.7}
+        left = {(i,) for i in some} - removed
+        kept = sorted((set(tasks) - removed) | left)
+        put = {key: random_task(rng, key, [other for other in kept if other < key][-9:]) for key in left}
+        for key in set(kept) - left:
+            if removed & set(tasks[key].needs):
+                needs = tuple(need for need in tasks[key].needs if need not in removed)
+                put[key] = replace(tasks[key], needs=needs)
+        before = simulation.timeline
+        simulation.change(remove=removed, put=put.values())
+        new = {key: put.get(key) or tasks[key] for key in kept}
+        assert simulation.tasks == new
+        assert simulation.timeline == timeline(TaskGraph(new.values()))
+        if rng.random() < 0.4:
+            simulation.undo()
+            assert simulation.tasks == tasks
+            assert simulation.timeline == before
+        else:
+            tasks = new
 
 
 @given(graphs())
