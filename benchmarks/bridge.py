@@ -70,7 +70,7 @@ class Options:
       json: where to write all figures too.
     """
 
-    part: Literal["all_reduce", "step"] = "all_reduce"
+    part: Literal["all_reduce", "step", "overlap"] = "all_reduce"
     num_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
     rounds: int = 40
     quiet: float = 1.0
@@ -80,6 +80,7 @@ class Options:
     rows: int = 8
     steps: int = 5
     bucket_bytes: int = CAP_BYTES
+    num_parts: tuple[int, ...] = (1, 2, 3, 4)
     seed: int = 0
     json: Path | None = None
 
@@ -239,6 +240,7 @@ class Stepper:
         transfer: Transfer | None,
         meet: Callable[[], Any] | None = None,
         reduce_dtype: str = "float32",
+        num_parts: int = 1,
     ) -> None:
         self._meet = meet
         config = DecoderConfig(
@@ -252,15 +254,22 @@ class Stepper:
         mesh = make_mesh(layout, jax.local_devices()[:1])
         placement = make_placement(model, optimizer, layout, mesh)
         self._state = init_state(model, optimizer, placement, options.seed)
+        tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
+        batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
+        self._batch = place(batch, mesh, layout.batch_axes)
         if transfer is None:
             self._step = make_step(model, next_token_loss, optimizer, placement)
         else:
             self._step = make_island_step(
-                model, next_token_loss, optimizer, placement, transfer, reduce_dtype=reduce_dtype
+                model,
+                next_token_loss,
+                optimizer,
+                placement,
+                transfer,
+                reduce_dtype=reduce_dtype,
+                num_parts=num_parts,
+                batch=self._batch,
             )
-        tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
-        batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
-        self._batch = place(batch, mesh, layout.batch_axes)
         if isinstance(self._step, GradientIslandStep):
             self._state = self._step.begin(self._state, self._batch)
         self._num_steps = options.steps
@@ -294,6 +303,18 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
     }
 
 
+def overlap_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
+    """The step of an island alone, and with its gradients in 1 to 4 programs."""
+    mesh = make_mesh(Layout(), jax.local_devices()[:1])
+    parts = {
+        f"bridge, gradients in {number} parts": Stepper(
+            options, comm.rank, Transfer(mesh, [MpiGroup(comm)]), num_parts=number
+        )
+        for number in options.num_parts
+    }
+    return {ALONE: Stepper(options, comm.rank, None), **parts}
+
+
 def summed_up(calls: Mapping[str, Sequence[Call]], base: str, what: str, num_steps: int = 1) -> list[Row]:
     """Each side beside the base, round by round; the bridge with a reader beside MPI with one."""
     bases = {side: RAW_READ if side == BRIDGE_READ else base for side in calls}
@@ -313,8 +334,8 @@ def measure(options: Options) -> list[Row]:
     """All rows; all ranks together."""
     comm = world()
     turns = partial(in_turn, comm, seed=options.seed)
-    if options.part == "step":
-        sides = step_sides(options, comm)
+    if options.part != "all_reduce":
+        sides = (step_sides if options.part == "step" else overlap_sides)(options, comm)
         turns(sides, 1)
         what = f"{sides[ALONE].num_parameters:,} parameters, {options.rows} x {options.seq} tokens"
         return summed_up(turns(sides, options.rounds, quiet=options.quiet), ALONE, what, options.steps)

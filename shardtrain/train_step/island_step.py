@@ -25,6 +25,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
+from shardtrain.train_step.gradient_parts import GradientPiece, GradientParts, join_pieces, plan_pieces
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
@@ -84,6 +85,8 @@ def make_island_step(
     last_step: int = -1,
     all_gather: AllGather = alone,
     waves: WaveMerge | None = None,
+    num_parts: int = 1,
+    batch: Any = None,
 ) -> IslandStep:
     """Make the training step of one island among several.
 
@@ -122,6 +125,8 @@ def make_island_step(
             reduce_dtype=reduce_dtype,
             learning_rate=learning_rate,
             all_gather=all_gather,
+            num_parts=num_parts,
+            batch=batch,
         )
 
     if not synchronisation.on_deltas:
@@ -162,20 +167,17 @@ class GradientIslandStep:
         reduce_dtype: str,
         learning_rate: optax.Schedule | None,
         all_gather: AllGather,
+        num_parts: int = 1,
+        batch: Any = None,
     ) -> None:
         self._transfer, self._all_gather = transfer, all_gather
         self.first_row = np.uint32(first_row)
         # a mean sends sums over examples: they are weighted already, and divided where they are used
         of_sums = synchronisation.is_mean
-        self._combiner = IslandCombiner(
-            synchronisation.combiner, placement, transfer, of_sums=of_sums, dtype=reduce_dtype
-        )
-        self.labels, self.keeps_state = self._combiner.labels, self._combiner.keeps_state
         mesh = placement.mesh
         # with inside "sum" an island sends the sum over its replicas: their mean times their number
         sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
         factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
-        packing = self._combiner.packing if of_sums else None
         whole = NamedSharding(mesh, PartitionSpec())
 
         def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
@@ -189,15 +191,43 @@ class GradientIslandStep:
                 over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
                 own["overflowed"] = jnp.float32(over)
             # what is sent is rounded here, so that 32 bits of it are never written
-            grads = by_path(jax.tree.map(lambda g: g.astype(reduce_dtype), grads))
-            # an island without examples adds nothing, whatever its gradients are
-            pack = partial(packing.pack, whole=whole) if packing else contributions
-            return found._replace(grads=pack(grads, found.count)), own
+            return found._replace(grads=by_path(jax.tree.map(lambda g: g.astype(reduce_dtype), grads))), own
+
+        # what each part of the program returns: one part, all gradients, or several
+        plan = None
+        if num_parts > 1:
+            assert batch is not None
+            state = placement.specs.abstract
+            plan = plan_pieces(local, num_parts, state, batch, math.prod(sizes))
+            plan = [[GradientPiece(*piece) for piece in part] for part in all_gather("parts", plan)[0]]
+        leaves = by_path(placement.specs.abstract.params)
+        of_parts = [None] if plan is None else [
+            {p.name: jax.ShapeDtypeStruct(p.shape(leaves[p.path].shape), jnp.dtype(reduce_dtype)) for p in part}
+            for part in plan
+        ]
+        self._combiners = [
+            IslandCombiner(
+                synchronisation.combiner, placement, transfer, params, of_sums=of_sums, dtype=reduce_dtype
+            )
+            for params in of_parts
+        ]
+        self.labels = self._combiners[0].labels
+        self.keeps_state = self._combiners[0].keeps_state
+        # an island without examples adds nothing, whatever its gradients are
+        packs = [partial(c.packing.pack, whole=whole) if of_sums else contributions for c in self._combiners]
+
+        def packed(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
+            found, own = local(state, batch, first_row)
+            return found._replace(grads=packs[0](found.grads, found.count)), own
 
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
         ) -> tuple[State, Metrics]:
-            grads = packing.unpack(found.grads) if packing else found.grads
+            grads = {}
+            for part, combiner in zip(found.grads, self._combiners, strict=True):
+                grads |= combiner.packing.unpack(part) if of_sums else part
+            if plan is not None:
+                grads = join_pieces(plan, grads)
             grads = {path: g.astype(jnp.float32) for path, g in grads.items()}
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
             found = found._replace(grads=like_paths(zeros, {**by_path(zeros), **grads}))
@@ -210,42 +240,67 @@ class GradientIslandStep:
 
         # between the two programs gradients stay sharded; everything else is replicated
         specs = by_path(without(placement.specs.sharded, placement.specs.frozen))
-        sharded = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
-        sharded = packing.shardings(sharded, whole) if packing else sharded
+        shardings_of = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+        if plan is not None:
+            shardings_of |= {
+                p.name: NamedSharding(mesh, p.spec(specs[p.path])) for part in plan for p in part
+            }
+        sharded = [c.packing.shardings(shardings_of, whole) if of_sums else shardings_of for c in self._combiners]
         state = placement.state._replace(combine_state=whole)
-        shardings = Sums._make([whole, whole, whole, sharded, whole, whole])
         self._local = jax.jit(
-            local, in_shardings=(state, placement.batch, whole), out_shardings=(shardings, whole)
+            packed if plan is None else local,
+            in_shardings=(state, placement.batch, whole),
+            out_shardings=(
+                Sums._make([whole, whole, whole, sharded[0] if plan is None else shardings_of, whole, whole]),
+                whole,
+            )
+            if plan is None
+            else None,
         )
+        self._parts = None if plan is None else GradientParts(local, plan, packs, sharded, placement)
         self._update = jax.jit(
             offloaded(update, state),
-            in_shardings=(state, shardings, whole, whole, whole),
+            in_shardings=(state, Sums._make([whole, whole, whole, sharded, whole, whole]), whole, whole, whole),
             out_shardings=(state, whole),
             donate_argnums=0,
         )
 
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with that of the combiner, see `IslandStep`."""
-        return state._replace(combine_state=[self._combiner.init()])
+        return state._replace(combine_state=[s for c in self._combiners for s in [c.init()]])
 
     def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes of what `begin` returns, see `IslandStep`."""
-        return state._replace(combine_state=[self._combiner.wanted()])
+        return state._replace(combine_state=[c.wanted() for c in self._combiners])
+
+    def _run_parts(self, state: State, batch: Batch) -> Any:
+        if self._parts is not None:
+            yield from self._parts(state, batch, self.first_row)
+        else:
+            found, own = self._local(state, batch, self.first_row)
+            yield found.grads, (found._replace(grads={}), own)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
-        # computed before islands meet, so that a slow island is one that arrives late there
-        found, own = jax.block_until_ready(self._local(state, batch, self.first_row))
-        self._all_gather("combine gradients", None)
-        over = {name: x for name, x in own.items() if name == "overflowed"}
-        mine = {**found.of_loss, "squares": found.squares, **over}
-        started = self._combiner.start(found.grads, found.count, state.combine_state[0], mine)
+        running, mine = [], ()
+        for combiner, own_state, (grads, rest) in zip(
+            self._combiners, state.combine_state, self._run_parts(state, batch), strict=True
+        ):
+            # computed before islands meet, so that a slow island is one that arrives late there
+            jax.block_until_ready((grads, rest))
+            self._all_gather("combine gradients", None)
+            if rest is not None:
+                found, own = rest
+                over = {name: x for name, x in own.items() if name == "overflowed"}
+                mine = {**found.of_loss, "squares": found.squares, **over}
+            running.append((combiner, grads, combiner.start(grads, found.count if rest is not None else (), own_state, mine), mine))
         model_state = average_model_state(self._transfer, found.model_state, found.count)
-        combined = self._combiner.finish(found.grads, started, mine)
+        all_combined = [c.finish(grads, started, mine) for c, grads, started, mine in running]
+        combined = all_combined[-1]
         own |= {name: combined.sums.pop(name) for name in over}
         # every island makes the same update
-        found = Sums(grads=combined.value, model_state=model_state, **combined.sums)
-        return self._update(state, found, [combined.state], combined.metrics, own)
+        found = Sums(grads=[c.value for c in all_combined], model_state=model_state, **combined.sums)
+        return self._update(state, found, [c.state for c in all_combined], [m for c in all_combined for m in c.metrics], own)
 
     def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:
         """Return the program of the gradients, of shapes; a step of these shapes compiles it no more."""

@@ -1,0 +1,147 @@
+"""Cut a traced program into programs that run one after the other, by the outputs that each is to have.
+
+Each computes what its outputs need and earlier ones did not compute; what a later one needs is handed to it.
+Next: `scan_pieces.py`, which lets a cut fall inside a loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from shardtrain.functional.equation_costs import equation_cost
+from shardtrain.functional.jaxpr_split import REPEATED
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProgramPart:
+    """One of the programs.
+
+    Args:
+      closed: its inputs are those of the whole program that `reads` lists, then `received`; its outputs are
+        those that `returns` lists, then `sent`.
+      reads: indices of inputs of the whole program.
+      received: values of earlier parts.
+      returns: indices of outputs of the whole program.
+      sent: values that later parts receive.
+    """
+
+    closed: ClosedJaxpr
+    reads: tuple[int, ...]
+    received: tuple[Var, ...]
+    returns: tuple[int, ...]
+    sent: tuple[Var, ...]
+
+
+def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart]:
+    """Cut a program.
+
+    Args:
+      traced: without effects.
+      part_of: the part of each output, from 0; every part has some.
+    """
+    jaxpr = traced.jaxpr
+    # a value -> the parts that need it; dicts keep their order, so that programs are the same in each process
+    needed: dict[Any, dict[int, None]] = {}
+    for v, part in zip(jaxpr.outvars, part_of, strict=True):
+        needed.setdefault(v, {})[part] = None
+    equations: list[list[Any]] = [[] for _ in range(max(part_of) + 1)]
+    # backwards: an equation is in the first part that needs it; those that are cheap to repeat in all
+    for equation in reversed(jaxpr.eqns):
+        parts = sorted({part for v in equation.outvars for part in needed.get(v, ())})
+        if parts and not _is_repeated(equation):
+            parts = parts[:1]
+        for part in parts:
+            equations[part].append(equation)
+            for v in equation.invars:
+                if isinstance(v, Var):
+                    needed.setdefault(v, {})[part] = None
+    made = [{v for equation in each for v in equation.outvars} for each in equations]
+    numbers = {v: number for number, v in enumerate(jaxpr.invars)}
+    constants = set(jaxpr.constvars)
+    reads: list[list[int]] = [[] for _ in equations]
+    received: list[list[Var]] = [[] for _ in equations]
+    sent: list[dict[Var, None]] = [{} for _ in equations]
+    for v, parts in needed.items():
+        for part in parts:
+            if isinstance(v, Literal) or v in constants or v in made[part]:
+                continue
+            if v in numbers:
+                reads[part].append(numbers[v])
+            else:
+                received[part].append(v)
+                sent[next(p for p, each in enumerate(made) if v in each)][v] = None
+    found = []
+    for part, kept in enumerate(equations):
+        returns = [number for number, each in enumerate(part_of) if each == part]
+        reads[part].sort()
+        program = jaxpr.replace(
+            invars=[*(jaxpr.invars[n] for n in reads[part]), *received[part]],
+            outvars=[*(jaxpr.outvars[n] for n in returns), *sent[part]],
+            eqns=kept[::-1],
+        )
+        found.append(
+            ProgramPart(
+                closed=ClosedJaxpr(program, traced.consts),
+                reads=tuple(reads[part]),
+                received=tuple(received[part]),
+                returns=tuple(returns),
+                sent=tuple(sent[part]),
+            )
+        )
+    return found
+
+
+def _is_repeated(equation: Any) -> bool:
+    def num_elements(variables: Sequence[Any]) -> int:
+        return sum(v.aval.size for v in variables)
+
+    is_larger = num_elements(equation.outvars) > num_elements(equation.invars)
+    return equation.primitive.name in REPEATED and is_larger
+
+
+def ready_costs(traced: ClosedJaxpr) -> list[float]:
+    """Return for each output of a program what has to be computed until it is there."""
+    costs, ancestors = [], dict[Any, int]()
+    for number, equation in enumerate(traced.jaxpr.eqns):
+        found = 1 << number
+        for v in equation.invars:
+            found |= 0 if isinstance(v, Literal) else ancestors.get(v, 0)
+        ancestors.update(dict.fromkeys(equation.outvars, found))
+        costs.append(equation_cost(equation))
+
+    def total(found: int) -> float:
+        return sum(cost for number, cost in enumerate(costs) if found >> number & 1)
+
+    known: dict[int, float] = {}
+    outputs = [0 if isinstance(v, Literal) else ancestors.get(v, 0) for v in traced.jaxpr.outvars]
+    for found in outputs:
+        if found not in known:
+            known[found] = total(found)
+    return [known[found] for found in outputs]
+
+
+def parts_by_cost(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Return the part of each output, so that computing takes about as long in each part but the first.
+
+    The first one has all that the first output needs, too. There are fewer parts where few outputs are ready
+    before the end.
+
+    Args:
+      costs: of each output, see `ready_costs`.
+      num_parts: at most.
+
+    >>> parts_by_cost([10, 12, 15, 20, 20], 2), parts_by_cost([20, 20], 3)
+    ([0, 0, 0, 1, 1], [0, 0])
+    """
+    candidates = sorted(set(costs))
+    first, last = candidates[0], candidates[-1]
+    wanted = [first + (last - first) * number / num_parts for number in range(1, num_parts)]
+    # what is ready soon after a cut is before it: the outputs of one scan differ by what is done with them
+    slack = (last - first) / num_parts / 4
+    nearest = {min(candidates, key=lambda c: abs(c - each)) + slack for each in wanted}
+    cuts = sorted(cut for cut in nearest if first <= cut < last - slack)
+    found = [sum(cost > cut for cut in cuts) for cost in costs]
+    numbers = {part: number for number, part in enumerate(sorted(set(found)))}
+    return [numbers[part] for part in found]

@@ -1,0 +1,234 @@
+"""Trace a program again so that its long scans run in pieces, and what a piece computes is an output of its own.
+
+A backward pass through stacked layers is one reversed scan, whose stacked gradients are all ready at its end:
+in pieces those of the last layers are ready first. Next: `program_parts.py`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+from shardtrain.functional.equation_costs import equation_cost, program_cost
+from shardtrain.functional.jaxpr_split import bind
+
+CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+"""Primitives that only call a program -> their parameter with it."""
+
+ROW_BY_ROW = frozenset(
+    "add add_any and convert_element_type copy div is_finite max min mul neg not optimization_barrier or"
+    " reduce_precision select_n sharding_constraint sub".split()
+)
+"""Primitives that compute each element of the output from the same one of each input."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """An array in consecutive pieces along one of its dims.
+
+    Args:
+      dim: the dim.
+      arrays: the pieces, in the order of their indices.
+    """
+
+    dim: int
+    arrays: tuple[Any, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The index at which each piece starts, and behind them the size of the dim."""
+        starts = [0]
+        for array in self.arrays:
+            starts.append(starts[-1] + array.shape[self.dim])
+        return tuple(starts)
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The first index of each piece, and the one behind its last."""
+        return list(pairwise(self.starts))
+
+    @property
+    def whole(self) -> jax.Array:
+        """The pieces as one array."""
+        return jnp.concatenate(self.arrays, self.dim)
+
+
+class PiecewiseProgram:
+    """Evaluates a program with its reversed scans in pieces, and its scan over microbatches without the last.
+
+    Args:
+      num_pieces: of each reversed scan that has as many steps and a good part of the program's cost.
+      least: the least part of the cost.
+    """
+
+    def __init__(self, num_pieces: int, least: float = 0.1) -> None:
+        self._num_pieces, self._least, self._cost = num_pieces, least, 0.0
+
+    def run(self, traced: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a program, each an array or `Pieces`."""
+        self._cost = program_cost(traced.jaxpr)
+        return self._run(traced.jaxpr, traced.consts, inputs)
+
+    def _run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for equation in jaxpr.eqns:
+            outputs = self._outputs(equation, [read(v) for v in equation.invars])
+            values |= dict(zip(equation.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _outputs(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        name = equation.primitive.name
+        if name in CALLS:
+            called = equation.params[CALLS[name]]
+            return self._run(getattr(called, "jaxpr", called), getattr(called, "consts", ()), inputs)
+        if any(isinstance(x, Pieces) for x in inputs):
+            found = piece_by_piece(equation, inputs)
+            if found is not None:
+                return [found]
+            inputs = [x.whole if isinstance(x, Pieces) else x for x in inputs]
+        if name == "scan":
+            cost, length = equation_cost(equation), equation.params["length"]
+            if equation.params["reverse"]:
+                if length > 1 and self._num_pieces > 1 and cost >= self._least * self._cost:
+                    return _in_pieces(equation, inputs, min(self._num_pieces, length))
+            # most of the program: the microbatches
+            elif cost > self._cost / 2:
+                return self._last_step_apart(equation, inputs)
+        return bind(equation, inputs)
+
+    def _last_step_apart(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        """Return the outputs of a scan whose last step is evaluated as a part of the program."""
+        body, length = equation.params["jaxpr"], equation.params["length"]
+        consts, carry, rows = _of_scan(equation, inputs)
+        stacks: list[Any] = []
+        if length > 1:
+            first = [x[:-1] for x in rows]
+            carry, stacks = _scan(equation, consts, carry, first, length - 1)
+        found = self._run(body.jaxpr, body.consts, [*consts, *carry, *(x[-1] for x in rows)])
+        last = [(x.whole if isinstance(x, Pieces) else x)[None] for x in found[len(carry) :]]
+        if stacks:
+            last = [jnp.concatenate([x, y]) for x, y in zip(stacks, last, strict=True)]
+        return [*found[: len(carry)], *last]
+
+
+def _of_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return (constants, what is carried, stacks) of the inputs of a scan."""
+    body = equation.params["jaxpr"].jaxpr
+    # a stack has a dim more than the step reads
+    num_whole = sum(
+        outer.aval.ndim == inner.aval.ndim
+        for outer, inner in zip(equation.invars, body.invars, strict=True)
+    )
+    num_carried = sum(
+        outer.aval.ndim == inner.aval.ndim
+        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
+    )
+    first = num_whole - num_carried
+    return list(inputs[:first]), list(inputs[first:num_whole]), list(inputs[num_whole:])
+
+
+def _scan(
+    equation: Any, consts: list[Any], carry: list[Any], rows: list[Any], length: int
+) -> tuple[list[Any], list[Any]]:
+    step = jaxpr_as_fun(equation.params["jaxpr"])
+
+    def run(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = step(*consts, *carry, *row)
+        return list(found[: len(carry)]), list(found[len(carry) :])
+
+    options = {name: equation.params[name] for name in ("reverse", "unroll")}
+    with equation.ctx.manager:
+        return lax.scan(run, carry, rows, length=length, **options)
+
+
+def _in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
+    """Return the outputs of a reversed scan that is run as several, each with what the one before carries."""
+    length = equation.params["length"]
+    consts, carry, rows = _of_scan(equation, inputs)
+    starts = [length * i // num_pieces for i in range(num_pieces + 1)]
+    found: list[list[Any]] = []
+    # the last rows come first
+    for start, end in reversed(list(pairwise(starts))):
+        carry, stacks = _scan(equation, consts, carry, [x[start:end] for x in rows], end - start)
+        found.insert(0, stacks)
+    return [*carry, *(Pieces(0, each) for each in zip(*found, strict=True))]
+
+
+def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
+    """Return the output of an equation piece by piece; None where it does not compute rows by themselves.
+
+    Args:
+      equation: with one output.
+      inputs: arrays or `Pieces`, one of them at least.
+    """
+    given = [x for x in inputs if isinstance(x, Pieces)]
+    dim, starts = given[0].dim, given[0].starts
+    if any((x.dim, x.starts) != (dim, starts) for x in given[1:]):
+        return None
+    name, params = equation.primitive.name, equation.params
+    if name in ROW_BY_ROW:
+        return _row_by_row(equation, inputs, dim, starts)
+    shape = equation.invars[0].aval.shape
+    if len(inputs) > 1:
+        return None
+    if name in ("squeeze", "reduce_sum"):
+        removed = params["dimensions" if name == "squeeze" else "axes"]
+        if dim in [each % len(shape) for each in removed]:
+            return None
+        new = dim - sum(each % len(shape) < dim for each in removed)
+        return Pieces(new, tuple(bind(equation, [x])[0] for x in given[0].arrays))
+    if name == "transpose":
+        new = params["permutation"].index(dim)
+        return Pieces(new, tuple(bind(equation, [x])[0] for x in given[0].arrays))
+    if name == "reshape" and params["dimensions"] is None:
+        return _reshaped(given[0], shape, params["new_sizes"])
+    return None
+
+
+def _row_by_row(equation: Any, inputs: Sequence[Any], dim: int, starts: tuple[int, ...]) -> Pieces | None:
+    shape = equation.outvars[0].aval.shape
+    whole = [x for x in inputs if not isinstance(x, Pieces)]
+    if any(jnp.ndim(x) and jnp.shape(x) != shape for x in whole) or len(equation.outvars) > 1:
+        return None
+    if equation.primitive.name == "sharding_constraint":
+        sharding = equation.params["sharding"]
+        if not isinstance(sharding, NamedSharding) or sharding.shard_shape(shape)[dim] != shape[dim]:
+            return None
+
+    def piece(number: int) -> Any:
+        start, end = starts[number : number + 2]
+        of_piece = [
+            x.arrays[number]
+            if isinstance(x, Pieces)
+            else (lax.slice_in_dim(x, start, end, axis=dim) if jnp.ndim(x) else x)
+            for x in inputs
+        ]
+        return bind(equation, of_piece)[0]
+
+    return Pieces(dim, tuple(map(piece, range(len(starts) - 1))))
+
+
+def _reshaped(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pieces | None:
+    """Return pieces in another shape that keeps their dim, with as many elements before it."""
+    before = math.prod(old[: pieces.dim])
+    for dim, size in enumerate(new):
+        if size == old[pieces.dim] and math.prod(new[:dim]) == before:
+            arrays = (
+                lax.reshape(x, (*new[:dim], x.shape[pieces.dim], *new[dim + 1 :])) for x in pieces.arrays
+            )
+            return Pieces(dim, tuple(arrays))
+    return None
+
+
