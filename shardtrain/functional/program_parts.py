@@ -42,40 +42,22 @@ def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart
       part_of: the part of each output, from 0; every part has some.
     """
     jaxpr = traced.jaxpr
-    # a value -> the parts that need it; dicts keep their order, so that programs are the same in each process
-    needed: dict[Any, dict[int, None]] = {}
-    for v, part in zip(jaxpr.outvars, part_of, strict=True):
-        needed.setdefault(v, {})[part] = None
-    equations: list[list[Any]] = [[] for _ in range(max(part_of) + 1)]
-    # backwards: an equation is in the first part that needs it; those that are cheap to repeat in all
-    for equation in reversed(jaxpr.eqns):
-        parts = sorted({part for v in equation.outvars for part in needed.get(v, ())})
-        if parts and not _is_repeated(equation):
-            parts = parts[:1]
-        for part in parts:
-            equations[part].append(equation)
-            for v in equation.invars:
-                if isinstance(v, Var):
-                    needed.setdefault(v, {})[part] = None
+    equations, needed = _assigned(jaxpr, part_of)
     made = [{v for equation in each for v in equation.outvars} for each in equations]
     numbers = {v: number for number, v in enumerate(jaxpr.invars)}
-    constants = set(jaxpr.constvars)
-    reads: list[list[int]] = [[] for _ in equations]
-    received: list[list[Var]] = [[] for _ in equations]
+    # what a part needs and does not make is an input, a constant, or made by an earlier one
+    given = [
+        [v for v, parts in needed.items() if part in parts and v not in own] for part, own in enumerate(made)
+    ]
+    reads = [sorted(numbers[v] for v in each if v in numbers) for each in given]
+    others = {*numbers, *jaxpr.constvars}
+    received = [[v for v in each if v not in others] for each in given]
     sent: list[dict[Var, None]] = [{} for _ in equations]
-    for v, parts in needed.items():
-        for part in parts:
-            if isinstance(v, Literal) or v in constants or v in made[part]:
-                continue
-            if v in numbers:
-                reads[part].append(numbers[v])
-            else:
-                received[part].append(v)
-                sent[next(p for p, each in enumerate(made) if v in each)][v] = None
+    for v in dict.fromkeys(v for each in received for v in each):
+        sent[next(part for part, own in enumerate(made) if v in own)][v] = None
     found = []
     for part, kept in enumerate(equations):
-        returns = [number for number, each in enumerate(part_of) if each == part]
-        reads[part].sort()
+        returns = tuple(number for number, each in enumerate(part_of) if each == part)
         program = jaxpr.replace(
             invars=[*(jaxpr.invars[n] for n in reads[part]), *received[part]],
             outvars=[*(jaxpr.outvars[n] for n in returns), *sent[part]],
@@ -86,14 +68,38 @@ def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart
                 closed=ClosedJaxpr(program, traced.consts),
                 reads=tuple(reads[part]),
                 received=tuple(received[part]),
-                returns=tuple(returns),
+                returns=returns,
                 sent=tuple(sent[part]),
             )
         )
     return found
 
 
+def _assigned(jaxpr: Any, part_of: Sequence[int]) -> tuple[list[list[Any]], dict[Var, dict[int, None]]]:
+    """Return the equations of each part, the last one first, and the parts that need each value."""
+    # dicts keep their order, so that programs are the same in each process
+    needed: dict[Var, dict[int, None]] = {}
+
+    def need(v: Any, part: int) -> None:
+        if isinstance(v, Var):
+            needed.setdefault(v, {})[part] = None
+
+    for v, part in zip(jaxpr.outvars, part_of, strict=True):
+        need(v, part)
+    equations: list[list[Any]] = [[] for _ in range(max(part_of) + 1)]
+    for equation in reversed(jaxpr.eqns):
+        parts = sorted({part for v in equation.outvars for part in needed.get(v, ())})
+        # the first part that needs an equation computes it; what is cheap to repeat, each of them
+        for part in parts if _is_repeated(equation) else parts[:1]:
+            equations[part].append(equation)
+            for v in equation.invars:
+                need(v, part)
+    return equations, needed
+
+
 def _is_repeated(equation: Any) -> bool:
+    """Return whether an equation only makes a larger array of what it reads."""
+
     def num_elements(variables: Sequence[Any]) -> int:
         return sum(v.aval.size for v in variables)
 

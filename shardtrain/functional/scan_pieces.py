@@ -1,13 +1,13 @@
-"""Trace a program again so that its long scans run in pieces, and what a piece computes is an output of its own.
+"""Evaluate a program with its long scans in pieces, whose results stay apart up to the outputs.
 
 A backward pass through stacked layers is one reversed scan, whose stacked gradients are all ready at its end:
 in pieces those of the last layers are ready first. Next: `program_parts.py`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -23,10 +23,15 @@ CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_j
 """Primitives that only call a program -> their parameter with it."""
 
 ROW_BY_ROW = frozenset(
-    "add add_any and convert_element_type copy div is_finite max min mul neg not optimization_barrier or"
-    " reduce_precision select_n sharding_constraint sub".split()
+    (
+        *("add", "add_any", "and", "convert_element_type", "copy", "div", "is_finite", "max", "min", "mul"),
+        *("neg", "not", "or", "reduce_precision", "select_n", "sharding_constraint", "sub"),
+    )
 )
-"""Primitives that compute each element of the output from the same one of each input."""
+"""Primitives with one output, that compute each of its elements from the same one of each input."""
+
+REMOVED = {"squeeze": "dimensions", "reduce_sum": "axes"}
+"""Primitives that remove dims -> their parameter with these."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,10 @@ class Pieces:
     arrays: tuple[Any, ...]
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """The index at which each piece starts, and behind them the size of the dim."""
-        starts = [0]
-        for array in self.arrays:
-            starts.append(starts[-1] + array.shape[self.dim])
-        return tuple(starts)
-
-    @property
     def bounds(self) -> list[tuple[int, int]]:
         """The first index of each piece, and the one behind its last."""
-        return list(pairwise(self.starts))
+        ends = list(accumulate(array.shape[self.dim] for array in self.arrays))
+        return list(pairwise([0, *ends]))
 
     @property
     def whole(self) -> jax.Array:
@@ -61,11 +59,11 @@ class Pieces:
 
 
 class PiecewiseProgram:
-    """Evaluates a program with its reversed scans in pieces, and its scan over microbatches without the last.
+    """Evaluates a program with its reversed scans in pieces, and its last microbatch outside the scan of all.
 
     Args:
-      num_pieces: of each reversed scan that has as many steps and a good part of the program's cost.
-      least: the least part of the cost.
+      num_pieces: pieces of each reversed scan, at most its steps.
+      least: a reversed scan of a smaller part of the program's cost stays whole.
     """
 
     def __init__(self, num_pieces: int, least: float = 0.1) -> None:
@@ -117,10 +115,10 @@ class PiecewiseProgram:
             first = [x[:-1] for x in rows]
             carry, stacks = _scan(equation, consts, carry, first, length - 1)
         found = self._run(body.jaxpr, body.consts, [*consts, *carry, *(x[-1] for x in rows)])
-        last = [(x.whole if isinstance(x, Pieces) else x)[None] for x in found[len(carry) :]]
+        rows = [(x.whole if isinstance(x, Pieces) else x)[None] for x in found[len(carry) :]]
         if stacks:
-            last = [jnp.concatenate([x, y]) for x, y in zip(stacks, last, strict=True)]
-        return [*found[: len(carry)], *last]
+            rows = [jnp.concatenate(both) for both in zip(stacks, rows, strict=True)]
+        return [*found[: len(carry)], *rows]
 
 
 def _of_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -128,8 +126,7 @@ def _of_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]
     body = equation.params["jaxpr"].jaxpr
     # a stack has a dim more than the step reads
     num_whole = sum(
-        outer.aval.ndim == inner.aval.ndim
-        for outer, inner in zip(equation.invars, body.invars, strict=True)
+        outer.aval.ndim == inner.aval.ndim for outer, inner in zip(equation.invars, body.invars, strict=True)
     )
     num_carried = sum(
         outer.aval.ndim == inner.aval.ndim
@@ -167,57 +164,49 @@ def _in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
 
 
 def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
-    """Return the output of an equation piece by piece; None where it does not compute rows by themselves.
+    """Return the output of an equation piece by piece; None where its rows depend on each other.
 
     Args:
-      equation: with one output.
+      equation: any.
       inputs: arrays or `Pieces`, one of them at least.
     """
     given = [x for x in inputs if isinstance(x, Pieces)]
-    dim, starts = given[0].dim, given[0].starts
-    if any((x.dim, x.starts) != (dim, starts) for x in given[1:]):
-        return None
-    name, params = equation.primitive.name, equation.params
+    pieces, name, params = given[0], equation.primitive.name, equation.params
+    dim, shape = pieces.dim, equation.invars[0].aval.shape
     if name in ROW_BY_ROW:
-        return _row_by_row(equation, inputs, dim, starts)
-    shape = equation.invars[0].aval.shape
+        is_same = all((x.dim, x.bounds) == (dim, pieces.bounds) for x in given)
+        return _row_by_row(equation, inputs, pieces) if is_same else None
     if len(inputs) > 1:
         return None
-    if name in ("squeeze", "reduce_sum"):
-        removed = params["dimensions" if name == "squeeze" else "axes"]
-        if dim in [each % len(shape) for each in removed]:
-            return None
-        new = dim - sum(each % len(shape) < dim for each in removed)
-        return Pieces(new, tuple(bind(equation, [x])[0] for x in given[0].arrays))
+    # these rearrange dims, or remove others
+    if name == "reshape" and params["dimensions"] is None:
+        return _reshaped(pieces, shape, params["new_sizes"])
     if name == "transpose":
         new = params["permutation"].index(dim)
-        return Pieces(new, tuple(bind(equation, [x])[0] for x in given[0].arrays))
-    if name == "reshape" and params["dimensions"] is None:
-        return _reshaped(given[0], shape, params["new_sizes"])
-    return None
+    elif name in REMOVED and dim not in params[REMOVED[name]]:
+        new = dim - sum(each < dim for each in params[REMOVED[name]])
+    else:
+        return None
+    return Pieces(new, tuple(bind(equation, [x])[0] for x in pieces.arrays))
 
 
-def _row_by_row(equation: Any, inputs: Sequence[Any], dim: int, starts: tuple[int, ...]) -> Pieces | None:
-    shape = equation.outvars[0].aval.shape
-    whole = [x for x in inputs if not isinstance(x, Pieces)]
-    if any(jnp.ndim(x) and jnp.shape(x) != shape for x in whole) or len(equation.outvars) > 1:
+def _row_by_row(equation: Any, inputs: Sequence[Any], like: Pieces) -> Pieces | None:
+    shape, dim = equation.outvars[0].aval.shape, like.dim
+    whole = [jnp.shape(x) for x in inputs if not isinstance(x, Pieces)]
+    if any(each and each != shape for each in whole):
         return None
     if equation.primitive.name == "sharding_constraint":
         sharding = equation.params["sharding"]
         if not isinstance(sharding, NamedSharding) or sharding.shard_shape(shape)[dim] != shape[dim]:
             return None
 
-    def piece(number: int) -> Any:
-        start, end = starts[number : number + 2]
-        of_piece = [
-            x.arrays[number]
-            if isinstance(x, Pieces)
-            else (lax.slice_in_dim(x, start, end, axis=dim) if jnp.ndim(x) else x)
-            for x in inputs
-        ]
-        return bind(equation, of_piece)[0]
+    def rows(x: Any, number: int) -> Any:
+        if isinstance(x, Pieces):
+            return x.arrays[number]
+        return lax.slice_in_dim(x, *like.bounds[number], axis=dim) if jnp.shape(x) else x
 
-    return Pieces(dim, tuple(map(piece, range(len(starts) - 1))))
+    numbers = range(len(like.arrays))
+    return Pieces(dim, tuple(bind(equation, [rows(x, n) for x in inputs])[0] for n in numbers))
 
 
 def _reshaped(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pieces | None:
@@ -230,5 +219,3 @@ def _reshaped(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pie
             )
             return Pieces(dim, tuple(arrays))
     return None
-
-
