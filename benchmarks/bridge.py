@@ -57,7 +57,8 @@ class Options:
     """What to measure.
 
     Args:
-      part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone.
+      part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone;
+        "overlap": a step with it and gradients in several programs beside one with them in one.
       num_bytes: what is summed.
       rounds: calls of each side.
       quiet: rounds in which other programs took more than this share of the processors are run again;
@@ -66,6 +67,7 @@ class Options:
       rows: of each island.
       steps: in one call.
       bucket_bytes: see `options.Across`.
+      num_parts: numbers of programs of the gradients, beside 1, see `options.Across.gradient_parts`.
       seed: of parameters, data and orders.
       json: where to write all figures too.
     """
@@ -80,7 +82,7 @@ class Options:
     rows: int = 8
     steps: int = 5
     bucket_bytes: int = CAP_BYTES
-    num_parts: tuple[int, ...] = (1, 2, 3, 4)
+    num_parts: tuple[int, ...] = (2, 3, 4)
     seed: int = 0
     json: Path | None = None
 
@@ -304,15 +306,18 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
 
 
 def overlap_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
-    """The step of an island alone, and with its gradients in 1 to 4 programs."""
+    """The step of an island alone, and with the bridge and gradients in several numbers of programs."""
     mesh = make_mesh(Layout(), jax.local_devices()[:1])
     parts = {
-        f"bridge, gradients in {number} parts": Stepper(
-            options, comm.rank, Transfer(mesh, [MpiGroup(comm)]), num_parts=number
-        )
-        for number in options.num_parts
+        programs_text(number): Stepper(options, comm.rank, Transfer(mesh, [MpiGroup(comm)]), num_parts=number)
+        for number in (1, *options.num_parts)
     }
     return {ALONE: Stepper(options, comm.rank, None), **parts}
+
+
+def programs_text(number: int) -> str:
+    """The name of a side."""
+    return f"bridge, gradients in {number} program{'s' * (number > 1)}"
 
 
 def summed_up(calls: Mapping[str, Sequence[Call]], base: str, what: str, num_steps: int = 1) -> list[Row]:
@@ -338,7 +343,8 @@ def measure(options: Options) -> list[Row]:
         sides = (step_sides if options.part == "step" else overlap_sides)(options, comm)
         turns(sides, 1)
         what = f"{sides[ALONE].num_parameters:,} parameters, {options.rows} x {options.seq} tokens"
-        return summed_up(turns(sides, options.rounds, quiet=options.quiet), ALONE, what, options.steps)
+        base = ALONE if options.part == "step" else programs_text(1)
+        return summed_up(turns(sides, options.rounds, quiet=options.quiet), base, what, options.steps)
     group = MpiGroup(comm)
     transfer = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
     rows = []

@@ -67,8 +67,8 @@ class Across:
             problems.append(f"gradient_parts is {self.gradient_parts}; use 1 or more")
         if self.gradient_parts > 1 and self.axis == "pipeline":
             problems.append(
-                f"gradient_parts is {self.gradient_parts}, and islands are stages of a pipeline, whose gradients"
-                " are sent by stage; use 1"
+                f"gradient_parts is {self.gradient_parts}, and stages of a pipeline send gradients after all"
+                " of their tasks; use 1"
             )
         if self.shares == "auto" and self.axis == "pipeline":
             problems.append(
