@@ -6,6 +6,8 @@ Next: `scan_pieces.py`, which lets a cut fall inside a loop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, Var
@@ -107,8 +109,8 @@ def _is_repeated(equation: Any) -> bool:
     return equation.primitive.name in REPEATED and is_larger
 
 
-def ready_costs(traced: ClosedJaxpr) -> list[float]:
-    """Return for each output of a program what has to be computed until it is there."""
+def ready_costs(traced: ClosedJaxpr) -> tuple[list[float], float]:
+    """Return what has to be computed for each output of a program, and what all of them have in common."""
     costs, ancestors = [], dict[Any, int]()
     for number, equation in enumerate(traced.jaxpr.eqns):
         found = 1 << number
@@ -120,34 +122,32 @@ def ready_costs(traced: ClosedJaxpr) -> list[float]:
     def total(found: int) -> float:
         return sum(cost for number, cost in enumerate(costs) if found >> number & 1)
 
-    known: dict[int, float] = {}
     outputs = [0 if isinstance(v, Literal) else ancestors.get(v, 0) for v in traced.jaxpr.outvars]
-    for found in outputs:
-        if found not in known:
-            known[found] = total(found)
-    return [known[found] for found in outputs]
+    known = {found: total(found) for found in dict.fromkeys(outputs)}
+    return [known[found] for found in outputs], total(reduce(and_, outputs))
 
 
-def parts_by_cost(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Return the part of each output, so that computing takes about as long in each part but the first.
+def parts_by_cost(costs: Sequence[float], common: float, num_parts: int) -> list[int]:
+    """Return the part of each output, so that each part has about as much to compute.
 
-    The first one has all that the first output needs, too. There are fewer parts where few outputs are ready
-    before the end.
+    The first one has what all outputs need, too: a forward pass. There are fewer parts where few outputs are
+    ready before the end.
 
     Args:
       costs: of each output, see `ready_costs`.
+      common: what all of them have in common.
       num_parts: at most.
 
-    >>> parts_by_cost([10, 12, 15, 20, 20], 2), parts_by_cost([20, 20], 3)
-    ([0, 0, 0, 1, 1], [0, 0])
+    >>> parts_by_cost([12, 15, 20, 20], 10, 2), parts_by_cost([20, 20], 10, 3)
+    ([0, 0, 1, 1], [0, 0])
     """
     candidates = sorted(set(costs))
-    first, last = candidates[0], candidates[-1]
-    wanted = [first + (last - first) * number / num_parts for number in range(1, num_parts)]
+    last = candidates[-1]
+    wanted = [common + (last - common) * number / num_parts for number in range(1, num_parts)]
     # what is ready soon after a cut is before it: the outputs of one scan differ by what is done with them
-    slack = (last - first) / num_parts / 4
+    slack = (last - common) / num_parts / 4
     nearest = {min(candidates, key=lambda c: abs(c - each)) + slack for each in wanted}
-    cuts = sorted(cut for cut in nearest if first <= cut < last - slack)
+    cuts = sorted(cut for cut in nearest if cut < last - slack)
     found = [sum(cost > cut for cut in cuts) for cost in costs]
     numbers = {part: number for number, part in enumerate(sorted(set(found)))}
     return [numbers[part] for part in found]

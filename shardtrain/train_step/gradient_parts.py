@@ -106,7 +106,7 @@ class GradientParts:
         grads, others = jax.tree.unflatten(structure, range(structure.num_leaves))
         part_of = {number: part for part, each in enumerate(grads) for number in each.values()}
         # gradients are returned by the part that the plan says, the rest by the first that has computed it
-        costs = ready_costs(program)
+        costs, _ = ready_costs(program)
         most = [max(costs[number] for number in each.values()) for each in grads]
         for number in jax.tree.leaves(others):
             ready = (part for part, cost in enumerate(most) if costs[number] <= cost)
@@ -118,7 +118,10 @@ class GradientParts:
 
 
 def _started(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
-    """Start all parts, and return the outputs of the whole program by their numbers."""
+    """Start all parts, and return the outputs of the whole program by their numbers.
+
+    On CPUs the programs that one thread starts run in order; those of buckets are started by another thread.
+    """
     values: dict[Any, Any] = {}
     outputs: dict[int, Any] = {}
     for part, run in cut.parts:

@@ -102,7 +102,7 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
     # a program with effects is not cut: their order would change
     if program.effects or not pieces:
         return [[piece for path, x in shapes[0].grads.items() for piece in pieces_of(path, x)]]
-    part_of = parts_by_cost(ready_costs(program), num_parts)
+    part_of = parts_by_cost(*ready_costs(program), num_parts)
     return [
         [piece for piece, each in zip(pieces, part_of, strict=True) if each == part]
         for part in range(max(part_of) + 1)

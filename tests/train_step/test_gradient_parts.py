@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 from tiny_language_model import TinyConfig
 
 from shardtrain.data import place
@@ -19,7 +20,7 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.island_step import make_island_step
+from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
 from shardtrain.train_step.placement import make_placement
 
 RANDOM = np.random.default_rng(0)
@@ -46,8 +47,8 @@ class Alone:
         return x
 
 
-def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, num_steps=2, **options):
-    """The state after some steps, the metrics of the last, and the bytes that each part sends."""
+def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, before_last=lambda: None, **options):
+    """The state after two steps, the metrics of the last, and the bytes that each part sends."""
     layout, optimizer = Layout(mesh=sizes, unnamed="replicate"), optax.sgd(0.5)
     mesh = make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))])
     placement = make_placement(model, optimizer, layout, mesh, **options)
@@ -55,8 +56,10 @@ def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, num_steps=2, 
     batch = place(batch, mesh, layout.batch_axes, microbatches)
     step = make_island_step(model, loss, optimizer, placement, transfer, num_parts=num_parts, batch=batch)
     state = step.begin(init_state(model, optimizer, placement, 0), batch)
-    for _ in range(num_steps):
-        state, metrics = step(state, batch)
+    assert isinstance(step, GradientIslandStep)
+    state, _ = step(state, batch)
+    before_last()
+    state, metrics = step(state, batch)
     transfer.close()
     return jax.device_get(state), jax.device_get(metrics), step.part_bytes
 
@@ -120,14 +123,20 @@ hold.defvjp(lambda x: (x, None), held_back)
 
 
 class Held(nnx.Module):
-    """Two layers: the gradient of the first waits until that of the last has been sent."""
+    """Two layers: the gradient of the first waits until that of the last has been sent.
+
+    The forward pass takes so long that the second program is started before the first has run: jax would run
+    a program with a callback at once if all of its inputs were there.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
         self.last = nnx.Linear(4, 8, rngs=rngs)
 
     def __call__(self, x):
-        return self.last(hold(self.first(x.reshape(len(x), -1))))
+        slow = jnp.full((256, 256), lax.stop_gradient(x).mean())
+        slow = lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), slow)
+        return self.last(hold(self.first(x.reshape(len(x), -1)))) + 1e-9 * slow.mean()
 
 
 def test_the_first_part_is_sent_before_the_second_has_run(monkeypatch):
@@ -139,9 +148,14 @@ def test_the_first_part_is_sent_before_the_second_has_run(monkeypatch):
         future.add_done_callback(lambda _: IS_SENT.set())
         return future
 
-    monkeypatch.setattr(Transfer, "start", started)
+    def compiled() -> None:
+        monkeypatch.setattr(Transfer, "start", started)
+        IS_SENT.clear()
+
+    # the first step compiles both programs, and waits for nothing
+    IS_SENT.set()
     state, metrics, part_bytes = steps_of(
-        from_nnx(Held), classification_loss, IMAGES, {"data": 1}, 2, num_steps=1
+        from_nnx(Held), classification_loss, IMAGES, {"data": 1}, 2, before_last=compiled
     )
     assert part_bytes == [4 * (4 * 8 + 8), 4 * 16 * 4]
     assert metrics["skipped"] == 0
