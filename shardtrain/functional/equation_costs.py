@@ -11,12 +11,13 @@ def equation_cost(equation: Any) -> float:
 
     A scan costs its steps; a loop whose number of steps is not known, one of them.
     """
+    size = float(sum(math.prod(v.aval.shape) for v in equation.outvars))
     inner = [program_cost(getattr(each, "jaxpr", each)) for each in jaxprs_in_params(equation.params)]
     if inner:
         # of the branches of a conditional one is run
         each = max(inner) if equation.primitive.name == "cond" else sum(inner)
-        return each * equation.params.get("length", 1)
-    size = float(sum(math.prod(v.aval.shape) for v in equation.outvars))
+        # the program of a scatter or a reduction is what is done with two elements
+        return max(size, each * equation.params.get("length", 1))
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         return 2 * size * math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)

@@ -67,11 +67,12 @@ class PiecewiseProgram:
     """
 
     def __init__(self, num_pieces: int, least: float = 0.1) -> None:
-        self._num_pieces, self._least, self._cost = num_pieces, least, 0.0
+        self._num_pieces, self._least = num_pieces, least
+        self._cost, self._is_in_microbatch = 0.0, False
 
     def run(self, traced: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program, each an array or `Pieces`."""
-        self._cost = program_cost(traced.jaxpr)
+        self._cost, self._is_in_microbatch = program_cost(traced.jaxpr), False
         return self._run(traced.jaxpr, traced.consts, inputs)
 
     def _run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -102,7 +103,7 @@ class PiecewiseProgram:
                 if length > 1 and self._num_pieces > 1 and cost >= self._least * self._cost:
                     return _in_pieces(equation, inputs, min(self._num_pieces, length))
             # most of the program: the microbatches
-            elif cost > self._cost / 2:
+            elif cost > self._cost / 2 and not self._is_in_microbatch:
                 return self._last_step_apart(equation, inputs)
         return bind(equation, inputs)
 
@@ -114,7 +115,9 @@ class PiecewiseProgram:
         if length > 1:
             first = [x[:-1] for x in rows]
             carry, stacks = _scan(equation, consts, carry, first, length - 1)
+        outside, self._cost, self._is_in_microbatch = self._cost, program_cost(body.jaxpr), True
         found = self._run(body.jaxpr, body.consts, [*consts, *carry, *(x[-1] for x in rows)])
+        self._cost, self._is_in_microbatch = outside, False
         rows = [(x.whole if isinstance(x, Pieces) else x)[None] for x in found[len(carry) :]]
         if stacks:
             rows = [jnp.concatenate(both) for both in zip(stacks, rows, strict=True)]
