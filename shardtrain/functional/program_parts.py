@@ -6,8 +6,6 @@ Next: `scan_pieces.py`, which lets a cut fall inside a loop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import and_
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, Var
@@ -109,8 +107,8 @@ def _is_repeated(equation: Any) -> bool:
     return equation.primitive.name in REPEATED and is_larger
 
 
-def ready_costs(traced: ClosedJaxpr) -> tuple[list[float], float]:
-    """Return what has to be computed for each output of a program, and what all of them have in common."""
+def ready_costs(traced: ClosedJaxpr) -> list[float]:
+    """Return for each output of a program what has to be computed until it is there."""
     costs, ancestors = [], dict[Any, int]()
     for number, equation in enumerate(traced.jaxpr.eqns):
         found = 1 << number
@@ -124,18 +122,17 @@ def ready_costs(traced: ClosedJaxpr) -> tuple[list[float], float]:
 
     outputs = [0 if isinstance(v, Literal) else ancestors.get(v, 0) for v in traced.jaxpr.outvars]
     known = {found: total(found) for found in dict.fromkeys(outputs)}
-    return [known[found] for found in outputs], total(reduce(and_, outputs))
+    return [known[found] for found in outputs]
 
 
-def parts_by_cost(costs: Sequence[float], common: float, num_parts: int) -> list[int]:
-    """Return the part of each output, so that each part has about as much to compute.
+def parts_by_cost(costs: Sequence[float], start: float, num_parts: int) -> list[int]:
+    """Return the part of each output, so that each part has about as much to compute after a start.
 
-    The first one has what all outputs need, too: a forward pass. There are fewer parts where few outputs are
-    ready before the end.
+    There are fewer parts where few outputs are ready before the end.
 
     Args:
       costs: of each output, see `ready_costs`.
-      common: what all of them have in common.
+      start: what is computed before, in the first part: a forward pass.
       num_parts: at most.
 
     >>> parts_by_cost([12, 15, 20, 20], 10, 2), parts_by_cost([20, 20], 10, 3)
@@ -143,9 +140,9 @@ def parts_by_cost(costs: Sequence[float], common: float, num_parts: int) -> list
     """
     candidates = sorted(set(costs))
     last = candidates[-1]
-    wanted = [common + (last - common) * number / num_parts for number in range(1, num_parts)]
+    wanted = [start + (last - start) * number / num_parts for number in range(1, num_parts)]
     # what is ready soon after a cut is before it: the outputs of one scan differ by what is done with them
-    slack = (last - common) / num_parts / 4
+    slack = (last - start) / num_parts / 4
     nearest = {min(candidates, key=lambda c: abs(c - each)) + slack for each in wanted}
     cuts = sorted(cut for cut in nearest if cut < last - slack)
     found = [sum(cost > cut for cut in cuts) for cost in costs]

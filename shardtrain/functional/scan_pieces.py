@@ -184,6 +184,8 @@ def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
     # these rearrange dims, or remove others
     if name == "reshape" and params["dimensions"] is None:
         return _reshaped(pieces, shape, params["new_sizes"])
+    if name == "broadcast_in_dim":
+        return _broadcast(pieces, shape, params["shape"], params["broadcast_dimensions"])
     if name == "transpose":
         new = params["permutation"].index(dim)
     elif name in REMOVED and dim not in params[REMOVED[name]]:
@@ -210,6 +212,18 @@ def _row_by_row(equation: Any, inputs: Sequence[Any], like: Pieces) -> Pieces | 
 
     numbers = range(len(like.arrays))
     return Pieces(dim, tuple(bind(equation, [rows(x, n) for x in inputs])[0] for n in numbers))
+
+
+def _broadcast(
+    pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...], dims: Sequence[int]
+) -> Pieces | None:
+    """Return pieces with other dims; None where rows are repeated."""
+    dim = dims[pieces.dim]
+    if new[dim] != old[pieces.dim]:
+        return None
+    shapes = [(*new[:dim], end - start, *new[dim + 1 :]) for start, end in pieces.bounds]
+    arrays = zip(pieces.arrays, shapes, strict=True)
+    return Pieces(dim, tuple(lax.broadcast_in_dim(x, shape, dims) for x, shape in arrays))
 
 
 def _reshaped(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pieces | None:

@@ -106,7 +106,7 @@ class GradientParts:
         grads, others = jax.tree.unflatten(structure, range(structure.num_leaves))
         part_of = {number: part for part, each in enumerate(grads) for number in each.values()}
         # gradients are returned by the part that the plan says, the rest by the first that has computed it
-        costs, _ = ready_costs(program)
+        costs = ready_costs(program)
         most = [max(costs[number] for number in each.values()) for each in grads]
         for number in jax.tree.leaves(others):
             ready = (part for part, cost in enumerate(most) if costs[number] <= cost)

@@ -94,15 +94,17 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
 
     def run(*inputs: Any) -> list[Any]:
         outputs = PiecewiseProgram(num_parts).run(traced, inputs)
-        found = jax.tree.unflatten(jax.tree.structure(shapes), outputs)[0].grads
-        pieces[:] = [piece for path, gradient in found.items() for piece in pieces_of(path, gradient)]
-        return [piece.take(found[piece.path]) for piece in pieces]
+        found, _ = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        pieces[:] = [piece for path, gradient in found.grads.items() for piece in pieces_of(path, gradient)]
+        return [found.loss_sum, *(piece.take(found.grads[piece.path]) for piece in pieces)]
 
     program = jax.make_jaxpr(run)(*traced.in_avals)
     # a program with effects is not cut: their order would change
     if program.effects or not pieces:
         return [[piece for path, x in shapes[0].grads.items() for piece in pieces_of(path, x)]]
-    part_of = parts_by_cost(*ready_costs(program), num_parts)
+    # the loss ends the forward pass
+    start, *costs = ready_costs(program)
+    part_of = parts_by_cost(costs, start, num_parts)
     return [
         [piece for piece, each in zip(pieces, part_of, strict=True) if each == part]
         for part in range(max(part_of) + 1)
