@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 from shardtrain.functional.program_parts import cut_program, parts_by_cost, ready_costs
 from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 
-WEIGHTS, X = jnp.linspace(-1, 1, 5 * 4 * 4).reshape(5, 4, 4), jnp.linspace(0, 1, 8).reshape(2, 4)
+WEIGHTS, X = jnp.linspace(-1, 1, 5 * 4 * 4).reshape(5, 4, 4), jnp.linspace(0, 1, 64).reshape(16, 4)
 
 
 def gradients(weights, x):
