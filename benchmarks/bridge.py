@@ -57,7 +57,8 @@ class Options:
     """What to measure.
 
     Args:
-      part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone.
+      part: "all_reduce": the bridge beside MPI_Allreduce; "step": a step with it beside the step alone;
+        "overlap": a step with it and gradients in several programs beside one with them in one.
       num_bytes: what is summed.
       rounds: calls of each side.
       quiet: rounds in which other programs took more than this share of the processors are run again;
@@ -66,11 +67,12 @@ class Options:
       rows: of each island.
       steps: in one call.
       bucket_bytes: see `options.Across`.
+      num_parts: numbers of programs of the gradients, beside 1, see `options.Across.gradient_parts`.
       seed: of parameters, data and orders.
       json: where to write all figures too.
     """
 
-    part: Literal["all_reduce", "step"] = "all_reduce"
+    part: Literal["all_reduce", "step", "overlap"] = "all_reduce"
     num_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
     rounds: int = 40
     quiet: float = 1.0
@@ -80,6 +82,7 @@ class Options:
     rows: int = 8
     steps: int = 5
     bucket_bytes: int = CAP_BYTES
+    num_parts: tuple[int, ...] = (2, 3, 4)
     seed: int = 0
     json: Path | None = None
 
@@ -239,6 +242,7 @@ class Stepper:
         transfer: Transfer | None,
         meet: Callable[[], Any] | None = None,
         reduce_dtype: str = "float32",
+        num_parts: int = 1,
     ) -> None:
         self._meet = meet
         config = DecoderConfig(
@@ -252,15 +256,22 @@ class Stepper:
         mesh = make_mesh(layout, jax.local_devices()[:1])
         placement = make_placement(model, optimizer, layout, mesh)
         self._state = init_state(model, optimizer, placement, options.seed)
+        tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
+        batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
+        self._batch = place(batch, mesh, layout.batch_axes)
         if transfer is None:
             self._step = make_step(model, next_token_loss, optimizer, placement)
         else:
             self._step = make_island_step(
-                model, next_token_loss, optimizer, placement, transfer, reduce_dtype=reduce_dtype
+                model,
+                next_token_loss,
+                optimizer,
+                placement,
+                transfer,
+                reduce_dtype=reduce_dtype,
+                num_parts=num_parts,
+                batch=self._batch,
             )
-        tokens = np.random.default_rng([options.seed, rank]).integers(0, 256, (options.rows, options.seq + 1))
-        batch = {"tokens": tokens.astype(np.int32), "weights": np.ones(options.rows, np.float32)}
-        self._batch = place(batch, mesh, layout.batch_axes)
         if isinstance(self._step, GradientIslandStep):
             self._state = self._step.begin(self._state, self._batch)
         self._num_steps = options.steps
@@ -294,6 +305,21 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
     }
 
 
+def overlap_sides(options: Options, comm: MPI.Comm) -> dict[str, Stepper]:
+    """The step of an island alone, and with the bridge and gradients in several numbers of programs."""
+    mesh = make_mesh(Layout(), jax.local_devices()[:1])
+    parts = {
+        programs_text(number): Stepper(options, comm.rank, Transfer(mesh, [MpiGroup(comm)]), num_parts=number)
+        for number in (1, *options.num_parts)
+    }
+    return {ALONE: Stepper(options, comm.rank, None), **parts}
+
+
+def programs_text(number: int) -> str:
+    """The name of a side."""
+    return f"bridge, gradients in {number} program{'s' * (number > 1)}"
+
+
 def summed_up(calls: Mapping[str, Sequence[Call]], base: str, what: str, num_steps: int = 1) -> list[Row]:
     """Each side beside the base, round by round; the bridge with a reader beside MPI with one."""
     bases = {side: RAW_READ if side == BRIDGE_READ else base for side in calls}
@@ -313,11 +339,12 @@ def measure(options: Options) -> list[Row]:
     """All rows; all ranks together."""
     comm = world()
     turns = partial(in_turn, comm, seed=options.seed)
-    if options.part == "step":
-        sides = step_sides(options, comm)
+    if options.part != "all_reduce":
+        sides = (step_sides if options.part == "step" else overlap_sides)(options, comm)
         turns(sides, 1)
         what = f"{sides[ALONE].num_parameters:,} parameters, {options.rows} x {options.seq} tokens"
-        return summed_up(turns(sides, options.rounds, quiet=options.quiet), ALONE, what, options.steps)
+        base = ALONE if options.part == "step" else programs_text(1)
+        return summed_up(turns(sides, options.rounds, quiet=options.quiet), base, what, options.steps)
     group = MpiGroup(comm)
     transfer = Transfer(make_mesh(Layout(), jax.local_devices()[:1]), [group])
     rows = []

@@ -6,7 +6,9 @@ The islands are hosts that are network namespaces of this machine (tests/faults/
 that traffic control limits; they train the model of examples/gpt_text.py on real text. Each way first takes
 the same number of steps, then, with a learning rate that ends in time, as many as it can take while
 every-step takes those. Runs that --folder has from before are not repeated. Needs Linux, and root or user
-namespaces. Without a link: synchronisation.py. Figures: docs/benchmarks/synchronisation.md.
+namespaces. With --overlap instead: steps with gradients in one program and in several, in turn, with the
+options of bridge.py that follow it. Without a link: synchronisation.py. Figures: docs/benchmarks/bridge.md
+and synchronisation.md.
 """
 
 import argparse
@@ -165,25 +167,37 @@ def trained(hosts: Any, folder: Path, options: argparse.Namespace, name: str, st
         words = [sys.executable, "-m", "shardtrain", "launch", "--hosts", ",".join(hosts.names)]
         words += ["--logs", str(where / "logs"), "--", "train", str(ROOT / "examples" / "gpt_text.py")]
         words += ["--run-dir", str(where / "run"), *run_options(options, name, steps)]
-        environment = {
-            "HYDRA_LAUNCHER": "ssh",
-            "HYDRA_LAUNCHER_EXEC": str(hosts.remote),
-            # the hosts share one machine's memory, which MPI must not use
-            "UCX_TLS": "tcp,self",
-            "UCX_NET_DEVICES": "eth0",
-        }
         with (where / "output.txt").open("w") as output:
             subprocess.run(
                 hosts.command(0, words),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env=environment(hosts),
                 check=True,
             )
         lines = read_jsonl(metrics)
     found = figures(lines, first_step=2 * options.every + 1)
     sys.stderr.write(f"{name}: {found}\n")
     return found
+
+
+def environment(hosts: Any) -> dict[str, str]:
+    """Return the variables with which MPI starts on the hosts and sends over their links."""
+    return {
+        **os.environ,
+        "HYDRA_LAUNCHER": "ssh",
+        "HYDRA_LAUNCHER_EXEC": str(hosts.remote),
+        # the hosts share one machine's memory, which MPI must not use
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": "eth0",
+    }
+
+
+def overlap(hosts: Any, words: Sequence[str]) -> None:
+    """Run benchmarks/bridge.py on both hosts, see there."""
+    start = [str(Path(sys.executable).with_name("mpiexec")), "-hosts", ",".join(hosts.names), "-n", "2"]
+    program = [sys.executable, str(ROOT / "benchmarks" / "bridge.py"), "--part", "overlap"]
+    subprocess.run(hosts.command(0, [*start, *program, *words]), env=environment(hosts), check=True)
 
 
 def run_options(options: argparse.Namespace, name: str, steps: int) -> list[str]:
@@ -213,6 +227,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--evaluate-batches", type=int, default=64, help="held-out batches")
     parser.add_argument("--ways", help="names, separated by semicolons, beside every-step; default: all")
     parser.add_argument("--folder", type=Path, help="keeps the runs; default: a temporary folder")
+    parser.add_argument("--overlap", nargs=argparse.REMAINDER, help="options of bridge.py; may be none")
     options = parser.parse_args(arguments)
     names = list(ways(options.every)) if options.ways is None else [BASE, *options.ways.split(";")]
     sys.path.insert(0, str(ROOT / "tests" / "faults"))
@@ -227,6 +242,9 @@ def main(arguments: list[str]) -> int:
             return 1
         for host in range(2):
             hosts.turn(host, "limit", options.megabits)
+        if options.overlap is not None:
+            overlap(hosts, options.overlap)
+            return 0
         folder = (options.folder or Path(temporary) / "runs").absolute()
         rows = measure(
             lambda name, steps: trained(hosts, folder, options, name, steps),

@@ -62,6 +62,7 @@ SHORT = {
     f"{ACROSS}reduce_dtype": "reduce_dtype",
     f"{ACROSS}bucket_bytes": "bucket_bytes",
     f"{ACROSS}first_bucket_bytes": "first_bucket_bytes",
+    f"{ACROSS}gradient_parts": "gradient_parts",
     f"{ACROSS}memory": "bridge_memory",
     f"{PIPELINE}schedule": "schedule",
     f"{PIPELINE}virtual_stages": "virtual_stages",

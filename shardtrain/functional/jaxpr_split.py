@@ -127,7 +127,7 @@ class Split:
             ):
                 program.prepend(half)
             return
-        whole = _Operation(reads, writes, partial(_bind, equation))
+        whole = _Operation(reads, writes, partial(bind, equation))
         if any(now):
             self.now.prepend(whole)
             is_larger = sum(x.num_bytes for x in writes) > sum(x.num_bytes for x in reads)
@@ -241,7 +241,7 @@ class _SplitScan:
         return _Operation(list(compress(reads, is_needed)), list(compress(writes, mine)), compute)
 
 
-def _bind(equation: Any, values: list[Any]) -> Sequence[Any]:
+def bind(equation: Any, values: list[Any]) -> Sequence[Any]:
     """Compute the outputs of an equation."""
     primitive = equation.primitive
     with equation.ctx.manager:

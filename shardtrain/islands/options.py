@@ -32,6 +32,8 @@ class Across:
       first_bucket_bytes: size of the first bucket, smaller so that sending starts early; None: 1 MB, or
         `bucket_bytes` where a mean of gradients is sent from the memory of one process's CPU devices, which
         has nothing to copy first.
+      gradient_parts: number of programs in which a mean of gradients is computed, at most, the last layers
+        first: what one has computed is sent while the next ones compute. It pays over slow links.
       memory: the memory that MPI reads and writes: "device", "host", or "auto": device memory if a probe
         shows that this works.
 
@@ -47,6 +49,7 @@ class Across:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     bucket_bytes: int = CAP_BYTES
     first_bucket_bytes: int | None = None
+    gradient_parts: int = 1
     memory: Literal["auto", "device", "host"] = "auto"
 
     def __post_init__(self) -> None:
@@ -60,6 +63,13 @@ class Across:
             problems.append(f"partitions is {self.partitions}; use 1 or more")
         if self.partitions is not None and self.axis != "pipeline":
             problems.append(f"partitions is {self.partitions}, but islands are joined along {self.axis}")
+        if self.gradient_parts < 1:
+            problems.append(f"gradient_parts is {self.gradient_parts}; use 1 or more")
+        if self.gradient_parts > 1 and self.axis == "pipeline":
+            problems.append(
+                f"gradient_parts is {self.gradient_parts}, and stages of a pipeline send gradients after all"
+                " of their tasks; use 1"
+            )
         if self.shares == "auto" and self.axis == "pipeline":
             problems.append(
                 "shares is 'auto', and the stages of a pipeline are made for their rows; give weights"

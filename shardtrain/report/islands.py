@@ -35,6 +35,25 @@ def binding_text(ranks: Sequence[Mapping[str, Any]]) -> str:
     return table_text(("rank", "island", "host", "pid", "devices", "cores"), lines)
 
 
+def parts_text(sizes_bytes: Sequence[int], num_parts: int) -> str:
+    """Format the bytes of gradients that are sent after each program that computes some of them.
+
+    Args:
+      sizes_bytes: bytes after each program.
+      num_parts: programs that were asked for.
+
+    >>> parts_text([1 << 20, 3 << 20], 2)
+    'gradients: 2 programs, the last layers first; after each is sent: 1.0 MiB, 3.0 MiB'
+    >>> parts_text([4 << 20], 2)
+    'gradients: 1 program, not 2: all are ready at its end only'
+    """
+    if len(sizes_bytes) == 1:
+        return f"gradients: 1 program, not {num_parts}: all are ready at its end only"
+    fewer = "" if len(sizes_bytes) == num_parts else f" (not {num_parts}: few are ready before the end)"
+    sent = ", ".join(map(bytes_text, sizes_bytes))
+    return f"gradients: {len(sizes_bytes)} programs{fewer}, the last layers first; after each is sent: {sent}"
+
+
 def buckets_text(sizes_bytes: Sequence[int]) -> str:
     """Format the buckets that an island sends to the others, in the order of sending.
 

@@ -3,7 +3,7 @@
 Next: `island_step.py`, which uses it; `islands/transfer.py`, which moves the buckets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class IslandCombiner:
       dtype: of what is combined: float32, or 16 bits.
 
     Attributes:
+      num_bytes: bytes of what is combined.
       packing: how sums over examples are packed before they are sent.
       labels: names of the entries of a metric (L,): the path of a parameter, or of a layer of a stacked one.
     """
@@ -94,6 +95,7 @@ class IslandCombiner:
             sum(leaves[i][1].dtype.itemsize * leaves[i][1].size for i in bucket) for bucket in buckets
         ]
         first_number = transfer.bucket_times.add(sizes_bytes)
+        self.num_bytes = sum(sizes_bytes)
         likes = [dict(leaves[i] for i in bucket) for bucket in buckets]
         self.labels = [label for like in likes for label in sorted(split_layers(like, self._stacked))]
         self.packing = PackedGradients(likes)
@@ -142,12 +144,12 @@ class IslandCombiner:
         ]
 
     def finish(
-        self, tree: dict[str, jax.Array], started: Sequence[Future[Any]], sums: Any = ()
+        self, tree: Mapping[str, Any], started: Sequence[Future[Any]], sums: Any = ()
     ) -> CombinedIslands:
         """Wait for all buckets, and put the result on the mesh.
 
         Args:
-          tree: what was sent.
+          tree: what was sent, or shapes and dtypes with the shardings that the result is to have.
           started: from `start`.
           sums: as given to `start`.
         """

@@ -4,9 +4,7 @@ An island's own gradient (or, after local steps, what it changed) is sent bucket
 every island makes the same update of the result. A run of one island uses `step.py` alone.
 """
 
-import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -15,21 +13,19 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.combiner import contribution
 from shardtrain.combine.fragments import by_path, like_paths
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.functional.frozen import without
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
+from shardtrain.train_step.gradient_parts import SentPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
+from shardtrain.train_step.island_combiner import CombinedIslands, joined_metrics
+from shardtrain.train_step.island_gradients import IslandGradients
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.loss_scale import overflowed, scale_of
 from shardtrain.train_step.offload import offloaded
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
@@ -84,6 +80,8 @@ def make_island_step(
     last_step: int = -1,
     all_gather: AllGather = alone,
     waves: WaveMerge | None = None,
+    num_parts: int = 1,
+    batch: Batch | None = None,
 ) -> IslandStep:
     """Make the training step of one island among several.
 
@@ -101,6 +99,9 @@ def make_island_step(
       all_gather: gathers a value of every rank, by name, before each collective over islands; it can say
         which rank is missing, which MPI in a compiled program cannot.
       waves: ends the waves of a synchronisation with a `distance`.
+      num_parts: programs in which the gradients of a mean are computed, at most: those of one are sent while
+        the next ones compute, see `gradient_parts.py`.
+      batch: an example, arrays or shapes (microbatches, rows, ...); only several parts need it.
 
     Returns:
       (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. With
@@ -122,6 +123,8 @@ def make_island_step(
             reduce_dtype=reduce_dtype,
             learning_rate=learning_rate,
             all_gather=all_gather,
+            num_parts=num_parts,
+            batch=batch,
         )
 
     if not synchronisation.on_deltas:
@@ -139,15 +142,11 @@ def make_island_step(
     )
 
 
-def contributions(grads: Any, count: jax.Array) -> Any:
-    """Return gradients, or zeros without examples, see `combiner.contribution`."""
-    return jax.tree.map(lambda g: contribution(g, count), grads)
-
-
 class GradientIslandStep:
     """A step that combines the islands' gradients, once for all microbatches; see `make_island_step`.
 
     The rows of an island may change: `first_row`, uint32, is the number of its first one in a batch.
+    `part_bytes` are the bytes that each part of the program of the gradients sends.
     """
 
     def __init__(
@@ -162,46 +161,26 @@ class GradientIslandStep:
         reduce_dtype: str,
         learning_rate: optax.Schedule | None,
         all_gather: AllGather,
+        num_parts: int = 1,
+        batch: Batch | None = None,
     ) -> None:
         self._transfer, self._all_gather = transfer, all_gather
         self.first_row = np.uint32(first_row)
-        # a mean sends sums over examples: they are weighted already, and divided where they are used
-        of_sums = synchronisation.is_mean
-        self._combiner = IslandCombiner(
-            synchronisation.combiner, placement, transfer, of_sums=of_sums, dtype=reduce_dtype
+        self._gradients = IslandGradients(
+            gradients, placement, transfer, synchronisation, reduce_dtype, num_parts, batch, all_gather
         )
-        self.labels, self.keeps_state = self._combiner.labels, self._combiner.keeps_state
-        mesh = placement.mesh
-        # with inside "sum" an island sends the sum over its replicas: their mean times their number
-        sizes = [mesh.shape[axis] for axis in placement.layout.batch_axes]
-        factor = math.prod(sizes) if synchronisation.inside == "sum" else 1
-        packing = self._combiner.packing if of_sums else None
-        whole = NamedSharding(mesh, PartitionSpec())
-
-        def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
-            key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
-            found = gradients(state.params, state.model_state, key, batch, first_row, scale)
-            grads = without(found.grads, placement.specs.frozen)
-            grads = jax.tree.map(lambda g: g * factor, grads)
-            own = {}
-            if state.loss_scale:
-                own["finite"] = jnp.isfinite(optax.tree.norm(contributions(grads, found.count)))
-                over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
-                own["overflowed"] = jnp.float32(over)
-            # what is sent is rounded here, so that 32 bits of it are never written
-            grads = by_path(jax.tree.map(lambda g: g.astype(reduce_dtype), grads))
-            # an island without examples adds nothing, whatever its gradients are
-            pack = partial(packing.pack, whole=whole) if packing else contributions
-            return found._replace(grads=pack(grads, found.count)), own
+        self._combiners = self._gradients.combiners
+        self.labels = [label for each in self._combiners for label in each.labels]
+        self.keeps_state = any(each.keeps_state for each in self._combiners)
+        self.part_bytes = [each.num_bytes for each in self._combiners]
 
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
         ) -> tuple[State, Metrics]:
-            grads = packing.unpack(found.grads) if packing else found.grads
-            grads = {path: g.astype(jnp.float32) for path, g in grads.items()}
+            grads = self._gradients.joined(found.grads)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
             found = found._replace(grads=like_paths(zeros, {**by_path(zeros), **grads}))
-            found = found.of_mean_loss if of_sums else found
+            found = found.of_mean_loss if synchronisation.is_mean else found
             new, metrics = apply_gradients(optimizer, placement, state, found)
             new = new._replace(combine_state=combine_state)
             metrics = {**metrics, **joined_metrics(extra), **own}
@@ -209,14 +188,9 @@ class GradientIslandStep:
             return unless_skipped(state, new, metrics, learning_rate, own_finite=finite)
 
         # between the two programs gradients stay sharded; everything else is replicated
-        specs = by_path(without(placement.specs.sharded, placement.specs.frozen))
-        sharded = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
-        sharded = packing.shardings(sharded, whole) if packing else sharded
+        whole = NamedSharding(placement.mesh, PartitionSpec())
         state = placement.state._replace(combine_state=whole)
-        shardings = Sums._make([whole, whole, whole, sharded, whole, whole])
-        self._local = jax.jit(
-            local, in_shardings=(state, placement.batch, whole), out_shardings=(shardings, whole)
-        )
+        shardings = Sums._make([whole, whole, whole, self._gradients.shardings, whole, whole])
         self._update = jax.jit(
             offloaded(update, state),
             in_shardings=(state, shardings, whole, whole, whole),
@@ -226,30 +200,57 @@ class GradientIslandStep:
 
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with that of the combiner, see `IslandStep`."""
-        return state._replace(combine_state=[self._combiner.init()])
+        return state._replace(combine_state=[each.init() for each in self._combiners])
 
     def wanted(self, state: State, batch: Batch) -> State:
         """Return the shapes of what `begin` returns, see `IslandStep`."""
-        return state._replace(combine_state=[self._combiner.wanted()])
+        return state._replace(combine_state=[each.wanted() for each in self._combiners])
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
-        # computed before islands meet, so that a slow island is one that arrives late there
-        found, own = jax.block_until_ready(self._local(state, batch, self.first_row))
-        self._all_gather("combine gradients", None)
-        over = {name: x for name, x in own.items() if name == "overflowed"}
-        mine = {**found.of_loss, "squares": found.squares, **over}
-        started = self._combiner.start(found.grads, found.count, state.combine_state[0], mine)
+        parts, started = [], []
+        # all parts are started; each is sent when it is computed, while later ones compute
+        for part in self._gradients(state, batch, self.first_row):
+            # computed before islands meet, so that a slow island is one that arrives late there
+            jax.block_until_ready((part.grads, part.others))
+            self._all_gather("combine gradients", None)
+            number = len(parts)
+            combiner, own_state = self._combiners[number], state.combine_state[number]
+            started.append(combiner.start(part.grads, part.count, own_state, _sums_beside(part)))
+            parts.append(part)
+        found, own = parts[-1].others
         model_state = average_model_state(self._transfer, found.model_state, found.count)
-        combined = self._combiner.finish(found.grads, started, mine)
-        own |= {name: combined.sums.pop(name) for name in over}
+        combined = [
+            self._finish(number, *each) for number, each in enumerate(zip(parts, started, strict=True))
+        ]
+        sums = combined[-1].sums
+        own |= {name: sums.pop(name) for name in own if name in sums}
         # every island makes the same update
-        found = Sums(grads=combined.value, model_state=model_state, **combined.sums)
-        return self._update(state, found, [combined.state], combined.metrics, own)
+        found = Sums(grads=[each.value for each in combined], model_state=model_state, **sums)
+        metrics = [bucket for each in combined for bucket in each.metrics]
+        return self._update(state, found, [each.state for each in combined], metrics, own)
+
+    def _finish(self, number: int, part: SentPart, started: Any) -> CombinedIslands:
+        """Wait for what was started, and put it on the mesh in the shardings of the update."""
+        shardings = self._gradients.shardings[number]
+        like = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
+            for name, x in part.grads.items()
+        }
+        return self._combiners[number].finish(like, started, _sums_beside(part))
 
     def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:
-        """Return the program of the gradients, of shapes; a step of these shapes compiles it no more."""
-        return self._local.lower(state, batch, self.first_row).compile()
+        """Return the program of the gradients, of shapes; a step in one part compiles it no more."""
+        return self._gradients.compiled(state, batch, self.first_row)
 
     def close(self) -> None:
         """There is nothing to end, see `IslandStep`."""
+
+
+def _sums_beside(part: SentPart) -> Any:
+    """Return what is added up beside the last part; () for the others."""
+    if part.others is None:
+        return ()
+    found, own = part.others
+    over = {name: x for name, x in own.items() if name == "overflowed"}
+    return {**found.of_loss, "squares": found.squares, **over}

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 
 from shardtrain.data import Loader
+from shardtrain.functional.loss import Batch
 from shardtrain.islands.membership import Islands
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.in_flight import in_flight_text
@@ -17,9 +18,9 @@ from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import TracedModel
-from shardtrain.report.islands import buckets_text
+from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
-from shardtrain.train_step.island_step import IslandStep, make_island_step
+from shardtrain.train_step.island_step import GradientIslandStep, IslandStep, make_island_step
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_step import StageStep
@@ -62,13 +63,24 @@ def _cuts_text(setup: RunSetup, stages: Partition) -> str:
     return "; ".join(",".join(map(str, cut.counts)) for cut in (cuts if len(cuts) == 1 else setup.cuts))
 
 
-def bridge_text(coordination: Coordination) -> str | None:
-    """Return how many buckets are sent between islands, and their sizes; None where nothing is sent."""
+def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: int) -> str | None:
+    """Return how many buckets are sent between islands, and their sizes; None where nothing is sent.
+
+    Args:
+      coordination: the exchange with the other islands.
+      step: the step of this island.
+      num_parts: number of programs in which gradients are to be computed, at most.
+    """
     seats, transfer = coordination.seats, coordination.transfer
     if transfer is None or (seats is not None and seats.num_replicas == 1):
         return None
     sizes_bytes = [size for each in coordination.transfers for size in each.bucket_times.sizes_bytes]
-    return buckets_text(sizes_bytes) if sizes_bytes else None
+    if not sizes_bytes:
+        return None
+    text = buckets_text(sizes_bytes)
+    if num_parts == 1 or not isinstance(step, GradientIslandStep):
+        return text
+    return f"{text}\n{parts_text(step.part_bytes, num_parts)}"
 
 
 def make_multi_island_step(
@@ -76,6 +88,7 @@ def make_multi_island_step(
     setup: RunSetup,
     coordination: Coordination,
     loader: Loader,
+    batch: Batch,
     *,
     shares: RowShares,
     meetings: Meetings,
@@ -88,6 +101,7 @@ def make_multi_island_step(
       setup: the setup of this island.
       coordination: the exchange with the other islands.
       loader: the loader of this island's rows.
+      batch: the first batch of this island, on its mesh.
       shares: the rows of each island.
       meetings: after which steps islands meet.
       wave_log: where the events of waves are written.
@@ -115,6 +129,8 @@ def make_multi_island_step(
         last_step=run.steps,
         all_gather=coordination.meet,
         waves=None if waves is None else waves(),
+        num_parts=run.strategy.across.gradient_parts,
+        batch=batch,
     )
 
 

@@ -136,11 +136,11 @@ def prepare_run(
     wave_log = WaveLog(folder, 0 if islands is None else islands.seat.island, output.note)
     stack.callback(wave_log.close)
     island_step = make_multi_island_step(
-        run, setup, coordination, loader, shares=shares, meetings=meetings, wave_log=wave_log
+        run, setup, coordination, loader, batch, shares=shares, meetings=meetings, wave_log=wave_log
     )
     if island_step is not None:
         stack.callback(island_step.close)
-    if text := bridge_text(coordination):
+    if text := bridge_text(coordination, island_step, run.strategy.across.gradient_parts):
         output.note(text)
     wanted = restorable_state(setup.placement)
     if run.strategy.across.share_limits == "auto" and island_step is not None:

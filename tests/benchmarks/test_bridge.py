@@ -64,6 +64,9 @@ def test_the_step_alone_and_with_the_bridge(launch):
     sides = ["alone", "alone, and a barrier", "bridge", *(f"bridge, {each}" for each in bridges)]
     assert sorted(row["side"] for row in rows) == sorted(sides)
     assert all(row["seconds"] > 0 for row in rows)
+    _, rows = launch(2, "bridge.py", "--part", "overlap", "--num-parts", 2, *arguments)
+    sides = ["alone", *(f"bridge, gradients in {each}" for each in ("1 program", "2 programs"))]
+    assert sorted(row["side"] for row in rows) == sorted(sides)
 
 
 def test_adasum_sends_what_an_all_reduce_sends_and_scalars(launch):

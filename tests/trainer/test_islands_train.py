@@ -69,6 +69,9 @@ def test_islands_train_as_one_device_does_and_resume(
     for a, b in zip(narrow, lines, strict=True):
         np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-3)
     assert narrow[-1]["train/loss"] != lines[-1]["train/loss"]
+    # those of the layers are sent while that of the table is computed
+    programs = "gradients: 2 programs, the last layers first; after each is sent: 1.0 KiB, 4.0 KiB"
+    assert programs in (tmp_path / "narrow.txt").read_text()
     assert sum(line["seconds/step"] for line in lines) > 0
     assert sum(line["seconds/islands"] for line in lines) > 0
     # the table is larger than a bucket of 3000 bytes, and its gradient is sent first

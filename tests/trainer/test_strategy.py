@@ -222,3 +222,16 @@ def test_gradients_in_16_bits_are_refused_where_they_are_not_sent():
         "  - reduce_dtype is 'bfloat16', and stages send float32; use a codec (bfloat16+mean)"
     )
     Strategy(across=narrow, synchronisation=Synchronisation(by="adasum"))
+
+
+def test_parts_of_gradients_are_refused_where_they_are_no_mean():
+    with pytest.raises(ValueError, match="gradient_parts is 2, and 'adasum' of gradients is no mean of"):
+        Strategy(across=Across(gradient_parts=2), synchronisation=Synchronisation(by="adasum"))
+    with pytest.raises(ValueError) as error:
+        Across(gradient_parts=2, axis="pipeline")
+    assert str(error.value) == (
+        "islands cannot be joined like this:\n"
+        "  - gradient_parts is 2, and stages of a pipeline send gradients after all of their tasks; use 1"
+    )
+    with pytest.raises(ValueError, match="gradient_parts is 0; use 1 or more"):
+        Across(gradient_parts=0)

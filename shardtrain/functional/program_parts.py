@@ -1,0 +1,150 @@
+"""Cut a traced program into programs that run one after the other, by the outputs that each is to have.
+
+Each computes what its outputs need and earlier ones did not compute; what a later one needs is handed to it.
+Next: `scan_pieces.py`, which lets a cut fall inside a loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from shardtrain.functional.equation_costs import equation_cost
+from shardtrain.functional.jaxpr_split import REPEATED
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProgramPart:
+    """One of the programs.
+
+    Args:
+      closed: its inputs are those of the whole program that `reads` lists, then `received`; its outputs are
+        those that `returns` lists, then `sent`.
+      reads: indices of inputs of the whole program.
+      received: values of earlier parts.
+      returns: indices of outputs of the whole program.
+      sent: values that later parts receive.
+    """
+
+    closed: ClosedJaxpr
+    reads: tuple[int, ...]
+    received: tuple[Var, ...]
+    returns: tuple[int, ...]
+    sent: tuple[Var, ...]
+
+
+def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart]:
+    """Cut a program.
+
+    Args:
+      traced: without effects.
+      part_of: the part of each output, from 0; every part has some.
+    """
+    jaxpr = traced.jaxpr
+    equations, needed = _assigned(jaxpr, part_of)
+    made = [{v for equation in each for v in equation.outvars} for each in equations]
+    numbers = {v: number for number, v in enumerate(jaxpr.invars)}
+    # what a part needs and does not make is an input, a constant, or made by an earlier one
+    given = [
+        [v for v, parts in needed.items() if part in parts and v not in own] for part, own in enumerate(made)
+    ]
+    reads = [sorted(numbers[v] for v in each if v in numbers) for each in given]
+    others = {*numbers, *jaxpr.constvars}
+    received = [[v for v in each if v not in others] for each in given]
+    sent: list[dict[Var, None]] = [{} for _ in equations]
+    for v in dict.fromkeys(v for each in received for v in each):
+        sent[next(part for part, own in enumerate(made) if v in own)][v] = None
+    found = []
+    for part, kept in enumerate(equations):
+        returns = tuple(number for number, each in enumerate(part_of) if each == part)
+        program = jaxpr.replace(
+            invars=[*(jaxpr.invars[n] for n in reads[part]), *received[part]],
+            outvars=[*(jaxpr.outvars[n] for n in returns), *sent[part]],
+            eqns=kept[::-1],
+        )
+        found.append(
+            ProgramPart(
+                closed=ClosedJaxpr(program, traced.consts),
+                reads=tuple(reads[part]),
+                received=tuple(received[part]),
+                returns=returns,
+                sent=tuple(sent[part]),
+            )
+        )
+    return found
+
+
+def _assigned(jaxpr: Any, part_of: Sequence[int]) -> tuple[list[list[Any]], dict[Var, dict[int, None]]]:
+    """Return the equations of each part, the last one first, and the parts that need each value."""
+    # dicts keep their order, so that programs are the same in each process
+    needed: dict[Var, dict[int, None]] = {}
+
+    def need(v: Any, part: int) -> None:
+        if isinstance(v, Var):
+            needed.setdefault(v, {})[part] = None
+
+    for v, part in zip(jaxpr.outvars, part_of, strict=True):
+        need(v, part)
+    equations: list[list[Any]] = [[] for _ in range(max(part_of) + 1)]
+    for equation in reversed(jaxpr.eqns):
+        parts = sorted({part for v in equation.outvars for part in needed.get(v, ())})
+        # the first part that needs an equation computes it; what is cheap to repeat, each of them
+        for part in parts if _is_repeated(equation) else parts[:1]:
+            equations[part].append(equation)
+            for v in equation.invars:
+                need(v, part)
+    return equations, needed
+
+
+def _is_repeated(equation: Any) -> bool:
+    """Return whether an equation only makes a larger array of what it reads."""
+
+    def num_elements(variables: Sequence[Any]) -> int:
+        return sum(v.aval.size for v in variables)
+
+    is_larger = num_elements(equation.outvars) > num_elements(equation.invars)
+    return equation.primitive.name in REPEATED and is_larger
+
+
+def ready_costs(traced: ClosedJaxpr) -> list[float]:
+    """Return for each output of a program what has to be computed until it is there."""
+    costs, ancestors = [], dict[Any, int]()
+    for number, equation in enumerate(traced.jaxpr.eqns):
+        found = 1 << number
+        for v in equation.invars:
+            found |= 0 if isinstance(v, Literal) else ancestors.get(v, 0)
+        ancestors.update(dict.fromkeys(equation.outvars, found))
+        costs.append(equation_cost(equation))
+
+    def total(found: int) -> float:
+        return sum(cost for number, cost in enumerate(costs) if found >> number & 1)
+
+    outputs = [0 if isinstance(v, Literal) else ancestors.get(v, 0) for v in traced.jaxpr.outvars]
+    known = {found: total(found) for found in dict.fromkeys(outputs)}
+    return [known[found] for found in outputs]
+
+
+def parts_by_cost(costs: Sequence[float], start: float, num_parts: int) -> list[int]:
+    """Return the part of each output, so that each part has about as much to compute after a start.
+
+    There are fewer parts where few outputs are ready before the end.
+
+    Args:
+      costs: of each output, see `ready_costs`.
+      start: what is computed before, in the first part: a forward pass.
+      num_parts: at most.
+
+    >>> parts_by_cost([12, 15, 20, 20], 10, 2), parts_by_cost([20, 20], 10, 3)
+    ([0, 0, 1, 1], [0, 0])
+    """
+    candidates = sorted(set(costs))
+    last = candidates[-1]
+    wanted = [start + (last - start) * number / num_parts for number in range(1, num_parts)]
+    # what is ready soon after a cut is before it: the outputs of one scan differ by what is done with them
+    slack = (last - start) / num_parts / 4
+    nearest = {min(candidates, key=lambda c: abs(c - each)) + slack for each in wanted}
+    cuts = sorted(cut for cut in nearest if cut < last - slack)
+    found = [sum(cost > cut for cut in cuts) for cost in costs]
+    numbers = {part: number for number, part in enumerate(sorted(set(found)))}
+    return [numbers[part] for part in found]

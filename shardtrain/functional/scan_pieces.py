@@ -1,0 +1,238 @@
+"""Evaluate a program with its long scans in pieces, whose results stay apart up to the outputs.
+
+A backward pass through stacked layers is one reversed scan, whose stacked gradients are all ready at its end:
+in pieces those of the last layers are ready first. Next: `program_parts.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+from shardtrain.functional.equation_costs import equation_cost, program_cost
+from shardtrain.functional.jaxpr_split import bind
+
+CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+"""Primitives that only call a program -> their parameter with it."""
+
+ROW_BY_ROW = frozenset(
+    (
+        *("add", "add_any", "and", "convert_element_type", "copy", "div", "is_finite", "max", "min", "mul"),
+        *("neg", "not", "or", "reduce_precision", "select_n", "sharding_constraint", "sub"),
+    )
+)
+"""Primitives with one output, that compute each of its elements from the same one of each input."""
+
+REMOVED = {"squeeze": "dimensions", "reduce_sum": "axes"}
+"""Primitives that remove dims -> their parameter with these."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """An array in consecutive pieces along one of its dims.
+
+    Args:
+      dim: the dim.
+      arrays: the pieces, in the order of their indices.
+    """
+
+    dim: int
+    arrays: tuple[Any, ...]
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The first index of each piece, and the one behind its last."""
+        ends = list(accumulate(array.shape[self.dim] for array in self.arrays))
+        return list(pairwise([0, *ends]))
+
+    @property
+    def whole(self) -> jax.Array:
+        """The pieces as one array."""
+        return jnp.concatenate(self.arrays, self.dim)
+
+
+class PiecewiseProgram:
+    """Evaluates a program with its reversed scans in pieces, and its last microbatch outside the scan of all.
+
+    Args:
+      num_pieces: pieces of each reversed scan, at most its steps.
+      least: a reversed scan of a smaller part of the program's cost stays whole.
+    """
+
+    def __init__(self, num_pieces: int, least: float = 0.1) -> None:
+        self._num_pieces, self._least = num_pieces, least
+        self._cost, self._is_in_microbatch = 0.0, False
+
+    def run(self, traced: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a program, each an array or `Pieces`."""
+        self._cost, self._is_in_microbatch = program_cost(traced.jaxpr), False
+        return self._run(traced.jaxpr, traced.consts, inputs)
+
+    def _run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for equation in jaxpr.eqns:
+            outputs = self._outputs(equation, [read(v) for v in equation.invars])
+            values |= dict(zip(equation.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _outputs(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        name = equation.primitive.name
+        if name in CALLS:
+            called = equation.params[CALLS[name]]
+            return self._run(getattr(called, "jaxpr", called), getattr(called, "consts", ()), inputs)
+        if any(isinstance(x, Pieces) for x in inputs):
+            found = piece_by_piece(equation, inputs)
+            if found is not None:
+                return [found]
+            inputs = [x.whole if isinstance(x, Pieces) else x for x in inputs]
+        if name == "scan":
+            cost, length = equation_cost(equation), equation.params["length"]
+            if equation.params["reverse"]:
+                if length > 1 and self._num_pieces > 1 and cost >= self._least * self._cost:
+                    return _in_pieces(equation, inputs, min(self._num_pieces, length))
+            # most of the program: the microbatches
+            elif cost > self._cost / 2 and not self._is_in_microbatch:
+                return self._last_step_apart(equation, inputs)
+        return bind(equation, inputs)
+
+    def _last_step_apart(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        """Return the outputs of a scan whose last step is evaluated as a part of the program."""
+        body, length = equation.params["jaxpr"], equation.params["length"]
+        consts, carry, rows = _of_scan(equation, inputs)
+        stacks: list[Any] = []
+        if length > 1:
+            first = [x[:-1] for x in rows]
+            carry, stacks = _scan(equation, consts, carry, first, length - 1)
+        outside, self._cost, self._is_in_microbatch = self._cost, program_cost(body.jaxpr), True
+        found = self._run(body.jaxpr, body.consts, [*consts, *carry, *(x[-1] for x in rows)])
+        self._cost, self._is_in_microbatch = outside, False
+        rows = [(x.whole if isinstance(x, Pieces) else x)[None] for x in found[len(carry) :]]
+        if stacks:
+            rows = [jnp.concatenate(both) for both in zip(stacks, rows, strict=True)]
+        return [*found[: len(carry)], *rows]
+
+
+def _of_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return (constants, what is carried, stacks) of the inputs of a scan."""
+    body = equation.params["jaxpr"].jaxpr
+    # a stack has a dim more than the step reads
+    num_whole = sum(
+        outer.aval.ndim == inner.aval.ndim for outer, inner in zip(equation.invars, body.invars, strict=True)
+    )
+    num_carried = sum(
+        outer.aval.ndim == inner.aval.ndim
+        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
+    )
+    first = num_whole - num_carried
+    return list(inputs[:first]), list(inputs[first:num_whole]), list(inputs[num_whole:])
+
+
+def _scan(
+    equation: Any, consts: list[Any], carry: list[Any], rows: list[Any], length: int
+) -> tuple[list[Any], list[Any]]:
+    step = jaxpr_as_fun(equation.params["jaxpr"])
+
+    def run(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = step(*consts, *carry, *row)
+        return list(found[: len(carry)]), list(found[len(carry) :])
+
+    options = {name: equation.params[name] for name in ("reverse", "unroll")}
+    with equation.ctx.manager:
+        return lax.scan(run, carry, rows, length=length, **options)
+
+
+def _in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
+    """Return the outputs of a reversed scan that is run as several, each with what the one before carries."""
+    length = equation.params["length"]
+    consts, carry, rows = _of_scan(equation, inputs)
+    starts = [length * i // num_pieces for i in range(num_pieces + 1)]
+    found: list[list[Any]] = []
+    # the last rows come first
+    for start, end in reversed(list(pairwise(starts))):
+        carry, stacks = _scan(equation, consts, carry, [x[start:end] for x in rows], end - start)
+        found.insert(0, stacks)
+    return [*carry, *(Pieces(0, each) for each in zip(*found, strict=True))]
+
+
+def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
+    """Return the output of an equation piece by piece; None where its rows depend on each other.
+
+    Args:
+      equation: any.
+      inputs: arrays or `Pieces`, one of them at least.
+    """
+    given = [x for x in inputs if isinstance(x, Pieces)]
+    pieces, name, params = given[0], equation.primitive.name, equation.params
+    dim, shape = pieces.dim, equation.invars[0].aval.shape
+    if name in ROW_BY_ROW:
+        is_same = all((x.dim, x.bounds) == (dim, pieces.bounds) for x in given)
+        return _row_by_row(equation, inputs, pieces) if is_same else None
+    if len(inputs) > 1:
+        return None
+    # these rearrange dims, or remove others
+    if name == "reshape" and params["dimensions"] is None:
+        return _reshaped(pieces, shape, params["new_sizes"])
+    if name == "broadcast_in_dim":
+        return _broadcast(pieces, shape, params["shape"], params["broadcast_dimensions"])
+    if name == "transpose":
+        new = params["permutation"].index(dim)
+    elif name in REMOVED and dim not in params[REMOVED[name]]:
+        new = dim - sum(each < dim for each in params[REMOVED[name]])
+    else:
+        return None
+    return Pieces(new, tuple(bind(equation, [x])[0] for x in pieces.arrays))
+
+
+def _row_by_row(equation: Any, inputs: Sequence[Any], like: Pieces) -> Pieces | None:
+    shape, dim = equation.outvars[0].aval.shape, like.dim
+    whole = [jnp.shape(x) for x in inputs if not isinstance(x, Pieces)]
+    if any(each and each != shape for each in whole):
+        return None
+    if equation.primitive.name == "sharding_constraint":
+        sharding = equation.params["sharding"]
+        if not isinstance(sharding, NamedSharding) or sharding.shard_shape(shape)[dim] != shape[dim]:
+            return None
+
+    def rows(x: Any, number: int) -> Any:
+        if isinstance(x, Pieces):
+            return x.arrays[number]
+        return lax.slice_in_dim(x, *like.bounds[number], axis=dim) if jnp.shape(x) else x
+
+    numbers = range(len(like.arrays))
+    return Pieces(dim, tuple(bind(equation, [rows(x, n) for x in inputs])[0] for n in numbers))
+
+
+def _broadcast(
+    pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...], dims: Sequence[int]
+) -> Pieces | None:
+    """Return pieces with other dims; None where rows are repeated."""
+    dim = dims[pieces.dim]
+    if new[dim] != old[pieces.dim]:
+        return None
+    shapes = [(*new[:dim], end - start, *new[dim + 1 :]) for start, end in pieces.bounds]
+    arrays = zip(pieces.arrays, shapes, strict=True)
+    return Pieces(dim, tuple(lax.broadcast_in_dim(x, shape, dims) for x, shape in arrays))
+
+
+def _reshaped(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pieces | None:
+    """Return pieces in another shape that keeps their dim, with as many elements before it."""
+    before = math.prod(old[: pieces.dim])
+    for dim, size in enumerate(new):
+        if size == old[pieces.dim] and math.prod(new[:dim]) == before:
+            arrays = (
+                lax.reshape(x, (*new[:dim], x.shape[pieces.dim], *new[dim + 1 :])) for x in pieces.arrays
+            )
+            return Pieces(dim, tuple(arrays))
+    return None

@@ -1,0 +1,146 @@
+"""The program of an island's gradients in parts, the last layers first, for an earlier transfer.
+
+The traced program is cut, not the model, so any model works. Next: `functional/program_parts.py`,
+`functional/scan_pieces.py`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+from shardtrain.functional.loss import Batch
+from shardtrain.functional.program_parts import ProgramPart, cut_program, ready_costs
+from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
+from shardtrain.functional.sums import Sums
+from shardtrain.train_step.gradient_pieces import Local, PiecePlan
+
+Pack = Callable[[Mapping[str, jax.Array], jax.Array], dict[str, jax.Array]]
+"""(name -> piece of a gradient, count) -> name -> what is sent."""
+
+
+class SentPart(NamedTuple):
+    """What is sent after one part of the program.
+
+    Args:
+      grads: name -> array.
+      count: float32 scalar, examples.
+      others: everything else that the program returns, (`Sums` without gradients, other arrays); None but
+        for the last part.
+    """
+
+    grads: dict[str, jax.Array]
+    count: jax.Array
+    others: tuple[Sums, dict[str, jax.Array]] | None
+
+
+class _Cut(NamedTuple):
+    """The programs for batches of one shape.
+
+    Args:
+      parts: each program, and how it is called: (inputs, values of earlier parts) -> (what it returns, what
+        later parts receive).
+      grads: of each part, name -> number of the output that is sent.
+      others: the numbers of the other outputs, as `SentPart.others`.
+    """
+
+    parts: list[tuple[ProgramPart, Callable[..., tuple[list[Any], list[Any]]]]]
+    grads: list[dict[str, int]]
+    others: Any
+
+
+class GradientParts:
+    """The program of an island's gradients in parts, compiled for each shape of a batch.
+
+    Args:
+      local: the whole program.
+      plan: the pieces that each part returns.
+      packs: how the pieces of each part are packed.
+      shardings: of what the last part sends, by name. What the others send is gathered in their programs: a
+        program that gathered it would wait for the devices until the last part has run.
+      whole: the sharding of an array that every device has.
+    """
+
+    def __init__(
+        self,
+        local: Local,
+        plan: PiecePlan,
+        packs: Sequence[Pack],
+        shardings: Mapping[str, NamedSharding],
+        whole: NamedSharding,
+    ) -> None:
+        self._local, self._plan, self._packs = local, plan, packs
+        self._shardings, self._whole = shardings, whole
+        self._cuts: dict[Any, _Cut] = {}
+
+    def __call__(self, state: Any, batch: Batch, first_row: jax.Array) -> Iterator[SentPart]:
+        """Start all parts, and yield what each sends; nothing is waited for."""
+        inputs = jax.tree.leaves((state, batch, first_row))
+        shapes = tuple((name, x.shape, x.dtype) for name, x in sorted(batch.items()))
+        if shapes not in self._cuts:
+            self._cuts[shapes] = self._cut(state, batch, first_row)
+        cut = self._cuts[shapes]
+        outputs = _started(cut, inputs)
+        others = jax.tree.map(outputs.__getitem__, cut.others)
+        for part, grads in enumerate(cut.grads):
+            sent = {name: outputs[number] for name, number in grads.items()}
+            yield SentPart(sent, others[0].count, others if part == len(cut.grads) - 1 else None)
+
+    def _cut(self, state: Any, batch: Batch, first_row: jax.Array) -> _Cut:
+        traced, shapes = jax.make_jaxpr(self._local, return_shape=True)(state, batch, first_row)
+
+        def run(*inputs: Any) -> Any:
+            outputs = PiecewiseProgram(len(self._plan)).run(traced, inputs)
+            found, own = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+            sent = [
+                pack({piece.name: piece.take(found.grads[piece.path]) for piece in pieces}, found.count)
+                for pieces, pack in zip(self._plan, self._packs, strict=True)
+            ]
+            others = found._replace(grads={}), own
+            return sent, jax.tree.map(_joined, others, is_leaf=lambda x: isinstance(x, Pieces))
+
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(*traced.in_avals)
+        structure = jax.tree.structure(shapes)
+        grads, others = jax.tree.unflatten(structure, range(structure.num_leaves))
+        part_of = {number: part for part, each in enumerate(grads) for number in each.values()}
+        # gradients are returned by the part that the plan says, the rest by the first that has computed it
+        costs = ready_costs(program)
+        most = [max(costs[number] for number in each.values()) for each in grads]
+        for number in jax.tree.leaves(others):
+            ready = (part for part, cost in enumerate(most) if costs[number] <= cost)
+            part_of[number] = next(ready, len(grads) - 1)
+        shardings = dict.fromkeys(part_of, self._whole)
+        shardings |= {number: self._shardings[name] for name, number in grads[-1].items()}
+        parts = cut_program(program, [part_of[number] for number in range(len(part_of))])
+        return _Cut([(part, _compiled(part, shardings)) for part in parts], grads, others)
+
+
+def _started(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
+    """Start all parts, and return the outputs of the whole program by their numbers.
+
+    On CPUs the programs that one thread starts run in order; those of buckets are started by another thread.
+    """
+    values: dict[Any, Any] = {}
+    outputs: dict[int, Any] = {}
+    for part, run in cut.parts:
+        returned, sent = run([inputs[n] for n in part.reads], [values[v] for v in part.received])
+        outputs.update(zip(part.returns, returned, strict=True))
+        values.update(zip(part.sent, sent, strict=True))
+    return outputs
+
+
+def _compiled(part: ProgramPart, shardings: Mapping[int, Any]) -> Any:
+    function, num_returned = jaxpr_as_fun(part.closed), len(part.returns)
+
+    def part_of_gradients(inputs: list[Any], received: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = function(*inputs, *received)
+        return list(found[:num_returned]), list(found[num_returned:])
+
+    # values between parts keep the shardings that the compiler gives them
+    return jax.jit(part_of_gradients, out_shardings=([shardings[n] for n in part.returns], None))
+
+
+def _joined(x: Any) -> Any:
+    return x.whole if isinstance(x, Pieces) else x

@@ -1,0 +1,138 @@
+"""The pieces in which an island's gradients are sent, and after which part of the program each is ready.
+
+A piece is a gradient, or the rows of it that one piece of a scan over layers computes. All islands send the
+same pieces after the same part, whatever their meshes and rows. Next: `gradient_parts.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardtrain.functional.loss import Batch
+from shardtrain.functional.program_parts import parts_by_cost, ready_costs
+from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
+from shardtrain.functional.sums import Sums
+
+Local = Callable[[Any, Batch, jax.Array], tuple[Sums, dict[str, jax.Array]]]
+"""(state, batch, first row) -> (`Sums` with gradients by path, other arrays of this island)."""
+
+
+class GradientPiece(NamedTuple):
+    """Consecutive rows of a gradient along one of its dims, or all of it.
+
+    Args:
+      path: of the parameter.
+      dim: the dim.
+      start, end: the first row, and the one behind the last.
+      size: of the dim.
+    """
+
+    path: str
+    dim: int
+    start: int
+    end: int
+    size: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the gradient."""
+        return (self.start, self.end) == (0, self.size)
+
+    @property
+    def name(self) -> str:
+        """The path, with the rows where it is not all of the gradient.
+
+        >>> GradientPiece("blocks/bias", 0, 2, 4, 4).name, GradientPiece("bias", 0, 0, 4, 4).name
+        ('blocks/bias[2:4]', 'bias')
+        """
+        return self.path if self.is_whole else f"{self.path}[{self.start}:{self.end}]"
+
+    def shape(self, of_gradient: Sequence[int]) -> tuple[int, ...]:
+        """Return its shape, for that of the gradient."""
+        if self.is_whole:
+            return tuple(of_gradient)
+        return (*of_gradient[: self.dim], self.end - self.start, *of_gradient[self.dim + 1 :])
+
+    def spec(self, of_gradient: PartitionSpec) -> PartitionSpec:
+        """Return its PartitionSpec, for that of the gradient: rows of a sharded dim may not divide."""
+        if self.is_whole or len(of_gradient) <= self.dim:
+            return of_gradient
+        return PartitionSpec(*of_gradient[: self.dim], None, *of_gradient[self.dim + 1 :])
+
+    def take(self, gradient: jax.Array | Pieces) -> jax.Array:
+        """Return it from a gradient that is an array, or in pieces of any number, in a jit."""
+        if isinstance(gradient, Pieces):
+            if gradient.dim == self.dim and (self.start, self.end) in gradient.bounds:
+                return gradient.arrays[gradient.bounds.index((self.start, self.end))]
+            gradient = gradient.whole
+        return gradient if self.is_whole else lax.slice_in_dim(gradient, self.start, self.end, axis=self.dim)
+
+
+PiecePlan = Sequence[Sequence[GradientPiece]]
+"""The pieces that each part of the program returns."""
+
+
+def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows: int) -> PiecePlan:
+    """Return which pieces are ready after each part of a program, by what it costs to compute them.
+
+    Args:
+      local: the whole program.
+      num_parts: parts, at most; there are fewer where few gradients are ready before the end.
+      state, batch: arrays or shapes.
+      num_rows: number of rows for which it is traced, with one microbatch: a plan depends neither on an
+        island's rows nor on the number of microbatches, which may change in a run.
+    """
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, num_rows, *x.shape[2:]), x.dtype), batch)
+    first_row = jax.ShapeDtypeStruct((), np.uint32)
+    traced, shapes = jax.make_jaxpr(local, return_shape=True)(state, one, first_row)
+    pieces: list[GradientPiece] = []
+
+    def run(*inputs: Any) -> list[Any]:
+        outputs = PiecewiseProgram(num_parts).run(traced, inputs)
+        found, _ = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        pieces[:] = [piece for path, gradient in found.grads.items() for piece in pieces_of(path, gradient)]
+        return [found.loss_sum, *(piece.take(found.grads[piece.path]) for piece in pieces)]
+
+    program = jax.make_jaxpr(run)(*traced.in_avals)
+    # a program with effects is not cut: their order would change
+    if program.effects or not pieces:
+        return [[piece for path, x in shapes[0].grads.items() for piece in pieces_of(path, x)]]
+    # the loss ends the forward pass
+    start, *costs = ready_costs(program)
+    part_of = parts_by_cost(costs, start, num_parts)
+    return [
+        [piece for piece, each in zip(pieces, part_of, strict=True) if each == part]
+        for part in range(max(part_of) + 1)
+    ]
+
+
+def pieces_of(path: str, gradient: Any) -> list[GradientPiece]:
+    """Return the pieces of a gradient: an array, a shape, or `Pieces`."""
+    if isinstance(gradient, Pieces):
+        size = gradient.bounds[-1][1]
+        return [GradientPiece(path, gradient.dim, *bounds, size) for bounds in gradient.bounds]
+    size = gradient.shape[0] if gradient.shape else 1
+    return [GradientPiece(path, 0, 0, size, size)]
+
+
+def join_pieces(plan: PiecePlan, found: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return path -> gradient of the pieces by name, in a jit.
+
+    >>> plan = [[GradientPiece("a", 0, 2, 3, 3)], [GradientPiece("a", 0, 0, 2, 3)]]
+    >>> join_pieces(plan, {"a[0:2]": jnp.arange(2), "a[2:3]": jnp.ones(1, int)})["a"].tolist()
+    [0, 1, 1]
+    """
+    by_path: dict[str, list[GradientPiece]] = {}
+    for piece in sorted(piece for part in plan for piece in part):
+        by_path.setdefault(piece.path, []).append(piece)
+    return {
+        path: found[path]
+        if pieces[0].is_whole
+        else jnp.concatenate([found[piece.name] for piece in pieces], pieces[0].dim)
+        for path, pieces in by_path.items()
+    }

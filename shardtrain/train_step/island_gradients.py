@@ -1,0 +1,172 @@
+"""An island's own gradients as they are sent: the program, and the combiners that send.
+
+In one program, or in parts that are sent one after the other. Next: `gradient_parts.py`, `island_step.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.combine.combiner import contribution
+from shardtrain.combine.fragments import by_path
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.functional.frozen import without
+from shardtrain.functional.loss import Batch
+from shardtrain.functional.rng import step_key
+from shardtrain.functional.sums import Sums
+from shardtrain.islands.transfer import Transfer
+from shardtrain.train_step.gradient_parts import GradientParts, Pack, SentPart
+from shardtrain.train_step.gradient_pieces import GradientPiece, PiecePlan, join_pieces, plan_pieces
+from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_merge import AllGather
+from shardtrain.train_step.loss_scale import overflowed, scale_of
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.state import State
+
+Gradients = Callable[..., Sums]
+"""See `gradients.make_gradients`."""
+
+
+def contributions(grads: Any, count: jax.Array) -> Any:
+    """Return gradients, or zeros without examples, see `combiner.contribution`."""
+    return jax.tree.map(lambda g: contribution(g, count), grads)
+
+
+class IslandGradients:
+    """The program of an island's gradients, and the combiners of what each part of it sends.
+
+    Args:
+      gradients: of `make_gradients`: sums over examples for a mean, else the mean.
+      placement: the placement of this island.
+      transfer: to the other islands.
+      synchronisation: how islands are synchronised.
+      dtype: of what is sent.
+      num_parts: programs in which a mean is computed, at most.
+      batch: an example, arrays or shapes; several parts need it.
+      all_gather: gathers a value of every rank, by name: all take the pieces of the first.
+
+    Attributes:
+      combiners: of each part.
+      shardings: of what each part sends, by name.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        placement: Placement,
+        transfer: Transfer,
+        synchronisation: Synchronisation,
+        dtype: str,
+        num_parts: int,
+        batch: Batch | None,
+        all_gather: AllGather,
+    ) -> None:
+        mesh, specs = placement.mesh, placement.specs
+        # with inside "sum" an island sends the sum over its replicas: their mean times their number
+        num_replicas = math.prod(mesh.shape[axis] for axis in placement.layout.batch_axes)
+        factor = num_replicas if synchronisation.inside == "sum" else 1
+        self._local = local = _make_local(gradients, placement, factor, dtype)
+        # a mean sends sums over examples: they are weighted already, and divided where they are used
+        self._of_sums = synchronisation.is_mean
+        assert num_parts == 1 or self._of_sums
+        self._plan: PiecePlan = []
+        if num_parts > 1:
+            assert batch is not None
+            plan = plan_pieces(local, num_parts, specs.abstract, batch, num_replicas)
+            plan = all_gather("parts of the gradients", plan)[0]
+            self._plan = [[GradientPiece(*piece) for piece in part] for part in plan]
+        make_combiner = partial(
+            IslandCombiner,
+            synchronisation.combiner,
+            placement,
+            transfer,
+            of_sums=self._of_sums,
+            dtype=dtype,
+        )
+        self.combiners = [make_combiner(sent) for sent in self._shapes(by_path(specs.abstract.params))]
+        whole = NamedSharding(mesh, PartitionSpec())
+        # an island without examples adds nothing, whatever its gradients are
+        packs: list[Pack] = [
+            partial(each.packing.pack, whole=whole) if self._of_sums else contributions
+            for each in self.combiners
+        ]
+
+        def packed(state: State, batch: Batch, first_row: jax.Array) -> Any:
+            found, own = local(state, batch, first_row)
+            return found._replace(grads=packs[0](found.grads, found.count)), own
+
+        # gradients stay sharded until they are sent; everything else is replicated
+        by_name = self._specs(by_path(without(specs.sharded, specs.frozen)))
+        sharded = {name: NamedSharding(mesh, spec) for name, spec in by_name.items()}
+        self.shardings = [
+            each.packing.shardings(sharded, whole) if self._of_sums else sharded for each in self.combiners
+        ]
+        is_one = len(self.combiners) == 1
+        returned = Sums._make([whole, whole, whole, self.shardings[0] if is_one else whole, whole, whole])
+        self._whole_program = jax.jit(
+            packed if is_one else local,
+            in_shardings=(placement.state._replace(combine_state=whole), placement.batch, whole),
+            out_shardings=(returned, whole),
+        )
+        self._parts = None
+        if not is_one:
+            self._parts = GradientParts(local, self._plan, packs, self.shardings[-1], whole)
+
+    def __call__(self, state: State, batch: Batch, first_row: Any) -> Iterator[SentPart]:
+        """Start the program, and yield what each part of it sends; nothing is waited for."""
+        if self._parts is not None:
+            yield from self._parts(state, batch, first_row)
+        else:
+            found, own = self._whole_program(state, batch, first_row)
+            yield SentPart(found.grads, found.count, (found._replace(grads={}), own))
+
+    def joined(self, combined: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""
+        grads: dict[str, jax.Array] = {}
+        for combiner, part in zip(self.combiners, combined, strict=True):
+            grads |= combiner.packing.unpack(part) if self._of_sums else part
+        grads = join_pieces(self._plan, grads) if self._plan else grads
+        return {path: g.astype(jnp.float32) for path, g in grads.items()}
+
+    def compiled(self, state: State, batch: Batch, first_row: Any) -> jax.stages.Compiled:
+        """Return the program as one, of shapes, whose memory is about that of its parts."""
+        return self._whole_program.lower(state, batch, first_row).compile()
+
+    def _shapes(self, params: dict[str, Any]) -> list[dict[str, jax.ShapeDtypeStruct] | None]:
+        """Return name -> shape of what each part sends; None for all gradients."""
+        if not self._plan:
+            return [None]
+        return [
+            {p.name: jax.ShapeDtypeStruct(p.shape(params[p.path].shape), jnp.float32) for p in part}
+            for part in self._plan
+        ]
+
+    def _specs(self, by_path: dict[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+        """Return name -> PartitionSpec of what is sent, from those of gradients by path."""
+        pieces = [piece for part in self._plan for piece in part]
+        return {**by_path, **{piece.name: piece.spec(by_path[piece.path]) for piece in pieces}}
+
+
+def _make_local(gradients: Gradients, placement: Placement, factor: int, dtype: str) -> Callable[..., Any]:
+    """Return the whole program, before anything is packed, see `gradient_pieces.Local`."""
+
+    def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
+        key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
+        found = gradients(state.params, state.model_state, key, batch, first_row, scale)
+        grads = without(found.grads, placement.specs.frozen)
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        own = {}
+        if state.loss_scale:
+            own["finite"] = jnp.isfinite(optax.tree.norm(contributions(grads, found.count)))
+            over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
+            own["overflowed"] = jnp.float32(over)
+        # what is sent is rounded here, so that 32 bits of it are never written
+        return found._replace(grads=by_path(jax.tree.map(lambda g: g.astype(dtype), grads))), own
+
+    return local

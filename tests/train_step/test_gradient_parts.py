@@ -1,0 +1,162 @@
+"""Gradients in several programs are those of one, and are sent while the next program computes."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from tiny_language_model import TinyConfig
+
+from shardtrain.data import place
+from shardtrain.functional.loss import classification_loss, next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.islands.transfer import Transfer
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.mlp import MlpConfig
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
+from shardtrain.train_step.placement import make_placement
+
+RANDOM = np.random.default_rng(0)
+TOKENS = {
+    "tokens": RANDOM.integers(0, 16, (8, 5), np.int32),
+    "weights": np.where(np.arange(8) < 7, 1, 0).astype(np.float32),
+}
+IMAGES = {
+    "image": RANDOM.normal(size=(8, 4, 4)).astype(np.float32),
+    "label": RANDOM.integers(0, 8, 8, np.int32),
+    "weights": TOKENS["weights"],
+}
+STACKED = from_nnx(TinyConfig(vocab=16, seq=4, num_layers=7, dropout=0.2))
+DECODER = from_nnx(DecoderConfig(vocab=16, seq=4, embed=8, num_layers=3, num_heads=2))
+UNROLLED = from_nnx(MlpConfig(features=16, mlp=8, num_layers=3, classes=8, dropout=0.3))
+
+
+class Alone:
+    """A group of one island, without MPI."""
+
+    size, index, traced_bytes = 1, 0, 0
+
+    def all_reduce(self, x, span=None):
+        return x
+
+
+def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, before_last=lambda: None, **options):
+    """The state after two steps, the metrics of the last, and the bytes that each part sends."""
+    layout, optimizer = Layout(mesh=sizes, unnamed="replicate"), optax.sgd(0.5)
+    mesh = make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))])
+    placement = make_placement(model, optimizer, layout, mesh, **options)
+    transfer = Transfer(mesh, [Alone()])  # type: ignore[list-item]
+    batch = place(batch, mesh, layout.batch_axes, microbatches)
+    step = make_island_step(model, loss, optimizer, placement, transfer, num_parts=num_parts, batch=batch)
+    state = step.begin(init_state(model, optimizer, placement, 0), batch)
+    assert isinstance(step, GradientIslandStep)
+    state, _ = step(state, batch)
+    before_last()
+    state, metrics = step(state, batch)
+    transfer.close()
+    return jax.device_get(state), jax.device_get(metrics), step.part_bytes
+
+
+CASES = {
+    "7 layers in 3 pieces": (STACKED, next_token_loss, TOKENS, {"data": 2, "fsdp": 2}, 3, 2),
+    "a decoder": (DECODER, next_token_loss, TOKENS, {"data": 1}, 2, 1),
+    "layers one by one": (UNROLLED, classification_loss, IMAGES, {"data": 2}, 3, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_programs_give_the_steps_of_one(case):
+    model, loss, batch, sizes, num_parts, microbatches = CASES[case]
+    options = {"scales_loss": True, "measures_noise": True} if microbatches > 1 else {}
+    whole, parts = (
+        steps_of(model, loss, batch, sizes, number, microbatches, **options) for number in (1, num_parts)
+    )
+    assert len(parts[2]) == num_parts
+    # each part sends something, and together all of it
+    assert min(parts[2]) > 0
+    assert sum(parts[2]) == sum(whole[2])
+    for a, b in zip(jax.tree.leaves(parts[:2]), jax.tree.leaves(whole[:2]), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+class Product(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(rngs.normal((16, 8)))
+
+    def __call__(self, x):
+        return x.reshape(len(x), -1) @ self.kernel
+
+
+def test_a_model_of_one_parameter_stays_one_program():
+    state, _, part_bytes = steps_of(from_nnx(Product), classification_loss, IMAGES, {"data": 1}, 3)
+    whole, _, _ = steps_of(from_nnx(Product), classification_loss, IMAGES, {"data": 1}, 1)
+    assert part_bytes == [4 * 16 * 8]
+    jax.tree.map(np.testing.assert_array_equal, state, whole)
+
+
+IS_SENT = threading.Event()
+
+
+def wait_until_sent(x):
+    """In the backward pass: ones if the last layer's gradient has been sent, else NaN."""
+    return np.full(x.shape, 1 if IS_SENT.wait(60) else np.nan, np.float32)
+
+
+@jax.custom_vjp
+def hold(x):
+    return x
+
+
+def held_back(_, cotangent):
+    shape = jax.ShapeDtypeStruct(cotangent.shape, jnp.float32)
+    return (cotangent * jax.pure_callback(wait_until_sent, shape, cotangent, vmap_method="broadcast_all"),)
+
+
+hold.defvjp(lambda x: (x, None), held_back)
+
+
+class Held(nnx.Module):
+    """Two layers: the gradient of the first waits until that of the last has been sent.
+
+    The forward pass takes so long that the second program is started before the first has run: jax would run
+    a program with a callback at once if all of its inputs were there.
+    """
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.last = nnx.Linear(4, 8, rngs=rngs)
+
+    def __call__(self, x):
+        slow = jnp.full((256, 256), lax.stop_gradient(x).mean())
+        slow = lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), slow)
+        return self.last(hold(self.first(x.reshape(len(x), -1)))) + 1e-9 * slow.mean()
+
+
+def test_the_first_part_is_sent_before_the_second_has_run(monkeypatch):
+    start = Transfer.start
+
+    def started(self, number, *arguments, **options):
+        future = start(self, number, *arguments, **options)
+        # the program of the bucket has run, on the device whose next program waits for this
+        future.add_done_callback(lambda _: IS_SENT.set())
+        return future
+
+    def compiled() -> None:
+        monkeypatch.setattr(Transfer, "start", started)
+        IS_SENT.clear()
+
+    # the first step compiles both programs, and waits for nothing
+    IS_SENT.set()
+    state, metrics, part_bytes = steps_of(
+        from_nnx(Held), classification_loss, IMAGES, {"data": 1}, 2, before_last=compiled
+    )
+    assert part_bytes == [4 * (4 * 8 + 8), 4 * 16 * 4]
+    assert metrics["skipped"] == 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
