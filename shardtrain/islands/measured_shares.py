@@ -21,7 +21,7 @@ LEAST_GAIN, MORE_GAIN, MOST_GAIN = 0.05, 0.025, 0.15
 """The part of a step's time that the first change must save: less is noise, and a new capacity is compiled;
 what each later one must save in addition, as programs for noise are never earned back; and the most."""
 
-FINENESS = 32
+FINENESS = 16
 """A capacity is at most this part above the one before, 1 / FINENESS, so no more is computed for padding."""
 
 CHANGED = 0.15
@@ -37,8 +37,8 @@ def capacities(most: int, multiple: int, limit: float = math.inf) -> list[int]:
         1 / `FINENESS` above the one before, where that is possible.
       limit: the largest one, a multiple too; it may be below `most`.
 
-    >>> capacities(71, 1)[-7:], capacities(24, 4), capacities(24, 4, 12)
-    ([62, 63, 64, 66, 68, 70, 72], [4, 8, 12, 16, 20, 24], [4, 8, 12])
+    >>> capacities(37, 1)[-6:], capacities(24, 4), capacities(24, 4, 12)
+    ([30, 31, 32, 34, 36, 38], [4, 8, 12, 16, 20, 24], [4, 8, 12])
     """
     found = [multiple]
     while found[-1] < min(most, limit):
@@ -50,8 +50,8 @@ def capacities(most: int, multiple: int, limit: float = math.inf) -> list[int]:
 def capacity(rows: int, multiple: int, limit: float = math.inf) -> int:
     """Return the least capacity that holds some rows.
 
-    >>> capacity(69, 1), capacity(0, 4), capacity(69, 1, limit=69)
-    (70, 4, 69)
+    >>> capacity(35, 1), capacity(0, 4), capacity(35, 1, limit=35)
+    (36, 4, 35)
     """
     return capacities(rows, multiple, limit)[-1]
 
