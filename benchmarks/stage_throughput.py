@@ -1,6 +1,6 @@
 """Updates per second of pipeline stages across islands, over one device and over islands that are replicas.
 
-    python benchmarks/stage_throughput.py [--steps 60]
+    python benchmarks/stage_throughput.py [--steps 60] [--models gpt_text own_model]
 
 Each row is a whole run, whose last line of metrics has the rate of the last 50 steps. An island has one core;
 "one device" is measured on one core and on two.
@@ -16,7 +16,8 @@ from pathlib import Path
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
-MODELS = {"gpt_text (blocks)": "examples/gpt_text.py", "own_model (traced)": "examples/own_model.py"}
+MODELS = {"gpt_text": "examples/gpt_text.py", "own_model": "examples/own_model.py"}
+"""Name -> run file; the first one says its blocks, the second is cut by tracing."""
 STAGES = ["--across", "pipeline"]
 WAYS = {
     "one device, one core": ("0", []),
@@ -49,10 +50,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options = parser.parse_args()
+    steps = options.steps
     print(f"| | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}")
     with tempfile.TemporaryDirectory() as folder:
-        for name, file in MODELS.items():
+        for name in options.models:
+            file = MODELS[name]
             found = {
                 way: updates_per_second(file, way, steps, Path(folder) / f"{Path(file).stem}{number}")
                 for number, way in enumerate(WAYS)

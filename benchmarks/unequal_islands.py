@@ -5,6 +5,7 @@ mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 80]
 Every rank keeps to one core. The last one gets one `slow`-th of it: by a quota of a control group, which
 needs root, or by `slow` - 1 other processes that compute on it for ever. The same run is trained with equal
 shares and with `--shares auto` in turns. With --change rank 0 is the slow one from the middle of each run on.
+With --splits 26,6 27,5 these fixed rows are tried beside them: the best split shows what no shares can save.
 Figures: docs/benchmarks/unequal_islands.md.
 """
 
@@ -27,7 +28,7 @@ from cpu_quota import CpuQuota
 from shardtrain.islands.binding import bind_cpus
 from shardtrain.islands.rank_environment import find_rank_environment
 
-EQUAL, AUTO = "equal shares", "--shares auto"
+EQUAL, AUTO, FIXED = "equal shares", "--shares auto", "rows "
 
 CHANGED = "rows of the islands from now on: "
 """Begins the text that a run prints, see `row_shares.RowShares.add`."""
@@ -41,6 +42,7 @@ class Options:
       slow: the last island has this part of its core: 1 / slow.
       change: slow the first island instead, from the middle of each run on.
       by: a quota of processor time (a control group: root), or other processes on the same core.
+      splits: rows of the islands that are kept through a run of their own, each as 26,6.
       rounds: runs of each way, in turns.
       steps: of each run.
       measured: the last steps of a run, whose seconds are taken.
@@ -51,6 +53,7 @@ class Options:
     slow: int = 2
     change: bool = False
     by: Literal["quota", "processes"] = "quota"
+    splits: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 80
     measured: int = 30
@@ -175,7 +178,8 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
         seconds = late[-1]["wall_seconds"] - late[0]["wall_seconds"]
         changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
         sys.stderr.write("".join(f"{line.strip()}\n" for line in changes))
-        rows = [options.batch // (last + 1)] * (last + 1)
+        weights = (1.0,) * (last + 1) if shares == "auto" else shares
+        rows = [round(options.batch * weight / sum(weights)) for weight in weights]
         if changes:
             words = changes[-1].partition(f": {CHANGED}")[2].partition(";")[0]
             rows = [int(word) for word in words.split(", ")]
@@ -207,6 +211,14 @@ def table(options: Options, found: dict[str, list[Any]]) -> str:
             rows, changed = (", ".join(map(str, each)) for each in (run.rows, run.changed))
             lines.append(f"| {name} | {run.step_seconds:.4f} | {rows} | {changed} | {run.loss:.5f} |")
     lines += ["", f"equal shares / auto: {_spread(ratios)}", f"auto / ideal: {_spread(above)}"]
+    fixed = {name: [run.step_seconds for run in results[name]] for name in results if name.startswith(FIXED)}
+    if fixed:
+        best = min(fixed, key=lambda name: median(fixed[name]))
+        beside = [auto.step_seconds / x for auto, x in zip(results[AUTO], fixed[best], strict=True)]
+        ideal = [options.batch / equal.speed for equal in results[EQUAL]]
+        over = [x / seconds for x, seconds in zip(fixed[best], ideal, strict=True)]
+        lines += [f"auto / best of the fixed splits ({best}): {_spread(beside)}"]
+        lines += [f"best of the fixed splits / ideal: {_spread(over)}"]
     return "\n".join(lines)
 
 
@@ -223,9 +235,11 @@ def main(options: Options) -> None:
     if islands is None:
         sys.exit("start it on several ranks: mpiexec -n 2 uv run python benchmarks/unequal_islands.py")
     load = CpuQuota(1 / options.slow) if options.by == "quota" else Load(options.slow - 1)
-    found: dict[str, list[Any]] = {EQUAL: [], AUTO: []}
+    ways: dict[str, Any] = {EQUAL: (1.0,) * islands.environment.size, AUTO: "auto"}
+    ways |= {f"{FIXED}{rows}": tuple(map(float, rows.split(","))) for rows in options.splits}
+    found: dict[str, list[Any]] = {name: [] for name in ways}
     for _ in range(options.rounds):
-        for name, shares in ((EQUAL, (1.0,) * islands.environment.size), (AUTO, "auto")):
+        for name, shares in ways.items():
             found[name].append(measure(options, shares, islands, load))
     if islands.is_first:
         print(table(options, found))

@@ -2,6 +2,7 @@
 
 mpiexec -n 2 uv run python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
 mpiexec -n 4 uv run python benchmarks/waves.py --num-stages 2   # two virtual workers; -n 2: one alone
+mpiexec -n 2 uv run python benchmarks/waves.py --slow 2 --chance 0 --only every-step --results FOLDER  # a row
 
 Before each step an island pauses with a small chance, which a seed decides for each island and step, so every
 way meets the same pauses. Each way trains the same steps ("equal samples"); then the loss of its line at the
@@ -11,6 +12,7 @@ docs/benchmarks/waves.md.
 """
 
 import io
+import json
 import os
 import shutil
 import sys
@@ -48,6 +50,9 @@ class Options:
       rate: learning rate.
       window: lines over which training losses are averaged.
       seed: of parameters, data and pauses.
+      only: the ways to measure, by name; none: all.
+      results: a folder where results are kept: the table has all that are there, so that each row may be a
+        run of its own.
     """
 
     steps: int = 240
@@ -65,6 +70,8 @@ class Options:
     rate: float = 2e-3
     window: int = 20
     seed: int = 0
+    only: tuple[str, ...] = ()
+    results: Path | None = None
 
 
 class Result(NamedTuple):
@@ -277,8 +284,16 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     return Result(*islands.broadcast("result", found))
 
 
+def kept(folder: Path, results: dict[str, Result]) -> dict[str, Result]:
+    """Write results to a folder, and return all that are there, by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, result in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    return {path.stem: Result(*json.loads(path.read_text())) for path in folder.glob("*.json")}
+
+
 def table(results: list[Result]) -> str:
-    """Format the results; ratios are to every-step."""
+    """Format the results; ratios are to the first."""
     seconds = min(result.curve[-1][0] for result in results)
     base = results[0]
     base_loss = loss_after(base.curve, seconds)
@@ -307,9 +322,14 @@ def main(options: Options) -> None:
     if islands is None:
         sys.exit("start it on several ranks: mpiexec -n 2 uv run python benchmarks/waves.py")
     found = ways(options, islands.seat.num_islands)
-    results = [measure(name, way, options, islands) for name, way in found.items()]
+    if unknown := [name for name in options.only if name not in found]:
+        sys.exit(f"no way is named {', '.join(unknown)}; there are {', '.join(found)}")
+    chosen = options.only or found
+    results = {name: measure(name, found[name], options, islands) for name in chosen}
     if islands.is_first:
-        print(table(results))
+        if options.results is not None:
+            results = kept(options.results, results)
+        print(table([results[name] for name in found if name in results]))
 
 
 if __name__ == "__main__":

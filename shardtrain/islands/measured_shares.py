@@ -1,7 +1,7 @@
 """The rows of each island by measured speed, so that all islands end a step together. Values only.
 
 An island's own work in a step takes about a + b * rows seconds. What is measured at two numbers of rows gives
-both; until then a is 0. An island is compiled for few numbers of rows, its capacities: in between it pads.
+both; until then a is 0. An island is compiled for some numbers of rows, its capacities: in between it pads.
 
 Source: Ding et al. 2021, HetSeq (unequal islands in one run); Song et al. 2020, AccPar, section 4 (shares in
 the ratio of the speeds).
@@ -21,6 +21,9 @@ LEAST_GAIN, MORE_GAIN, MOST_GAIN = 0.05, 0.025, 0.15
 """The part of a step's time that the first change must save: less is noise, and a new capacity is compiled;
 what each later one must save in addition, as programs for noise are never earned back; and the most."""
 
+FINENESS = 16
+"""A capacity is at most this part above the one before, 1 / FINENESS, so no more is computed for padding."""
+
 CHANGED = 0.15
 """The part by which a measured time may miss what fits an older one, before that is of another speed."""
 
@@ -31,15 +34,15 @@ def capacities(most: int, multiple: int, limit: float = math.inf) -> list[int]:
     Args:
       most: rows.
       multiple: what the island's mesh splits without padding; each capacity is a multiple of it, and at most
-        an eighth above the one before, where that is possible.
+        1 / `FINENESS` above the one before, where that is possible.
       limit: the largest one, a multiple too; it may be below `most`.
 
-    >>> capacities(24, 1)[:12], capacities(24, 4), capacities(24, 4, 12)
-    ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4, 8, 12, 16, 20, 24], [4, 8, 12])
+    >>> capacities(37, 1)[-6:], capacities(24, 4), capacities(24, 4, 12)
+    ([30, 31, 32, 34, 36, 38], [4, 8, 12, 16, 20, 24], [4, 8, 12])
     """
     found = [multiple]
     while found[-1] < min(most, limit):
-        step = max(found[-1] // 8 // multiple, 1) * multiple
+        step = max(found[-1] // FINENESS // multiple, 1) * multiple
         found.append(int(min(found[-1] + step, limit)))
     return found
 
@@ -47,8 +50,8 @@ def capacities(most: int, multiple: int, limit: float = math.inf) -> list[int]:
 def capacity(rows: int, multiple: int, limit: float = math.inf) -> int:
     """Return the least capacity that holds some rows.
 
-    >>> capacity(21, 1), capacity(0, 4), capacity(21, 1, limit=21)
-    (22, 4, 21)
+    >>> capacity(35, 1), capacity(0, 4), capacity(35, 1, limit=35)
+    (36, 4, 35)
     """
     return capacities(rows, multiple, limit)[-1]
 

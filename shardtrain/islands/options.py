@@ -19,8 +19,9 @@ class Across:
       axis: "data": each island is a replica, with its share of every batch. "pipeline": each island is
         a stage of a pipeline; island i has stage i % partitions of replica i // partitions.
       partitions: number of islands that form one pipeline; None: all of them.
-      shares: weights of the replicas, in proportion to which they get rows of a batch; None: by their
-        devices; "auto": by their devices at first, then by the speed that is measured.
+      shares: weights of the replicas, in proportion to which they get rows of a batch; "auto": by their
+        devices at first, then by the speed that is measured; None: "auto" where the devices of islands
+        differ and a split of the batch changes nothing but rounding, see `trainer.island_run`; else by them.
       share_limits: the most examples of a batch that each island gets (tokens, where the batch counts them),
         whatever the shares say; the others get the rest. "auto": as many as fit the memory of the island.
       reduce: how arrays are summed over islands: by one all-reduce; on island 0, which broadcasts the sum

@@ -4,8 +4,10 @@ Next: `prepared_run.py`, which sets it up.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import jax
 
@@ -30,7 +32,8 @@ def run_of_island(run: Run, islands: Islands | None, output: RunConsole) -> Run:
       ValueError: a section of the strategy is for no island, or replicas cannot be combined as it says.
     """
     strategy = _simplified(_own_strategy(run.strategy, islands, output), islands, output)
-    return _scale(replace(run, strategy=strategy), islands, output)
+    run = _with_measured_shares(replace(run, strategy=strategy), islands, output)
+    return _scale(run, islands, output)
 
 
 def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
@@ -70,6 +73,60 @@ def _simplified(strategy: Strategy, islands: Islands | None, output: RunConsole)
     if found is not strategy.synchronisation:
         output.note("waves of one step in which no island may be ahead: gradients are combined in every step")
     return replace(strategy, synchronisation=found)
+
+
+class IslandDevices(NamedTuple):
+    """The devices of an island.
+
+    Args:
+      kind: of its devices.
+      number: of them.
+      dtype: in which it computes; None: that of the model.
+    """
+
+    kind: str
+    number: int
+    dtype: str | None = None
+
+
+def measured_shares_text(run: Run, islands: Sequence[IslandDevices]) -> str | None:
+    """Return why the rows of these islands follow their speed though the run does not ask for it; None: no.
+
+    They do where islands differ and the split of a batch changes nothing but rounding, and where the rows
+    that fit the memory of each island can be measured.
+
+    Args:
+      run: as an island trains it.
+      islands: the devices of each.
+    """
+    strategy, differ = run.strategy, len({(each.kind, each.number) for each in islands}) > 1
+    splits_alike = strategy.synchronisation.is_mean and len({each.dtype for each in islands}) == 1
+    if not differ or strategy.across.shares is not None or strategy.across.axis != "data":
+        return None
+    if not splits_alike or run.batch_unit == "tokens" or run.batch_growth:
+        return None
+    each = "; ".join(f"{one.number} x {one.kind}" for one in islands)
+    return (
+        f"islands differ ({each}): their rows follow the measured speed (--shares auto), within what fits"
+        " their memory; weights, such as"
+        f" --shares {','.join(str(one.number) for one in islands)}, keep them as they are"
+    )
+
+
+def _with_measured_shares(run: Run, islands: Islands | None, output: RunConsole) -> Run:
+    """Return the run with `shares` and `share_limits` "auto" where that is the default; say so."""
+    if islands is None:
+        return run
+    own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count(), run.strategy.compute_dtype)
+    every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of islands", own)]
+    text = measured_shares_text(run, every)
+    if text is None:
+        return run
+    output.note(text)
+    across = run.strategy.across
+    limits = "auto" if across.share_limits is None else across.share_limits
+    across = replace(across, shares="auto", share_limits=limits)
+    return replace(run, strategy=replace(run.strategy, across=across))
 
 
 def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:

@@ -17,3 +17,13 @@ def test_ratios_are_of_runs_next_to_each_other_and_the_ideal_is_what_all_compute
     assert "| --shares auto | 1.4000 | 21, 11 | 10 | 2.50000 |" in text
     assert "equal shares / auto: 1.21 (1.43, 1.00)" in text
     assert "auto / ideal: 1.27 (1.05, 1.50)" in text
+    # the best of two fixed splits takes 1.4 seconds, which is 1.05 of the ideal: no shares do better
+    fixed = {
+        "rows 20,12": [result(1.5, 24.0, [20, 12], [], 2.5)],
+        "rows 21,11": [result(1.4, 24.0, [21, 11], [], 2.5)],
+    }
+    found = {benchmark.EQUAL: [equal], benchmark.AUTO: [result(1.4, 24.0, [21, 11], [10], 2.5)], **fixed}
+    text = benchmark.table(benchmark.Options(), found)
+    assert "| rows 20,12 | 1.5000 | 20, 12 |  | 2.50000 |" in text
+    assert "auto / best of the fixed splits (rows 21,11): 1.00 (1.00)" in text
+    assert "best of the fixed splits / ideal: 1.05 (1.05)" in text

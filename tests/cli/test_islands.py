@@ -70,7 +70,8 @@ def start(warm_shardtrain):
 
     def start(*options, shardtrain=warm_shardtrain, **environment):
         words = [*shardtrain, "launch", "--islands", "2", "--logs", "logs", "--"]
-        words += ["train", "tiny.py", "--cpu-devices", "1", *options]
+        devices = [] if "--cpu-devices" in options else ["--cpu-devices", "1"]
+        words += ["train", "tiny.py", *devices, *options]
         with Path("out").open("w") as out, Path("err").open("w") as err:
             return subprocess.Popen(words, stdout=out, stderr=err, env={**os.environ, **environment})
 
@@ -201,9 +202,11 @@ def test_local_steps_without_deltas_are_refused(folder, capsys):
 
 def test_shares_follow_the_measured_speed_and_losses_stay_those_of_one_device(folder, start):
     options = ["--steps", "40", "--batch", "32"]
-    # the second island takes three times as long for a row
-    code, out, err = ended(start(*options, "--shares", "auto", SECONDS_A_ROW="0.002,0.006"))
+    # a device of the second island takes 1.5 times as long for a row, and it has one, not two
+    unequal = ["--cpu-devices", "2,1", "--mesh", "data=-1"]
+    code, out, err = ended(start(*options, *unequal, SECONDS_A_ROW="0.004,0.006"))
     assert code == 0, err
+    assert "islands differ (2 x cpu; 1 x cpu): their rows follow the measured speed" in out
     changes = re.findall(r"after step (\d+): rows of the islands from now on: (\d+), (\d+)", out)
     assert 1 <= len(changes) <= 3, out
     step, first, second = map(int, changes[-1])
@@ -215,8 +218,8 @@ def test_shares_follow_the_measured_speed_and_losses_stay_those_of_one_device(fo
     one = [line["train/loss"] for line in read_jsonl(Path("one/metrics.jsonl"))]
     assert islands == pytest.approx(one, rel=2e-5)
     # it goes on with the rows that it had
-    longer = ["--steps", "42", "--batch", "32", "--shares", "auto"]
-    code, out, err = ended(start(*longer, SECONDS_A_ROW="0.002,0.006"))
+    longer = ["--steps", "42", "--batch", "32", *unequal]
+    code, out, err = ended(start(*longer, SECONDS_A_ROW="0.004,0.006"))
     assert code == 0, err
     assert f"rows of the islands, as they were measured before: {first}, {second}" in out
     assert len(read_jsonl(Path("run/metrics.jsonl"))) == len(one) + 2

@@ -49,7 +49,8 @@ def test_no_island_gets_more_than_its_limit():
     seconds: Seconds = lambda island, rows: (1, 4, 4)[island] * rows  # noqa: E731
     shares = MeasuredShares(64, [22, 21, 21], [1, 1, 2], [30, 64, 26])
     assert 1 <= len(run(shares, seconds, 50)) <= 2
-    assert shares.capacities[0] == 30
+    # 28 rows are as good, as the others have 18 each then
+    assert shares.capacities[0] in (28, 30)
     # the others share what is left
     assert abs(shares.rows[1] - shares.rows[2]) <= 2
     assert not shares.restore([31, 20, 13])
@@ -107,7 +108,16 @@ def test_islands_get_what_they_can_split():
     assert all(n % 6 == 0 for n in capacities(100, 6))
 
 
-def test_few_numbers_of_rows_are_compiled():
+def test_padding_is_little_and_numbers_of_rows_are_few():
     found = capacities(4096, 1)
-    assert len(found) < 8 * 10
-    assert all(b - a <= max(a / 8, 1) for a, b in pairwise(found))
+    assert len(found) < 16 * 10
+    assert all(b - a <= max(a / 16, 1) for a, b in pairwise(found))
+
+
+def test_an_island_is_compiled_for_its_rows_where_these_are_few():
+    """A quarter of the speed: with capacities an eighth apart the fast island padded 26 rows to 27."""
+    shares = MeasuredShares(32, [16, 16], [1, 1])
+    # seconds of two islands of which one has a quarter of its core, as they were measured
+    for _ in range(40):
+        shares.add([0.012 + 0.0042 * shares.capacities[0], 0.019 * shares.capacities[1]])
+    assert shares.rows == shares.capacities == [26, 6]

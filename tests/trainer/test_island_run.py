@@ -1,0 +1,81 @@
+"""The run of one island: where rows follow the measured speed though nobody asked for it."""
+
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.data import Text
+from shardtrain.islands.options import Across
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.island_run import IslandDevices, run_of_island
+from shardtrain.trainer.strategy import Strategy
+
+RUN = Run(model=TinyConfig(), data=Text(seq=8), batch=8, steps=1)
+
+
+def across_of(run: Run, other: IslandDevices) -> tuple[Across, str]:
+    """What island 0 makes of a run whose island 1 has other devices, and what it prints."""
+
+    def all_gather_islands(name: str, own: Any) -> list[Any]:
+        return [own, list(other)] if name == "devices of islands" else [own, own]
+
+    islands: Any = SimpleNamespace(
+        seat=SimpleNamespace(island=0, num_islands=2), all_gather_islands=all_gather_islands
+    )
+    printed = io.StringIO()
+    console = Console(file=printed, width=400)
+    output: Any = SimpleNamespace(note=console.print)
+    return run_of_island(run, islands, output).strategy.across, printed.getvalue()
+
+
+def devices(**changes: Any) -> IslandDevices:
+    own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count())
+    return own._replace(**changes)
+
+
+@pytest.mark.parametrize("other", [devices(number=2), devices(kind="another")])
+def test_rows_follow_the_speed_where_islands_differ(other):
+    across, printed = across_of(RUN, other)
+    assert across == Across(shares="auto", share_limits="auto")
+    kind = jax.local_devices()[0].device_kind
+    assert printed == (
+        f"islands differ (8 x {kind}; {other.number} x {other.kind}): their rows follow the measured speed"
+        " (--shares auto), within what fits their memory; weights, such as"
+        f" --shares 8,{other.number}, keep them as they are\n"
+    )
+    limited = replace(RUN, strategy=Strategy(across=Across(share_limits=(4, 8))))
+    assert across_of(limited, other)[0] == Across(shares="auto", share_limits=(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "other"),
+    [
+        pytest.param({}, {}, id="equal islands"),
+        pytest.param({"strategy": Strategy(across=Across(shares=(8.0, 2.0)))}, {"number": 2}, id="weights"),
+        pytest.param({"batch_unit": "tokens"}, {"number": 2}, id="tokens"),
+        pytest.param({"batch_growth": "4:2"}, {"number": 2}, id="a batch that grows"),
+        # the rows of a replica are part of what these learn
+        pytest.param(
+            {"strategy": Strategy(synchronisation=Synchronisation(by="adasum"))}, {"number": 2}, id="adasum"
+        ),
+        pytest.param(
+            {"strategy": Strategy(synchronisation=Synchronisation(on="deltas", every=4))},
+            {"number": 2},
+            id="local steps",
+        ),
+        pytest.param({}, {"number": 2, "dtype": "bfloat16"}, id="another dtype"),
+        pytest.param({"strategy": Strategy(across=Across(axis="pipeline"))}, {"number": 2}, id="stages"),
+    ],
+)
+def test_they_stay_where_a_split_is_not_free(changes, other):
+    run = replace(RUN, **changes)
+    across, printed = across_of(run, devices(**other))
+    assert across == run.strategy.across
+    assert printed == ""
