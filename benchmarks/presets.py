@@ -22,7 +22,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 HETSEQ, HETPIPE = (["--strategy", f"meshes/{name}.toml"] for name in ("hetseq", "hetpipe"))
-SMALL = ["--model.filters", "2", "--model.hidden", "16", "--batch", "32"]
+SMALL = ["--model.filters", "4", "--model.hidden", "16", "--batch", "32"]
 """Eight islands on two cores compile for long: the pipelines have fewer channels than the example."""
 IN_FLIGHT = ["--in-flight", "4", "--accumulate", "1"]
 PRESETS = {
