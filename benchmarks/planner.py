@@ -43,6 +43,16 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
+A100_NODES = Machine(
+    rates=Rates(
+        flops_per_second=156e12, memory_bytes_per_second=1.6e12, kernel_seconds=5e-6, memory_bytes=80e9
+    ),
+    devices_per_node=8,
+    device_link=Link(bytes_per_second=300e9, latency_seconds=5e-6),
+    node_link=Link(bytes_per_second=100e9, latency_seconds=1e-5),
+)
+"""Nodes of 8 A100, at half of their peak."""
+
 MODELS = {
     "many activations": (
         DecoderConfig(vocab=256, seq=128, embed=128, num_layers=4, num_heads=8, mlp=512),
@@ -353,16 +363,8 @@ def processor_seconds(subject: Subject, choices: Sequence[Choice], rounds: int) 
 def large() -> None:
     """Print how long a plan of 1,024 devices takes."""
     config = DecoderConfig(vocab=50304, seq=1024, embed=4096, num_layers=32, num_heads=32, mlp=16384)
-    machine = Machine(
-        rates=Rates(
-            flops_per_second=156e12, memory_bytes_per_second=1.6e12, kernel_seconds=5e-6, memory_bytes=80e9
-        ),
-        devices_per_node=8,
-        device_link=Link(bytes_per_second=300e9, latency_seconds=5e-6),
-        node_link=Link(bytes_per_second=100e9, latency_seconds=1e-5),
-    )
     began, began_processor = time.perf_counter(), time.process_time()
-    plan = search(subject_of(config, 2048), machine, 1024, Space(), most=3)
+    plan = search(subject_of(config, 2048), A100_NODES, 1024, Space(), most=3)
     print(
         f"{plan.num_choices} ways, {len(plan.refused)} layouts refused: {time.perf_counter() - began:.1f} s,"
         f" of a processor {time.process_time() - began_processor:.1f} s"

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from planner import A100_NODES
 
 from shardtrain import next_token_loss
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.operator_plan import graph_of as graph_of_operators
 from shardtrain.plan.operator_plan import sharded_by_rules
 from shardtrain.plan.prediction import Choice
@@ -193,18 +193,10 @@ def searches(num_proposals: int) -> None:
         optimizer=optax.adamw(1e-3),
         batch=batch,
     )
-    machine = Machine(
-        rates=Rates(
-            flops_per_second=156e12, memory_bytes_per_second=1.6e12, kernel_seconds=5e-6, memory_bytes=80e9
-        ),
-        devices_per_node=8,
-        device_link=Link(bytes_per_second=300e9, latency_seconds=5e-6),
-        node_link=Link(bytes_per_second=100e9, latency_seconds=1e-5),
-    )
     layout = Layout(mesh={"data": 2, "fsdp": 2, "tensor": 4})
     graph = graph_of_operators(subject, 16, "none")
     completed = subject.state(Choice(layout=layout), 16).layout
-    space, start = sharded_by_rules(graph, machine, axis_sizes(layout.mesh, 16), completed)
+    space, start = sharded_by_rules(graph, A100_NODES, axis_sizes(layout.mesh, 16), completed)
     print(f"{len(graph.operators)} operators, {num_proposals} proposals\n")
     print(
         "| simulation | proposals a second | of the search's time in the simulation | tasks | best step, ms |"

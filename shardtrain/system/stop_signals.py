@@ -30,14 +30,17 @@ class Repeats:
     """Recognises a SIGINT that arrives twice, as below `uv run` if a program interrupts the group of both."""
 
     def __init__(self) -> None:
-        self._last = -math.inf
+        self._first = -math.inf
 
     def __call__(self, number: int) -> bool:
         """Return whether a signal that arrives now is a repeated SIGINT."""
         if number != signal.SIGINT:
             return False
-        before, self._last = self._last, time.monotonic()
-        return self._last - before < REPEAT_SECONDS
+        now = time.monotonic()
+        if now - self._first < REPEAT_SECONDS:
+            return True
+        self._first = now
+        return False
 
 
 class StopSignals:

@@ -14,7 +14,11 @@ WEIGHTS, X = jnp.linspace(-1, 1, 5 * 4 * 4).reshape(5, 4, 4), jnp.linspace(0, 1,
 
 def gradients(weights, x):
     """The stacked gradients of five layers after equations of every kind behind a scan, and their order."""
-    loss = lambda weights: (lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2).sum()  # noqa: E731
+
+    def loss(weights):
+        last, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        return (last**2).sum()
+
     total, grads = jax.value_and_grad(loss)(weights)
     grads = 2 * grads[None]
     by_column = jnp.transpose(grads.reshape(1, 1, 5, 4, 4).sum(1), (2, 0, 1, 3))

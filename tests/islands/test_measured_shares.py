@@ -15,12 +15,12 @@ Seconds = Callable[[int, int], float]
 def run(shares: MeasuredShares, seconds: Seconds, steps: int, noise: float = 0.0, seed: int = 0) -> list[int]:
     """The steps after which the rows changed."""
     draw = random.Random(seed)
-    changes = []
+    changes, batch = [], sum(shares.rows)
     for step in range(1, steps + 1):
         own = [seconds(i, n) * draw.uniform(1, 1 + noise) for i, n in enumerate(shares.capacities)]
         if shares.add(own):
             changes.append(step)
-        assert sum(shares.rows) == 64
+        assert sum(shares.rows) == batch
         assert min(shares.rows) >= 0
     return changes
 
@@ -47,13 +47,12 @@ def test_it_comes_near_the_ideal_in_two_changes(rates, fixed, noise):
 
 def test_no_island_gets_more_than_its_limit():
     seconds: Seconds = lambda island, rows: (1, 4, 4)[island] * rows  # noqa: E731
-    shares = MeasuredShares(64, [22, 21, 21], [1, 1, 2], [30, 64, 26])
+    shares = MeasuredShares(66, [22, 22, 22], [1, 1, 2], [30, 66, 26])
     assert 1 <= len(run(shares, seconds, 50)) <= 2
-    # 28 rows are as good, as the others have 18 each then
-    assert shares.capacities[0] in (28, 30)
+    assert shares.capacities[0] == 30
     # the others share what is left
     assert abs(shares.rows[1] - shares.rows[2]) <= 2
-    assert not shares.restore([31, 20, 13])
+    assert not shares.restore([31, 20, 15])
 
 
 def test_equal_islands_keep_their_rows_whatever_the_noise():

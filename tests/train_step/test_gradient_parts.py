@@ -1,6 +1,7 @@
 """Gradients in several programs are those of one, and are sent while the next program computes."""
 
 import threading
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, before_last=l
     layout, optimizer = Layout(mesh=sizes, unnamed="replicate"), optax.sgd(0.5)
     mesh = make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))])
     placement = make_placement(model, optimizer, layout, mesh, **options)
-    transfer = Transfer(mesh, [Alone()])  # type: ignore[list-item]
+    transfer = Transfer(mesh, cast(Any, [Alone()]))
     batch = place(batch, mesh, layout.batch_axes, microbatches)
     step = make_island_step(model, loss, optimizer, placement, transfer, num_parts=num_parts, batch=batch)
     state = step.begin(init_state(model, optimizer, placement, 0), batch)
