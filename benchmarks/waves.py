@@ -6,7 +6,8 @@ mpiexec -n 2 uv run python benchmarks/waves.py --slow 2 --chance 0 --only every-
 
 Before each step an island pauses with a small chance, which a seed decides for each island and step, so every
 way meets the same pauses. Each way trains the same steps ("equal samples"); then the loss of its line at the
-seconds that the quickest way took is compared ("equal time"; learning rates are constant). With stages a
+seconds that the quickest way took is compared ("equal time"; learning rates are constant). Seconds count from
+a tenth of the steps on, where all islands wait for each other once: all have compiled by then. With stages a
 virtual worker is a pipeline, flushed after each step or with batches in flight. Figures:
 docs/benchmarks/waves.md.
 """
@@ -17,6 +18,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -160,7 +162,7 @@ def run_of(options: Options, way: Way, num_islands: int, folder: Path, pauses: A
     """Return the run, of text that every machine with Python has."""
     import jax
 
-    from shardtrain import CheckpointPolicy, Optimizer, Run, Schedule, Strategy
+    from shardtrain import CheckpointPolicy, Optimizer, Recovery, Run, Schedule, Strategy
     from shardtrain.data import Text
     from shardtrain.functional.loss import next_token_loss
     from shardtrain.islands.options import Across
@@ -197,6 +199,7 @@ def run_of(options: Options, way: Way, num_islands: int, folder: Path, pauses: A
         seed=options.seed,
         log_every=1,
         evaluate_every=None,
+        recovery=Recovery(fingerprint_every=None),  # islands would meet for them
         checkpoints=CheckpointPolicy(every_steps=None, every_minutes=None),
         sinks=("jsonl",),
         run_dir=folder,
@@ -204,19 +207,31 @@ def run_of(options: Options, way: Way, num_islands: int, folder: Path, pauses: A
 
 
 class Pauses:
-    """Called for each microbatch: sleeps at the first one of some steps; seed and worker decide of which."""
+    """Called for each microbatch: sleeps at the first one of some steps; seed and worker decide of which.
 
-    def __init__(self, options: Options, worker: int, microbatches: int) -> None:
+    Args:
+      options: of the pauses.
+      worker: whose they are.
+      microbatches: of a step.
+      wait: called at the first microbatch of the step from which on seconds count.
+    """
+
+    def __init__(self, options: Options, worker: int, microbatches: int, wait: Callable[[], None]) -> None:
         import numpy as np
 
         draws = np.random.default_rng([options.seed, worker]).random(2 * options.steps)
         self._held_up, self._seconds = draws < options.chance, options.pause
         self._calls, self._microbatches = 0, microbatches
+        self._first, self._wait = options.steps // 10, wait
 
     def __call__(self) -> None:
         step, microbatch = divmod(self._calls, self._microbatches)
         self._calls += 1
-        if microbatch == 0 and self._held_up[(step + 1) % len(self._held_up)]:
+        if microbatch:
+            return
+        if step + 1 == self._first:
+            self._wait()
+        if self._held_up[(step + 1) % len(self._held_up)]:
             time.sleep(self._seconds)
 
 
@@ -258,7 +273,9 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
     num_islands = islands.seat.num_islands
     worker = islands.seat.island // options.num_stages
-    pauses = Pauses(options, worker, way.microbatches)
+    # the loss, and with it the pauses, is computed by the last stage of each worker
+    comm = islands.comm.Split(islands.seat.island % options.num_stages)
+    pauses = Pauses(options, worker, way.microbatches, comm.Barrier)
     quota = CpuQuota(1 / options.slow)
     if options.slow > 1 and worker == num_islands // options.num_stages - 1:
         quota.begin()
