@@ -44,7 +44,7 @@ from shardtrain.trainer.planned import (
     subjects_of,
     with_shares,
 )
-from shardtrain.trainer.stage_checks import stage_problems
+from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
 from shardtrain.trainer.strategy import read_strategy, strategy_text
 
 
@@ -228,17 +228,18 @@ def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float 
 
 
 def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> StagesPlan | None:
-    """Print and return the best pipeline over several islands, or why there is none."""
+    """Print and return the best pipelines over several islands, or why there are none."""
     if len(plan.shares) == 1 or not run.strategy.synchronisation.is_mean:
         return None
     try:
         if problems := stage_problems(run.strategy):
             raise ValueError("; ".join(problems))
-        found = plan_stages(subjects, plan, space)
+        one_cut = bool(different_cut_problems(run, subjects[0].model_state))
+        found = plan_stages(subjects, plan, space, one_cut=one_cut)
         # the run refuses what it cannot have beside such a strategy
         replace(run, strategy=staged_strategy(run, found))
     except ValueError as problem:
-        terminal.out(f"as one pipeline, a stage on each island: {problem}\n")
+        terminal.out(f"as pipelines, a stage on each island: {problem}\n")
         return None
     terminal.out(island_stages_text(found, plan))
     return found

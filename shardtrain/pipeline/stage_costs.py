@@ -190,8 +190,12 @@ class StageCosts:
             activations += self.delayed_weights[stage] * self.model.blocks[end - 1].output_bytes
         if stage > 0:
             activations += self.delayed_weights[stage] * self._sum("deferred_bytes", stage, begin, end)
-        state = self._sum("state_bytes", stage, begin, end)
+        state = self.state_bytes(stage, begin, end)
         return state / devices.state_shards + activations / devices.row_shards
+
+    def state_bytes(self, stage: int, begin: int, end: int) -> float:
+        """Return the bytes of parameters, gradients and optimizer state on all devices of a stage."""
+        return self._sum("state_bytes", stage, begin, end)
 
     def simulated(self, counts: Sequence[int]) -> Simulated:
         """Simulate the schedule with these numbers of blocks."""

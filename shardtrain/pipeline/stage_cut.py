@@ -78,7 +78,7 @@ def best_cut(costs: StageCosts) -> StageCut:
         found = [*front(costs), *([equal] if fits(costs, equal) else [])]
     if not found:
         raise _no_fit(costs)
-    return _shortest(costs, found)
+    return shortest_cut(costs, found)
 
 
 def best_order(
@@ -137,9 +137,10 @@ def _orders(names: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
-def _shortest(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut:
-    """Return the cut with the shortest simulated step; the least bounds first, which end the search."""
+def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut:
+    """Return the one of these cuts with the shortest simulated step, whether it fits the memory or not."""
     best: tuple[float, Simulated, tuple[int, ...]] | None = None
+    # the least bounds first, which end the search
     for bound, counts in sorted((least_seconds(costs, counts), counts) for counts in set(cuts)):
         if best is not None and bound >= best[0]:
             break

@@ -1,150 +1,165 @@
-"""Plan one pipeline over islands, each of which is a stage with a mesh of its own, cut by time.
+"""Plan pipelines over islands, each of which is a stage with a mesh of its own, cut by time.
 
-The alternative, islands as replicas, is `islands.py`. The cut and the costs of its stages are those of a run
-with `--across pipeline --stages time`; speeds are what the planner predicts for the model on each island.
+The alternative, islands as replicas, is `islands.py`. Several pipelines side by side share the batch by their
+predicted speed, and add up their gradients. Next: `report/plan.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import jax
-
-from shardtrain import axes
-from shardtrain.pipeline.block_costs import model_costs
-from shardtrain.pipeline.costs import Traced
-from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
-from shardtrain.pipeline.stage_cut import NoCut, best_cut
+from shardtrain.pipeline.stage_cut import NoCut
+from shardtrain.plan.hlo.collectives import ALL_REDUCE
+from shardtrain.plan.island_pipelines import IslandPipelines, PipelinePlan
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.machine import Machine
-from shardtrain.plan.prediction import Choice, Prediction
-from shardtrain.plan.search import predictions
-from shardtrain.plan.space import Space, allowed_remats
+from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
+from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.axis_sizes import divisors
+from shardtrain.sharding.shares import shares
 
 PER_STAGE = (1, 2, 4)
 """Microbatches for each stage that are tried, rounded down to what divides the batch."""
 
+ROUNDS = 3
+"""How often rows are given anew by the speeds that were predicted for those of the last round."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagesPlan:
-    """A pipeline over islands.
+    """Pipelines over islands: island i is stage i % partitions of pipeline i // partitions.
 
     Args:
-      counts: blocks of each island.
-      accumulate: number of microbatches.
-      compute_seconds: of the slowest stage in a step.
-      bubble_seconds: that it waits.
-      collectives_seconds: over the devices of the island of which that takes longest.
-      update_seconds: likewise of the optimizer.
-      memory_bytes: of a device of each island.
+      pipelines: all have as many islands.
+      accumulate: number of microbatches, of each.
+      join_seconds: until their gradients are added up.
     """
 
-    counts: tuple[int, ...]
+    pipelines: tuple[PipelinePlan, ...]
     accumulate: int
-    compute_seconds: float
-    bubble_seconds: float
-    collectives_seconds: float
-    update_seconds: float
-    memory_bytes: tuple[float, ...]
+    join_seconds: float = 0.0
+
+    @property
+    def partitions(self) -> int:
+        """The number of islands of a pipeline."""
+        return len(self.slowest.counts)
+
+    @property
+    def slowest(self) -> PipelinePlan:
+        """The pipeline with the longest step."""
+        return max(self.pipelines, key=lambda each: each.seconds)
 
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.compute_seconds + self.bubble_seconds + self.collectives_seconds + self.update_seconds
+        return self.slowest.seconds + self.join_seconds
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each pipeline."""
+        return tuple(each.rows for each in self.pipelines)
+
+    @property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """Of a device of each island."""
+        return tuple(number for each in self.pipelines for number in each.memory_bytes)
+
+    @property
+    def cuts(self) -> str:
+        """The blocks of each stage as `--stages` takes them: one cut for all pipelines, or one each."""
+        texts = [",".join(map(str, each.counts)) for each in self.pipelines]
+        return ";".join(texts if len(set(texts)) > 1 else texts[:1])
 
 
-def plan_stages(subjects: Sequence[Subject], plan: ClusterPlan, space: Space | None = None) -> StagesPlan:
-    """Return the best pipeline with a stage on each island, in the order of the cluster file.
-
-    Inside an island examples are split over its devices. Parameters of a stage are whole on each of them.
+def plan_stages(
+    subjects: Sequence[Subject], plan: ClusterPlan, space: Space | None = None, *, one_cut: bool = False
+) -> StagesPlan:
+    """Return the best pipelines with a stage on each island, in the order of the cluster file.
 
     Args:
       subjects: of each kind of islands, as for `plan_cluster`.
       plan: the plan of islands as replicas; it says the machine of each kind.
       space: what may be chosen, for its rules and recomputation; None: everything.
+      one_cut: whether all pipelines must be cut alike.
 
     Raises:
-      ValueError: the model does not say its blocks, or there are fewer than islands; no number of
-        microbatches can be split over the devices; or no cut fits the memory.
+      ValueError: the model does not say its blocks, or there are fewer than islands of any pipeline; the
+        batch cannot be split over the devices and microbatches; or no cut fits the memory.
     """
-    subject, num_islands = subjects[0], len(plan.shares)
-    chain = subject.model_of(None).chain
+    chain, num_islands = subjects[0].model_of(None).chain, len(plan.shares)
     if chain is None:
         raise ValueError(
             "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let"
             " --across pipeline cut it by tracing"
         )
-    if chain.num_blocks < num_islands:
+    sizes = [number for number in divisors(num_islands) if number > 1]
+    if not (possible := [number for number in sizes if number <= chain.num_blocks]):
         raise ValueError(
-            f"{chain.num_blocks} blocks cannot be cut into {num_islands} stages, one for each island; use at"
-            f" most {chain.num_blocks} islands"
+            f"{chain.num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
+            f" each island of a pipeline; use a number of islands with a divisor from 2 to {chain.num_blocks}"
         )
-    rows, devices = subject.batch_rows, [each.kind.devices or 1 for each in plan.kinds]
-    tried = {max(n for n in divisors(rows) if n <= k * num_islands) for k in PER_STAGE}
-    possible = [n for n in sorted(tried) if all(rows // n % each == 0 for each in devices)]
-    if not possible:
-        raise ValueError(
-            f"a microbatch of {', '.join(str(rows // n) for n in sorted(tried))} rows cannot be split over"
-            f" {' and '.join(map(str, devices))} devices; use a larger batch"
-        )
-    found, problem = [], None
-    for number in possible:
-        try:
-            found.append(_of_microbatches(subjects, plan, space or Space(), number))
-        except NoCut as error:
-            problem = problem or error
+    pipelines = IslandPipelines(subjects, plan, space or Space())
+    found, problems = [], []
+    for num_stages in possible:
+        for accumulate in _microbatches(subjects[0].batch_rows, num_stages):
+            try:
+                found += _of(pipelines, plan, subjects[0].batch_rows, num_stages, accumulate, one_cut)
+            except ValueError as error:
+                problems.append(error)
     if not found:
-        assert problem is not None
-        raise problem
+        # what does not fit the memory could be split
+        raise next((error for error in problems if isinstance(error, NoCut)), problems[0])
     return min(found, key=lambda each: each.seconds)
 
 
-def _of_microbatches(subjects: Sequence[Subject], plan: ClusterPlan, space: Space, number: int) -> StagesPlan:
-    """Return the best cut for so many microbatches."""
-    subject = subjects[0]
-    model, rows = subject.model_of(None), subject.batch_rows // number
-    microbatch = {
-        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in subject.batch.items()
-    }
-    stages, whole = [], []
-    for each, own in zip(plan.kinds, subjects, strict=True):
-        prediction = _whole_model(own, each.kind.devices or 1, each.machine, space, number)
-        devices = each.kind.devices or 1
-        stage = StageDevices(
-            flops_per_second=devices * prediction.flops / prediction.seconds.compute,
-            memory_bytes=each.machine.rates.memory_bytes,
-            row_shards=devices,
+def _microbatches(rows: int, num_stages: int) -> list[int]:
+    """Return the numbers of microbatches to try.
+
+    >>> _microbatches(48, 4)
+    [4, 8, 16]
+    """
+    return sorted({max(n for n in divisors(rows) if n <= k * num_stages) for k in PER_STAGE})
+
+
+def _of(
+    pipelines: IslandPipelines,
+    plan: ClusterPlan,
+    batch_rows: int,
+    num_stages: int,
+    accumulate: int,
+    one_cut: bool,
+) -> Iterator[StagesPlan]:
+    """Return pipelines of so many stages, with rows by the speed that was predicted in the round before.
+
+    Raises:
+      ValueError: the batch cannot be split over them; NoCut: no cut fits the memory.
+    """
+    kinds = pipelines.kinds
+    pools = [kinds[first : first + num_stages] for first in range(0, len(kinds), num_stages)]
+    multiples = [accumulate * math.lcm(*map(pipelines.num_devices, pool)) for pool in pools]
+    speeds = [sum(map(pipelines.speed, pool)) for pool in pools]
+    before: list[int] = []
+    for _ in range(ROUNDS):
+        try:
+            rows = shares(batch_rows, speeds, minimum=1, multiples=multiples)
+        except ValueError:
+            devices = " and ".join(str(pipelines.num_devices(kind)) for kind in dict.fromkeys(kinds))
+            text = f" in each of {len(pools)} pipelines" if len(pools) > 1 else ""
+            raise ValueError(
+                f"{accumulate} microbatches of {batch_rows} rows cannot be split over {devices} devices"
+                f"{text}; use a larger batch"
+            ) from None
+        if rows == before:
+            return
+        before = rows
+        planned = pipelines.planned(pools, rows, accumulate, one_cut=one_cut)
+        yield StagesPlan(
+            pipelines=tuple(planned), accumulate=accumulate, join_seconds=_join_seconds(planned, plan)
         )
-        stages += [stage] * each.kind.count
-        whole += [prediction] * each.kind.count
-    costs = StageCosts(
-        model=model_costs(Traced(model, subject.loss, microbatch), subject.optimizer.init),
-        devices=stages,
-        table=make_table("1f1b", len(stages), number),
-        link_bytes_per_second=plan.link_bytes_per_second,
-    )
-    cut = best_cut(costs)
-    parts = [count / costs.num_blocks for count in cut.counts]
-    busy = number * max(cut.busy_seconds)
-    return StagesPlan(
-        counts=cut.counts,
-        accumulate=number,
-        compute_seconds=busy,
-        bubble_seconds=cut.simulated.makespan - busy,
-        collectives_seconds=max(
-            part * sum(each.seconds.collectives.values()) for part, each in zip(parts, whole, strict=True)
-        ),
-        update_seconds=max(part * each.seconds.update for part, each in zip(parts, whole, strict=True)),
-        memory_bytes=cut.memory_bytes,
-    )
+        speeds = [each.rows / each.seconds for each in planned]
 
 
-def _whole_model(subject: Subject, devices: int, machine: Machine, space: Space, number: int) -> Prediction:
-    """Predict the model on one island, in whose proportion a stage of it is as fast."""
-    layout = replace(space.layout, mesh={axes.DATA: devices}, sequence_sharded=False)
-    remat = allowed_remats(subject, space)[0]
-    choice = Choice(layout=layout, accumulate=number, remat=remat)
-    (found,) = predictions(subject, machine, devices, [choice])
-    return found
+def _join_seconds(planned: Sequence[PipelinePlan], plan: ClusterPlan) -> float:
+    """Return the seconds until each block's gradients are added up over its owners, by rings."""
+    most = max(number for each in planned for number in each.gradient_bytes)
+    return sent_bytes(ALL_REDUCE, len(planned), most) / plan.link_bytes_per_second

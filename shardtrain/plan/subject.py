@@ -90,25 +90,30 @@ class Subject:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        params, _ = jax.eval_shape(self.model_of(None).init, jax.random.key(0))
-        return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self._shapes[0]))
 
     @property
     def num_parameter_arrays(self) -> int:
         """Number of arrays of parameters."""
-        params, _ = jax.eval_shape(self.model_of(None).init, jax.random.key(0))
-        return len(jax.tree.leaves(params))
+        return len(jax.tree.leaves(self._shapes[0]))
+
+    @property
+    def model_state(self) -> Any:
+        """Shapes of the model's state, such as the statistics of batch norm."""
+        return self._shapes[1]
+
+    @cached_property
+    def _shapes(self) -> tuple[Any, Any]:
+        return jax.eval_shape(self.model_of(None).init, jax.random.key(0))
 
     @cached_property
     def num_experts(self) -> int:
         """Experts of a block; 0: the model has no parameters with the dim experts."""
-        model = self.model_of(None)
-        params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        dims = jax.tree.leaves(model.dims, is_leaf=is_dims)
+        dims = jax.tree.leaves(self.model_of(None).dims, is_leaf=is_dims)
         return max(
             (
                 x.shape[named.index(axes.EXPERTS)]
-                for x, named in zip(jax.tree.leaves(params), dims, strict=True)
+                for x, named in zip(jax.tree.leaves(self._shapes[0]), dims, strict=True)
                 if axes.EXPERTS in (named or ())
             ),
             default=0,

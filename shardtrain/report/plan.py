@@ -78,19 +78,25 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
 
 
 def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
-    """Say how one pipeline over all islands compares with islands as replicas."""
+    """Say how pipelines over the islands compare with islands as replicas."""
     limits = [each.machine.rates.memory_bytes for each in plan.kinds for _ in range(each.kind.count)]
     needed = ", ".join(map(bytes_text, stages.memory_bytes))
     free = "" if math.isinf(min(limits)) else f" of {', '.join(map(bytes_text, limits))}"
     beside = "replicas do not fit"
     if plan.fits:
         beside = f"{stages.seconds / plan.seconds:.2f} times that of replicas"
+    name, options, joined = "one pipeline", f"--stages {stages.cuts}", ""
+    if (number := len(stages.pipelines)) > 1:
+        name = f"{number} pipelines"
+        options = f'--partitions {stages.partitions} --stages "{stages.cuts}"'
+        rows = ",".join(map(str, stages.rows))
+        options += f" --shares {rows}"
+        joined = f", and their gradients are joined in {seconds_text(stages.join_seconds)}"
     return (
-        f"as one pipeline, a stage on each island (--across pipeline --stages"
-        f" {','.join(map(str, stages.counts))} --accumulate {stages.accumulate}):"
+        f"as {name}, a stage on each island (--across pipeline {options} --accumulate {stages.accumulate}):"
         f" {seconds_text(stages.seconds)} a step, {beside}; of it the slowest stage computes"
-        f" {seconds_text(stages.compute_seconds)} and waits {seconds_text(stages.bubble_seconds)}; memory of"
-        f" a device {needed}{free}\n"
+        f" {seconds_text(stages.slowest.compute_seconds)} and waits"
+        f" {seconds_text(stages.slowest.bubble_seconds)}{joined}; memory of a device {needed}{free}\n"
     )
 
 

@@ -103,22 +103,27 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
 
 
 def staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
-    """Return a run's strategy with each island a stage of one pipeline, which `train --strategy` takes."""
-    pipeline = replace(
-        run.strategy.pipeline, schedule="1f1b", virtual_stages=1, stages=",".join(map(str, stages.counts))
-    )
+    """Return a run's strategy with each island a stage of a pipeline, which `train --strategy` takes."""
+    pipeline = replace(run.strategy.pipeline, schedule="1f1b", virtual_stages=1, stages=stages.cuts)
+    slowest, several = stages.slowest, len(stages.pipelines) > 1
     seconds = (
-        stages.compute_seconds,
-        stages.bubble_seconds,
-        stages.collectives_seconds,
-        stages.update_seconds,
-        0.0,
+        slowest.compute_seconds,
+        slowest.bubble_seconds,
+        slowest.collectives_seconds,
+        slowest.update_seconds,
+        stages.join_seconds,
+    )
+    across = replace(
+        run.strategy.across,
+        axis="pipeline",
+        partitions=stages.partitions if several else None,
+        shares=tuple(map(float, stages.rows)) if several else None,
     )
     return replace(
         run.strategy,
         layout=replace(run.strategy.layout, mesh={axes.DATA: -1}, sequence_sharded=False),
         accumulate=stages.accumulate,
-        across=replace(run.strategy.across, axis="pipeline", partitions=None, shares=None),
+        across=across,
         pipeline=pipeline,
         islands={},
         predicted={name: float(value) for name, value in zip(PARTS, seconds, strict=True)},

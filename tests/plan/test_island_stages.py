@@ -14,6 +14,7 @@ from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.island_pipelines import IslandPipelines
 from shardtrain.plan.island_stages import plan_stages
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.space import Space
@@ -41,10 +42,10 @@ def subject():
     )
 
 
-def planned(subject, link=1.0, devices=(2, 1), memory=None):
-    device = partial(ClusterDevice, teraflops=0.1, memory_gb_per_second=1000.0, memory_gb=memory)
+def planned(subject, link=1.0, devices=(2, 1), count=1):
+    device = partial(ClusterDevice, teraflops=0.1, memory_gb_per_second=1000.0)
     kinds = tuple(
-        IslandKind(kind=name, devices=number, device=device(kernel_us=0.0))
+        IslandKind(kind=name, count=count, devices=number, device=device(kernel_us=0.0))
         for name, number in zip("ab", devices, strict=True)
     )
     subjects = [subject, subject]
@@ -60,8 +61,8 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
     # a microbatch's activations are less than the gradients of all parameters
     assert found.seconds < far.seconds
     # the island of two devices has more blocks
-    assert found.counts == (3, 1)
-    assert sum(found.counts) == CONFIG.num_layers
+    assert found.cuts == "3,1"
+    assert found.rows == (16,)
     text = island_stages_text(found, far)
     assert f"--across pipeline --stages 3,1 --accumulate {found.accumulate}" in text
     assert f"{found.seconds / far.seconds:.2f} times that of replicas" in text
@@ -76,6 +77,37 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
         {"data": -1},
     )
     assert sum(read.predicted.values()) == pytest.approx(found.seconds)
+
+
+def test_several_pipelines_share_the_batch_by_speed(subject, tmp_path):
+    # two islands of two devices are a pipeline, two of one device the other
+    plan, stages = planned(subject, link=2.0, count=2)
+    found = stages()
+    fast, slow = found.pipelines
+    assert (found.partitions, found.cuts) == (2, "2,2")
+    assert (fast.rows, slow.rows) == (12, 4)
+    # a ring of two owners sends each block's gradients once; the last stage has the head too
+    assert found.join_seconds == pytest.approx(max(fast.gradient_bytes) / 2e9)
+    assert sum(fast.gradient_bytes) == pytest.approx(4 * subject.num_parameters)
+    text = island_stages_text(found, plan)
+    assert f'--partitions 2 --stages "2,2" --shares {fast.rows},{slow.rows}' in text
+    run = Run(model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2)
+    (path := tmp_path / "strategy.toml").write_text(strategy_text(staged_strategy(run, found)))
+    read = read_strategy(path)
+    assert (read.across.partitions, read.across.shares) == (2, (fast.rows, slow.rows))
+    assert sum(read.predicted.values()) == pytest.approx(found.seconds)
+
+
+def test_pipelines_are_cut_differently_unless_they_must_not(subject):
+    # the islands of a pipeline: two devices and one, then one and two
+    plan, _ = planned(subject, link=10.0, count=2)
+    pipelines = IslandPipelines([subject, subject], plan, SPACE)
+    pools = [(0, 1), (1, 0)]
+    own = pipelines.planned(pools, (8, 8), 4, one_cut=False)
+    assert [each.counts for each in own] == [(3, 1), (1, 3)]
+    alike = pipelines.planned(pools, (8, 8), 4, one_cut=True)
+    assert [each.counts for each in alike] == [(2, 2), (2, 2)]
+    assert max(each.seconds for each in own) < max(each.seconds for each in alike)
 
 
 def test_a_stage_needs_less_memory_than_a_replica(subject):
