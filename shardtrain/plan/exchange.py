@@ -13,10 +13,12 @@ class Exchange(NamedTuple):
     Args:
       attention: over context, as `Layout.context_attention`; None: sequences are whole.
       experts: size of the axis expert.
+      context: of the axis context, into whose parts of sequences experts take their tokens.
     """
 
     attention: str | None = None
     experts: int = 1
+    context: int = 1
 
 
 NO_EXCHANGE = Exchange()
@@ -24,6 +26,6 @@ NO_EXCHANGE = Exchange()
 
 def exchange_of(layout: Layout, sizes: Mapping[str, int]) -> Exchange:
     """Return what devices compute by hand in a layout."""
-    return Exchange(
-        layout.context_attention if sizes.get(axes.CONTEXT, 1) > 1 else None, sizes.get(axes.EXPERT, 1)
-    )
+    context = sizes.get(axes.CONTEXT, 1)
+    attention = layout.context_attention if context > 1 else None
+    return Exchange(attention, sizes.get(axes.EXPERT, 1), context)

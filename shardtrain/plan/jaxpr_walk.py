@@ -12,9 +12,9 @@ import jax
 from shardtrain import axes
 from shardtrain.plan.device_calls import NAME
 from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fused, root
-from shardtrain.plan.named_dims import Operands, merged, names_of
+from shardtrain.plan.named_dims import CUMULATIVE, Operands, merged, names_of
 from shardtrain.plan.partial_sums import LINEAR, LOOKUPS, Partial
-from shardtrain.plan.program import ARRIVED, Array, Dims, Program, Resharded
+from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, Array, Dims, Program, Resharded
 
 CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters that hold the computation that an operation stands for."""
@@ -129,6 +129,8 @@ class Walk:
 
     def _operation(self, equation: Any, reads: list[int]) -> list[int]:
         primitive = equation.primitive.name
+        if primitive in CUMULATIVE:
+            reads = [self._gathered(reads[0], equation.params["axis"])]
         found = names_of(
             primitive,
             Operands(
@@ -162,10 +164,23 @@ class Walk:
         )
         return writes
 
+    def _gathered(self, number: int, axis: int) -> int:
+        """Return an array with one dim whole on each device."""
+        before = self.arrays[number]
+        if before.dims[axis] is not None:
+            dims = (*before.dims[:axis], None, *before.dims[axis + 1 :])
+            found = len(self.arrays)
+            self.arrays.append(replace(before, dims=dims))
+            self.moves[found] = Resharded(array=found, before=before.dims, source=number)
+            number = found
+        return number
+
     def _sums(
         self, primitive: str, reads: Sequence[int], writes: Sequence[int], summed: Sequence[str]
     ) -> None:
         """Note which arrays are parts of a sum until all devices have added theirs."""
+        # what arrived is of examples and of positions
+        summed = tuple(axes.SEQ if name in (ARRIVED, ARRIVED_TOKENS) else name for name in summed)
         summed = tuple(name for name in summed if name not in OF_EXAMPLES)
         waiting = {self.partial[i].summed for i in reads if i in self.partial}
         rows = reads[LOOKUPS[primitive]] if primitive in LOOKUPS else None

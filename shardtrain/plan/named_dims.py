@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 from shardtrain.axes import EXPERTS
 from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims
 
+CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+"""Operations along a dim for which each device needs all of it."""
+
 SLOTS = (EXPERTS, ARRIVED)
 """The dims that `EXPERT_SLOTS` is of."""
 

@@ -20,7 +20,7 @@ from shardtrain.pipeline.tick_arrays import make_ticks
 from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds, StateFigures
-from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS
+from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.stage_runs import stage_runs
 from shardtrain.plan.step_times import StepTimes, step_times, stream_bytes
@@ -106,6 +106,7 @@ def sharding_of(
         axes.BATCH: (ROWS,),
         axes.LAYERS: (PARTS,),
         ARRIVED: (ARRIVED_ROWS,),
+        ARRIVED_TOKENS: (ARRIVED_ROWS, *layout.activation_rules.get(axes.SEQ, ())),
         EXPERT_SLOTS: (axes.EXPERT, ARRIVED_ROWS),
     }
 

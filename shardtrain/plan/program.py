@@ -15,6 +15,9 @@ Dims = tuple[str | None, ...]
 ARRIVED = "arrived"
 """A dim of rows as they are on the devices of their experts, from all devices of the axis expert."""
 
+ARRIVED_TOKENS = "arrived_tokens"
+"""A dim of the tokens of such rows: of rows and of positions, in one."""
+
 EXPERT_SLOTS = "expert_slots"
 """A dim of experts and of the rows that arrived for each, in one."""
 

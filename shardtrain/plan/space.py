@@ -131,12 +131,12 @@ def searched_axes(subject: Subject, given: Layout) -> tuple[str, ...]:
     """Return the axes whose sizes are searched.
 
     Those of `MESH_AXES`, those that the mesh names, expert for a model with experts, and context for one
-    without whose attention the run may compute, of `LONG_SEQUENCE` positions or more.
+    whose attention the run may compute, of `LONG_SEQUENCE` positions or more.
     """
     used = set(MESH_AXES) | set(given.mesh)
     if subject.num_experts:
         used.add(axes.EXPERT)
-    elif subject.sequence >= LONG_SEQUENCE:
+    if subject.sequence >= LONG_SEQUENCE:
         used.add(axes.CONTEXT)
     return tuple(axis for axis in axes.AXES if axis in used)
 

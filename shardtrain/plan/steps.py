@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardtrain import axes
 from shardtrain.data.row_split import RowSplit
 from shardtrain.plan.cost import Cost
-from shardtrain.plan.exchange import Exchange, exchange_of
+from shardtrain.plan.exchange import Exchange
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.prediction import Choice
@@ -74,7 +74,7 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
         )
         for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
     ]
-    exchanges = [exchange_of(choice.layout, each) for choice, each in zip(choices, sizes, strict=True)]
+    exchanges = [subject.exchange(choice.layout, each) for choice, each in zip(choices, sizes, strict=True)]
     # what is traced alike is costed together
     alike: dict[tuple[str | None, Exchange], list[int]] = {}
     for i, key in enumerate(zip((choice.remat for choice in choices), exchanges, strict=True)):

@@ -170,7 +170,7 @@ class Subject:
         key = remat, gradient, exchange
         if key not in self._programs:
             attention = None if exchange.attention is None else TracedAttention(exchange.attention)
-            experts = TracedExperts(exchange.experts)
+            experts = TracedExperts(exchange.experts, exchange.context)
             self._programs[key] = loss_program(
                 self.model_of(remat), self.loss, self.batch, gradient, attention, experts
             )
@@ -181,6 +181,11 @@ class Subject:
         """Return what the model asks the run's attention for; () if it computes its own."""
         self.program(None, gradient=False, exchange=exchange)
         return self._attentions[None, False, exchange]
+
+    def exchange(self, layout: Layout, sizes: Mapping[str, int]) -> Exchange:
+        """Return what devices compute by hand in a layout; what differs is another program."""
+        found = exchange_of(layout, sizes)
+        return found if self.num_experts else found._replace(context=1)
 
     def costs(
         self,
@@ -230,12 +235,7 @@ class Subject:
         self, layout: Layout, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
     ) -> None:
         """Refuse what a run refuses of attention over context."""
-        if self.num_experts:
-            raise ValueError(
-                f"context={sizes[axes.CONTEXT]} is not planned for models with experts, whose sums over"
-                " positions a plan does not know; use context=1"
-            )
-        found = self.attentions(exchange_of(layout, sizes))
+        found = self.attentions(self.exchange(layout, sizes))
         if not found:
             raise ValueError(
                 f"context={sizes[axes.CONTEXT]} is planned for models that let the run compute attention"

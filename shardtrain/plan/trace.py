@@ -15,7 +15,7 @@ from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.plan.jaxpr_walk import Walk
 from shardtrain.plan.partial_sums import num_terms
-from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims, Program
+from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
 
 
 def trace(
@@ -44,7 +44,7 @@ def trace(
     """
     # a mesh with an axis for each dim, all of size 1: then a constraint's spec is the names of the dims
     known = {name for dims in (*names, *results) for name in dims or () if name}
-    every = sorted(known | set(axes.DIMS) | {ARRIVED, EXPERT_SLOTS})
+    every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
     # for a device of no kind, whose program is not fitted to one
     device = AbstractDevice(device_kind="any", num_cores=None, platform="any")
     mesh = AbstractMesh((1,) * len(every), tuple(every), abstract_device=device)

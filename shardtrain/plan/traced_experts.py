@@ -17,7 +17,7 @@ from shardtrain import axes
 from shardtrain.plan.device_calls import device_call, linear_call
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from shardtrain.plan.moved import Moved
-from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims
+from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims
 
 HERE: Dims = (axes.BATCH, axes.SEQ, axes.EMBED)
 LOCAL = Moved()
@@ -28,10 +28,11 @@ class TracedExperts:
 
     Args:
       num: devices of the axis expert.
+      context: devices of the axis context, each with a part of the positions.
     """
 
-    def __init__(self, num: int) -> None:
-        self.num = num
+    def __init__(self, num: int, context: int = 1) -> None:
+        self.num, self.context = num, context
 
     def __call__(self, experts: Any, x: jax.Array, choice: Any, kernels: tuple[Any, Any]) -> jax.Array:
         """Return the weighted sums of the outputs of each token's experts, float32."""
@@ -40,7 +41,9 @@ class TracedExperts:
 
     def _exchanged(self, experts: Any, x: jax.Array, choice: Any, kernels: Any) -> jax.Array:
         """Experts with a capacity: slots go to the devices of their experts, and back."""
-        slots = experts.slots(choice)
+        # as many as the positions of a device may need
+        here = x.shape[1] // self.context
+        slots = experts.slots(choice._replace(experts_BTK=choice.experts_BTK[:, :here]))
         at, features = slots.of_choice_NK, x.shape[-1]
         arrived = EXPERT_SLOTS, axes.EMBED
         before = (axes.BATCH, axes.EMBED) if self.num > 1 else arrived
@@ -74,7 +77,7 @@ class TracedExperts:
                 ((num_experts,), jnp.int32, (axes.EXPERTS,)),
             ],
         )
-        rows: Dims = (ARRIVED, axes.EMBED)
+        rows: Dims = (ARRIVED_TOKENS, axes.EMBED)
         filled = linear_call(LOCAL, LOCAL, [x, at], gathered, ((most, x.shape[-1]), x.dtype, rows))
         out = experts.outputs(_Slots(kernels, counts), filled, kernels)
         total = _combined(out, weights, at, rows, gathered, x.shape, completes=self.num == 1)
@@ -109,7 +112,7 @@ class _Slots:
         y = lax.ragged_dot(x, kernel, self.counts)
         if not is_up:
             return y
-        return with_logical_constraint(y.reshape(len(y), up.shape[2], -1), (ARRIVED, None, axes.MLP))
+        return with_logical_constraint(y.reshape(len(y), up.shape[2], -1), (ARRIVED_TOKENS, None, axes.MLP))
 
 
 def _gather(x: jax.Array, named: Dims) -> jax.Array:

@@ -111,14 +111,7 @@ def find_start_point(
         check_synchronous_steps(found.extra["run"], run, found.step)
         reader = with_base(found.reader(store.folders), base, "give --start-from.checkpoint FOLDER as before")
     elif run.start_from.checkpoint is not None:
-        reader = find_parameters(run.start_from.checkpoint, run.start_from.step)
-        if run.start_from.adapter is not None:
-            reader = with_adapters(reader, run.start_from.adapter, run.model)
-        if run.start_from.upcycle:
-            reader = upcycled(reader, run.model)
-            note("each expert starts as a copy of the feed-forward of its block, and routers at random")
-        which = "" if is_pretrained(run.start_from.checkpoint) else f"of step {reader.step} "
-        note(f"starts from the parameters {which}in {run.start_from.checkpoint}")
+        reader = _find_start(run, run.start_from.checkpoint, note)
         read = State((), (), wanted.params, wanted.model_state, ())
     # Read it, initialise the rest, and synchronise all islands.
     arrays: dict[str, jax.Array] = {}
@@ -129,22 +122,42 @@ def find_start_point(
     if found.step is None:
         return StartPoint(state=state, step=0, position=FIRST_POSITION)
     note(f"resumed from step {found.step} in {run.run_dir}")
-    # continue in the data where the checkpoint was saved, if it is still the same data
-    position = _position(found.extra["position"])
-    if found.extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
-        note("WARNING: the data is not that of the checkpoint: training continues from its beginning")
-        position = FIRST_POSITION
-    elif _forms_other_batches(found.extra["run"], run):
-        note("WARNING: batches of tokens are others than before: the epoch is read from its beginning again")
-        position = Position(epoch=position["epoch"], index=0)
     return StartPoint(
         state=state,
         step=found.step,
-        position=position,
+        position=_next_position(run, found.extra, description, note),
         unlogged=found.extra.get(UNLOGGED),
         wall_seconds=saved_wall_seconds(found.extra.get(WALL_SECONDS)),
         extra=found.extra,
     )
+
+
+def _find_start(run: Run, path: Path, note: Callable[[str], object]) -> CheckpointReader:
+    """Find the parameters from which a new run starts."""
+    start = run.start_from
+    reader = find_parameters(path, start.step)
+    if start.adapter is not None:
+        reader = with_adapters(reader, start.adapter, run.model)
+    if start.upcycle:
+        reader = upcycled(reader, run.model)
+        note("each expert starts as a copy of the feed-forward of its block, and routers at random")
+    which = "" if is_pretrained(path) else f"of step {reader.step} "
+    note(f"starts from the parameters {which}in {path}")
+    return reader
+
+
+def _next_position(
+    run: Run, extra: Mapping[str, Any], description: Mapping[str, Any], note: Callable[[str], object]
+) -> Position:
+    """Return the position in the data where a checkpoint was saved, or the first if that is other data."""
+    position = _position(extra["position"])
+    if extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
+        note("WARNING: the data is not that of the checkpoint: training continues from its beginning")
+        return FIRST_POSITION
+    if _forms_other_batches(extra["run"], run):
+        note("WARNING: batches of tokens are others than before: the epoch is read from its beginning again")
+        return Position(epoch=position["epoch"], index=0)
+    return position
 
 
 def _find_base(run: Run) -> CheckpointReader | None:

@@ -9,11 +9,18 @@ import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
-from shardtrain.errors.messages import problems_error
-from shardtrain.plan.simulator.placed_task import NEVER, PlacedTask, Queues, Slot, placed_tasks, simulate
-from shardtrain.plan.simulator.task_graph import MOST_PROBLEMS, Key, Task, TaskGraph, task_problems
+from shardtrain.plan.simulator.graph_change import Before, check_change
+from shardtrain.plan.simulator.placed_task import (
+    NEVER,
+    PlacedTask,
+    Queues,
+    Slot,
+    placed_tasks,
+    ready_at,
+    simulate,
+)
+from shardtrain.plan.simulator.task_graph import Key, Task, TaskGraph
 from shardtrain.plan.simulator.timeline import Timeline
 
 FIRST_LOOK = 32
@@ -22,18 +29,6 @@ FIRST_LOOK = 32
 MOST_FOLLOWED = 0.4
 """The part of the tasks behind a change up to which it is followed: following one takes as long as simulating
 2.5 (docs/benchmarks/simulator.md)."""
-
-
-class _Before(NamedTuple):
-    """A task before a change; `task` is None if it was not there."""
-
-    placed: PlacedTask
-    task: Task | None
-    needs: tuple[PlacedTask, ...]
-    queue: list[Slot]
-    ready: float
-    start: float
-    end: float
 
 
 class DeltaSimulation:
@@ -61,8 +56,8 @@ class DeltaSimulation:
         self._placed = placed_tasks(graph.by_key, self._queues)
         self._events: list[Slot] = []
         self._num_changes = 0
-        # what the last change replaced, and what it then simulated anew
-        self._before: list[_Before] = []
+        # what the last change replaced, and then simulated anew
+        self._before: list[Before] = []
         self._rest: list[tuple[list[Slot], int, list[Slot]]] = []
         self._rest_before: list[tuple[PlacedTask, float, float, float]] = []
         self.num_simulated = len(simulate(self._placed.values()))
@@ -105,7 +100,7 @@ class DeltaSimulation:
             the graph; then nothing has changed.
         """
         removed, new = set(remove), {task.key: task for task in put}
-        self._check(removed, new)
+        check_change(self._placed, removed, new)
         self._before, self._rest, self._rest_before = [], [], []
         self._num_changes += 1
         for key in removed:
@@ -128,7 +123,7 @@ class DeltaSimulation:
         if placed is None:
             placed = self._placed[task.key] = PlacedTask(task, queue)
             placed.changed_in = self._num_changes
-            self._before.append(_Before(placed, None, (), queue, 0.0, 0.0, NEVER))
+            self._before.append(Before(placed, None, (), queue, 0.0, 0.0, NEVER))
             return placed
         is_alike = placed.queue is queue and placed.task.needs == task.needs
         if is_alike:
@@ -165,7 +160,7 @@ class DeltaSimulation:
                 insort(queue, (ready, placed.key, placed))
         self._before, self._rest, self._rest_before = [], [], []
 
-    def _restore(self, before: _Before) -> None:
+    def _restore(self, before: Before) -> None:
         """Give a task what it had before a change, but its place in the queue."""
         placed, task, needs, queue, placed.ready, placed.start, placed.end = before
         if task is None or (placed.task is task and placed.key in self._placed):
@@ -176,48 +171,16 @@ class DeltaSimulation:
         for need in needs:
             need.users[placed] = None
 
-    def _check(self, removed: set[Key], new: dict[Key, Task]) -> None:
-        placed = self._placed
-        both = [key for key in removed if key in new]
-        problems = [f"task {key} is both removed and put; leave one of the two out" for key in both]
-        problems += [f"task {key} is not there to remove" for key in removed if key not in placed]
-        problems += [
-            f"task {key} is removed, and task {user.key} needs it; change that one too"
-            for key in removed
-            if key in placed
-            for user in placed[key].users
-            if user.key not in removed and user.key not in new
-        ]
-        others = {
-            need: new.get(need) or placed[need].task
-            for task in new.values()
-            for need in task.needs
-            if need in new or (need in placed and need not in removed)
-        }
-        problems += [text for task in new.values() for text in task_problems(task, others)]
-        if problems:
-            raise problems_error("the tasks cannot be changed like this", problems[:MOST_PROBLEMS])
-
     def _note(self, placed: PlacedTask) -> None:
         """Keep what a task was before this change, for `undo`."""
         if placed.changed_in != self._num_changes:
             placed.changed_in = self._num_changes
-            self._before.append(
-                _Before(
-                    placed,
-                    placed.task,
-                    placed.needs,
-                    placed.queue,
-                    placed.ready,
-                    placed.start,
-                    placed.end,
-                )
-            )
+            self._before.append(Before.of(placed))
 
     def _ask(self, placed: PlacedTask) -> None:
         """Have a task looked at, at the earliest event by which its place could change."""
         # a need without an end is placed later, and then asks again
-        at = _ready_at(placed)
+        at = ready_at(placed)
         if placed.end != NEVER:
             at = min(at, placed.ready)
         self._push((at, placed.key, placed))
@@ -239,12 +202,11 @@ class DeltaSimulation:
             return
         first, followed, look = events[0], 0, FIRST_LOOK
         while events:
-            slot = pop(events)
-            at, _, placed = slot
+            at, _, placed = slot = pop(events)
             if placed.asked != at:  # an earlier event has been here
                 continue
             placed.asked = NEVER
-            ready = _ready_at(placed)
+            ready = ready_at(placed)
             if ready != at:
                 if placed.end != NEVER and placed.ready != ready:
                     self._take_out(placed)
@@ -304,7 +266,7 @@ class DeltaSimulation:
         placed.ready, placed.start, placed.end = ready, start, end
         self._ask_behind(queue, position + 1, end)
         for user in placed.users:
-            ready = _ready_at(user)
+            ready = ready_at(user)
             if user.end == NEVER:
                 if ready != NEVER:
                     self._push((ready, user.key, user))
@@ -336,12 +298,3 @@ class DeltaSimulation:
         position = bisect_left(queue, (placed.ready, placed.key))
         del queue[position]
         self._ask_behind(queue, position, queue[position - 1][2].end if position else 0.0)
-
-
-def _ready_at(placed: PlacedTask) -> float:
-    """Return the seconds at which all that a task needs is done; `NEVER` if some of it has no place."""
-    ready = 0.0
-    for need in placed.needs:
-        if need.end > ready:
-            ready = need.end
-    return ready

@@ -79,6 +79,15 @@ class PlacedTask:
             need.users.pop(self, None)
 
 
+def ready_at(placed: PlacedTask) -> float:
+    """Return the seconds at which all that a task needs is done; `NEVER` if some of it has no place."""
+    ready = 0.0
+    for need in placed.needs:
+        if need.end > ready:
+            ready = need.end
+    return ready
+
+
 def placed_tasks(tasks: Mapping[Key, Task], queues: Queues) -> dict[Key, PlacedTask]:
     """Return the tasks of a graph by number, none of them on the timeline.
 
