@@ -57,6 +57,7 @@ class CountingGroup:
 
     def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
         """Count an array that is sent to one other rank, see `Group`."""
+        assert sorted(sources) == [*range(self.size)], sources
         self._count(EXCHANGE, x, 1 if sources[0] == 0 else self.size)
         return x
 

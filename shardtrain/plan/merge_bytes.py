@@ -4,7 +4,7 @@ Next: `join.py`, how long a step waits for it; `combine/messages.py`, how they a
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +15,12 @@ from shardtrain.combine.replicas import shard_shapes, split_layers, stacked_path
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.buckets import BucketSizes
 from shardtrain.islands.options import Across
+from shardtrain.plan.join import MergeBytes
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.plan.weights import GRADIENT_BYTES
 from shardtrain.train_step.bucket_exchange import BucketExchange
 from shardtrain.train_step.placement import Specs
 from shardtrain.train_step.replica_state import fragments_of
-
-
-class MergeBytes(NamedTuple):
-    """Bytes that one replica sends, by ring algorithms; without sums of the loss and the model's state.
-
-    Args:
-      num_replicas: that are merged.
-      merges: of the merge of each fragment; of gradients, of a step.
-      every: steps from one merge of a fragment to its next.
-      synchronous: of a first step, in which gradients are averaged; 0 where there are none such.
-    """
-
-    num_replicas: int
-    merges: tuple[int, ...]
-    every: int = 1
-    synchronous: int = 0
-
-    @property
-    def most(self) -> int:
-        """Bytes of the largest merge."""
-        return max(self.merges)
-
-    @property
-    def per_step(self) -> float:
-        """Bytes of a step on average, if no merge is skipped."""
-        return sum(self.merges) / self.every
 
 
 def island_merges(

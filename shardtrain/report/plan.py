@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from shardtrain.combine.meeting import ALWAYS
+from shardtrain.plan.early_gradients import EXTRA
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.join import candidates, own_copies
@@ -44,6 +46,14 @@ SECONDS_TERMS = {
     "update": "(3 x parameters + 2 x optimizer state) / memory rate",
 }
 COLLECTIVE_TERM = "per message latency + bytes sent in a ring / rate of the slowest link over the axis"
+SENT_TERM = "the messages of the combiner, codecs and buckets included; all-reduces as rings"
+EARLY_TERMS = (
+    "step of the slowest island + sending",
+    f"c = loss and gradients + {EXTRA:.0%} of the step; a part that is ready after the share s of the cost"
+    " is there at c - (1 - s) x c / microbatches, and sent when the one before has been; then the update",
+)
+"""The formulas of a step with gradients in one program, and in several."""
+
 MOST_REFUSED = 5
 
 
@@ -74,7 +84,7 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
         line += f"; {3600 * price:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
         if units_per_second:
             line += f", {price / units_per_second * 1e9:.3g} for 1e9 {subject.unit}"
-    return "".join(parts) + line + "\n" + _synchronisations_text(plan)
+    return "".join(parts) + line + "\n" + _synchronisations_text(plan) + _early_text(plan)
 
 
 def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
@@ -107,11 +117,12 @@ def _synchronisations_text(plan: ClusterPlan) -> str:
     rows = []
     for name, each in candidates(plan.synchronisation).items():
         found = plan.joined_by(each)
+        programs = f", {plan.num_programs} programs" * (plan.num_programs > 1 and each.is_mean)
         rows.append(
             (
-                f"{name}{' (planned)' * (each == plan.synchronisation)}",
+                f"{name}{programs}{' (planned)' * (each == plan.synchronisation)}",
                 str(found.steps),
-                bytes_text(found.bytes_per_step),
+                f"{'at most ' * (each.when != ALWAYS)}{bytes_text(round(found.bytes_per_step))}",
                 seconds_text(found.seconds),
                 seconds_text(plan.island_seconds + found.seconds),
                 f"{own_copies(each)} x parameters" if own_copies(each) else "none",
@@ -120,6 +131,52 @@ def _synchronisations_text(plan: ClusterPlan) -> str:
     header = ("--synchronisation", "steps a merge", "sent a step", "waited a step", "step", "more memory")
     title = "ways to join islands, which train differently: losses are not compared (docs/synchronisation.md)"
     return table_text(header, rows, title=title)
+
+
+def _is_sent_early(plan: ClusterPlan) -> bool:
+    """Return whether gradients could be sent in parts: a mean of them, over a link that is given."""
+    return (
+        len(plan.shares) > 1 and plan.synchronisation.is_mean and not math.isinf(plan.link_bytes_per_second)
+    )
+
+
+def _early_text(plan: ClusterPlan) -> str:
+    """Compare a step with gradients in one program and in several."""
+    if not _is_sent_early(plan):
+        return ""
+    if not plan.early:
+        cost = seconds_text(EXTRA * plan.island_seconds)
+        return (
+            f"gradients in one program: several (--gradient-parts) make a step {cost} longer, and sending"
+            f" takes {seconds_text(plan.join_seconds)}\n"
+        )
+    if len(plan.early) == 1:
+        return "gradients in one program (--gradient-parts): all are ready at its end only\n"
+    numbers = ", ".join(str(each.num_programs) for each in plan.early)
+    times = ", ".join(seconds_text(each.seconds) for each in plan.early)
+    return (
+        f"gradients in {numbers} programs (--gradient-parts): {times} a step; planned: {plan.num_programs}\n"
+    )
+
+
+def explained_join_text(plan: ClusterPlan) -> str:
+    """Format what islands send in a step and how long it takes, with the formulas; empty without a link."""
+    if len(plan.shares) == 1 or plan.merges is None or math.isinf(plan.link_bytes_per_second):
+        return ""
+    sent = plan.merges(plan.synchronisation).per_step
+    rows = [
+        ("sent in a step", bytes_text(round(sent)), SENT_TERM),
+        ("sending", seconds_text(sent / plan.link_bytes_per_second), "sent / rate of the link of islands"),
+    ]
+    rows += [
+        (
+            f"step, gradients in {each.num_programs}",
+            seconds_text(each.seconds),
+            EARLY_TERMS[each.num_programs > 1],
+        )
+        for each in plan.early
+    ]
+    return table_text(("of an island", "", "from"), rows, title="islands joined")
 
 
 def _price_per_second(plan: ClusterPlan) -> float | None:
