@@ -28,12 +28,12 @@ from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
 from shardtrain.report.plan import (
-    explained_join_text,
     explained_text,
     island_stages_text,
     plan_text,
 )
 from shardtrain.report.plan_advice import plan_advice_text
+from shardtrain.report.plan_islands import explained_join_text
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
 from shardtrain.report.plots.frontier import check_frontier
 from shardtrain.report.step_trace import TracedStep, is_trace, trace_text, traced_text

@@ -9,20 +9,14 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.options import Across
 from shardtrain.plan.devices import GB
-from shardtrain.plan.early_gradients import (
-    EXTRA,
-    MOST_PROGRAMS,
-    EarlyGradients,
-    StepOfIsland,
-    early_gradients,
-    fastest,
-)
+from shardtrain.plan.early_gradients import EXTRA, EarlyGradients, StepOfIsland, fastest
 from shardtrain.plan.join import Join, MergeBytes, join, own_copies
 from shardtrain.plan.machine import Machine, machine_of
 from shardtrain.plan.named_layouts import named_layouts
 from shardtrain.plan.nearest import nearest_text
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import Plan, Ranked, search
+from shardtrain.plan.sent_by_islands import merges_of, sent_early
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.steps import steps
@@ -155,7 +149,7 @@ def plan_cluster(
         for kind, machine in zip(cluster.islands, machines, strict=True)
     ]
     best: ClusterPlan | None = None
-    joined = _Joined(synchronisation, subject.merges(len(islands), across))
+    joined = _Joined(synchronisation, merges_of(subject, len(islands), across))
     for _ in range(ROUNDS):
         found = _with_speeds(subjects, cluster, machines, speeds, space, most, joined)
         if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
@@ -180,13 +174,8 @@ def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterP
     first, slowest = plan.kinds[0], plan.slowest.plan.ranked[0]
     update = slowest.prediction.seconds.update
     step = StepOfIsland(alone - update, update, slowest.choice.accumulate)
-    found: dict[int, EarlyGradients] = {}
-    for most in MOST_PROGRAMS:
-        parts = subject.parts(first.plan.ranked[0].choice, first.kind.devices or 1, across, most)
-        seconds = [sending * size / sum(parts.sizes_bytes) for size in parts.sizes_bytes]
-        each = early_gradients(step, parts.ready, seconds)
-        found.setdefault(each.num_programs, each)
-    early = tuple(found.values())
+    choice = first.plan.ranked[0].choice
+    early = sent_early(subject, choice, first.kind.devices or 1, across, step, sending)
     return replace(plan, early=early, join_seconds=fastest(early).seconds - alone)
 
 

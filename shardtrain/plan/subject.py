@@ -6,7 +6,7 @@ Next: `search.py`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -19,15 +19,12 @@ from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.islands.options import Across
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.cost import Cost
 from shardtrain.plan.exchange import NO_EXCHANGE, Exchange, exchange_of
-from shardtrain.plan.join import MergeBytes
 from shardtrain.plan.loss_program import flops_by_item_bytes, is_dims, loss_program
 from shardtrain.plan.machine import Rates
-from shardtrain.plan.merge_bytes import island_merges
 from shardtrain.plan.predict import state_figures
 from shardtrain.plan.prediction import Choice, StateFigures
 from shardtrain.plan.program import Program
@@ -37,11 +34,7 @@ from shardtrain.plan.traced_attention import Attended, TracedAttention
 from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import abstract_mesh
-from shardtrain.train_step.gradient_pieces import PlannedParts
-from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_gradients import plan_parts
-from shardtrain.train_step.placement import make_placement, state_specs
+from shardtrain.train_step.placement import state_specs
 from shardtrain.train_step.placement_checks import check_stages
 
 
@@ -249,36 +242,6 @@ class Subject:
             )
         for q, k, causal in found:
             check_layout(layout.context_attention, q, k, causal, rules, sizes)
-
-    def merges(self, num_islands: int, across: Across) -> Callable[[Synchronisation], MergeBytes]:
-        """Return what gives the bytes that an island sends by a synchronisation; each is counted once.
-
-        Args:
-          num_islands: how many are joined.
-          across: dtype and buckets of what they send.
-        """
-        sizes = dict.fromkeys(axes.AXES, 1)
-        # what islands send is whole, whatever shards it inside of one
-        layout = Layout(mesh=sizes, unnamed="replicate")
-        specs = state_specs(self.model_of(None), self.optimizer, layout, sizes)
-        return cache(partial(island_merges, specs=specs, num_islands=num_islands, across=across))
-
-    def parts(self, choice: Choice, num_devices: int, across: Across, most: int) -> PlannedParts:
-        """Return what an island sends of a mean of gradients after each of several programs, and when.
-
-        Args:
-          choice: of island 0, whose parts all islands send.
-          num_devices: of that island.
-          across: dtype of what is sent.
-          most: programs, at most.
-        """
-        sizes, model = axis_sizes(choice.layout.mesh, num_devices), self.model_of(choice.remat)
-        stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
-        mesh = abstract_mesh(sizes)
-        placement = make_placement(model, self.optimizer, choice.layout, mesh, stages=stages)
-        gradients = make_gradients(model, self.loss, placement, mean=False)
-        batch = {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in self.batch.items()}
-        return plan_parts(gradients, placement, Synchronisation(), across.reduce_dtype, most, batch)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal cut of the blocks into stages of a mesh; None for one stage.

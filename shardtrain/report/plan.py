@@ -3,15 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from shardtrain.combine.meeting import ALWAYS
-from shardtrain.plan.early_gradients import EXTRA
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan, KindPlan
-from shardtrain.plan.join import candidates, own_copies
 from shardtrain.plan.search import Ranked
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
-from shardtrain.report.quantities import bytes_text, count_text
+from shardtrain.report.plan_islands import early_text, joined_text, synchronisations_text
+from shardtrain.report.quantities import bytes_text, count_text, seconds_text
 from shardtrain.report.tables import table_text
 
 COLUMNS = (
@@ -46,14 +44,6 @@ SECONDS_TERMS = {
     "update": "(3 x parameters + 2 x optimizer state) / memory rate",
 }
 COLLECTIVE_TERM = "per message latency + bytes sent in a ring / rate of the slowest link over the axis"
-SENT_TERM = "the messages of the combiner, codecs and buckets included; all-reduces as rings"
-EARLY_TERMS = (
-    "step of the slowest island + sending",
-    f"c = loss and gradients + {EXTRA:.0%} of the step; a part that is ready after the share s of the cost"
-    " is there at c - (1 - s) x c / microbatches, and sent when the one before has been; then the update",
-)
-"""The formulas of a step with gradients in one program, and in several."""
-
 MOST_REFUSED = 5
 
 
@@ -78,13 +68,13 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
     if units_per_second:
         line += f", {count_text(units_per_second)} {subject.unit}/s"
     if len(plan.shares) > 1:
-        line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {_joined_text(plan)}"
+        line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {joined_text(plan)}"
     price = _price_per_second(plan)
     if price is not None:
         line += f"; {3600 * price:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
         if units_per_second:
             line += f", {price / units_per_second * 1e9:.3g} for 1e9 {subject.unit}"
-    return "".join(parts) + line + "\n" + _synchronisations_text(plan) + _early_text(plan)
+    return "".join(parts) + line + "\n" + synchronisations_text(plan) + early_text(plan)
 
 
 def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
@@ -102,81 +92,6 @@ def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
         f" {seconds_text(stages.compute_seconds)} and waits {seconds_text(stages.bubble_seconds)}; memory of"
         f" a device {needed}{free}\n"
     )
-
-
-def _joined_text(plan: ClusterPlan) -> str:
-    if math.isinf(plan.link_bytes_per_second):
-        return "no time, as no link is given"
-    return f"{seconds_text(plan.join_seconds)} of it"
-
-
-def _synchronisations_text(plan: ClusterPlan) -> str:
-    """Compare ways to join islands, by what they send and how long a step waits for it."""
-    if len(plan.shares) == 1 or math.isinf(plan.link_bytes_per_second):
-        return ""
-    rows = []
-    for name, each in candidates(plan.synchronisation).items():
-        found = plan.joined_by(each)
-        programs = f", {plan.num_programs} programs" * (plan.num_programs > 1 and each.is_mean)
-        rows.append(
-            (
-                f"{name}{programs}{' (planned)' * (each == plan.synchronisation)}",
-                str(found.steps),
-                f"{'at most ' * (each.when != ALWAYS)}{bytes_text(round(found.bytes_per_step))}",
-                seconds_text(found.seconds),
-                seconds_text(plan.island_seconds + found.seconds),
-                f"{own_copies(each)} x parameters" if own_copies(each) else "none",
-            )
-        )
-    header = ("--synchronisation", "steps a merge", "sent a step", "waited a step", "step", "more memory")
-    title = "ways to join islands, which train differently: losses are not compared (docs/synchronisation.md)"
-    return table_text(header, rows, title=title)
-
-
-def _is_sent_early(plan: ClusterPlan) -> bool:
-    """Return whether gradients could be sent in parts: a mean of them, over a link that is given."""
-    return (
-        len(plan.shares) > 1 and plan.synchronisation.is_mean and not math.isinf(plan.link_bytes_per_second)
-    )
-
-
-def _early_text(plan: ClusterPlan) -> str:
-    """Compare a step with gradients in one program and in several."""
-    if not _is_sent_early(plan):
-        return ""
-    if not plan.early:
-        cost = seconds_text(EXTRA * plan.island_seconds)
-        return (
-            f"gradients in one program: several (--gradient-parts) make a step {cost} longer, and sending"
-            f" takes {seconds_text(plan.join_seconds)}\n"
-        )
-    if len(plan.early) == 1:
-        return "gradients in one program (--gradient-parts): all are ready at its end only\n"
-    numbers = ", ".join(str(each.num_programs) for each in plan.early)
-    times = ", ".join(seconds_text(each.seconds) for each in plan.early)
-    return (
-        f"gradients in {numbers} programs (--gradient-parts): {times} a step; planned: {plan.num_programs}\n"
-    )
-
-
-def explained_join_text(plan: ClusterPlan) -> str:
-    """Format what islands send in a step and how long it takes, with the formulas; empty without a link."""
-    if len(plan.shares) == 1 or plan.merges is None or math.isinf(plan.link_bytes_per_second):
-        return ""
-    sent = plan.merges(plan.synchronisation).per_step
-    rows = [
-        ("sent in a step", bytes_text(round(sent)), SENT_TERM),
-        ("sending", seconds_text(sent / plan.link_bytes_per_second), "sent / rate of the link of islands"),
-    ]
-    rows += [
-        (
-            f"step, gradients in {each.num_programs}",
-            seconds_text(each.seconds),
-            EARLY_TERMS[each.num_programs > 1],
-        )
-        for each in plan.early
-    ]
-    return table_text(("of an island", "", "from"), rows, title="islands joined")
 
 
 def _price_per_second(plan: ClusterPlan) -> float | None:
@@ -314,14 +229,3 @@ def explained_text(one: Ranked) -> str:
     times.append(("total", seconds_text(seconds.total), "the sum: nothing overlaps"))
     header = ("of a device", "", "from")
     return table_text(header, memory, title="memory") + table_text(header, times, title="time of a step")
-
-
-def seconds_text(seconds: float) -> str:
-    """Format seconds with three digits.
-
-    >>> seconds_text(0.01234), seconds_text(12.3), seconds_text(0.0)
-    ('12.3 ms', '12.3 s', '0 s')
-    """
-    if not seconds:
-        return "0 s"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
