@@ -80,6 +80,6 @@ def sent_early(
     for most in MOST_PROGRAMS:
         parts = parts_of(subject, choice, num_devices, across, most)
         seconds = [sending_seconds * size / sum(parts.sizes_bytes) for size in parts.sizes_bytes]
-        each = early_gradients(step, parts.ready, seconds)
-        found.setdefault(each.num_programs, each)
+        each = early_gradients(step, parts.ready, seconds)._replace(num_programs=most)
+        found.setdefault(len(seconds), each)
     return tuple(found.values())
