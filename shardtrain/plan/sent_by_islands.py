@@ -33,7 +33,7 @@ def merges_of(subject: Subject, num_islands: int, across: Across) -> Callable[[S
       num_islands: how many are joined.
       across: dtype and buckets of what they send.
     """
-    sizes = dict.fromkeys(axes.AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(axes.AXES, 1)
     # what islands send is whole, whatever shards it inside of one
     layout = Layout(mesh=sizes, unnamed="replicate")
     specs = state_specs(subject.model_of(None), subject.optimizer, layout, sizes)

@@ -69,7 +69,10 @@ def early_text(plan: ClusterPlan) -> str:
         return "gradients in one program (--gradient-parts): all are ready at its end only\n"
     numbers = ", ".join(str(each.num_programs) for each in plan.early)
     times = ", ".join(seconds_text(each.seconds) for each in plan.early)
-    return f"gradients in {numbers} programs at most (--gradient-parts): {times} a step; planned: {plan.num_programs}\n"
+    return (
+        f"gradients in {numbers} programs at most (--gradient-parts): {times} a step;"
+        f" planned: {plan.num_programs}\n"
+    )
 
 
 def explained_join_text(plan: ClusterPlan) -> str:

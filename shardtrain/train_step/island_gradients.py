@@ -4,7 +4,7 @@ In one program, or in parts that are sent one after the other. Next: `gradient_p
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -162,7 +162,7 @@ def plan_parts(
     synchronisation: Synchronisation,
     dtype: str,
     num_parts: int,
-    batch: Batch,
+    batch: Mapping[str, Any],
 ) -> PlannedParts:
     """Return what an island sends of its gradients after each program that computes some of them, and when.
 

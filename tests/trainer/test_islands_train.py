@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
@@ -45,8 +46,8 @@ def merges(synchronisation, reduce_dtype="float32"):
     model = from_nnx(TinyConfig(num_layers=2))
     layout = Layout(mesh={"data": 1})
     specs = state_specs(model, optax.sgd(1.0), layout, axis_sizes(layout.mesh, 1))
-    across = Across(bucket_bytes=3000, reduce_dtype=reduce_dtype)
-    return island_merges(synchronisation, specs, 2, across)
+    across: Any = {"bucket_bytes": 3000, "reduce_dtype": reduce_dtype}
+    return island_merges(synchronisation, specs, 2, Across(**across))
 
 
 def same_losses(got, expected):
