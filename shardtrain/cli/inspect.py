@@ -22,17 +22,18 @@ from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.compile import Figures
+from shardtrain.plan.merge_bytes import island_merges, mesh_merges
 from shardtrain.plan.traffic import parameter_traffic
 from shardtrain.plan.weights import weights
+from shardtrain.report.islands import parts_text
 from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
 from shardtrain.report.traffic import figures_text, memory_text, synchronisation_text, traffic_text
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.system import terminal
-from shardtrain.train_step.placement import state_specs
+from shardtrain.train_step.placement import Specs, state_specs
 from shardtrain.train_step.placement_checks import check_stages
-from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.strategy import Strategy
 
@@ -59,6 +60,8 @@ class InspectOptions(CompileOptions):
       timeline: also write the timeline as a picture to this file, .svg or .png.
       island: show the run as this island has it, with the sections of the strategy for its number, or for the
         devices of --compile; None: without sections.
+      islands: number of islands for which the bytes that each sends are shown; by default those of --shares,
+        the replicas of the mesh if these merge otherwise than by a mean of gradients, or 2.
     """
 
     devices: int | None = None
@@ -70,6 +73,7 @@ class InspectOptions(CompileOptions):
     lockstep: bool | None = None
     timeline: Path | None = None
     island: int | None = None
+    islands: int | None = None
 
     def check(self) -> None:
         """Refuse counts below 1, all of them at once."""
@@ -82,6 +86,8 @@ class InspectOptions(CompileOptions):
         ]
         if self.island is not None and self.island < 0:
             wrong.append(f"--island is {self.island}; islands are numbered from 0")
+        if self.islands is not None and self.islands < 2:
+            wrong.append(f"--islands is {self.islands}; one island sends nothing, use 2 or more")
         if self.memory and self.compile is None:
             wrong.append("--memory shows figures of a compiler; add --compile cpu, or another kind of device")
         if wrong:
@@ -90,7 +96,7 @@ class InspectOptions(CompileOptions):
     @property
     def of_schedule(self) -> bool:
         """Whether an option of the timeline was given."""
-        others = ("devices", "unused", "compile", "memory", "island", "xla_preset")
+        others = ("devices", "unused", "compile", "memory", "island", "islands", "xla_preset")
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
 
 
@@ -116,14 +122,12 @@ def main(arguments: Sequence[str]) -> int:
     terminal.out(sharding_text(specs, sizes, run.strategy.offload) + "\n")
     found = weights(specs.arrays, layout.sharded_rules)
     traffic = parameter_traffic(found, layout, sizes, run.strategy.accumulate)
-    synchronisation = run.strategy.synchronisation
-    if synchronisation.on_deltas:
-        # the replicas of `data` meet in merges alone
+    num_islands = _num_islands(run, options, sizes)
+    if num_islands == 1 and not run.strategy.synchronisation.is_mean:
+        # the replicas of `data` exchange what their combiner sends, which is shown below
         traffic = {key: sent for key, sent in traffic.items() if axes.DATA not in key.axes}
     terminal.out(traffic_text(traffic))
-    fragments = [each.take(specs.abstract.params) for each in fragments_of(synchronisation, specs)]
-    sizes_of_fragments = [sum(x.size for x in each.values()) for each in fragments]
-    terminal.out(synchronisation_text(synchronisation, sizes_of_fragments) + "\n")
+    terminal.out(_merges_text(run, specs, sizes, num_islands) + "\n")
     asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
     if asked or sizes[axes.PIPELINE] > 1:
         _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
@@ -141,6 +145,40 @@ def main(arguments: Sequence[str]) -> int:
         with compiling(flags_text):
             terminal.out("\n" + _compiled(run, options, sizes))
     return 0
+
+
+def _num_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> int:
+    """Return between how many islands replicas are merged; 1: the replicas are those of the mesh."""
+    across = run.strategy.across
+    if options.islands is not None:
+        return options.islands
+    if across.axis == "pipeline":
+        return 2 * (across.partitions or 1)
+    if isinstance(across.shares, tuple) and len(across.shares) > 1:
+        return len(across.shares)
+    return 1 if sizes[axes.DATA] > 1 and not run.strategy.synchronisation.is_mean else 2
+
+
+def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: int) -> str:
+    """Say what replicas send to each other: islands, pipelines of islands, or the replicas of the mesh."""
+    synchronisation, across = run.strategy.synchronisation, run.strategy.across
+    if num_islands == 1:
+        return synchronisation_text(synchronisation, mesh_merges(synchronisation, specs, sizes), "mesh")
+    if across.axis == "pipeline":
+        num_pipelines = num_islands // (across.partitions or num_islands)
+        if num_pipelines < 2:
+            return "replicas: one pipeline of islands, which is merged with no other"
+        merges = island_merges(synchronisation, specs, num_pipelines, across)
+        return synchronisation_text(synchronisation, merges, "pipelines")
+    merges = island_merges(synchronisation, specs, num_islands, across)
+    text = synchronisation_text(synchronisation, merges)
+    if across.gradient_parts == 1:
+        return text
+    from shardtrain.trainer.sent_parts import sent_parts  # with all that islands need
+
+    with TemporaryDirectory() as folder:
+        sent = sent_parts(run, run.data.train(Path(folder)), sizes)
+    return f"{text}\n{parts_text(sent.sizes_bytes, across.gradient_parts)}"
 
 
 def _unused(run: Run, model: Model) -> str:

@@ -27,8 +27,9 @@ from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
-from shardtrain.report.plan import explained_text, island_stages_text, plan_text
+from shardtrain.report.plan import explained_text, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
+from shardtrain.report.plan_islands import explained_join_text, island_stages_text
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
 from shardtrain.report.plots.frontier import check_frontier
 from shardtrain.report.step_trace import TracedStep, is_trace, trace_text, traced_text
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str]) -> int:
         subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
     space = space_of(run, parse_mesh(options.fixed))
     synchronisation = run.strategy.synchronisation
-    plan = plan_cluster(subjects, cluster, space, options.most, synchronisation)
+    plan = plan_cluster(subjects, cluster, space, options.most, synchronisation, run.strategy.across)
     if len(plan.shares) == 1 and synchronisation.on_deltas:
         terminal.out(
             "synchronisation: a plan of one island adds up gradients over data in every step, whatever"
@@ -280,6 +281,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.explain:
         for each in (one for one in plan.kinds if one.plan.ranked and one.rows):
             terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
+        terminal.out(explained_join_text(plan) if plan.fits else "")
     if options.frontier is not None:
         terminal.out(draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:

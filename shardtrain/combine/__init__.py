@@ -16,6 +16,7 @@ from shardtrain.combine.int8 import int8
 from shardtrain.combine.mean import mean, sum
 from shardtrain.combine.narrow import bfloat16, float16
 from shardtrain.combine.power_sgd import power_sgd
+from shardtrain.combine.scale import scale
 from shardtrain.combine.top_k import top_k
 from shardtrain.errors.messages import near, problems_error
 
@@ -38,6 +39,7 @@ __all__ = [
     "make_combiner",
     "mean",
     "power_sgd",
+    "scale",
     "sum",
     "top_k",
 ]
@@ -55,6 +57,7 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "int8": int8,
     "top_k": top_k,
     "power_sgd": power_sgd,
+    "scale": scale,
 }
 """Name -> function that makes the codec, likewise."""
 

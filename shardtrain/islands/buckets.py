@@ -6,6 +6,7 @@ when, is in `transfer.py`.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardtrain.errors.messages import problems_error
 
@@ -28,6 +29,42 @@ class Leaf:
     num_bytes: int
     dtype: str
     unit: Hashable | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSizes:
+    """How large the buckets of a run are.
+
+    Args:
+      cap_bytes: a bucket is closed at this size.
+      first_bytes: the same of the first bucket, sent early; None: `FIRST_BYTES`, but see `assign`.
+      copies_first: some island copies arrays to the host or to other processes before MPI gets them.
+    """
+
+    cap_bytes: int = CAP_BYTES
+    first_bytes: int | None = None
+    copies_first: bool = False
+
+    def assign(
+        self, leaves: Sequence[Any], units: Sequence[Hashable] | None = None, *, is_stateless: bool = False
+    ) -> list[list[int]]:
+        """Assign arrays to buckets, in the order of their transfer.
+
+        Args:
+          leaves: arrays or shapes.
+          units: a label per array; arrays of one label stay together. By default each is its own.
+          is_stateless: no state is kept bucket by bucket, so their number may depend on the devices. A small
+            first bucket pays only where copies overlap with MPI, and is left out where there are none.
+        """
+        first_bytes = self.first_bytes
+        if first_bytes is None:
+            first_bytes = self.cap_bytes if is_stateless and not self.copies_first else FIRST_BYTES
+        labels = range(len(leaves)) if units is None else units
+        described = [
+            Leaf(num_bytes=leaf.size * leaf.dtype.itemsize, dtype=str(leaf.dtype), unit=label)
+            for leaf, label in zip(leaves, labels, strict=True)
+        ]
+        return assign_buckets(described, self.cap_bytes, first_bytes)
 
 
 @dataclass

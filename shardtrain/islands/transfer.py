@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.islands.bucket_times import BucketTimes
-from shardtrain.islands.buckets import CAP_BYTES, FIRST_BYTES, Leaf, assign_buckets
+from shardtrain.islands.buckets import CAP_BYTES, BucketSizes
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Transfer:
       groups: bucket device -> its group of islands; None where it is another process's. Bucket device i is
         the i-th device of the mesh in the order of processes.
       cap_bytes: a bucket is closed at this size.
-      first_bytes: the same of the first bucket, sent early; None: `FIRST_BYTES`, but see `buckets`.
+      first_bytes: the same of the first bucket, sent early; None: as `BucketSizes` has it.
       on_device: MPI is given device memory; otherwise arrays are copied to the host's first.
       activity: the activity record of this process; every bucket is recorded there.
       copies_first: some island copies arrays to the host or to other processes before MPI gets them.
@@ -72,7 +72,7 @@ class Transfer:
     ) -> None:
         self._activity = activity or ActivityRecord()
         self.mesh = mesh
-        self._caps = (cap_bytes, first_bytes)
+        self._sizes = BucketSizes(cap_bytes=cap_bytes, first_bytes=first_bytes, copies_first=copies_first)
         devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
         # MPI that takes no device memory is called with arrays on the host's CPU device
         through_host = not on_device and devices[0].platform != "cpu"
@@ -80,7 +80,6 @@ class Transfer:
         pairs = zip(devices, groups, strict=False)
         self._bucket_devices = [_BucketDevice(device, host or device, group) for device, group in pairs]
         self._is_one_process = len({d.process_index for d in devices}) == 1
-        self._copies_first = copies_first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bridge")
         self._programs: dict[Any, Any] = {}
         self.num_bytes = 0
@@ -89,23 +88,8 @@ class Transfer:
     def buckets(
         self, leaves: Sequence[Any], units: Sequence[Hashable] | None = None, *, is_stateless: bool = False
     ) -> list[list[int]]:
-        """Assign arrays to buckets, in the order of their transfer.
-
-        Args:
-          leaves: arrays or shapes.
-          units: a label per array; arrays of one label stay together. By default each is its own.
-          is_stateless: no state is kept bucket by bucket, so their number may depend on the devices. A small
-            first bucket pays only where copies overlap with MPI, and is left out where there are none.
-        """
-        cap_bytes, first_bytes = self._caps
-        if first_bytes is None:
-            first_bytes = cap_bytes if is_stateless and not self._copies_first else FIRST_BYTES
-        labels = range(len(leaves)) if units is None else units
-        described = [
-            Leaf(num_bytes=leaf.size * leaf.dtype.itemsize, dtype=str(leaf.dtype), unit=label)
-            for leaf, label in zip(leaves, labels, strict=True)
-        ]
-        return assign_buckets(described, cap_bytes, first_bytes)
+        """Assign arrays to buckets, in the order of their transfer, see `BucketSizes.assign`."""
+        return self._sizes.assign(leaves, units, is_stateless=is_stateless)
 
     def start(self, number: int, program: BucketProgram, arrays: Any, *, timed: bool = False) -> Future[Any]:
         """Start the transfer of a bucket and return at once.

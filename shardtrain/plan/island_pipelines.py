@@ -111,7 +111,7 @@ class IslandPipelines:
             costs.state_bytes(stage, end - count, end)
             for stage, (end, count) in enumerate(zip(ends, cut.counts, strict=True))
         ]
-        gradients = GRADIENT_BYTES * self._plan.num_parameters
+        gradients = GRADIENT_BYTES * self._subjects[0].num_parameters
         busy = number * max(cut.busy_seconds)
         return PipelinePlan(
             rows=rows,

@@ -1,18 +1,22 @@
 """Plan unequal islands: the rows of each, and the layout that suits its devices. Next: `report/plan.py`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
+from shardtrain.islands.options import Across
 from shardtrain.plan.devices import GB
-from shardtrain.plan.join import Join, join, own_copies
+from shardtrain.plan.early_gradients import EXTRA, EarlyGradients, StepOfIsland, fastest
+from shardtrain.plan.join import Join, MergeBytes, join, own_copies
 from shardtrain.plan.machine import Machine, machine_of
 from shardtrain.plan.named_layouts import named_layouts
 from shardtrain.plan.nearest import nearest_text
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import Plan, Ranked, search
+from shardtrain.plan.sent_by_islands import merges_of, sent_early
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.steps import steps
@@ -52,7 +56,9 @@ class ClusterPlan:
       join_seconds: that a step waits, on average, until islands are joined.
       synchronisation: how they are joined.
       link_bytes_per_second: that an island sends to others; inf: no link is given.
-      num_parameters: elements of all parameters.
+      merges: synchronisation -> what an island sends by it; None: there is one island.
+      early: of a mean of gradients over a link, the step with them in one program and in several; () where
+        sending takes less than several programs cost, or there is no link.
     """
 
     kinds: tuple[KindPlan, ...]
@@ -60,7 +66,8 @@ class ClusterPlan:
     join_seconds: float
     synchronisation: Synchronisation = Synchronisation()
     link_bytes_per_second: float = math.inf
-    num_parameters: int = 0
+    merges: Callable[[Synchronisation], MergeBytes] | None = None
+    early: tuple[EarlyGradients, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -77,15 +84,27 @@ class ClusterPlan:
         """Seconds of a step of the slowest island alone."""
         return max(each.plan.ranked[0].prediction.seconds.total for each in self.kinds if each.rows)
 
+    @property
+    def slowest(self) -> KindPlan:
+        """The kind of the islands for which the others wait."""
+        with_rows = (each for each in self.kinds if each.rows)
+        return max(with_rows, key=lambda each: each.plan.ranked[0].prediction.seconds.total)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs in which islands compute their gradients, at most."""
+        return fastest(self.early).num_programs if self.early else 1
+
     def joined_by(self, synchronisation: Synchronisation) -> Join:
         """Return what another way of joining the islands would cost; layouts stay."""
-        return join(
-            synchronisation,
-            len(self.shares),
-            self.num_parameters,
-            self.link_bytes_per_second,
-            self.island_seconds,
-        )
+        assert self.merges is not None
+        merges, rate = self.merges(synchronisation), self.link_bytes_per_second
+        found = join(synchronisation, merges, rate, self.island_seconds)
+        if not (self.early and synchronisation.is_mean):
+            return found
+        # what is sent while later programs compute, less what these programs cost
+        waited = fastest(self.early).seconds - self.island_seconds
+        return found._replace(seconds=waited, hidden_seconds=found.seconds - waited)
 
 
 def plan_cluster(
@@ -94,6 +113,7 @@ def plan_cluster(
     space: Space | None = None,
     most: int = 20,
     synchronisation: Synchronisation = Synchronisation(),
+    across: Across = Across(),
 ) -> ClusterPlan:
     """Plan the islands of a cluster, each a replica with its share of the batch.
 
@@ -103,6 +123,7 @@ def plan_cluster(
       space: what may be chosen; None: everything.
       most: how many ways of each kind to return.
       synchronisation: how islands are joined.
+      across: dtype and buckets of what they send.
 
     Raises:
       ValueError: a kind does not say its devices, they are not known, or nothing can run on one.
@@ -128,13 +149,34 @@ def plan_cluster(
         for kind, machine in zip(cluster.islands, machines, strict=True)
     ]
     best: ClusterPlan | None = None
+    joined = _Joined(synchronisation, merges_of(subject, len(islands), across))
     for _ in range(ROUNDS):
-        found = _with_speeds(subjects, cluster, machines, speeds, space, most, synchronisation)
+        found = _with_speeds(subjects, cluster, machines, speeds, space, most, joined)
         if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
             best = found
         speeds = _speeds(found, speeds)
     assert best is not None
-    return _with_named(best, subjects, space)
+    return _with_named(_with_early(best, subject, across), subjects, space)
+
+
+class _Joined(NamedTuple):
+    """How islands are joined, and what they send by each way."""
+
+    by: Synchronisation
+    merges: Callable[[Synchronisation], MergeBytes]
+
+
+def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPlan:
+    """Add the step with gradients in several programs, and take the fastest."""
+    sending, alone = plan.join_seconds, plan.island_seconds
+    if not plan.synchronisation.is_mean or sending <= EXTRA * alone:
+        return plan
+    first, slowest = plan.kinds[0], plan.slowest.plan.ranked[0]
+    update = slowest.prediction.seconds.update
+    step = StepOfIsland(alone - update, update, slowest.choice.accumulate)
+    choice = first.plan.ranked[0].choice
+    early = sent_early(subject, choice, first.kind.devices or 1, across, step, sending)
+    return replace(plan, early=early, join_seconds=fastest(early).seconds - alone)
 
 
 def _with_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
@@ -195,7 +237,7 @@ def _with_speeds(
     speeds: Sequence[float],
     space: Space,
     most: int,
-    synchronisation: Synchronisation,
+    joined: _Joined,
 ) -> ClusterPlan:
     """Give rows in proportion to speeds, and plan each kind for its rows."""
     weights = [speed for kind, speed in zip(cluster.islands, speeds, strict=True) for _ in range(kind.count)]
@@ -218,8 +260,8 @@ def _with_speeds(
         kinds=tuple(kinds),
         shares=tuple(rows),
         join_seconds=0.0,
-        synchronisation=synchronisation,
+        synchronisation=joined.by,
         link_bytes_per_second=math.inf if link is None else link * GB,
-        num_parameters=subjects[0].num_parameters,
+        merges=joined.merges,
     )
-    return replace(found, join_seconds=found.joined_by(synchronisation).seconds)
+    return replace(found, join_seconds=found.joined_by(joined.by).seconds)

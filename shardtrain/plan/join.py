@@ -1,16 +1,39 @@
 """What islands send each other to stay replicas, and how long a step waits for it. No jax.
 
-Next: `islands.py`, the plan of a cluster; `combine/synchronisation.py`, the options.
+Next: `merge_bytes.py`, which counts the bytes; `early_gradients.py`, gradients that are sent in parts;
+`islands.py`, the plan of a cluster.
 """
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardtrain.combine.synchronisation import PRESETS, Synchronisation
-from shardtrain.plan.hlo.collectives import ALL_REDUCE
-from shardtrain.plan.traffic import sent_bytes
-from shardtrain.plan.weights import GRADIENT_BYTES
+
+
+class MergeBytes(NamedTuple):
+    """Bytes that one replica sends, by ring algorithms; without sums of the loss and the model's state.
+
+    Args:
+      num_replicas: that are merged.
+      merges: of the merge of each fragment; of gradients, of a step.
+      every: steps from one merge of a fragment to its next.
+      synchronous: of a first step, in which gradients are averaged; 0 where there are none such.
+    """
+
+    num_replicas: int
+    merges: tuple[int, ...]
+    every: int = 1
+    synchronous: int = 0
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest merge."""
+        return max(self.merges)
+
+    @property
+    def per_step(self) -> float:
+        """Bytes of a step on average, if no merge is skipped."""
+        return sum(self.merges) / self.every
 
 
 class Join(NamedTuple):
@@ -30,37 +53,29 @@ class Join(NamedTuple):
 
 
 def join(
-    synchronisation: Synchronisation,
-    num_islands: int,
-    num_parameters: int,
-    bytes_per_second: float,
-    step_seconds: float,
+    synchronisation: Synchronisation, merges: MergeBytes, bytes_per_second: float, step_seconds: float
 ) -> Join:
-    """Return what it costs to join islands by a ring in float32.
+    """Return what it costs to join islands, if they skip no merge.
 
-    Codecs, which send less, and rules by which islands may skip a merge, are not counted. What is sent while
-    an island goes on (`overlap`) costs it nothing as long as these steps last.
+    What is sent while an island goes on (`overlap`) costs it nothing as long as these steps last.
 
     Args:
       synchronisation: how they are joined.
-      num_islands: how many.
-      num_parameters: elements of all parameters.
+      merges: what each sends for it.
       bytes_per_second: what an island sends; inf: no link is given.
       step_seconds: of a step of the slowest island alone.
 
-    >>> every = join(Synchronisation(), 2, 1000, 4e3, 0.1)
+    >>> every = join(Synchronisation(), MergeBytes(2, (4000,)), 4e3, 0.1)
     >>> every.bytes_per_step, every.seconds
     (4000.0, 1.0)
     >>> rare = Synchronisation(on="deltas", every=10, overlap=4)
-    >>> [round(each, 3) for each in join(rare, 2, 1000, 4e3, 0.1)]
+    >>> [round(each, 3) for each in join(rare, MergeBytes(2, (4000,), every=10), 4e3, 0.1)]
     [10, 400.0, 0.04, 0.06]
     """
-    steps = synchronisation.every if synchronisation.on_deltas else 1
-    merges = synchronisation.fragments if synchronisation.on_deltas else 1
-    whole = sent_bytes(ALL_REDUCE, num_islands, GRADIENT_BYTES * num_parameters)
-    merge_seconds = 0.0 if math.isinf(bytes_per_second) else whole / merges / bytes_per_second
-    hidden = min(merge_seconds, synchronisation.overlap * step_seconds)
-    return Join(steps, whole / steps, hidden * merges / steps, (merge_seconds - hidden) * merges / steps)
+    seconds = [num_bytes / bytes_per_second for num_bytes in merges.merges]
+    hidden = [min(each, synchronisation.overlap * step_seconds) for each in seconds]
+    waited = sum(seconds) - sum(hidden)
+    return Join(merges.every, merges.per_step, sum(hidden) / merges.every, waited / merges.every)
 
 
 def own_copies(synchronisation: Synchronisation) -> int:

@@ -3,8 +3,7 @@
 from shardtrain.plan.operator_plan import OperatorPlan
 from shardtrain.plan.simulator.markov_chain import Judged
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
-from shardtrain.report.plan import seconds_text
-from shardtrain.report.quantities import bytes_text
+from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
 
 MOST_SHOWN = 16

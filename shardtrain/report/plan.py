@@ -3,13 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan, KindPlan
-from shardtrain.plan.join import candidates, own_copies
 from shardtrain.plan.search import Ranked
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
-from shardtrain.report.quantities import bytes_text, count_text
+from shardtrain.report.plan_islands import early_text, joined_text, synchronisations_text
+from shardtrain.report.quantities import bytes_text, count_text, seconds_text
 from shardtrain.report.tables import table_text
 
 COLUMNS = (
@@ -68,64 +67,13 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
     if units_per_second:
         line += f", {count_text(units_per_second)} {subject.unit}/s"
     if len(plan.shares) > 1:
-        line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {_joined_text(plan)}"
+        line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {joined_text(plan)}"
     price = _price_per_second(plan)
     if price is not None:
         line += f"; {3600 * price:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
         if units_per_second:
             line += f", {price / units_per_second * 1e9:.3g} for 1e9 {subject.unit}"
-    return "".join(parts) + line + "\n" + _synchronisations_text(plan)
-
-
-def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
-    """Say how pipelines over the islands compare with islands as replicas."""
-    limits = [each.machine.rates.memory_bytes for each in plan.kinds for _ in range(each.kind.count)]
-    needed = ", ".join(map(bytes_text, stages.memory_bytes))
-    free = "" if math.isinf(min(limits)) else f" of {', '.join(map(bytes_text, limits))}"
-    beside = "replicas do not fit"
-    if plan.fits:
-        beside = f"{stages.seconds / plan.seconds:.2f} times that of replicas"
-    name, options, joined = "one pipeline", f"--stages {stages.cuts}", ""
-    if (number := len(stages.pipelines)) > 1:
-        name = f"{number} pipelines"
-        options = f'--partitions {stages.partitions} --stages "{stages.cuts}"'
-        rows = ",".join(map(str, stages.rows))
-        options += f" --shares {rows}"
-        joined = f", and their gradients are joined in {seconds_text(stages.join_seconds)}"
-    return (
-        f"as {name}, a stage on each island (--across pipeline {options} --accumulate {stages.accumulate}):"
-        f" {seconds_text(stages.seconds)} a step, {beside}; of it the slowest stage computes"
-        f" {seconds_text(stages.slowest.compute_seconds)} and waits"
-        f" {seconds_text(stages.slowest.bubble_seconds)}{joined}; memory of a device {needed}{free}\n"
-    )
-
-
-def _joined_text(plan: ClusterPlan) -> str:
-    if math.isinf(plan.link_bytes_per_second):
-        return "no time, as no link is given"
-    return f"{seconds_text(plan.join_seconds)} of it"
-
-
-def _synchronisations_text(plan: ClusterPlan) -> str:
-    """Compare ways to join islands, by what they send and how long a step waits for it."""
-    if len(plan.shares) == 1 or math.isinf(plan.link_bytes_per_second):
-        return ""
-    rows = []
-    for name, each in candidates(plan.synchronisation).items():
-        found = plan.joined_by(each)
-        rows.append(
-            (
-                f"{name}{' (planned)' * (each == plan.synchronisation)}",
-                str(found.steps),
-                bytes_text(found.bytes_per_step),
-                seconds_text(found.seconds),
-                seconds_text(plan.island_seconds + found.seconds),
-                f"{own_copies(each)} x parameters" if own_copies(each) else "none",
-            )
-        )
-    header = ("--synchronisation", "steps a merge", "sent a step", "waited a step", "step", "more memory")
-    title = "ways to join islands, which train differently: losses are not compared (docs/synchronisation.md)"
-    return table_text(header, rows, title=title)
+    return "".join(parts) + line + "\n" + synchronisations_text(plan) + early_text(plan)
 
 
 def _price_per_second(plan: ClusterPlan) -> float | None:
@@ -263,14 +211,3 @@ def explained_text(one: Ranked) -> str:
     times.append(("total", seconds_text(seconds.total), "the sum: nothing overlaps"))
     header = ("of a device", "", "from")
     return table_text(header, memory, title="memory") + table_text(header, times, title="time of a step")
-
-
-def seconds_text(seconds: float) -> str:
-    """Format seconds with three digits.
-
-    >>> seconds_text(0.01234), seconds_text(12.3), seconds_text(0.0)
-    ('12.3 ms', '12.3 s', '0 s')
-    """
-    if not seconds:
-        return "0 s"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from shardtrain.plan.advice.of_plan import by_remat, scaling
 from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.subject import Subject
-from shardtrain.report.plan import seconds_text
-from shardtrain.report.quantities import bytes_text
+from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
 
 EFFICIENCY = 0.8

@@ -10,8 +10,7 @@ from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import WHOLE, Split
 from shardtrain.plan.layers.replicated_costs import ReplicatedCosts
 from shardtrain.plan.layers.replicated_stages import best_replicated_cut
-from shardtrain.report.plan import seconds_text
-from shardtrain.report.quantities import bytes_text
+from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
 
 LEGEND = (

@@ -59,3 +59,14 @@ def loss_text(value: float) -> str:
     """
     plain = value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value)
     return f"{value:.4f}" if plain else f"{value:.3e}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format seconds with three digits.
+
+    >>> seconds_text(0.01234), seconds_text(12.3), seconds_text(0.0)
+    ('12.3 ms', '12.3 s', '0 s')
+    """
+    if not seconds:
+        return "0 s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

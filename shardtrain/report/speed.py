@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from shardtrain.plan.advice.bottleneck import PHASES, differences, step_phases
-from shardtrain.report.plan import seconds_text
+from shardtrain.report.quantities import seconds_text
 
 
 def speed_text(lines: Sequence[Mapping[str, float]], predicted: Mapping[str, float]) -> str | None:

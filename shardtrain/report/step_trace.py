@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardtrain.plan.simulator.task_graph import TaskGraph
 from shardtrain.plan.simulator.timeline import Timeline
-from shardtrain.report.plan import seconds_text
+from shardtrain.report.quantities import seconds_text
 
 HEAD = '{"traceEvents": ['
 

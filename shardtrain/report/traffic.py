@@ -10,6 +10,7 @@ from shardtrain.combine.meeting import ALWAYS
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import Collective, table
+from shardtrain.plan.join import MergeBytes
 from shardtrain.plan.traffic import Traffic
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
@@ -35,27 +36,64 @@ def traffic_text(traffic: Traffic) -> str:
     return table_text(("collective", "over axes", "sent per device and step"), rows, title=title)
 
 
-def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequence[int]) -> str:
-    """Say when replicas are synchronised, and what each gives to the combiner then.
+SENDERS = {
+    "islands": "each of {} islands sends",
+    "pipelines": "the stages of each of {} pipelines send together",
+    "mesh": "each device of {} replicas over data sends them",
+}
+"""What the replicas are -> the beginning of the sentence that says what they send."""
+
+
+def synchronisation_text(
+    synchronisation: Synchronisation, sent: MergeBytes, replicas: str = "islands"
+) -> str:
+    """Say when replicas are synchronised, and what each sends for it, as codecs leave it.
 
     Args:
       synchronisation: how replicas are synchronised.
-      num_elements: number of parameters of each fragment.
+      sent: bytes of each merge.
+      replicas: what they are: "islands", "pipelines" of islands, or "mesh": the indices of its axis data.
 
     >>> way = Synchronisation(
     ...     on="deltas", every=4, fragments=2, overlap=2, when="moved:0.01", synchronous_steps=9
     ... )
-    >>> text = synchronisation_text(way, [300, 212])
-    >>> print(text.replace(", each", "\\n  each").replace(", combined", "\\n  combined"))
+    >>> text = synchronisation_text(way, MergeBytes(3, (1600, 1136), every=4, synchronous=2736))
+    >>> print(text.replace(", each", "\\n  each").replace(", comb", "\\n  comb").replace(": a", ":\\n  a"))
     replicas: gradients by mean in the first 9 steps, then deltas by mean
       each of 2 fragments every 4 steps at most, when moved:0.01
       combined 2 steps later; outer optimizer: none
-    a replica gives float32 to the combiner: 1.2 KiB a merge at most, 512 B a step on average
+    each of 3 islands sends 1.6 KiB a merge at most, and at most 684 B a step on average:
+      a merge is skipped where no replica has moved so far; in the first 9 steps 2.7 KiB each
+    >>> print(synchronisation_text(Synchronisation(by="int8+mean"), MergeBytes(4, (512,)), "mesh"))
+    replicas: gradients by int8+mean in every step
+    each device of 4 replicas over data sends them 512 B a step
     """
+    who = SENDERS[replicas].format(sent.num_replicas)
+    average = f"{bytes_text(round(sent.per_step))} a step on average"
+    if synchronisation.distance is not None:
+        every, ahead = synchronisation.every, synchronisation.distance
+        return (
+            f"islands: waves of {every} steps, of which one may be {ahead} ahead; it pushes what it changed"
+            " to shards of the parameters, one on each island, and pulls these\n"
+            f"{who} {bytes_text(sent.most)} of float32 a wave, what it pushes and the shard that others pull,"
+            f" {average}; at most {ahead * every + every - 1} steps of another island are missing in a step"
+        )
     by = synchronisation.by if isinstance(synchronisation.by, str) else "a combiner of one's own"
-    whole = sum(num_elements) * 4
     if not synchronisation.on_deltas:
-        return f"replicas: gradients by {by} in every step, {bytes_text(whole)} of float32 from each"
+        return f"replicas: gradients by {by} in every step\n{who} {bytes_text(sent.most)} a step"
+    text = f"replicas: {_merges_text(synchronisation, by, len(sent.merges))}\n"
+    text += f"{who} {bytes_text(sent.most)} a merge at most, "
+    if synchronisation.when == ALWAYS:
+        text += average
+    else:
+        text += f"and at most {average}: a merge is skipped where no replica has moved so far"
+    if num_first := synchronisation.synchronous_steps:
+        text += f"; in the first {num_first} steps {bytes_text(sent.synchronous)} each"
+    return text
+
+
+def _merges_text(synchronisation: Synchronisation, by: str, num_fragments: int) -> str:
+    """Say when deltas are merged, and what is done with the result."""
     outer = "none"
     if isinstance(synchronisation.outer, Outer):
         sgd = synchronisation.outer
@@ -66,25 +104,15 @@ def synchronisation_text(synchronisation: Synchronisation, num_elements: Sequenc
             outer = f"SGD with rate {sgd.learning_rate}{momentum}"
     else:
         outer = "given in Python"
-    if synchronisation.distance is not None:
-        every, ahead = synchronisation.every, synchronisation.distance
-        return (
-            f"islands: waves of {every} steps, of which one may be {ahead} ahead; it pushes what it changed"
-            " to shards of the parameters, one on each island, and pulls these\n"
-            f"an island pushes {bytes_text(whole)} of float32 a wave, {bytes_text(whole // every)} a step on"
-            f" average; at most {ahead * every + every - 1} steps of another island are missing in a step"
-        )
-    each = f"each of {len(num_elements)} fragments " if len(num_elements) > 1 else ""
+    each = f"each of {num_fragments} fragments " if num_fragments > 1 else ""
     when = "" if synchronisation.when == ALWAYS else f" at most, when {synchronisation.when}"
     overlap = synchronisation.overlap
     later = f", combined {overlap} step{'s' * (overlap > 1)} later" if overlap else ""
     num_first = synchronisation.synchronous_steps
     first = f"gradients by mean in the first {num_first} steps, then " if num_first else ""
     return (
-        f"replicas: {first}deltas by {by}, {each}every {synchronisation.every} steps{when}{later};"
-        f" outer optimizer: {outer}\n"
-        f"a replica gives float32 to the combiner: {bytes_text(max(num_elements) * 4)} a merge at most,"
-        f" {bytes_text(whole // synchronisation.every)} a step on average"
+        f"{first}deltas by {by}, {each}every {synchronisation.every} steps{when}{later};"
+        f" outer optimizer: {outer}"
     )
 
 

@@ -1,10 +1,10 @@
 """The jax Mesh of a layout over the devices of this island. Next: `specs.py`."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardtrain import axes
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -29,3 +29,14 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(
         tuple(sizes.values()), axes.AXES, axis_types=(AxisType.Auto,) * len(axes.AXES), devices=devices
     )
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Return a mesh without devices, on which programs are traced, and nothing is computed or compiled.
+
+    Args:
+      sizes: axis -> size of all axes, slowest first, see `axis_sizes`.
+    """
+    types = (AxisType.Auto,) * len(sizes)
+    # what traces a program reads the names and sizes of axes alone, which it has as any mesh
+    return cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types))

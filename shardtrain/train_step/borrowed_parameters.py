@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.combine.fragments import by_path
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.pipeline.stage_model import StageModel, nested
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.resolve import completed
 from shardtrain.sharding.specs import partition_specs
-from shardtrain.train_step.island_combiner import by_path
 from shardtrain.train_step.placement import Placement
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ A piece is a gradient, or the rows of it that one piece of a scan over layers co
 same pieces after the same part, whatever their meshes and rows. Next: `gradient_parts.py`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,7 +78,21 @@ PiecePlan = Sequence[Sequence[GradientPiece]]
 """The pieces that each part of the program returns."""
 
 
-def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows: int) -> PiecePlan:
+class PlannedParts(NamedTuple):
+    """What the parts of a program send, and when.
+
+    Args:
+      pieces: of each part.
+      ready: the share of the cost of the whole program, for one microbatch, after which each part is ready.
+      sizes_bytes: of what each part sends.
+    """
+
+    pieces: PiecePlan
+    ready: tuple[float, ...]
+    sizes_bytes: tuple[int, ...]
+
+
+def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows: int) -> PlannedParts:
     """Return which pieces are ready after each part of a program, by what it costs to compute them.
 
     Args:
@@ -101,14 +116,24 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
     program = jax.make_jaxpr(run)(*traced.in_avals)
     # a program with effects is not cut: their order would change
     if program.effects or not pieces:
-        return [[piece for path, x in shapes[0].grads.items() for piece in pieces_of(path, x)]]
+        whole = [piece for path, x in shapes[0].grads.items() for piece in pieces_of(path, x)]
+        return PlannedParts([whole], (1.0,), (_num_bytes(whole, shapes[0].grads),))
     # the loss ends the forward pass
     start, *costs = ready_costs(program)
     part_of = parts_by_cost(costs, start, num_parts)
-    return [
-        [piece for piece, each in zip(pieces, part_of, strict=True) if each == part]
-        for part in range(max(part_of) + 1)
-    ]
+    plan, ready = [], []
+    for part in range(max(part_of) + 1):
+        numbers = [number for number, each in enumerate(part_of) if each == part]
+        plan.append([pieces[number] for number in numbers])
+        ready.append(max(costs[number] for number in numbers) / max(costs))
+    return PlannedParts(plan, tuple(ready), tuple(_num_bytes(each, shapes[0].grads) for each in plan))
+
+
+def _num_bytes(pieces: Sequence[GradientPiece], gradients: Mapping[str, Any]) -> int:
+    return sum(
+        math.prod(each.shape(gradients[each.path].shape)) * gradients[each.path].dtype.itemsize
+        for each in pieces
+    )
 
 
 def pieces_of(path: str, gradient: Any) -> list[GradientPiece]:

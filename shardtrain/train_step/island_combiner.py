@@ -1,6 +1,7 @@
 """Run a combiner between islands, bucket by bucket, with its state of each bucket.
 
-Next: `island_step.py`, which uses it; `islands/transfer.py`, which moves the buckets.
+Next: `bucket_exchange.py` (the buckets and their program), `islands/transfer.py`, which moves the buckets;
+`island_step.py`, which uses it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine import Combiner, MeshGroup
-from shardtrain.combine.fragments import by_path
-from shardtrain.combine.mean import add_up
-from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
 from shardtrain.islands.transfer import Transfer
-from shardtrain.train_step.packed_gradients import PackedGradients
+from shardtrain.train_step.bucket_exchange import BucketExchange
 from shardtrain.train_step.placement import Placement
 
 
@@ -26,9 +24,6 @@ class _Bucket(NamedTuple):
     # of the combiner, with shardings: a process must know them of buckets that another one transfers
     state: Any
     metrics: dict[str, jax.ShapeDtypeStruct]
-
-    def layers(self, stacked: frozenset[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        return split_layers(self.like, stacked)
 
 
 class CombinedIslands(NamedTuple):
@@ -75,32 +70,17 @@ class IslandCombiner:
         of_sums: bool = False,
         dtype: str = "float32",
     ) -> None:
-        specs = placement.specs
-        self._program = self._add_up if of_sums else self._combine
         self._combiner, self._transfer = combiner, transfer
-        # a weighted sum is the same for a stack of layers as for each of them
-        self._stacked = frozenset() if combiner.linear else stacked_paths(specs.arrays, specs.sharded)
         self._whole = whole = NamedSharding(transfer.mesh, PartitionSpec())
-        params = by_path(specs.abstract.params) if params is None else params
-        leaves = [
-            (path, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)))
-            for path, leaf in params.items()
-            if path not in specs.frozen
-        ]
-        # leaves of one unit are sent in one bucket
-        units = ["all"] * len(leaves) if combiner.across_leaves else None
+        self._exchange = exchange = BucketExchange(
+            combiner, placement.specs, transfer.buckets, params, of_sums=of_sums, dtype=dtype
+        )
+        first_number = transfer.bucket_times.add(exchange.sizes_bytes)
+        self.num_bytes = sum(exchange.sizes_bytes)
+        self.labels, self.packing = exchange.labels, exchange.packing
         self._buckets = []
-        buckets = transfer.buckets([leaf for _, leaf in leaves], units, is_stateless=of_sums)
-        sizes_bytes = [
-            sum(leaves[i][1].dtype.itemsize * leaves[i][1].size for i in bucket) for bucket in buckets
-        ]
-        first_number = transfer.bucket_times.add(sizes_bytes)
-        self.num_bytes = sum(sizes_bytes)
-        likes = [dict(leaves[i] for i in bucket) for bucket in buckets]
-        self.labels = [label for like in likes for label in sorted(split_layers(like, self._stacked))]
-        self.packing = PackedGradients(likes)
-        for number, like in enumerate(self.packing.buckets if of_sums else likes, first_number):
-            shapes = _state_and_metrics(combiner, split_layers(like, self._stacked))
+        for number, like in enumerate(exchange.buckets, first_number):
+            shapes = _state_and_metrics(combiner, exchange.layers(like))
             state, metrics = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
             )
@@ -108,7 +88,7 @@ class IslandCombiner:
 
     def init(self) -> list[Any]:
         """Create the combiner's state, bucket by bucket."""
-        layers = [bucket.layers(self._stacked) for bucket in self._buckets]
+        layers = [self._exchange.layers(bucket.like) for bucket in self._buckets]
         create = jax.jit(lambda: [self._combiner.init(each) for each in layers], out_shardings=self._whole)
         return create()
 
@@ -136,9 +116,10 @@ class IslandCombiner:
         Returns:
           One future a bucket, for `finish`.
         """
+        program = self._exchange.program
         return [
             self._transfer.start(
-                b.number, self._program, ({p: tree[p] for p in b.like}, count, own, beside), timed=True
+                b.number, program, ({p: tree[p] for p in b.like}, count, own, beside), timed=True
             )
             for b, own, beside in zip(self._buckets, state, self._beside(sums), strict=True)
         ]
@@ -166,18 +147,6 @@ class IslandCombiner:
     def _beside(self, sums: Any) -> list[Any]:
         """What is sent beside each bucket."""
         return [*[()] * (len(self._buckets) - 1), sums]
-
-    def _add_up(self, arrays: Any, group: Any) -> Any:
-        tree, _, state, sums = arrays
-        # small leaves are one message, of which sums are a part
-        value, sums = add_up((tree, sums), group)
-        return value, state, {}, sums
-
-    def _combine(self, arrays: Any, group: Any) -> Any:
-        tree, count, state, sums = arrays
-        found = self._combiner.combine(split_layers(tree, self._stacked), count, state, group)
-        value = stack_layers(found.value, tree, self._stacked)
-        return value, found.state, found.metrics, add_up(sums, group)
 
 
 def _state_and_metrics(combiner: Combiner, layers: Any) -> Any:

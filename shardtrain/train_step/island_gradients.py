@@ -4,7 +4,7 @@ In one program, or in parts that are sent one after the other. Next: `gradient_p
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,13 @@ from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.gradient_parts import GradientParts, Pack, SentPart
-from shardtrain.train_step.gradient_pieces import GradientPiece, PiecePlan, join_pieces, plan_pieces
+from shardtrain.train_step.gradient_pieces import (
+    GradientPiece,
+    PiecePlan,
+    PlannedParts,
+    join_pieces,
+    plan_pieces,
+)
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather
 from shardtrain.train_step.loss_scale import overflowed, scale_of
@@ -68,18 +74,15 @@ class IslandGradients:
         all_gather: AllGather,
     ) -> None:
         mesh, specs = placement.mesh, placement.specs
-        # with inside "sum" an island sends the sum over its replicas: their mean times their number
-        num_replicas = math.prod(mesh.shape[axis] for axis in placement.layout.batch_axes)
-        factor = num_replicas if synchronisation.inside == "sum" else 1
-        self._local = local = _make_local(gradients, placement, factor, dtype)
+        self._local = local = _make_local(gradients, placement, synchronisation, dtype)
         # a mean sends sums over examples: they are weighted already, and divided where they are used
         self._of_sums = synchronisation.is_mean
         assert num_parts == 1 or self._of_sums
         self._plan: PiecePlan = []
         if num_parts > 1:
             assert batch is not None
-            plan = plan_pieces(local, num_parts, specs.abstract, batch, num_replicas)
-            plan = all_gather("parts of the gradients", plan)[0]
+            planned = plan_parts(gradients, placement, synchronisation, dtype, num_parts, batch)
+            plan = all_gather("parts of the gradients", planned.pieces)[0]
             self._plan = [[GradientPiece(*piece) for piece in part] for part in plan]
         make_combiner = partial(
             IslandCombiner,
@@ -153,8 +156,40 @@ class IslandGradients:
         return {**by_path, **{piece.name: piece.spec(by_path[piece.path]) for piece in pieces}}
 
 
-def _make_local(gradients: Gradients, placement: Placement, factor: int, dtype: str) -> Callable[..., Any]:
+def plan_parts(
+    gradients: Gradients,
+    placement: Placement,
+    synchronisation: Synchronisation,
+    dtype: str,
+    num_parts: int,
+    batch: Mapping[str, Any],
+) -> PlannedParts:
+    """Return what an island sends of its gradients after each program that computes some of them, and when.
+
+    Nothing is computed, so the mesh of the placement may be an abstract one.
+
+    Args:
+      gradients: of `make_gradients`, sums over examples.
+      placement: the placement of this island.
+      synchronisation: how islands are synchronised.
+      dtype: of what is sent.
+      num_parts: programs, at most.
+      batch: an example, arrays or shapes (microbatches, rows, ...).
+    """
+    local = _make_local(gradients, placement, synchronisation, dtype)
+    return plan_pieces(local, num_parts, placement.specs.abstract, batch, _num_replicas(placement))
+
+
+def _num_replicas(placement: Placement) -> int:
+    return math.prod(placement.mesh.shape[axis] for axis in placement.layout.batch_axes)
+
+
+def _make_local(
+    gradients: Gradients, placement: Placement, synchronisation: Synchronisation, dtype: str
+) -> Callable[..., Any]:
     """Return the whole program, before anything is packed, see `gradient_pieces.Local`."""
+    # with inside "sum" an island sends the sum over its replicas: their mean times their number
+    factor = _num_replicas(placement) if synchronisation.inside == "sum" else 1
 
     def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
         key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)

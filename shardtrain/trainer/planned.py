@@ -1,5 +1,6 @@
 """A run as the planner takes it, and the plan of a cluster as a strategy that a run takes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,6 +100,8 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
         first += kind.kind.count
         sections[numbers] = {**kind.kind.strategy, **_section(run, choice)}
     across = replace(strategy.across, shares=tuple(float(rows) for rows in plan.shares))
+    if not math.isinf(plan.link_bytes_per_second) and strategy.synchronisation.is_mean:
+        across = replace(across, gradient_parts=plan.num_programs)
     return replace(strategy, across=across, islands=sections)
 
 
@@ -118,6 +121,7 @@ def staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
         axis="pipeline",
         partitions=stages.partitions if several else None,
         shares=tuple(map(float, stages.rows)) if several else None,
+        gradient_parts=1,
     )
     return replace(
         run.strategy,

@@ -1,5 +1,6 @@
 """`shardtrain inspect` and schedules: the timeline stands behind the table, drawn for what was asked."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,47 @@ def test_an_island_is_shown_with_its_sections(inspected, tmp_path):
     assert inspected(*words, "--island", "0") == whole.partition("\n")[2]
     assert "fsdp" in inspected(*words, "--island", "2")
     assert "--island is -1; islands are numbered from 0" in inspected(*words, "--island", "-1")
+
+
+def sent_bytes(text):
+    """The bytes of the line on what replicas send, and what it says before and behind them."""
+    (line,) = [line for line in text.splitlines() if " send" in line and "KiB a" in line]
+    found = re.fullmatch(r"(.*?) ([\d.]+) KiB( a .*)", line)
+    assert found
+    who, number, rest = found.groups()
+    return 1024 * float(number), who, rest
+
+
+def test_what_replicas_send_is_counted_by_their_combiner(inspected):
+    words = ("--synchronisation", "local-sgd", "--meet-when", "moved:0.1")
+    text = inspected(*TINY, *words, "--islands", "3", "--combine", "int8+mean")
+    num_parameters = int(text.partition("parameters: ")[2].partition(", ")[0].replace(",", ""))
+    # a byte of each parameter, to two others; a rule may skip merges
+    found, who, rest = sent_bytes(text)
+    assert who == "each of 3 islands sends"
+    assert 2 * num_parameters < found < 2.2 * num_parameters
+    assert rest.startswith(" a merge at most, and at most ")
+    assert rest.endswith(" a step on average: a merge is skipped where no replica has moved so far")
+    # what is sent after each program, as the start of a run says
+    text = inspected(*TINY, "--shares", "2,1", "--reduce-dtype", "bfloat16", "--gradient-parts", "2")
+    found, *words = sent_bytes(text)
+    assert words == ["each of 2 islands sends", " a step"]
+    assert found == pytest.approx(2 * num_parameters, rel=0.01)
+    parts = text.partition("gradients: 2 programs, the last layers first; after each is sent: ")[2]
+    in_parts = [1024 * float(size.removesuffix(" KiB")) for size in parts.strip().split(", ")]
+    assert len(in_parts) == 2
+    assert sum(in_parts) == pytest.approx(2 * num_parameters, rel=0.01)
+    # in a mesh each device sends to the replicas of its shards, instead of the sums of the table
+    text = inspected(*TINY, "--mesh", "data=4", "--combine", "top_k:0.01+mean")
+    found, *words = sent_bytes(text)
+    assert words == ["each device of 4 replicas over data sends them", " a step"]
+    assert found == pytest.approx(3 * 0.01 * 8 * num_parameters, rel=0.2)
+    assert "all-reduce" not in text
+    text = inspected(
+        *TINY, "--across", "pipeline", "--partitions", "2", "--islands", "6", "--accumulate", "2"
+    )
+    assert sent_bytes(text)[1] == "the stages of each of 3 pipelines send together"
+    assert "--islands is 1; one island sends nothing, use 2 or more" in inspected("--islands", "1")
 
 
 def test_stages_of_islands_are_cut_by_time(inspected):
@@ -194,7 +236,7 @@ def test_sequences_and_heads_that_context_cannot_split_are_refused_as_by_train(i
     text = inspected("--mesh", "context=4,tensor=4", "--context-attention", "all-to-all")
     assert "2 heads of a device cannot be split over 4" in text
     assert "a ring over context=2 sends keys by permutes" in inspected("--mesh", "pipeline=2,context=2")
-    assert inspected("--mesh", "context=4,tensor=2").endswith("from each\n")
+    assert inspected("--mesh", "context=4,tensor=2").endswith(" a step\n")
 
 
 def test_memory_needs_a_kind_of_devices(inspected):

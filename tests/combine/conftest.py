@@ -184,6 +184,7 @@ def references():
         int8=in_8_bits,
         top_k=greatest,
         power_sgd=factored,
+        scale=lambda leaves, kept: (leaves, kept),
         Coded=Coded,
         PowerMean=PowerMean,
     )

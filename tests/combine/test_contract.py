@@ -22,8 +22,8 @@ NARROW = "short"
 """The leaf that is bfloat16 from the start."""
 BFLOAT16_EPS = 2**-8
 
-ARGUMENTS = {"top_k": ":0.3", "power_sgd": ":2"}
-"""Arguments that fit these small leaves."""
+ARGUMENTS = {"top_k": ":0.3", "power_sgd": ":2", "scale": ":0.25,4"}
+"""Arguments that fit these small leaves, and factors of which nothing is left."""
 
 REGISTERED_CODECS = [f"{codec}{ARGUMENTS.get(codec, '')}" for codec in CODECS]
 REGISTERED = [*COMBINERS, *(f"{codec}+{combiner}" for codec in REGISTERED_CODECS for combiner in COMBINERS)]
@@ -50,14 +50,17 @@ TOLERANCES = {
     "power_sgd:2+mean": 1e-4,
     "power_sgd:2+sum": 3e-4,
     "power_sgd:2+adasum": 1e-4,
+    "scale:0.25,4+mean": 2e-6,
+    "scale:0.25,4+sum": 2e-6,
+    "scale:0.25,4+adasum": 5e-6,
     "bfloat16+int8+mean": 2**-5,
 }
 """Names with a reference in float64."""
 
 
 def full_of(name):
-    """The marks of a case: a codec before a sum runs with `--full`."""
-    return [pytest.mark.full] * name.endswith("+sum")
+    """The marks of a case: a codec before a sum, and factors before Adasum, run with `--full`."""
+    return [pytest.mark.full] * (name.endswith("+sum") or name == "scale:0.25,4+adasum")
 
 
 ONE_AND_ODD = [("mesh", 1), ("mesh", 5)]

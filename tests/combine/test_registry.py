@@ -27,6 +27,14 @@ def test_every_name_makes_a_combiner():
         ("mean+int8+sum", ["codec 'mean'; a combiner must be last, such as 'int8+mean'"]),
         ("mean:3", ["combiner 'mean:3': mean takes no argument; write 'mean'"]),
         (
+            "scale:0,5+scale:1,2,3+mean",
+            [
+                f"codec 'scale:{given}': scale is '{given}'; use one or two finite numbers above 0, such as"
+                " 0.5, or '0.5,2' with one after"
+                for given in ("0,5", "1,2,3")
+            ],
+        ),
+        (
             "top_k:2+power_sgd:0.5+adasum:leafs",
             [
                 "codec 'top_k:2': top_k share is 2; it must be above 0 and at most 1, such as 0.01",

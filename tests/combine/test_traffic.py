@@ -1,7 +1,4 @@
-"""What crosses, in bytes: counted by a group that passes everything on."""
-
-from dataclasses import dataclass, field
-from typing import Literal
+"""What crosses, in bytes: counted by a group that only counts."""
 
 import jax
 import jax.numpy as jnp
@@ -10,55 +7,24 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.combine import MeshGroup, make_combiner
+from shardtrain.combine.messages import ALL_GATHER, ALL_REDUCE, EXCHANGE, Message, messages_of
 
 
-@dataclass
-class Counting:
-    """A group that notes the bytes this rank hands over, by method."""
+class Sent:
+    """What a rank gives to a group in one round of a combiner."""
 
-    group: MeshGroup
-    sent: list = field(default_factory=list)
+    def __init__(self, name, size, shapes):
+        like = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+        self.sent = messages_of(make_combiner(name), like, size)
 
-    @property
-    def size(self):
-        return self.group.size
+    def all(self, kind):
+        return [each.num_bytes for each in self.sent if each.kind == kind]
 
-    @property
-    def index(self):
-        return self.group.index
-
-    def all_reduce(self, x, span=None):
-        self.sent.append(("all_reduce", x.nbytes, span or self.size))
-        return self.group.all_reduce(x, span)
-
-    def exchange(self, x, sources):
-        assert sorted(sources) == list(range(self.size))
-        assert all(source != rank for rank, source in enumerate(sources))
-        self.sent.append(("exchange", x.nbytes, None))
-        return self.group.exchange(x, sources)
-
-    def all_gather(self, x):
-        self.sent.append(("all_gather", x.nbytes, None))
-        return self.group.all_gather(x)
-
-    def whole(self, x, op: Literal["sum", "max"] = "sum", *, stages=False):
-        return self.group.whole(x, op, stages=stages)
-
-    def bytes(self, method):
-        return sum(n for name, n, _ in self.sent if name == method)
+    def bytes(self, kind):
+        return sum(self.all(kind))
 
 
-def sent(name, size, shapes):
-    """The counting group after one round of a combiner; nothing is computed."""
-    group = Counting(MeshGroup("data", size))
-    combiner = make_combiner(name)
-    like = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    state = jax.eval_shape(combiner.init, like)
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), (like, state))
-    jax.eval_shape(
-        jax.vmap(lambda tree, state: combiner.combine(tree, 1.0, state, group), axis_name="data"), *stacked
-    )
-    return group
+sent = Sent
 
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 12)
@@ -69,8 +35,8 @@ def test_adasum_sends_what_an_all_reduce_sends_and_scalars(size):
     elements = 2520 * 3  # every size divides both leaves
     shapes = [((2520,), jnp.float32), ((2, 2520), jnp.float32)]
     group = sent("adasum", size, shapes)
-    assert group.bytes("exchange") == 2 * 4 * elements * (size - 1) / size
-    assert group.bytes("all_gather") == 4 * 2
+    assert group.bytes(EXCHANGE) == 2 * 4 * elements * (size - 1) / size
+    assert group.bytes(ALL_GATHER) == 4 * 2
     twos = (size & -size).bit_length() - 1
     odd = size >> twos
     pairs, nodes, spans = [1] * twos, odd, [2 ** (i + 1) for i in range(twos)]
@@ -78,42 +44,41 @@ def test_adasum_sends_what_an_all_reduce_sends_and_scalars(size):
         pairs.append(nodes // 2)
         spans.append(size)
         nodes -= nodes // 2
-    reduces = [(n, span) for name, n, span in group.sent if name == "all_reduce"]
+    reduces = [(n, span) for kind, n, span in group.sent if kind == ALL_REDUCE]
     assert reduces == [*((12 * 2 * p, s) for p, s in zip(pairs, spans, strict=True)), (8 * 2, size)]
 
 
 def test_adasum_of_16_bits_sends_16_bits():
     for dtype in (jnp.bfloat16, jnp.float16):
         group = sent("adasum", 4, [((64,), dtype), ((8, 8), jnp.float32)])
-        assert group.bytes("exchange") == 2 * (2 * 64 + 4 * 64) * 3 / 4
-    assert sent("bfloat16+adasum", 4, [((64,), jnp.float32)]).bytes("exchange") == 2 * 2 * 64 * 3 / 4
+        assert group.bytes(EXCHANGE) == 2 * (2 * 64 + 4 * 64) * 3 / 4
+    assert sent("bfloat16+adasum", 4, [((64,), jnp.float32)]).bytes(EXCHANGE) == 2 * 2 * 64 * 3 / 4
 
 
 def test_small_leaves_share_a_message_and_large_ones_go_without_a_copy():
     small = [((4,), jnp.float32), ((6,), jnp.float32), ((), jnp.float32)]
     large = [((1 << 18,), jnp.float32)]
     for shapes, messages in ((small, 1), (small + large, 2), (2 * large, 1)):
-        exchanges = [n for name, n, _ in sent("adasum", 2, shapes).sent if name == "exchange"]
-        assert len(exchanges) == 2 * messages  # there and back
+        assert len(sent("adasum", 2, shapes).all(EXCHANGE)) == 2 * messages  # there and back
 
 
 def test_leaves_that_do_not_divide_cost_less_than_a_slice_more():
     group = sent("adasum", 4, [((5,), jnp.float32), ((), jnp.float32), ((0,), jnp.float32)])
-    assert group.bytes("exchange") == 2 * 4 * (8 + 4) * 3 / 4
+    assert group.bytes(EXCHANGE) == 2 * 4 * (8 + 4) * 3 / 4
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_mean_sends_what_its_docstring_says(size):
     shapes = [((10,), jnp.float32), ((2, 5), jnp.float32)]
-    assert sent("mean", size, shapes).sent == [("all_reduce", 4 * (20 + size), size)]
+    assert sent("mean", size, shapes).sent == [Message(ALL_REDUCE, 4 * (20 + size), size)]
     group = sent("mean", size, [((2520,), jnp.bfloat16)])
-    assert group.bytes("all_reduce") == 4 * size
-    assert group.bytes("exchange") == 2 * 2520 * (size - 1) / size
-    assert group.bytes("all_gather") == 2 * 2520 / size
+    assert group.bytes(ALL_REDUCE) == 4 * size
+    assert group.bytes(EXCHANGE) == 2 * 2520 * (size - 1) / size
+    assert group.bytes(ALL_GATHER) == 2 * 2520 / size
     assert sent("bfloat16+mean", size, [((2520,), jnp.float32)]).sent == group.sent
     with_scales = sent("float16+mean", size, [((2520,), jnp.float32)])
-    assert with_scales.bytes("all_gather") == group.bytes("all_gather") + 4
-    assert with_scales.bytes("exchange") == group.bytes("exchange")
+    assert with_scales.bytes(ALL_GATHER) == group.bytes(ALL_GATHER) + 4
+    assert with_scales.bytes(EXCHANGE) == group.bytes(EXCHANGE)
 
 
 def test_mean_sends_large_leaves_without_a_copy():
@@ -136,11 +101,11 @@ def test_codecs_gather_small_payloads(combiner):
         if codec.startswith("power_sgd") and combiner == "mean":
             # factors are averaged: the left ones and what is not factored, then the right ones
             expected = [4 * (rank * 30 + 50 + 4), 4 * (rank * 20 + 4)]
-            assert [n for name, n, _ in group.sent if name == "all_reduce"] == expected
+            assert group.all(ALL_REDUCE) == expected
             assert len(group.sent) == 2
             continue
-        assert {name for name, _, _ in group.sent} == {"all_gather"}
-        assert group.bytes("all_gather") == num_bytes
+        assert {each.kind for each in group.sent} == {ALL_GATHER}
+        assert group.bytes(ALL_GATHER) == num_bytes
         assert num_bytes < 2 * 4 * elements / 4
 
 

@@ -19,7 +19,7 @@ from shardtrain.plan.island_stages import plan_stages
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
-from shardtrain.report.plan import island_stages_text
+from shardtrain.report.plan_islands import island_stages_text
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import staged_strategy
 from shardtrain.trainer.strategy import read_strategy, strategy_text

@@ -17,7 +17,7 @@ from flax import nnx
 from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine import mean
+from shardtrain.combine import CODECS, COMBINERS, make_combiner, mean
 from shardtrain.combine.fragments import by_path
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.data import place
@@ -29,6 +29,7 @@ from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.options import REDUCE
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.mlp import MlpConfig
+from shardtrain.plan.merge_bytes import island_merges
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
@@ -164,12 +165,24 @@ def main() -> None:
         got = [combined.value[path] for path in tree]
         check(comm, got, jax.tree.leaves(expected[2]), f"{reduce} {cap}")
     if num_islands == 2:
+        sent_bytes(Transfer(mesh, groups["all_reduce"]), placement, tree, found.count)
         one_bad_island(comm, Transfer(mesh, groups["all_reduce"]), placement, batch, start)
         an_empty_island(comm, Transfer(mesh, groups["all_reduce"]), layout, mesh, batch, start)
         own_statistics(comm, Transfer(mesh, groups["all_reduce"]), layout, mesh, batch, start)
     if num_islands in (2, 3):
         local_steps(comm, Transfer(mesh, groups["all_reduce"], 3000, 1000), layout, mesh)
     sys.stdout.write("done\n")
+
+
+def sent_bytes(transfer, placement, tree, count) -> None:
+    """Of every combiner and codec, `inspect` prints the bytes that metrics count."""
+    smallest = {"power_sgd": "power_sgd:1"}
+    for name in [*COMBINERS, *(f"{smallest.get(codec, codec)}+mean" for codec in CODECS)]:
+        before = transfer.num_bytes
+        combiner = IslandCombiner(make_combiner(name), placement, transfer)
+        combiner.finish(tree, combiner.start(tree, count, combiner.init()))
+        way = Synchronisation(by=name, on="deltas")
+        assert (transfer.num_bytes - before,) == island_merges(way, placement.specs, 2).merges, name
 
 
 def one_bad_island(comm, transfer, placement, batch, start) -> None:

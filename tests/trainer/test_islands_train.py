@@ -2,11 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import optax
 import pytest
+from tiny_language_model import TinyConfig
 
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.islands.options import Across
+from shardtrain.plan.merge_bytes import island_merges
 from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.train_step.placement import state_specs
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_islands.py"
 
@@ -25,6 +35,19 @@ def alone(text, tmp_path_factory, mpiexec):
     folder = tmp_path_factory.mktemp("alone")
     mpiexec(1, PROGRAM, text, folder, "1")
     return read_jsonl(folder / "mean" / "metrics.jsonl")
+
+
+SUMS_BYTES = 8
+"""Of the loss and the examples of a step, which are added up beside the gradients."""
+
+
+def merges(synchronisation, reduce_dtype="float32"):
+    """What two islands send, see `programs/train_islands.py`."""
+    model = from_nnx(TinyConfig(num_layers=2))
+    layout = Layout(mesh={"data": 1})
+    specs = state_specs(model, optax.sgd(1.0), layout, axis_sizes(layout.mesh, 1))
+    across: Any = {"bucket_bytes": 3000, "reduce_dtype": reduce_dtype}
+    return island_merges(synchronisation, specs, 2, Across(**across))
 
 
 def same_losses(got, expected):
@@ -58,14 +81,13 @@ def test_islands_train_as_one_device_does_and_resume(
     assert start["mpi"]["threads"] == "multiple"
     lines = read_jsonl(tmp_path / "mean" / "metrics.jsonl")
     num_parameters = 256 * 8 + 2 * 2 * 8 * 16
-    # in each of six steps gradients in float32, and a few sums
-    assert (
-        6 * 4 * num_parameters < sum(line["bytes/islands"] for line in lines) < 6 * (4 * num_parameters + 100)
-    )
-    # and half of that in bfloat16, with losses that are near
+    # in each of six steps the gradients, as inspect prints them, and sums of the loss: in float32, and half
+    # of that in bfloat16, with losses that are near
     narrow = read_jsonl(tmp_path / "narrow" / "metrics.jsonl")
-    sent = sum(line["bytes/islands"] for line in narrow)
-    assert 6 * 2 * num_parameters < sent < 6 * (2 * num_parameters + 100)
+    for found, dtype, num_bytes in ((lines, "float32", 4), (narrow, "bfloat16", 2)):
+        printed = merges(Synchronisation(), dtype).most
+        assert printed == num_bytes * num_parameters
+        assert sum(line["bytes/islands"] for line in found) == 6 * (printed + SUMS_BYTES)
     for a, b in zip(narrow, lines, strict=True):
         np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-3)
     assert narrow[-1]["train/loss"] != lines[-1]["train/loss"]
@@ -85,12 +107,15 @@ def test_islands_train_as_one_device_does_and_resume(
     mean, lines = lines, read_jsonl(tmp_path / "own-whole" / "metrics.jsonl")
     # one synchronous step, whose gradients are averaged in float32, as those of the run above
     first = lines[0]
-    assert 4 * num_parameters < first["bytes/islands"] < 4 * num_parameters + 100
     for name in ("train/loss", "grad_norm"):
         np.testing.assert_allclose(first[name], mean[0][name], rtol=1e-5)
     # two merges in int8, a byte a parameter: halves and their scales, and the norms of every layer
+    own = Synchronisation(by="int8+adasum", on="deltas", every=3, overlap=2, synchronous_steps=1)
+    printed = merges(own)
+    assert printed.synchronous < first["bytes/islands"] < printed.synchronous + 100
+    assert num_parameters < printed.most < 1.1 * num_parameters
     sent = sum(line["bytes/islands"] for line in lines[1:])
-    assert 2 * num_parameters < sent < 2 * 1.1 * num_parameters
+    assert 2 * printed.most < sent < 2 * printed.most + 100
     metrics = lines[-1]
     assert 0 < metrics["orthogonality"] < 1.5
     assert "orthogonality/blocks/up/1" in metrics

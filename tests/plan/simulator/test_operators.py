@@ -21,7 +21,7 @@ from shardtrain.plan.simulator.operator_shardings import ShardedOperators
 from shardtrain.plan.simulator.operators import Operator, Operators, Part, Use, Value
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
-from shardtrain.report.plan import seconds_text
+from shardtrain.report.quantities import seconds_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 

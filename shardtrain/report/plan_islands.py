@@ -1,0 +1,119 @@
+"""How islands of a plan are joined: what they send, for how long, gradients in parts; and islands as stages."""
+
+import math
+
+from shardtrain.combine.meeting import ALWAYS
+from shardtrain.plan.early_gradients import EXTRA
+from shardtrain.plan.island_stages import StagesPlan
+from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.join import candidates, own_copies
+from shardtrain.report.quantities import bytes_text, seconds_text
+from shardtrain.report.tables import table_text
+
+SENT_TERM = "the messages of the combiner, codecs and buckets included; all-reduces as rings"
+EARLY_TERMS = (
+    "step of the slowest island + sending",
+    f"c = loss and gradients + {EXTRA:.0%} of the step; a part that is ready after the share s of the cost"
+    " is there at c - (1 - s) x c / microbatches, and sent when the one before has been; then the update",
+)
+"""The formulas of a step with gradients in one program, and in several."""
+
+
+def joined_text(plan: ClusterPlan) -> str:
+    """Say how long a step waits until islands are joined."""
+    if math.isinf(plan.link_bytes_per_second):
+        return "no time, as no link is given"
+    return f"{seconds_text(plan.join_seconds)} of it"
+
+
+def synchronisations_text(plan: ClusterPlan) -> str:
+    """Compare ways to join islands, by what they send and how long a step waits for it."""
+    if len(plan.shares) == 1 or math.isinf(plan.link_bytes_per_second):
+        return ""
+    rows = []
+    for name, each in candidates(plan.synchronisation).items():
+        found = plan.joined_by(each)
+        programs = f", {plan.num_programs} programs" * (plan.num_programs > 1 and each.is_mean)
+        rows.append(
+            (
+                f"{name}{programs}{' (planned)' * (each == plan.synchronisation)}",
+                str(found.steps),
+                f"{'at most ' * (each.when != ALWAYS)}{bytes_text(round(found.bytes_per_step))}",
+                seconds_text(found.seconds),
+                seconds_text(plan.island_seconds + found.seconds),
+                f"{own_copies(each)} x parameters" if own_copies(each) else "none",
+            )
+        )
+    header = ("--synchronisation", "steps a merge", "sent a step", "waited a step", "step", "more memory")
+    title = "ways to join islands, which train differently: losses are not compared (docs/synchronisation.md)"
+    return table_text(header, rows, title=title)
+
+
+def _is_sent_early(plan: ClusterPlan) -> bool:
+    """Return whether gradients could be sent in parts: a mean of them, over a link that is given."""
+    return (
+        len(plan.shares) > 1 and plan.synchronisation.is_mean and not math.isinf(plan.link_bytes_per_second)
+    )
+
+
+def early_text(plan: ClusterPlan) -> str:
+    """Compare a step with gradients in one program and in several."""
+    if not _is_sent_early(plan):
+        return ""
+    if not plan.early:
+        cost = seconds_text(EXTRA * plan.island_seconds)
+        return (
+            f"gradients in one program: several (--gradient-parts) make a step {cost} longer, and sending"
+            f" takes {seconds_text(plan.join_seconds)}\n"
+        )
+    if len(plan.early) == 1:
+        return "gradients in one program (--gradient-parts): all are ready at its end only\n"
+    numbers = ", ".join(str(each.num_programs) for each in plan.early)
+    times = ", ".join(seconds_text(each.seconds) for each in plan.early)
+    return (
+        f"gradients in {numbers} programs at most (--gradient-parts): {times} a step;"
+        f" planned: {plan.num_programs}\n"
+    )
+
+
+def explained_join_text(plan: ClusterPlan) -> str:
+    """Format what islands send in a step and how long it takes, with the formulas; empty without a link."""
+    if len(plan.shares) == 1 or plan.merges is None or math.isinf(plan.link_bytes_per_second):
+        return ""
+    sent = plan.merges(plan.synchronisation).per_step
+    rows = [
+        ("sent in a step", bytes_text(round(sent)), SENT_TERM),
+        ("sending", seconds_text(sent / plan.link_bytes_per_second), "sent / rate of the link of islands"),
+    ]
+    rows += [
+        (
+            f"step, gradients in {each.num_programs}",
+            seconds_text(each.seconds),
+            EARLY_TERMS[each.num_programs > 1],
+        )
+        for each in plan.early
+    ]
+    return table_text(("of an island", "", "from"), rows, title="islands joined")
+
+
+def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
+    """Say how pipelines over the islands compare with islands as replicas."""
+    limits = [each.machine.rates.memory_bytes for each in plan.kinds for _ in range(each.kind.count)]
+    needed = ", ".join(map(bytes_text, stages.memory_bytes))
+    free = "" if math.isinf(min(limits)) else f" of {', '.join(map(bytes_text, limits))}"
+    beside = "replicas do not fit"
+    if plan.fits:
+        beside = f"{stages.seconds / plan.seconds:.2f} times that of replicas"
+    name, options, joined = "one pipeline", f"--stages {stages.cuts}", ""
+    if (number := len(stages.pipelines)) > 1:
+        name = f"{number} pipelines"
+        options = f'--partitions {stages.partitions} --stages "{stages.cuts}"'
+        rows = ",".join(map(str, stages.rows))
+        options += f" --shares {rows}"
+        joined = f", and their gradients are joined in {seconds_text(stages.join_seconds)}"
+    return (
+        f"as {name}, a stage on each island (--across pipeline {options} --accumulate {stages.accumulate}):"
+        f" {seconds_text(stages.seconds)} a step, {beside}; of it the slowest stage computes"
+        f" {seconds_text(stages.slowest.compute_seconds)} and waits"
+        f" {seconds_text(stages.slowest.bubble_seconds)}{joined}; memory of a device {needed}{free}\n"
+    )

@@ -1,0 +1,108 @@
+"""What islands exchange of a tree: its buckets, and the program that each runs over a group of islands.
+
+Without devices and MPI, so that the bytes of an exchange are counted by the program that runs it. Next:
+`island_combiner.py`, which runs it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.combine import Combiner
+from shardtrain.combine.fragments import by_path
+from shardtrain.combine.mean import add_up
+from shardtrain.combine.messages import CountingGroup, Message
+from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
+from shardtrain.train_step.packed_gradients import PackedGradients
+from shardtrain.train_step.placement import Specs
+
+Assign = Callable[..., list[list[int]]]
+"""`islands.buckets.BucketSizes.assign`."""
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+class BucketExchange:
+    """The buckets of a tree, and how islands combine one.
+
+    Args:
+      combiner: any.
+      specs: of the state of an island.
+      assign: arrays -> buckets.
+      params: path -> shape of what is combined; None: of all parameters. Frozen ones are not sent.
+      of_sums: what is combined are sums over examples, for a mean, as `packing` packs them; the result is
+        their total.
+      dtype: of what is combined: float32, or 16 bits.
+
+    Attributes:
+      sizes_bytes: bytes of the arrays of each bucket, before a codec.
+      packing: how sums over examples are packed before they are sent.
+      labels: names of the entries of a metric (L,): the path of a parameter, or of a layer of a stacked one.
+      buckets: path -> what is sent, bucket by bucket.
+      program: (arrays, group) -> outputs, in a jit over one device: the arrays are (path -> array, count,
+        state, sums beside them), the outputs (path -> array, state, metrics, sums).
+    """
+
+    def __init__(
+        self,
+        combiner: Combiner,
+        specs: Specs,
+        assign: Assign,
+        params: Shapes | None = None,
+        *,
+        of_sums: bool = False,
+        dtype: str = "float32",
+    ) -> None:
+        self._combiner = combiner
+        self.program = self._add_up if of_sums else self._combine
+        # a weighted sum is the same for a stack of layers as for each of them
+        self._stacked = frozenset() if combiner.linear else stacked_paths(specs.arrays, specs.sharded)
+        params = by_path(specs.abstract.params) if params is None else params
+        leaves = [
+            (path, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)))
+            for path, leaf in params.items()
+            if path not in specs.frozen
+        ]
+        # leaves of one unit are sent in one bucket
+        units = ["all"] * len(leaves) if combiner.across_leaves else None
+        assigned = assign([leaf for _, leaf in leaves], units, is_stateless=of_sums)
+        likes: list[Shapes] = [dict(leaves[i] for i in bucket) for bucket in assigned]
+        self.sizes_bytes = [sum(x.dtype.itemsize * x.size for x in like.values()) for like in likes]
+        self.labels = [label for like in likes for label in sorted(self.layers(like))]
+        self.packing = PackedGradients(likes)
+        self.buckets = self.packing.buckets if of_sums else likes
+
+    def layers(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays or shapes of a bucket as the combiner gets them: stacked layers are split."""
+        return split_layers(like, self._stacked)
+
+    def messages(self, num_islands: int, sums: Any = ()) -> list[Message]:
+        """Return what an island gives to the others in one exchange of all buckets; nothing is computed.
+
+        Args:
+          num_islands: islands that are combined.
+          sums: shapes of float32 scalars that are added up beside the last bucket.
+        """
+        group = CountingGroup(num_islands)
+
+        def exchange(tree: Any, beside: Any) -> Any:
+            state = self._combiner.init(self.layers(tree))
+            return self.program((tree, jnp.float32(1), state, beside), group)
+
+        for number, like in enumerate(self.buckets, 1):
+            jax.eval_shape(exchange, like, sums if number == len(self.buckets) else ())
+        return group.messages
+
+    def _add_up(self, arrays: Any, group: Any) -> Any:
+        tree, _, state, sums = arrays
+        # small leaves are one message, of which sums are a part
+        value, sums = add_up((tree, sums), group)
+        return value, state, {}, sums
+
+    def _combine(self, arrays: Any, group: Any) -> Any:
+        tree, count, state, sums = arrays
+        found = self._combiner.combine(self.layers(tree), count, state, group)
+        value = stack_layers(found.value, tree, self._stacked)
+        return value, found.state, found.metrics, add_up(sums, group)
