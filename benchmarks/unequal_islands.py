@@ -139,6 +139,13 @@ def make_run(options: Options, shares: Any, folder: Path) -> Any:
     )
 
 
+def cut_off(shares: Any, step: int, steps: int) -> str | None:
+    """Return why a run says nothing of its speed: a signal ended it before its last step; None: none did."""
+    if step == steps:
+        return None
+    return f"the run with shares {shares} was stopped after step {step} of {steps}, so nothing was measured"
+
+
 def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) -> Result:
     """Train once, under load, and return what it took; the same folder on all ranks."""
     from rich.console import Console
@@ -166,11 +173,13 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     mover = threading.Thread(target=change) if options.change and rank in (0, last) else None
     if mover:
         mover.start()
-    train(make_run(options, shares, folder), Console(file=printed, width=200), islands)
+    trained = train(make_run(options, shares, folder), Console(file=printed, width=200), islands)
     done.set()
     if mover:
         mover.join()
     load.end()
+    if problem := cut_off(shares, trained.step, options.steps):
+        sys.exit(problem if islands.is_first else 1)
     found = None
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
