@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
@@ -68,7 +69,7 @@ class Result(NamedTuple):
     """One run.
 
     Args:
-      step_seconds: of a step, over the last steps.
+      step_seconds: of a step, the median of the last ones.
       speed: rows per second of all islands together, if none waited.
       rows: of each island at the end.
       changed: steps after which the rows changed.
@@ -184,7 +185,6 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
         late = lines[-options.measured - 5 : -5]
-        seconds = late[-1]["wall_seconds"] - late[0]["wall_seconds"]
         changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
         sys.stderr.write("".join(f"{line.strip()}\n" for line in changes))
         weights = (1.0,) * (last + 1) if shares == "auto" else shares
@@ -196,7 +196,8 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
         names = sorted({name for line in late for name in line if name.startswith("own_seconds/")})
         own = [median(line[name] for line in late if name in line) for name in names]
         found = Result(
-            step_seconds=seconds / (late[-1]["step"] - late[0]["step"]),
+            # a median: Python's garbage collector pauses each process once or twice in a run, for up to 1.5 s
+            step_seconds=median(b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(late)),
             speed=sum(n / x for n, x in zip(rows, own, strict=True)),
             rows=rows,
             changed=[int(line.partition("after step ")[2].partition(":")[0]) for line in changes],
