@@ -196,7 +196,7 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
         names = sorted({name for line in late for name in line if name.startswith("own_seconds/")})
         own = [median(line[name] for line in late if name in line) for name in names]
         found = Result(
-            # a median: Python's garbage collector pauses each process once or twice in a run, for up to 1.5 s
+            # a median: each process pauses once or twice in a run, for up to 1.5 s
             step_seconds=median(b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(late)),
             speed=sum(n / x for n, x in zip(rows, own, strict=True)),
             rows=rows,
