@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
@@ -68,7 +69,7 @@ class Result(NamedTuple):
     """One run.
 
     Args:
-      step_seconds: of a step, over the last steps.
+      step_seconds: of a step, the median of the last ones.
       speed: rows per second of all islands together, if none waited.
       rows: of each island at the end.
       changed: steps after which the rows changed.
@@ -139,6 +140,13 @@ def make_run(options: Options, shares: Any, folder: Path) -> Any:
     )
 
 
+def cut_off(shares: Any, step: int, steps: int) -> str | None:
+    """Return why a run says nothing of its speed: a signal ended it before its last step; None: none did."""
+    if step == steps:
+        return None
+    return f"the run with shares {shares} was stopped after step {step} of {steps}, so nothing was measured"
+
+
 def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) -> Result:
     """Train once, under load, and return what it took; the same folder on all ranks."""
     from rich.console import Console
@@ -166,16 +174,17 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     mover = threading.Thread(target=change) if options.change and rank in (0, last) else None
     if mover:
         mover.start()
-    train(make_run(options, shares, folder), Console(file=printed, width=200), islands)
+    trained = train(make_run(options, shares, folder), Console(file=printed, width=200), islands)
     done.set()
     if mover:
         mover.join()
     load.end()
+    if problem := cut_off(shares, trained.step, options.steps):
+        sys.exit(problem if islands.is_first else 1)
     found = None
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
         late = lines[-options.measured - 5 : -5]
-        seconds = late[-1]["wall_seconds"] - late[0]["wall_seconds"]
         changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
         sys.stderr.write("".join(f"{line.strip()}\n" for line in changes))
         weights = (1.0,) * (last + 1) if shares == "auto" else shares
@@ -187,7 +196,8 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
         names = sorted({name for line in late for name in line if name.startswith("own_seconds/")})
         own = [median(line[name] for line in late if name in line) for name in names]
         found = Result(
-            step_seconds=seconds / (late[-1]["step"] - late[0]["step"]),
+            # a median: each process pauses once or twice in a run, for up to 1.5 s
+            step_seconds=median(b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(late)),
             speed=sum(n / x for n, x in zip(rows, own, strict=True)),
             rows=rows,
             changed=[int(line.partition("after step ")[2].partition(":")[0]) for line in changes],

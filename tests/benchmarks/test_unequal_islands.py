@@ -3,10 +3,22 @@
 import importlib
 from pathlib import Path
 
+import pytest
 
-def test_ratios_are_of_runs_next_to_each_other_and_the_ideal_is_what_all_compute_together(monkeypatch):
+
+@pytest.fixture
+def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    benchmark = importlib.import_module("unequal_islands")
+    return importlib.import_module("unequal_islands")
+
+
+def test_a_run_that_was_stopped_early_gives_no_figures(benchmark):
+    assert benchmark.cut_off("auto", 80, 80) is None
+    wanted = "the run with shares auto was stopped after step 41 of 80, so nothing was measured"
+    assert benchmark.cut_off("auto", 41, 80) == wanted
+
+
+def test_ratios_are_of_runs_next_to_each_other_and_the_ideal_is_what_all_compute_together(benchmark):
     result = benchmark.Result
     # 16 rows a second and 8, which take 16 / 8 seconds with equal shares; the ideal is 32 / 24
     equal = result(2.0, 24.0, [16, 16], [], 2.5)
