@@ -26,13 +26,13 @@ from shardtrain.models.transformer import (
     TABLE,
     Attention,
     FeedForward,
+    added,
     linear_of,
     logits_of,
     norm_of,
     stacked_blocks,
     too_long,
     walk,
-    added,
     whole_seq,
 )
 from shardtrain.models.transformer_options import BlockOptions, Dtypes, Remats, problems

@@ -22,10 +22,10 @@ from shardtrain.models.transformer import (
     STREAM,
     Attention,
     FeedForward,
+    added,
     linear_of,
     norm_of,
     to_stream,
-    added,
     whole_seq,
 )
 from shardtrain.models.transformer_options import BlockOptions, Remats

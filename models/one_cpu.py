@@ -36,7 +36,7 @@ def computed_once(x: jax.Array) -> jax.Array:
 
 
 def product(x: jax.Array, kernel: jax.Array, num_in: int) -> jax.Array:
-    """Multiply the last `num_in` dims of `x` with the first of a kernel: (..., in), (in, out) -> (..., out)."""
+    """Multiply the last `num_in` dims of `x` with the first of a kernel: (..., in) to (..., out)."""
     if not on_one_cpu():
         return jnp.tensordot(x, kernel, num_in)
     rows, out = x.shape[: x.ndim - num_in], kernel.shape[num_in:]

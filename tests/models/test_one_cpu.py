@@ -52,6 +52,7 @@ def test_loss_and_gradients_are_those_of_the_plain_form(options, monkeypatch):
 
 def test_models_have_derivatives_forward_and_of_many():
     loss, params = loss_of(CONFIG)
+    loss = jax.jit(loss)
     _, along = jax.jvp(loss, (params,), (params,))
     gradient = jax.grad(loss)(params)
     products = jax.tree.map(lambda x, g: jnp.vdot(x, g), params, gradient)
