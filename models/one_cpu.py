@@ -21,8 +21,9 @@ def on_one_cpu() -> bool:
     devices = target_devices()
     if not devices or any(device.device_kind != "cpu" for device in devices):
         return False
-    # a run says so by its rules; outside of one a model may be traced for all devices
-    return getattr(get_logical_axis_rules(), "one_device", len(devices) == 1)
+    # a run says so by its rules; elsewhere a model may be traced for all devices, or for a mesh to be chosen
+    is_whole_machine = len(devices) == 1 and jax.sharding.get_abstract_mesh().empty
+    return getattr(get_logical_axis_rules(), "one_device", is_whole_machine)
 
 
 def computed_once(x: jax.Array) -> jax.Array:
