@@ -115,7 +115,7 @@ class GradientParts:
         shardings = dict.fromkeys(part_of, self._whole)
         shardings |= {number: self._shardings[name] for name, number in grads[-1].items()}
         parts = cut_program(program, [part_of[number] for number in range(len(part_of))])
-        options = step_options(self._whole.mesh.devices.flat[0].platform)
+        options = step_options(next(iter(self._whole.device_set)).platform)
         return _Cut([(part, _compiled(part, shardings, options)) for part in parts], grads, others)
 
 
